@@ -1,0 +1,32 @@
+"""Drop-in nn.Modules, each usable alone: plain with tp_mesh=None, tensor-parallel with a 1-D mesh. Re-exports only."""
+
+from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
+
+from .attention import SelfAttention
+from .block import DropoutKey, TransformerBlock
+from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .mlp import MLP
+from .module import ParallelModule, initialize
+from .norm import LayerNorm, RMSNorm
+from .positions import Positions
+
+__all__ = [
+    "ColumnParallelLinear",
+    "DropoutKey",
+    "LMHead",
+    "LayerNorm",
+    "MLP",
+    "ParallelModule",
+    "PositionEmbedding",
+    "Positions",
+    "RMSNorm",
+    "RowParallelLinear",
+    "SelfAttention",
+    "TransformerBlock",
+    "VocabParallelEmbedding",
+    "VocabSlice",
+    "initialize",
+    "linear_cross_entropy",
+    "vocab_parallel_cross_entropy",
+]

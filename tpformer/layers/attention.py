@@ -1,0 +1,132 @@
+"""Causal self-attention with heads sharded over tensor-parallel ranks: MHA, GQA and MQA, RoPE, packed documents."""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer import ops
+
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .module import ParallelModule
+from .positions import Positions
+
+
+class SelfAttention(ParallelModule):
+    """Causal attention: one gather, q/k/v projections of this rank's heads, SDPA, output projection.
+
+    Layout:  x, residual and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
+             on all ranks; leading dims are flattened batch-major. q_proj, k_proj, v_proj are Shard(0) by heads, o_proj
+             Shard(1). When t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key
+             and value heads that its queries need, and their gradients are partial sums over the tp axis.
+    Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
+    `positions` is needed when x is not (batch, seq, hidden_size), and for packed documents.
+    Errors:  ValueError when heads do not divide over ranks or key-value heads, or a position is asked for twice.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        rope_base: float | None = None,
+        bias: bool = True,
+        init_std: float | None = None,
+        output_init_std: float | None = None,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(tp_mesh, sequence_parallel)
+        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
+        self.rope_base = rope_base
+        check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp_size, rope=rope_base is not None)
+        self.head_dim = hidden_size // n_heads
+        common: dict = {
+            "bias": bias,
+            "tp_mesh": tp_mesh,
+            "sequence_parallel": sequence_parallel,
+            "device": device,
+            "dtype": dtype,
+        }
+        kv_features, kv_rows = self.n_kv_heads * self.head_dim, None
+        if self.n_kv_heads % self.tp_size:
+            first, last = self.kv_heads_needed()
+            kv_rows = slice(first * self.head_dim, last * self.head_dim)
+        self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, init_std=init_std, **common)
+        self.k_proj = ColumnParallelLinear(hidden_size, kv_features, init_std=init_std, used_rows=kv_rows, **common)
+        self.v_proj = ColumnParallelLinear(hidden_size, kv_features, init_std=init_std, used_rows=kv_rows, **common)
+        self.o_proj = RowParallelLinear(hidden_size, hidden_size, init_std=output_init_std, **common)
+
+    def kv_heads_needed(self) -> tuple[int, int]:
+        """The key-value heads [first, last) that this rank's query heads attend with."""
+        queries, group = self.n_heads // self.tp_size, self.n_heads // self.n_kv_heads
+        first = self.tp_rank * queries
+        return first // group, (first + queries - 1) // group + 1
+
+    def _spread(self, kv: Tensor) -> Tensor:
+        """Key or value heads in a form whose head count divides the queries', each serving equally many in a row."""
+        queries, group = self.n_heads // self.tp_size, self.n_heads // self.n_kv_heads
+        first, _ = self.kv_heads_needed()
+        wanted = [(self.tp_rank * queries + q) // group - first for q in range(queries)]
+        heads = kv.shape[1]
+        if queries % heads == 0 and wanted == [q // (queries // heads) for q in range(queries)]:
+            return kv
+        return kv[:, torch.tensor(wanted, device=kv.device)]
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Positions | None = None,
+        norm: ops.Norm | None = None,
+        residual: Tensor | None = None,
+        dropout: ops.Dropout | None = None,
+    ) -> Tensor:
+        if positions is None:
+            positions = positions_of(x, sharded=self.sequence_parallel and self.tp_size > 1)
+        projections = [layer.local_parameters() for layer in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = ops.column_linear(
+            x.reshape(-1, x.shape[-1]),
+            [weight for weight, _ in projections],
+            [bias for _, bias in projections],
+            norm=norm,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+        )
+        q, k, v = (rearrange(y, "tokens (heads d) -> tokens heads d", d=self.head_dim) for y in (q, k, v))
+        if self.rope_base is not None:
+            table = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
+            q, k = ops.rope(q, *table), ops.rope(k, *table)
+        y = ops.causal_attention(
+            q, self._spread(k), self._spread(v), positions.batch, positions.documents(q.device)
+        )
+        y = self.o_proj(rearrange(y, "tokens heads d -> tokens (heads d)"), residual=residual, dropout=dropout)
+        return y.view(x.shape)
+
+
+def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool) -> None:
+    """Raise ValueError, with the numbers and the remedy, for head counts that cannot be laid out."""
+    if hidden_size % n_heads:
+        raise ValueError(f"hidden_size={hidden_size} is not a multiple of n_heads={n_heads}: change either")
+    if n_heads % n_kv_heads:
+        raise ValueError(f"n_heads={n_heads} is not a multiple of n_kv_heads={n_kv_heads}: change either")
+    if n_heads % tp:
+        fitting = [t for t in range(1, n_heads + 1) if n_heads % t == 0]
+        raise ValueError(
+            f"n_heads={n_heads} cannot be split over tensor_parallel={tp} ranks: choose tensor_parallel from {fitting}"
+        )
+    if rope and (hidden_size // n_heads) % 2:
+        raise ValueError(f"RoPE needs an even head dim, not hidden_size / n_heads = {hidden_size // n_heads}")
+
+
+def positions_of(x: Tensor, *, sharded: bool) -> Positions:
+    """Positions of an unpacked batch x (batch, seq, hidden); ValueError when x does not show its batch and length."""
+    if x.ndim != 3 or sharded:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} does not tell batch from sequence here: pass positions=Positions(batch, "
+            f"seq_length), or x as (batch, seq, hidden) without sequence parallelism"
+        )
+    return Positions(x.shape[0], x.shape[1])

@@ -1,0 +1,125 @@
+"""Token embedding with a sharded vocabulary, learned positions, and the output head over the same shards."""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer import ops
+
+from .module import Normal, ParallelModule
+from .positions import Positions
+
+
+def padded_vocab(vocab_size: int, multiple: int) -> int:
+    """Rows of a vocabulary table: vocab_size rounded up to `multiple`, whatever the layout."""
+    return -(-vocab_size // multiple) * multiple
+
+
+class _VocabParallel(ParallelModule):
+    """A (padded vocabulary, hidden) table, Shard(0) on the tp axis; rows from vocab_size on stay zero."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        vocab_multiple: int = 128,
+        init_std: float = 0.02,
+        weight: bool = True,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(tp_mesh, sequence_parallel)
+        self.vocab_size, self.rows = vocab_size, padded_vocab(vocab_size, vocab_multiple)
+        if weight:
+            initial = Normal(init_std, valid_rows=vocab_size)
+            self.add_parameter("weight", (self.rows, hidden_size), initial, shard=0, device=device, dtype=dtype)
+            self.reset_parameters()
+        else:
+            self.register_parameter("weight", None)
+
+    def vocab_slice(self) -> ops.VocabSlice:
+        """Which entries of the vocabulary this rank holds."""
+        per_rank = -(-self.rows // self.tp_size)
+        first = self.tp_rank * per_rank
+        return ops.VocabSlice(first, max(0, min(per_rank, self.vocab_size - first)))
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """nn.Embedding with the vocabulary sharded.
+
+    Layout:  weight (vocab_size rounded up to vocab_multiple, hidden_size) is Shard(0) on the tp axis, padding rows
+             zero; ids (...) int64, equal on all ranks; result (tokens / t, hidden_size) with sequence_parallel, else
+             (..., hidden_size), equal on all ranks.
+    Communication, per rank, B = tokens * hidden_size * itemsize: forward reduce-scatter B, backward all-gather B;
+             without sequence_parallel forward all-reduce B, backward none.
+    Errors:  ValueError on a CPU for an id outside [0, vocab_size): other ranks would silently return zeros for it.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = (int(bound) for bound in ids.aminmax())
+            if low < 0 or high >= self.vocab_size:
+                raise ValueError(f"token ids span [{low}, {high}], outside the vocabulary [0, {self.vocab_size - 1}]")
+        rows = ops.vocab_parallel_embedding(
+            ids.reshape(-1),
+            self.local("weight"),  # type: ignore[arg-type]
+            first=self.vocab_slice().first,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+        )
+        sharded = self.sequence_parallel and self.tp_size > 1
+        return rows if sharded else rows.view(*ids.shape, -1)
+
+
+class PositionEmbedding(ParallelModule):
+    """Learned absolute positions, added to this rank's rows.
+
+    Layout:  weight (seq_length, hidden_size) is Replicate on the tp axis; x (tokens / t, hidden_size) or
+             (tokens, hidden_size) as for the norms. No communication; with sequence_parallel the gradient is partial.
+    """
+
+    def __init__(
+        self,
+        seq_length: int,
+        hidden_size: int,
+        *,
+        init_std: float = 0.02,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(tp_mesh, sequence_parallel)
+        initial = Normal(init_std)
+        self.add_parameter("weight", (seq_length, hidden_size), initial, shard=None, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        ids = positions.flat_ids(x.device)
+        if self.sequence_parallel and self.group is not None:
+            ids = ids.chunk(self.tp_size)[self.tp_rank]
+        weight: Tensor = self.local("weight", partial=self.sequence_parallel)  # type: ignore[assignment]
+        # only the right padding of an evaluation can run past the table, and nothing attends to it
+        return x + F.embedding(ids.clamp(max=len(weight) - 1), weight)
+
+
+class LMHead(_VocabParallel):
+    """The output projection onto a sharded vocabulary, preceded by the final norm.
+
+    Layout:  weight as VocabParallelEmbedding's, or none of its own (`weight=False`): tied, given at each call.
+             x (tokens / t, hidden_size) or (tokens, hidden_size). Without targets the result is this rank's logits
+             (tokens, V_local); with targets (tokens,) it is the summed loss, a scalar equal on all ranks.
+    Communication, per rank: that of ops.column_linear (logits) or ops.linear_cross_entropy (loss).
+    """
+
+    def forward(
+        self, x: Tensor, *, norm: ops.Norm | None = None, targets: Tensor | None = None, tied: Tensor | None = None
+    ) -> Tensor:
+        weight = self.local("weight") if tied is None else tied
+        where = {"norm": norm, "group": self.group, "sequence_parallel": self.sequence_parallel}
+        if targets is None:
+            return ops.column_linear(x, weight, **where)  # type: ignore
+        return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **where)  # type: ignore

@@ -1,0 +1,149 @@
+"""ColumnParallelLinear and RowParallelLinear: nn.Linear with its weight sharded over tensor-parallel ranks."""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer import ops
+
+from .module import Constant, Normal, ParallelModule
+
+
+def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
+    """(..., K) -> (tokens, K), tokens starting with the dim that is sharded over ranks."""
+    if sequence_dim is not None:
+        x = x.movedim(sequence_dim, 0)
+    return x.reshape(-1, x.shape[-1])
+
+
+def _from_rows(y: Tensor, x: Tensor, sequence_dim: int | None) -> Tensor:
+    """Undo _to_rows for a result y whose rows were gathered or scattered; x is the layer's input."""
+    if sequence_dim is None:
+        return y.view(*x.shape[:-1], y.shape[-1]) if x.ndim > 2 and y.shape[0] == x[..., 0].numel() else y
+    others = x.movedim(sequence_dim, 0).shape[1:-1]
+    return y.view(-1, *others, y.shape[-1]).movedim(0, sequence_dim)
+
+
+class ColumnParallelLinear(ParallelModule):
+    """y = x W^T + b with the output features sharded: every rank computes its slice of them.
+
+    Layout:  weight (out_features, in_features) and bias are Shard(0) on the tp axis; x is (tokens / t, in_features), a
+             sequence shard, with sequence_parallel, else (tokens, in_features), equal on all ranks; y is
+             (tokens, out_features / t). Leading dims are flattened batch-major; with `sequence_dim` the input is
+             sharded along that dim instead, as in (batch, seq / t, hidden), and y has it whole.
+    Communication, per rank: that of ops.column_linear.
+    tp_mesh None, or of size 1: bit-identical to nn.Linear.
+    `used_rows` keeps weight and bias Replicate and computes only these rows (grouped-query keys and values with fewer
+    heads than ranks); their gradients are partial sums over the tp axis.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_std: float | None = None,
+        used_rows: slice | None = None,
+        sequence_dim: int | None = None,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(tp_mesh, sequence_parallel)
+        self.in_features, self.out_features = in_features, out_features
+        self.used_rows, self.sequence_dim = used_rows, sequence_dim
+        shard = 0 if used_rows is None else None
+        std = in_features**-0.5 if init_std is None else init_std
+        self.add_parameter(
+            "weight", (out_features, in_features), Normal(std), shard=shard, device=device, dtype=dtype
+        )
+        if bias:
+            self.add_parameter("bias", (out_features,), Constant(0.0), shard=shard, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias) that this rank multiplies with."""
+        if self.used_rows is None:
+            return self.local("weight"), self.local("bias")  # type: ignore[return-value]
+        weight, bias = (self.local(name, partial=True) for name in ("weight", "bias"))
+        return weight[self.used_rows], None if bias is None else bias[self.used_rows]  # type: ignore[index]
+
+    def forward(self, x: Tensor, *, norm: ops.Norm | None = None) -> Tensor:
+        weight, bias = self.local_parameters()
+        y = ops.column_linear(
+            _to_rows(x, self.sequence_dim),
+            weight,
+            bias,
+            norm=norm,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return _from_rows(y, x, self.sequence_dim)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp_size}"
+
+
+class RowParallelLinear(ParallelModule):
+    """y = residual + dropout(reduce(act(x) W^T) + b) with the input features sharded.
+
+    Layout:  weight (out_features, in_features) is Shard(1) on the tp axis, bias Replicate, added once after the
+             reduction; x is (tokens, in_features / t); y and residual are (tokens / t, out_features), a sequence shard,
+             with sequence_parallel, else (tokens, out_features), equal on all ranks. `sequence_dim` as in
+             ColumnParallelLinear.
+    Communication, per rank: that of ops.row_linear.
+    With sequence_parallel the bias gradient is a partial sum over the tp axis.
+    tp_mesh None, or of size 1: bit-identical to nn.Linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_std: float | None = None,
+        activation: str | None = None,
+        sequence_dim: int | None = None,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(tp_mesh, sequence_parallel)
+        self.in_features, self.out_features = in_features, out_features
+        self.activation, self.sequence_dim = activation, sequence_dim
+        std = in_features**-0.5 if init_std is None else init_std
+        self.add_parameter("weight", (out_features, in_features), Normal(std), shard=1, device=device, dtype=dtype)
+        if bias:
+            self.add_parameter("bias", (out_features,), Constant(0.0), shard=None, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        gate: Tensor | None = None,
+        residual: Tensor | None = None,
+        dropout: ops.Dropout | None = None,
+    ) -> Tensor:
+        y = ops.row_linear(
+            _to_rows(x, self.sequence_dim),
+            self.local("weight"),  # type: ignore[arg-type]
+            self.local("bias", partial=self.sequence_parallel),
+            activation=self.activation,
+            gate=None if gate is None else _to_rows(gate, self.sequence_dim),
+            residual=None if residual is None else _to_rows(residual, self.sequence_dim),
+            dropout=dropout,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return _from_rows(y, x, self.sequence_dim)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp_size}"

@@ -1,0 +1,127 @@
+"""The base of every layer: parameters that are DTensors on the tp axis (plain tensors without a mesh), and their
+layout-invariant initial values."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tpformer.kernels.philox.reference import philox_key, random_normal
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal values of this standard deviation by global element index; rows from `valid_rows` on are zero."""
+
+    std: float
+    valid_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+
+Initializer = Normal | Constant
+
+
+class ParallelModule(nn.Module):
+    """A module on a 1-D tensor-parallel mesh (None: plain module, plain parameters, no process group needed)."""
+
+    def __init__(self, tp_mesh: DeviceMesh | None, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.tp_mesh = tp_mesh
+        self.sequence_parallel = sequence_parallel
+        self.initial: dict[str, Initializer] = {}
+
+    @property
+    def tp_size(self) -> int:
+        return 1 if self.tp_mesh is None else self.tp_mesh.size()
+
+    @property
+    def tp_rank(self) -> int:
+        return 0 if self.tp_mesh is None else self.tp_mesh.get_local_rank()
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group its operations communicate over; None for one rank."""
+        return None if self.tp_size == 1 else self.tp_mesh.get_group()  # type: ignore[union-attr]
+
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], initial: Initializer, *, shard: int | None, device=None, dtype=None
+    ) -> None:
+        """Register a parameter of this global shape, sharded on dim `shard` over the tp axis (None: replicated)."""
+        self.initial[name] = initial
+        if self.tp_mesh is None:
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            return
+        if shard is not None and shape[shard] <= (self.tp_size - 1) * -(-shape[shard] // self.tp_size):
+            raise ValueError(
+                f"{name} has {shape[shard]} rows on its sharded dim, too few for {self.tp_size} tensor-parallel ranks: "
+                f"at least one would hold none; lower tensor_parallel"
+            )
+        placement: Placement = Replicate() if shard is None else Shard(shard)
+        local_shape, _ = compute_local_shape_and_global_offset(shape, self.tp_mesh, [placement])
+        local = torch.empty(local_shape, device=device or self.tp_mesh.device_type, dtype=dtype)
+        strides = torch.empty(shape, device="meta").stride()
+        value = DTensor.from_local(
+            local, self.tp_mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides
+        )
+        self.register_parameter(name, nn.Parameter(value))
+
+    def local(self, name: str, partial: bool = False) -> Tensor | None:
+        """This rank's part of a parameter. partial: each rank's gradient will be a partial sum over the tp axis."""
+        parameter = self._parameters[name]
+        if not isinstance(parameter, DTensor):
+            return parameter
+        return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+    def reset_parameters(self) -> None:
+        """Fresh random values from torch's global generator: drawn on tp rank 0 and shared, so any layout agrees."""
+        if any(parameter.is_meta for parameter in self.parameters(recurse=False)):
+            return
+        seed = torch.randint(2**62, ())
+        if self.group is not None:
+            seed = seed.to(self.tp_mesh.device_type)  # type: ignore[union-attr]
+            dist.broadcast(seed, dist.get_global_rank(self.group, 0), group=self.group)
+        initialize(self, int(seed))
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int) -> None:
+    """Fill every layer's parameters: a pure function of (seed, parameter name, global element index), any layout.
+
+    Each rank computes only its shard. Parameters of other modules are left alone.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelModule):
+            for name, initial in module.initial.items():
+                parameter = module._parameters[name]
+                if parameter is not None:
+                    _fill(parameter, initial, philox_key(seed, f"{path}.{name}" if path else name))
+
+
+def _fill(parameter: Tensor, initial: Initializer, key: int, chunk: int = 2**22) -> None:
+    local, offset = parameter, (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        _, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    if isinstance(initial, Constant):
+        local.fill_(initial.value)
+        return
+    rows, width = local.shape
+    bounds = [*range(0, rows, max(1, chunk // width)), rows]
+    for first, last in pairwise(bounds):
+        row = torch.arange(offset[0] + first, offset[0] + last, device=local.device)
+        values = random_normal(key, row * parameter.shape[1] + offset[1], width) * initial.std
+        if initial.valid_rows is not None:
+            values[row >= initial.valid_rows] = 0
+        local[first:last] = values.to(local.dtype)

@@ -1,0 +1,52 @@
+"""Where each token of a batch stands in its sample or document: what attention and position embeddings need."""
+
+import torch
+from torch import Tensor
+
+from tpformer.kernels.rope.reference import rope_table
+
+
+class Positions:
+    """A batch's shape and positions; made once per forward, shared by all layers.
+
+    batch, seq_length: the flattened tokens are (batch * seq_length,), batch-major.
+    ids (batch, seq_length) int64: position of each token in its document, restarting at 0 where a packed document
+    begins; None when every sample is one document. ValueError when they do not count up from 0 in that way.
+    """
+
+    def __init__(self, batch: int, seq_length: int, ids: Tensor | None = None) -> None:
+        if ids is not None:
+            follows = (ids[:, 1:] == ids[:, :-1] + 1) | (ids[:, 1:] == 0)
+            if bool((ids[:, 0] != 0).any()) or not bool(follows.all()):
+                raise ValueError(
+                    "position_ids must start at 0 in every sample and count up by 1 until the next document's 0: "
+                    "a document cannot span two samples"
+                )
+        self.batch, self.seq_length, self.ids = batch, seq_length, ids
+        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._documents: tuple[Tensor, int] | None = None
+
+    def flat_ids(self, device: torch.device) -> Tensor:
+        """(tokens,) int64 positions."""
+        if self.ids is not None:
+            return self.ids.reshape(-1).to(device)
+        return torch.arange(self.seq_length, device=device).repeat(self.batch)
+
+    def documents(self, device: torch.device) -> tuple[Tensor, int] | None:
+        """(boundaries (n + 1,) int32, longest), or None when every sample is one document."""
+        if self.ids is None:
+            return None
+        if self._documents is None:
+            ids = self.flat_ids(device)
+            starts = (ids == 0).nonzero()[:, 0]
+            end = torch.tensor([ids.numel()], device=device)
+            boundaries = torch.cat([starts, end]).to(torch.int32)
+            self._documents = boundaries, int(boundaries.diff().max())
+        return self._documents
+
+    def rope(self, head_dim: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin (tokens, head_dim / 2), one storage for all layers."""
+        key = (head_dim, base, device, dtype)
+        if key not in self._tables:
+            self._tables[key] = rope_table(self.flat_ids(device), head_dim, base, dtype)
+        return self._tables[key]

@@ -1,0 +1,144 @@
+"""Cross entropy with the vocabulary sharded over the tensor-parallel group: from logits, and fused with the output
+projection so that logits exist only a chunk of tokens at a time."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from tpformer.kernels.cross_entropy.reference import combine_statistics, slice_gradient, slice_statistics
+from tpformer.kernels.norm.reference import norm_backward, norm_forward
+
+from .norm import Norm
+
+
+class VocabSlice(NamedTuple):
+    """This rank's entries of the vocabulary: global index of the first, and how many are real (the rest is padding)."""
+
+    first: int
+    valid: int
+
+
+def _losses(logits: Tensor, targets: Tensor, vocab: VocabSlice, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """(log_sum, loss), each (T,), after exchanging three numbers per token; bitwise equal on all ranks."""
+    mine = slice_statistics(logits, targets, *vocab)
+    return combine_statistics(all_gather(mine[None], group))
+
+
+class VocabParallelCrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, vocab, group, ignore_index):
+        log_sum, losses = _losses(logits, targets, vocab, group)
+        ctx.save_for_backward(logits, targets, log_sum)
+        ctx.vocab, ctx.ignore_index = vocab, ignore_index
+        return losses.masked_fill(targets == ignore_index, 0)
+
+    @staticmethod
+    def backward(ctx, dlosses):
+        logits, targets, log_sum = ctx.saved_tensors
+        scale = dlosses.masked_fill(targets == ctx.ignore_index, 0)[:, None]
+        return slice_gradient(logits, targets, log_sum, scale, *ctx.vocab), None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    vocab: VocabSlice,
+    *,
+    group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Loss of each token (tokens,), from each rank's slice of its logits.
+
+    Shapes:  logits (tokens, V_local); targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is
+             wanted (0 there, no gradient); result in promote_types(logits.dtype, float32), equal on all ranks.
+    Saves:   the logits as given and one log-sum-exp a token; the softmax is rebuilt.
+    Communication, per rank: forward one all-gather of 3 numbers per token and rank; backward none.
+    """
+    return VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, group, ignore_index)
+
+
+class _Head(NamedTuple):
+    vocab: VocabSlice
+    group: ProcessGroup | None
+    sequence_parallel: bool
+    norm_kind: str | None
+    eps: float
+    ignore_index: int
+    chunk_tokens: int
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """The gradients are made chunk by chunk in the forward, while each chunk's logits exist; the backward scales them."""
+
+    @staticmethod
+    def forward(ctx, x, weight, norm_weight, norm_bias, targets, head: _Head):
+        normed, (mean, rstd) = x, (None, None)
+        if head.norm_kind:
+            normed, (mean, rstd) = norm_forward(x, norm_weight, norm_bias, head.norm_kind, head.eps)
+        gathered = all_gather(normed, head.group) if head.sequence_parallel else normed
+        wide = torch.promote_types(x.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        wants_gradient = any(ctx.needs_input_grad)
+        if wants_gradient:
+            dgathered = torch.empty_like(gathered)
+            dweight = torch.zeros(weight.shape, dtype=wide, device=x.device)
+        for first in range(0, len(targets), head.chunk_tokens):
+            rows = slice(first, first + head.chunk_tokens)
+            logits = F.linear(gathered[rows], weight)
+            log_sum, losses = _losses(logits, targets[rows], head.vocab, head.group)
+            counted = targets[rows] != head.ignore_index
+            loss += (losses * counted).sum()
+            if wants_gradient:
+                dlogits = slice_gradient(logits, targets[rows], log_sum, counted[:, None], *head.vocab)
+                torch.mm(dlogits, weight, out=dgathered[rows])
+                dweight += dlogits.t() @ gathered[rows]
+        if wants_gradient:
+            reduce = reduce_scatter if head.sequence_parallel else all_reduce
+            ctx.save_for_backward(
+                x, norm_weight, norm_bias, mean, rstd, reduce(dgathered, head.group), dweight.to(weight.dtype)
+            )
+            ctx.norm_kind = head.norm_kind
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        x, norm_weight, norm_bias, mean, rstd, dnormed, dweight = ctx.saved_tensors
+        dx, dnorm_weight, dnorm_bias = dnormed * dloss.to(dnormed.dtype), None, None
+        if ctx.norm_kind:
+            dx, dnorm_weight, dnorm_bias = norm_backward(
+                dx, x, (mean, rstd), norm_weight, norm_bias, ctx.norm_kind
+            )
+        return dx, dweight * dloss.to(dweight.dtype), dnorm_weight, dnorm_bias, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: VocabSlice,
+    *,
+    norm: Norm | None = None,
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = True,
+    ignore_index: int = -100,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Summed cross entropy of norm(x) W^T against targets; neither all logits nor the whole vocabulary ever exist.
+
+    Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K); weight (V_local, K); targets (tokens,) int64,
+             equal on all ranks, `ignore_index` where no loss is wanted; result a scalar in promote_types(x.dtype,
+             float32), equal on all ranks. chunk_tokens: logits held at once (default: about 4 million logits).
+    Saves:   x, the gradient of x and of W (made in the forward). Double backward is not supported.
+    Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
+             all-reduce B; and one all-gather of 3 numbers per token and rank. All of it in the forward, which without
+             gradients skips the reductions.
+    Source:  the chunked loss of Liger-Kernel (arXiv:2410.10989), made vocab-parallel
+    """
+    kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
+    chunk_tokens = chunk_tokens or max(64, 2**22 // weight.shape[0])
+    head = _Head(vocab, group, sequence_parallel, kind, eps, ignore_index, chunk_tokens)
+    return LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head)

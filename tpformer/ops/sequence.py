@@ -1,0 +1,72 @@
+"""Differentiable moves between full rows and sequence shards, for the edges of a sequence-parallel region."""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
+
+
+class _ReduceRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, sequence_parallel):
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return (reduce_scatter if sequence_parallel else all_reduce)(x, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (all_gather(dy, ctx.group) if ctx.sequence_parallel else dy), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.chunk(group.size())[group.rank()].clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return all_gather(dy, ctx.group), None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
+
+
+def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool = True) -> Tensor:
+    """Sum partial rows x (tokens, N) over the group, into this rank's slice (tokens / t, N) or into all rows.
+
+    Communication, per rank: reduce-scatter (backward all-gather) of tokens * N * itemsize bytes, or all-reduce.
+    """
+    return x if group is None else _ReduceRows.apply(x, group, sequence_parallel)
+
+
+def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's slice (tokens / t, N) of rows x (tokens, N) that are equal on all ranks.
+
+    Communication: none forward; backward all-gather of tokens * N * itemsize bytes. ValueError unless t divides tokens.
+    """
+    if group is None:
+        return x
+    if len(x) % group.size():
+        raise ValueError(
+            f"{len(x)} tokens cannot be split over {group.size()} tensor-parallel ranks: "
+            f"pad batch * seq_length to a multiple of {group.size()}"
+        )
+    return _ScatterRows.apply(x, group)
+
+
+def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """All rows (tokens, N) from every rank's slice (tokens / t, N), for computation that is then equal on all ranks.
+
+    Communication, per rank: forward all-gather of tokens * N * itemsize bytes; backward none (each rank keeps its
+    slice of a gradient that is the same everywhere).
+    """
+    return x if group is None else _GatherRows.apply(x, group)
