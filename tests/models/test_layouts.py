@@ -1,0 +1,119 @@
+"""Any tensor-parallel layout of a model trains as one process does: losses, norms, every gradient, every parameter."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh
+from tpformer.models import GPT, GPTConfig
+from tpformer.training.config import OptimizerSection
+from tpformer.training.optimizer import build_optimizer, learning_rate
+from tpformer.training.step import accumulate_gradients, train_step
+
+LR, STEPS, BATCH, SEQ = 1e-3, 20, 4, 12
+# tokens per microbatch 2 * 12 = 24: divisible by 2, 3 and 4
+GELU = {"vocab_size": 250, "seq_length": SEQ, "n_layers": 2, "hidden_size": 48, "n_heads": 4}
+LLAMA = {
+    **GELU,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_hidden_size": 72,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "position": "rope",
+    "bias": False,
+}
+# name -> (config, tensor_parallel, sequence_parallel)
+LAYOUTS = {
+    "tp2": (GELU, 2, True),
+    "tp2-no-sp": (GELU, 2, False),
+    "tp4": (GELU, 4, True),
+    "tp4-no-sp": (GELU, 4, False),
+    "tp2-untied": ({**GELU, "tie_embeddings": False}, 2, True),
+    "tp4-untied-dropout": ({**GELU, "tie_embeddings": False, "dropout": 0.1}, 4, True),
+    "tp2-dropout": ({**GELU, "dropout": 0.1}, 2, True),
+    "tp2-dropout-no-sp": ({**GELU, "dropout": 0.1}, 2, False),
+    "tp2-llama": (LLAMA, 2, True),
+    "tp4-llama-2-kv-heads": (LLAMA, 4, True),
+    "tp4-llama-2-kv-heads-no-sp": (LLAMA, 4, False),
+    "tp4-llama-bias-dropout": ({**LLAMA, "bias": True, "dropout": 0.1}, 4, True),
+    "tp3-6-heads": ({**GELU, "n_heads": 6}, 3, True),
+    "tp3-6-heads-4-kv": ({**LLAMA, "hidden_size": 48, "n_heads": 12, "n_kv_heads": 4}, 3, True),
+    "tp2-vocab-50257": ({**GELU, "n_layers": 1, "vocab_size": 50257}, 2, True),
+    "tp3-uneven-vocab": ({**GELU, "n_heads": 6, "vocab_size": 300, "vocab_multiple": 100, "position": "rope"}, 3, True),
+}
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def run_training(config: dict, tp: int, sequence_parallel: bool, dtype: torch.dtype, steps: int) -> dict:
+    """Train on random tokens; per step the loss and norm, at the first step every gradient, at the end parameters."""
+    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"] if tp > 1 else None
+    model = GPT(GPTConfig(**config), tp_mesh=mesh, sequence_parallel=sequence_parallel, seed=7, dtype=dtype)
+    options = OptimizerSection(lr=LR, warmup_steps=2)
+    optimizer = build_optimizer(model, options)
+    generator = torch.Generator().manual_seed(0)
+    record: dict = {"loss": [], "norm": [], "gradients": {}}
+    groups = [mesh.get_group() if mesh is not None else None]
+    for step in range(1, steps + 1):
+        batch = torch.randint(config["vocab_size"], (BATCH, SEQ + 1), generator=generator)
+        first = step * BATCH
+        if step in (1, steps):
+            accumulate_gradients(model, batch, first, BATCH // 2, step)
+            record["gradients"] |= {f"{step} {name}": full(p.grad) for name, p in model.named_parameters()}
+            record["partial"] = {
+                name: p.grad.to_local().clone()
+                for name, p in model.named_parameters()
+                if isinstance(p.grad, DTensor) and p.grad.placements[0].is_replicate()
+            }
+            optimizer.zero_grad()
+        loss, norm = train_step(
+            model,
+            optimizer,
+            batch,
+            first_sample=first,
+            microbatch_size=BATCH // 2,
+            step=step,
+            lr=learning_rate(step, steps, options),
+            clip_norm=1.0,
+            groups=groups,
+        )
+        record["loss"].append(float(loss))
+        record["norm"].append(float(norm))
+    record["parameters"] = {name: full(p) for name, p in model.named_parameters()}
+    return record
+
+
+def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest |difference| in units of max(|expected|, lr), element by element, and where."""
+    assert actual.keys() == expected.keys()
+    return max(
+        (float(((actual[name] - p).abs() / p.abs().clamp(min=LR)).max()), name) for name, p in expected.items()
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_float64_equals_one_process(ranks, name):
+    config, tp, sequence_parallel = LAYOUTS[name]
+    expected = run_training(config, 1, True, torch.float64, STEPS)
+    records = ranks(tp).run(run_training, config, tp, sequence_parallel, torch.float64, STEPS)
+    for record in records:
+        torch.testing.assert_close(record["loss"], expected["loss"], rtol=1e-9, atol=0)
+        torch.testing.assert_close(record["norm"], expected["norm"], rtol=1e-9, atol=0)
+        assert worst(record["gradients"], expected["gradients"]) < (1e-9, "")
+        assert worst(record["parameters"], expected["parameters"]) < (1e-9, "")
+        # what all ranks share is the same on all of them, bit for bit
+        assert record["partial"].keys() == records[0]["partial"].keys() and record["partial"]
+        for key, value in record["partial"].items():
+            assert torch.equal(value, records[0]["partial"][key]), key
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_float32_equals_one_process(ranks, name):
+    config, tp, sequence_parallel = LAYOUTS[name]
+    expected = run_training(config, 1, True, torch.float32, STEPS)
+    record = ranks(tp).run(run_training, config, tp, sequence_parallel, torch.float32, STEPS)[0]
+    torch.testing.assert_close(record["loss"], expected["loss"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(record["norm"], expected["norm"], rtol=1e-5, atol=0)

@@ -1,0 +1,91 @@
+"""GPTConfig: the architecture of a GPT, independent of any layout, and its parameter count."""
+
+from dataclasses import dataclass
+
+from tpformer.layers.mlp import MLP_ACTIVATIONS, default_ffn_size
+from tpformer.layers.norm import NORMS
+
+POSITIONS = ("learned", "rope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Architecture. Global parameter shapes follow from these fields alone, never from the layout."""
+
+    vocab_size: int | None = None
+    """Entries of the vocabulary; a run takes it from its data when unset."""
+    vocab_multiple: int = 128
+    """The vocabulary's tables are padded to a multiple of this; padding is zero and masked out of the loss."""
+    seq_length: int = 1024
+    """Tokens per sample, and the number of learned positions."""
+    n_layers: int = 12
+    hidden_size: int = 768
+    n_heads: int = 12
+    n_kv_heads: int | None = None
+    """Key-value heads (grouped-query attention); unset: n_heads."""
+    ffn_hidden_size: int | None = None
+    """MLP width; unset: 4 * hidden_size, or 8/3 of it rounded up to 128 for a gated activation."""
+    norm: str = "layernorm"
+    """layernorm or rmsnorm."""
+    norm_eps: float = 1e-5
+    activation: str = "gelu_tanh"
+    """gelu, gelu_tanh, swiglu or geglu."""
+    position: str = "learned"
+    """learned or rope."""
+    rope_base: float = 10000.0
+    bias: bool = True
+    """Biases in the linear layers."""
+    tie_embeddings: bool = True
+    """The output head uses the token embedding's table."""
+    dropout: float = 0.0
+    """On the embedding and the two residual branches of every layer."""
+    attention_dropout: float = 0.0
+    """Must stay 0: SDPA would leave its fused kernel and store seq x seq masks."""
+    init_std: float = 0.02
+    """Initial weights; projections back into the residual stream use init_std / sqrt(2 * n_layers)."""
+
+    def __post_init__(self) -> None:
+        if self.attention_dropout:
+            raise ValueError(
+                f"attention_dropout={self.attention_dropout} is not supported: PyTorch's attention then leaves its "
+                f"fused kernel and stores seq_length x seq_length masks; use dropout (residual) instead"
+            )
+        choices = {"norm": tuple(NORMS), "activation": tuple(MLP_ACTIVATIONS), "position": POSITIONS}
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        for field in ("seq_length", "n_layers", "hidden_size", "n_heads", "vocab_multiple"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or default_ffn_size(self.hidden_size, self.activation)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters, vocabulary padding not counted (the number that papers print)."""
+        h, f, L = self.hidden_size, self.ffn_size, self.n_layers
+        kv = h // self.n_heads * self.kv_heads
+        up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
+        norm = h * (2 if self.norm == "layernorm" else 1)
+        layer = 2 * h * h + 2 * h * kv + (up + 1) * h * f + 2 * norm
+        layer += (2 * h + 2 * kv + up * f + h) if self.bias else 0
+        tables = (self.vocab_size or 0) * h * (1 if self.tie_embeddings else 2)
+        return L * layer + norm + tables + (self.seq_length * h if self.position == "learned" else 0)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Model FLOPs of forward and backward per token: 6 per weight that is multiplied, and the causal attention
+        scores at full seq_length (72 L h^2 (1 + s/6h + V/12hL) for the plain block; arXiv:2205.05198)."""
+        h, L = self.hidden_size, self.n_layers
+        kv = h // self.n_heads * self.kv_heads
+        up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
+        weights = L * (2 * h * h + 2 * h * kv + (up + 1) * h * self.ffn_size) + (self.vocab_size or 0) * h
+        return 6 * weights + 12 * L * h * self.seq_length

@@ -1,0 +1,153 @@
+"""GPT: token embedding, transformer blocks, output head; one module for every preset and every tensor-parallel layout."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer import ops
+from tpformer.layers import (
+    DropoutKey,
+    LMHead,
+    ParallelModule,
+    PositionEmbedding,
+    Positions,
+    TransformerBlock,
+    VocabParallelEmbedding,
+    initialize,
+)
+from tpformer.layers.attention import check_heads
+from tpformer.layers.norm import NORMS
+
+from .config import GPTConfig
+
+IGNORE = -100
+
+
+class GPT(ParallelModule):
+    """A decoder-only transformer.
+
+    Parameters are DTensors on the tp axis (plain with tp_mesh=None), with global shapes and initial values that do not
+    depend on it. Inside, activations are flattened tokens: (batch * seq / t, hidden_size) with sequence_parallel.
+    device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`.
+    Errors: ValueError, before anything is allocated, for heads or a vocabulary that the layout cannot hold.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = True,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(tp_mesh, sequence_parallel)
+        if config.vocab_size is None:
+            raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
+        check_heads(config.hidden_size, config.n_heads, config.kv_heads, self.tp_size, rope=config.position == "rope")
+        self.config, self.seed = config, seed
+        std, output_std = config.init_std, config.init_std / math.sqrt(2 * config.n_layers)
+        # built on meta, so that values are made once, by global index
+        place: dict = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel, "device": "meta", "dtype": dtype}
+        table: dict = {"vocab_multiple": config.vocab_multiple, "init_std": std, **place}
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **table)
+        self.embed_positions = (
+            PositionEmbedding(config.seq_length, config.hidden_size, init_std=std, **place)
+            if config.position == "learned"
+            else None
+        )
+        # keyed by global index, so that names survive a pipeline split
+        self.layers = nn.ModuleDict(
+            {
+                str(index): TransformerBlock(
+                    config.hidden_size,
+                    config.n_heads,
+                    n_kv_heads=config.n_kv_heads,
+                    ffn_hidden_size=config.ffn_hidden_size,
+                    norm=config.norm,
+                    norm_eps=config.norm_eps,
+                    activation=config.activation,
+                    rope_base=config.rope_base if config.position == "rope" else None,
+                    bias=config.bias,
+                    dropout=config.dropout,
+                    layer_index=index,
+                    init_std=std,
+                    output_init_std=output_std,
+                    **place,
+                )
+                for index in range(config.n_layers)
+            }
+        )
+        self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not config.tie_embeddings, **table)
+        if torch.device(device).type != "meta":
+            self.to_empty(device=device)
+            self.initialize()
+
+    def initialize(self) -> None:
+        """Fill the parameters from (seed, name, global index), the same values in every layout."""
+        initialize(self, self.seed)
+
+    def _pad(self, ids: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        """Right-pad the sequence until ranks can share the tokens: causal attention never looks at the padding."""
+        batch, seq = ids.shape
+        if not (self.sequence_parallel and batch * seq % self.tp_size):
+            return ids, *others  # type: ignore[return-value]
+        if self.training:
+            raise ValueError(
+                f"batch * seq_length = {batch} * {seq} = {batch * seq} tokens cannot be split over "
+                f"tensor_parallel={self.tp_size} ranks: make it a multiple of {self.tp_size}"
+            )
+        extra = -seq % self.tp_size
+        targets, position_ids = others
+        if position_ids is not None:
+            # each padding token is a document of its own
+            position_ids = F.pad(position_ids, (0, extra), value=0)
+        if targets is not None:
+            targets = F.pad(targets, (0, extra), value=IGNORE)
+        return F.pad(ids, (0, extra)), targets, position_ids  # type: ignore[return-value]
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        targets: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        sample_index: Tensor | None = None,
+        step: int = 0,
+    ) -> Tensor:
+        """Logits, or the summed loss when targets are given.
+
+        ids, targets, position_ids: (batch, seq) int64, equal on all tp ranks; targets are -100 where no loss is
+        wanted; position_ids restart at 0 where a packed document begins. sample_index (batch,) int64 and step fix the
+        dropout in training. Result: this rank's logits (batch, seq, padded_vocab / t), or a scalar loss in
+        promote_types(dtype, float32), summed over tokens and equal on all tp ranks.
+        """
+        seq = ids.shape[1]
+        if self.embed_positions is not None and seq > self.config.seq_length:
+            raise ValueError(f"{seq} tokens per sample, but the model has {self.config.seq_length} learned positions")
+        ids, targets, position_ids = self._pad(ids, targets, position_ids)
+        positions = Positions(*ids.shape, position_ids)
+        key = None if sample_index is None else DropoutKey(self.seed, step, sample_index)
+        x = self.embed_tokens(ids)
+        x = x.reshape(-1, x.shape[-1])
+        if self.embed_positions is not None:
+            x = self.embed_positions(x, positions)
+        x = ops.dropout(x, self._embedding_dropout(key, len(x), positions))
+        for layer in self.layers.values():
+            x = layer(x, positions=positions, dropout_key=key)
+        tied = self.embed_tokens.local("weight") if self.config.tie_embeddings else None
+        norm = self.norm.prologue()
+        if targets is not None:
+            return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied)
+        return self.lm_head(x, norm=norm, tied=tied).view(*ids.shape, -1)[:, :seq]
+
+    def _embedding_dropout(self, key: DropoutKey | None, rows: int, positions: Positions) -> ops.Dropout | None:
+        if key is None or not self.training or self.config.dropout == 0:
+            return None
+        shard = self.tp_rank if self.sequence_parallel else 0
+        return key.site(self.config.dropout, "embedding", "output", rows, positions, shard)

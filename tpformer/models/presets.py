@@ -1,0 +1,56 @@
+"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, the ten Megatron rows, Llama 2 and 3."""
+
+from .config import GPTConfig
+
+_GPT2 = {"vocab_size": 50257, "seq_length": 1024}
+_MEGATRON = {"vocab_size": 51200, "seq_length": 2048}
+_LLAMA = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "position": "rope",
+    "bias": False,
+    "tie_embeddings": False,
+}
+_LLAMA2 = {**_LLAMA, "vocab_size": 32000, "seq_length": 4096}
+_LLAMA3 = {**_LLAMA, "vocab_size": 128256, "seq_length": 8192, "rope_base": 500000.0, "n_kv_heads": 8}
+
+
+def _size(n_layers: int, hidden_size: int, n_heads: int, **others: int) -> dict:
+    return {"n_layers": n_layers, "hidden_size": hidden_size, "n_heads": n_heads, **others}
+
+
+PRESETS: dict[str, dict] = {
+    "gpt2-124m": {**_GPT2, **_size(12, 768, 12)},
+    "gpt2-355m": {**_GPT2, **_size(24, 1024, 16)},
+    "gpt2-774m": {**_GPT2, **_size(36, 1280, 20)},
+    "gpt2-1.5b": {**_GPT2, **_size(48, 1600, 25)},
+    # arXiv:2104.04473, table 1
+    "megatron-1.7b": {**_MEGATRON, **_size(24, 2304, 24)},
+    "megatron-3.6b": {**_MEGATRON, **_size(30, 3072, 32)},
+    "megatron-7.5b": {**_MEGATRON, **_size(36, 4096, 32)},
+    "megatron-18.4b": {**_MEGATRON, **_size(40, 6144, 48)},
+    "megatron-39.1b": {**_MEGATRON, **_size(48, 8192, 64)},
+    "megatron-76.1b": {**_MEGATRON, **_size(60, 10240, 80)},
+    "megatron-145.6b": {**_MEGATRON, **_size(80, 12288, 96)},
+    "megatron-310.1b": {**_MEGATRON, **_size(96, 16384, 128)},
+    "megatron-529.6b": {**_MEGATRON, **_size(105, 20480, 128)},
+    "megatron-1008b": {**_MEGATRON, **_size(128, 25600, 160)},
+    "llama2-7b": {**_LLAMA2, **_size(32, 4096, 32, ffn_hidden_size=11008)},
+    "llama2-13b": {**_LLAMA2, **_size(40, 5120, 40, ffn_hidden_size=13824)},
+    "llama2-70b": {**_LLAMA2, **_size(80, 8192, 64, ffn_hidden_size=28672, n_kv_heads=8)},
+    "llama3-8b": {**_LLAMA3, **_size(32, 4096, 32, ffn_hidden_size=14336)},
+    "llama3-70b": {**_LLAMA3, **_size(80, 8192, 64, ffn_hidden_size=28672)},
+    "llama3-405b": {**_LLAMA3, **_size(126, 16384, 128, ffn_hidden_size=53248)},
+}
+
+
+def preset(name: str) -> dict:
+    """The fields of a named architecture; ValueError lists the names for an unknown one."""
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+    return dict(PRESETS[name])
+
+
+def preset_config(name: str, **overrides) -> GPTConfig:
+    """GPTConfig of a named architecture, some fields replaced."""
+    return GPTConfig(**{**preset(name), **overrides})

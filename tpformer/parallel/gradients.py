@@ -1,0 +1,80 @@
+"""Gradients between backward and the optimizer: adding up partial ones, the global norm, clipping. Any mesh."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from tpformer.distributed.collectives import all_reduce
+
+
+def reduce_partial_gradients(model: nn.Module) -> None:
+    """Add up, over their mesh axis, the gradients that each rank holds only a part of. Once per step, before clipping.
+
+    Parameters that all tensor-parallel ranks share but use on their own sequence shard (norm weights, row biases,
+    positions, shared key-value heads) get Partial gradients. They become Replicate, equal on all ranks.
+    Communication: one all-reduce per (axis, dtype) of all such gradients together. Calling it again does nothing.
+    FSDP2 does this itself while it reduces; call it either way.
+    """
+    buckets: dict[tuple, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
+            buckets[grad.device_mesh, grad.placements, grad.dtype].append(parameter)
+    for (mesh, placements, _), parameters in buckets.items():
+        local = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
+        flat = torch.cat([grad.reshape(-1) for grad in local])
+        for axis, place in enumerate(placements):
+            if isinstance(place, Partial):
+                flat = all_reduce(flat, mesh.get_group(axis))
+        whole = [Replicate() if isinstance(place, Partial) else place for place in placements]
+        pieces = flat.split([grad.numel() for grad in local])
+        for parameter, grad, piece in zip(parameters, local, pieces, strict=True):
+            parameter.grad = DTensor.from_local(piece.view_as(grad), mesh, whole, run_check=False)
+
+
+def _local_and_copies(grad: Tensor) -> tuple[Tensor, int]:
+    """This rank's part of a gradient, and how many ranks hold the same part."""
+    if not isinstance(grad, DTensor):
+        return grad, 1
+    copies = 1
+    for axis, place in enumerate(grad.placements):
+        if isinstance(place, Partial):
+            raise RuntimeError("a gradient is still partial: call reduce_partial_gradients(model) before its norm")
+        if isinstance(place, Replicate):
+            copies *= grad.device_mesh.size(axis)
+    return grad.to_local(), copies
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], groups: Iterable[ProcessGroup | None]) -> Tensor:
+    """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
+
+    groups: the process groups of the mesh axes that parameters are laid out over (None and groups of one are skipped).
+    Each part is counted once: its square is divided by the number of ranks that hold it.
+    Communication: one all-reduce of 8 bytes per group. RuntimeError for a gradient that is still partial.
+    """
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local, copies = _local_and_copies(parameter.grad)
+            by_copies[copies].append(local)
+    total = torch.zeros((), dtype=torch.float64)
+    for copies, grads in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(grads))  # type: ignore[arg-type]
+        total = total.to(norms.device) + norms.double().square().sum() / copies
+    for group in groups:
+        total = all_reduce(total.view(1), group)[0]
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, maximum: float) -> None:
+    """Scale all gradients by min(1, maximum / norm): torch.nn.utils.clip_grad_norm_ for parameters on any mesh."""
+    scale = (maximum / (norm + 1e-6)).clamp(max=1.0)
+    grads = [_local_and_copies(p.grad)[0] for p in parameters if p.grad is not None]
+    if float(scale) < 1.0:
+        torch._foreach_mul_(grads, float(scale))
+

@@ -1,0 +1,256 @@
+"""The configuration of a run: one frozen dataclass per section, its TOML file, and the checks before anything starts.
+
+preset < TOML file < command line are merged as plain dicts, so that fields left unset can still be derived.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpformer.layers.attention import check_heads
+from tpformer.models import GPTConfig, preset
+
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(GPTConfig):
+    """[model]: an architecture, or a preset with some fields replaced."""
+
+    preset: str | None = None
+    """A named architecture whose fields apply where this section gives none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """[run]: where the run lives."""
+
+    dir: str = "runs/run"
+    """Directory of config.toml, metrics.jsonl, checkpoints/ and plots/."""
+    resume: bool = False
+    """Continue the run in `dir` from its newest good checkpoint (start it if there is none)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """[data]: token datasets, each the path of its .bin/.idx pair without the ending."""
+
+    train: tuple[str, ...] = ()
+    """Training datasets, blended."""
+    weights: tuple[float, ...] = ()
+    """Share of each training dataset; unset: by its number of samples."""
+    valid: tuple[str, ...] = ()
+    """Validation datasets; unset: no validation."""
+    tokenizer: str | None = None
+    """"bytes" or the path of a tokenizer.json; unset: the one the first dataset was built with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """[parallel]: how the model is laid out over ranks."""
+
+    tensor_parallel: int = 1
+    """Ranks that share each layer."""
+    sequence_parallel: bool = True
+    """Keep norms, residuals and dropout on sequence shards (with tensor_parallel > 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """[optimizer]: AdamW, linear warm-up, cosine decay."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """Learning rate of the last step, as a share of the peak."""
+    warmup_steps: int = 100
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices only, not on biases and norms."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """[train]: the loop."""
+
+    steps: int = 1000
+    seed: int = 1234
+    """Fixes initial weights, data order and dropout, the same in every layout."""
+    global_batch_size: int = 8
+    """Samples per optimizer step."""
+    microbatch_size: int | None = None
+    """Samples per forward; gradients accumulate to the global batch. Unset: the global batch."""
+    dtype: str | None = None
+    """Compute dtype: float32, bfloat16 (float32 master weights) or float64. Unset: bfloat16 on CUDA, else float32."""
+    device: str | None = None
+    """cpu or cuda. Unset: cuda where there is one."""
+    validation_interval: int = 250
+    """Steps between validations; the last step always validates."""
+    validation_samples: int = 256
+    """Validation samples, the same ones each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """[checkpoint]: written asynchronously, each whole or not at all."""
+
+    interval: int = 500
+    """Steps between checkpoints; the last step always writes one. 0: only the last."""
+    keep: int = 2
+    """How many of the newest to keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSection:
+    """[log]: metrics.jsonl, the console, TensorBoard and the loss curve."""
+
+    interval: int = 10
+    """Steps between rows."""
+    tensorboard: bool = True
+    """Also write TensorBoard events, where tensorboard is installed."""
+    plot: bool = True
+    """Draw plots/loss.png at the end, where matplotlib is installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run depends on."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    @property
+    def world_size(self) -> int:
+        return self.parallel.tensor_parallel
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.train.microbatch_size or self.train.global_batch_size
+
+
+Values = Mapping[str, Mapping[str, Any]]
+
+
+def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
+    """The sections of a run's TOML file; FileNotFoundError or ValueError names the path."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no configuration file {path}")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+
+
+def build_config(*layers: Values) -> RunConfig:
+    """A RunConfig from sections merged left to right; ValueError names an unknown key or a value of a wrong type."""
+    sections = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
+    merged: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for name, values in layer.items():
+            _known(name, sections, "section")
+            if not isinstance(values, Mapping):
+                raise ValueError(f"{name} is a section: write its keys under [{name}], not {name} = {values!r}")
+            merged.setdefault(name, {}).update(values)
+    model = merged.get("model", {})
+    if model.get("preset") is not None:
+        merged["model"] = {**preset(model["preset"]), **model}
+    return RunConfig(**{name: _section(sections[name], name, values) for name, values in merged.items()})  # type: ignore[arg-type]
+
+
+def _known(name: str, names, kind: str) -> None:
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+        raise ValueError(f"unknown {kind} {name!r}: {hint}")
+
+
+def _section(cls: type, section: str, values: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        _known(key, hints, f"key in [{section}]")
+    return cls(**{key: _convert(f"{section}.{key}", value, hints[key]) for key, value in values.items()})
+
+
+def _convert(key: str, value: Any, hint: Any) -> Any:
+    """A TOML value as the field's type: lists become tuples, whole numbers serve as floats; ValueError otherwise."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(key, item, typing.get_args(hint)[0]) for item in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if typing.get_origin(hint) is None and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ValueError(f"{key} = {value!r}: expected {getattr(hint, '__name__', hint)}")
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as TOML that read_toml and build_config give back; unset fields are left out."""
+    lines = []
+    for section, values in dataclasses.asdict(config).items():
+        lines.append(f"[{section}]")
+        for key, value in values.items():
+            if value is not None:
+                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse, before any process group exists, what cannot run: ValueError with the numbers and the remedy."""
+    model, train, tp = config.model, config.train, config.parallel.tensor_parallel
+    for key, value in (
+        ("parallel.tensor_parallel", tp),
+        ("train.steps", train.steps),
+        ("train.global_batch_size", train.global_batch_size),
+        ("train.microbatch_size", config.microbatch_size),
+        ("log.interval", config.log.interval),
+        ("checkpoint.keep", config.checkpoint.keep),
+        ("train.validation_interval", train.validation_interval),
+        ("train.validation_samples", train.validation_samples),
+    ):
+        if value < 1:
+            raise ValueError(f"{key}={value} must be at least 1")
+    check_heads(model.hidden_size, model.n_heads, model.kv_heads, tp, rope=model.position == "rope")
+    if train.global_batch_size % config.microbatch_size:
+        raise ValueError(
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of "
+            f"train.microbatch_size={config.microbatch_size}: change either"
+        )
+    tokens = config.microbatch_size * model.seq_length
+    if config.parallel.sequence_parallel and tokens % tp:
+        raise ValueError(
+            f"train.microbatch_size * model.seq_length = {config.microbatch_size} * {model.seq_length} = {tokens} "
+            f"tokens cannot be split over parallel.tensor_parallel={tp} ranks: make it a multiple of {tp}, "
+            f"or set parallel.sequence_parallel = false"
+        )
+    if train.dtype is not None and train.dtype not in DTYPES:
+        raise ValueError(f"train.dtype={train.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if train.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"train.device={train.device!r}: choose cpu or cuda")
+    if not config.data.train:
+        raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
+    if config.data.weights and len(config.data.weights) != len(config.data.train):
+        raise ValueError(
+            f"data.weights has {len(config.data.weights)} numbers for {len(config.data.train)} datasets in data.train"
+        )

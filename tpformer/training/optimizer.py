@@ -1,0 +1,28 @@
+"""AdamW with weight-decay groups, and the learning rate of each step."""
+
+import math
+
+import torch
+from torch import nn
+
+from .config import OptimizerSection
+
+
+def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
+    """Fused AdamW; matrices decay, vectors (biases, norm weights) do not. Works on DTensors: no communication."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
+    """The rate of step 1 ... steps: linear from 0 over warmup_steps, then cosine down to min_lr_ratio of the peak."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
