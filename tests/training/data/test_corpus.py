@@ -1,0 +1,54 @@
+"""The default corpus's file list and the split by file."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tpformer.training.data import split_files, stdlib_files, stdlib_root
+
+ROOT = Path("root")
+FILES = [ROOT / f"package{i % 7}" / f"module{i}.py" for i in range(2000)]
+
+
+def test_stdlib_files_are_sources_outside_tests_and_packages() -> None:
+    names = [path.relative_to(stdlib_root()).as_posix() for path in stdlib_files()]
+    assert names == sorted(set(names))
+    assert {"argparse.py", "asyncio/tasks.py", "json/__init__.py"} <= set(names)
+    parts = {part for name in names for part in name.split("/")}
+    assert parts.isdisjoint({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+    assert all(name.endswith(".py") for name in names)
+
+
+def test_split_is_a_partition_in_the_order_given() -> None:
+    train, valid = split_files(FILES, root=ROOT)
+    assert set(train).isdisjoint(valid)
+    assert [path for path in FILES if path in set(train)] == train
+    assert [path for path in FILES if path in set(valid)] == valid
+    assert len(train) + len(valid) == len(FILES)
+    assert 60 <= len(valid) <= 140  # 100 expected, standard deviation 9.7
+
+
+def test_a_file_keeps_its_side_whatever_else_is_there() -> None:
+    _, valid = split_files(FILES, root=ROOT)
+    subset = random.Random(0).sample(FILES, 500)
+    _, valid_of_subset = split_files(subset, root=ROOT)
+    assert set(valid_of_subset) == set(valid) & set(subset)
+
+
+def test_split_depends_on_relative_names_only() -> None:
+    moved = [Path("elsewhere") / path.relative_to(ROOT) for path in FILES]
+    _, valid = split_files(FILES, root=ROOT)
+    _, valid_moved = split_files(moved, root=Path("elsewhere"))
+    assert [path.relative_to("elsewhere") for path in valid_moved] == [path.relative_to(ROOT) for path in valid]
+
+
+def test_no_file_is_most_of_the_validation_set() -> None:
+    sizes = [path.stat().st_size for path in split_files(stdlib_files(), root=stdlib_root())[1]]
+    assert max(sizes) < 0.3 * sum(sizes)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
+def test_fraction_out_of_range(fraction: float) -> None:
+    with pytest.raises(ValueError, match=str(fraction)):
+        split_files(FILES, root=ROOT, validation_fraction=fraction)

@@ -1,0 +1,175 @@
+"""The .bin/.idx format, checked against bytes that struct.pack lays out here, and the reader's refusals."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tpformer.training.data import IndexedDataset, IndexedWriter, read_sidecar, token_dtype
+
+DOCUMENTS = [[5, 6, 7], [8], [65535, 0]]
+
+
+def idx_bytes(
+    lengths: list[int],
+    itemsize: int = 2,
+    *,
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+    code: int = 8,
+    pointers: list[int] | None = None,
+    documents: list[int] | None = None,
+) -> bytes:
+    """An .idx file, one document per sequence unless told otherwise."""
+    if pointers is None:
+        pointers = [itemsize * sum(lengths[:i]) for i in range(len(lengths))]
+    if documents is None:
+        documents = list(range(len(lengths) + 1))
+    layout = f"<9sQBQQ{len(lengths)}i{len(pointers)}q{len(documents)}q"
+    return struct.pack(layout, magic, version, code, len(lengths), len(documents), *lengths, *pointers, *documents)
+
+
+def put(prefix: Path, idx: bytes, n_tokens: int = 6, itemsize: int = 2) -> Path:
+    Path(f"{prefix}.idx").write_bytes(idx)
+    Path(f"{prefix}.bin").write_bytes(bytes(n_tokens * itemsize))
+    return prefix
+
+
+def write(prefix: Path, documents: list[list[int]], vocab_size: int = 65536) -> None:
+    with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
+        for ids in documents:
+            writer.add_document(ids)
+
+
+def test_reads_files_laid_out_by_hand(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus.v1_text"  # a dot in the prefix must survive
+    Path(f"{prefix}.bin").write_bytes(struct.pack("<6i", 70000, 1, 2, 3, 4, 5))
+    # two documents: the first has two sequences
+    Path(f"{prefix}.idx").write_bytes(idx_bytes([2, 1, 3], 4, code=4, documents=[0, 2, 3]))
+    dataset = IndexedDataset(prefix)
+    assert (dataset.n_tokens, dataset.n_documents, dataset.dtype) == (6, 2, np.dtype(np.int32))
+    tokens = dataset.tokens(0, 6)
+    assert tokens.dtype == np.int64 and tokens.tolist() == [70000, 1, 2, 3, 4, 5]
+    assert dataset.tokens(1, 4).tolist() == [1, 2, 3]
+
+
+def test_writes_exactly_the_format(tmp_path: Path) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    assert (tmp_path / "a.bin").read_bytes() == struct.pack("<6H", 5, 6, 7, 8, 65535, 0)
+    assert (tmp_path / "a.idx").read_bytes() == idx_bytes([3, 1, 2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize(("vocab_size", "largest"), [(257, 256), (65536, 65535), (65537, 65536)])
+def test_round_trip_at_the_largest_id(tmp_path: Path, vocab_size: int, largest: int) -> None:
+    write(tmp_path / "new" / "a", [[0, largest], [], [1]], vocab_size)
+    dataset = IndexedDataset(tmp_path / "new" / "a")
+    assert dataset.tokens(0, 3).tolist() == [0, largest, 1]
+    assert dataset.n_documents == 3
+    assert np.concatenate(list(dataset.chunks())).tolist() == [0, largest, 1]
+
+
+def test_token_dtype_changes_at_65536() -> None:
+    assert token_dtype(65536) == np.uint16
+    assert token_dtype(65537) == np.int32
+    with pytest.raises(ValueError, match="got 0"):
+        token_dtype(0)
+
+
+@pytest.mark.parametrize(
+    ("idx", "message"),
+    [
+        (idx_bytes([6], magic=b"MMIDIDX\x00\x01"), r"a\.idx starts with .* not a Megatron \.idx"),
+        (b"", "not a Megatron"),
+        (idx_bytes([6])[:20], r"truncated: 20 bytes of a 34-byte header"),
+        (idx_bytes([6], version=2), r"a\.idx has format version 2"),
+        (idx_bytes([6], code=7), r"dtype code 7 \(float32\)"),
+        (idx_bytes([6], code=99), r"dtype code 99 \(unknown\)"),
+        (idx_bytes([6])[:-1], r"has 61 bytes, but its header announces 1 sequences .* 62 bytes"),
+        (idx_bytes([6]) + b"\x00", r"63 bytes.* multimodal"),
+        (idx_bytes([4, 2], pointers=[0, 10]), r"sequence 1 starts at byte 10 .* end at byte 8"),
+        (idx_bytes([4, 2], pointers=[2, 10]), r"sequence 0 starts at byte 2"),
+        (idx_bytes([6], documents=[1, 1]), r"must start with 0"),
+        (idx_bytes([6], documents=[]), r"must start with 0"),
+        (idx_bytes([7]), r"a\.bin is truncated: 12 bytes, but .*a\.idx describes 7 uint16 tokens, 14 bytes"),
+        (idx_bytes([5]), r"a\.bin is too long: 12 bytes"),
+    ],
+)
+def test_malformed_files_are_named(tmp_path: Path, idx: bytes, message: str) -> None:
+    put(tmp_path / "a", idx)
+    with pytest.raises(ValueError, match=message):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_no_tokens_is_an_error(tmp_path: Path) -> None:
+    put(tmp_path / "a", idx_bytes([]), n_tokens=0)
+    with pytest.raises(ValueError, match=r"a\.bin holds no tokens"):
+        IndexedDataset(tmp_path / "a")
+
+
+@pytest.mark.parametrize("missing", ["a.bin", "a.idx"])
+def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    (tmp_path / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=missing):
+        IndexedDataset(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 7), (3, 2)])
+def test_tokens_out_of_range(tmp_path: Path, start: int, stop: int) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    with pytest.raises(ValueError, match="which has 6"):
+        IndexedDataset(tmp_path / "a").tokens(start, stop)
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.idx", "a.json"])
+def test_overwriting_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"precious")
+    with pytest.raises(ValueError, match=rf"{name} already exists; choose another --out or delete it"):
+        write(tmp_path / "a", DOCUMENTS)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == b"precious"
+
+
+def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "a", token_dtype(257)) as writer:
+        writer.add_document([1, 2])
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_writer_of_the_same_prefix_is_refused_and_harmless(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "a", token_dtype(257)) as writer:
+        writer.add_document([1, 2])
+        with pytest.raises(ValueError, match="another build of this dataset is running"):
+            write(tmp_path / "a", [[3]])
+    assert IndexedDataset(tmp_path / "a").tokens(0, 2).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([65536], r"document 0 of .*a\.bin has ids from 65536"), ([-1], "from -1"), ([[1]], r"got shape \(1, 1\)")],
+)
+def test_ids_that_do_not_fit_are_refused(tmp_path: Path, ids: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path / "a", [ids])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_refuses_no_tokens_and_other_dtypes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tokens were added"):
+        write(tmp_path / "a", [[]])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="got int64"):
+        IndexedWriter(tmp_path / "a", np.dtype(np.int64))
+
+
+def test_sidecar_is_optional_but_must_be_an_object(tmp_path: Path) -> None:
+    assert read_sidecar(tmp_path / "a") is None
+    (tmp_path / "a.json").write_text('{"n_tokens": 3}')
+    assert read_sidecar(tmp_path / "a") == {"n_tokens": 3}
+    for content, message in (("{", r"a\.json is not valid JSON"), ("[]", r"a\.json holds a JSON list")):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_sidecar(tmp_path / "a")

@@ -1,0 +1,204 @@
+"""The order of samples: bijections, epochs, exact blends, and that everything is a pure function of (seed, i)."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpformer.training.data import (
+    BlendedSamples,
+    IndexedDataset,
+    IndexedWriter,
+    TokenSamples,
+    batch,
+    check_vocab,
+    permute,
+    token_dtype,
+)
+
+
+def dataset_of(path: Path, n_tokens: int, vocab_size: int = 65536) -> IndexedDataset:
+    """Token t of the stream is t itself, so a window shows where it came from."""
+    with IndexedWriter(path, token_dtype(vocab_size)) as writer:
+        writer.add_document(np.arange(n_tokens))
+    return IndexedDataset(path)
+
+
+@given(n=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=200, deadline=None)
+def test_permute_is_a_bijection(n: int, key: int) -> None:
+    assert sorted(permute(i, n, key) for i in range(n)) == list(range(n))
+
+
+@given(n=st.integers(1, 2**70), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_permute_stays_in_range_for_any_n(n: int, data: st.DataObject) -> None:
+    assert 0 <= permute(data.draw(st.integers(0, n - 1)), n, 3) < n
+
+
+def test_permute_reaches_every_order_about_equally() -> None:
+    counts = Counter(tuple(permute(i, 4, key) for i in range(4)) for key in range(24 * 200))
+    assert len(counts) == 24
+    assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 70  # chi-squared, 23 degrees: P < 2e-6
+
+
+def test_permute_moves_neighbours_apart() -> None:
+    n = 10_000
+    images = np.array([permute(i, n, 1) for i in range(n)])
+    assert abs(np.corrcoef(images[:-1], images[1:])[0, 1]) < 0.05
+    assert abs(np.corrcoef(np.arange(n), images)[0, 1]) < 0.05
+    other = np.array([permute(i, n, 2) for i in range(n)])
+    assert (images == other).sum() < 15  # 1 expected
+
+
+@pytest.mark.parametrize(("index", "n"), [(-1, 5), (5, 5), (0, 0)])
+def test_permute_out_of_range(index: int, n: int) -> None:
+    with pytest.raises(ValueError, match=rf"range\({n}\), got {index}"):
+        permute(index, n, 0)
+
+
+def test_each_epoch_is_its_own_permutation_of_the_windows(tmp_path: Path) -> None:
+    samples = TokenSamples(dataset_of(tmp_path / "a", 1004), seq_length=10, seed=7)
+    assert samples.n_samples == 100
+    orders = []
+    for epoch in range(3):
+        starts = []
+        for i in range(epoch * 100, (epoch + 1) * 100):
+            window = samples.sample(i)
+            assert window.dtype == np.int64
+            assert np.array_equal(window, np.arange(window[0], window[0] + 11))
+            starts.append(int(window[0]))
+        assert sorted(starts) == list(range(0, 1000, 10))
+        orders.append(tuple(starts))
+    assert len(set(orders)) == 3
+
+
+@pytest.mark.parametrize(("n_tokens", "n_samples"), [(11, 1), (20, 1), (21, 2), (30, 2)])
+def test_last_window_ends_inside_the_stream(tmp_path: Path, n_tokens: int, n_samples: int) -> None:
+    samples = TokenSamples(dataset_of(tmp_path / "a", n_tokens), seq_length=10, shuffle=False)
+    assert samples.n_samples == n_samples
+    assert samples.sample(n_samples - 1)[-1] == 10 * n_samples
+    assert samples.sample(n_samples)[0] == 0  # the next epoch begins
+
+
+def test_without_shuffle_windows_come_in_order(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path / "a", 101)
+    samples = TokenSamples(dataset, seq_length=10, shuffle=False)
+    assert [int(samples.sample(i)[0]) for i in range(12)] == [*range(0, 100, 10), 0, 10]
+
+
+def blend(folder: Path, seed: int = 5) -> BlendedSamples:
+    """Three datasets, of which the first two repeat within the first two blocks."""
+    parts = []
+    for name, n_windows in (("a", 1100), ("b", 50), ("c", 700)):
+        prefix = folder / name
+        dataset = IndexedDataset(prefix) if Path(f"{prefix}.bin").exists() else dataset_of(prefix, 2 * n_windows + 1)
+        parts.append(TokenSamples(dataset, seq_length=2, seed=seed))
+    return BlendedSamples(parts, [6.0, 1.0, 3.0], seed)
+
+
+def test_same_sample_in_a_new_object_and_in_any_order(tmp_path: Path) -> None:
+    first, again = blend(tmp_path), blend(tmp_path)
+    indices = [0, 1, 999, 1000, 4321, 10**12]
+    forward = [first.sample(i).tolist() for i in indices]
+    backward = [again.sample(i).tolist() for i in reversed(indices)]
+    assert forward == backward[::-1]
+    other_seed = blend(tmp_path, seed=6)
+    assert forward != [other_seed.sample(i).tolist() for i in indices]
+
+
+def test_blend_is_exact_in_every_block(tmp_path: Path) -> None:
+    samples = blend(tmp_path)
+    orders = set()
+    for block in range(3):
+        parts = tuple(samples.locate(i)[0] for i in range(1000 * block, 1000 * (block + 1)))
+        assert Counter(parts) == {0: 600, 1: 100, 2: 300}
+        orders.add(parts)
+    assert len(orders) == 3
+
+
+def test_blend_uses_each_dataset_without_gaps_or_repetition(tmp_path: Path) -> None:
+    samples = blend(tmp_path)
+    located = [samples.locate(i) for i in range(2000)]
+    for part, quota in enumerate(samples.quotas):
+        indices = [index for owner, index in located if owner == part]
+        assert sorted(indices) == list(range(2 * quota))
+    # so the first epoch of the small dataset, its samples 0..49, shows each window once
+    starts = [int(samples.sample(i)[0]) for i, (part, index) in enumerate(located) if part == 1 and index < 50]
+    assert sorted(starts) == list(range(0, 100, 2))
+
+
+@pytest.mark.parametrize(
+    ("weights", "quotas"),
+    [([1, 1, 1], [334, 333, 333]), ([0.7, 0.2, 0.1], [700, 200, 100]), ([1e-3, 0.999], [1, 999]), ([9], [1000])],
+)
+def test_quotas_are_the_largest_remainder(tmp_path: Path, weights: list[float], quotas: list[int]) -> None:
+    part = TokenSamples(dataset_of(tmp_path / "a", 21), seq_length=10)
+    assert BlendedSamples([part] * len(weights), weights, seed=0).quotas == quotas
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 0.0], "positive"),
+        ([1.0, -1.0], "positive"),
+        ([1.0, float("nan")], "positive"),
+        ([1.0, float("inf")], "positive"),
+        ([1.0, 1e-4], r"weight 0\.0001 of dataset 1"),
+        ([1.0], "2 datasets, 1 weights"),
+    ],
+)
+def test_bad_weights(tmp_path: Path, weights: list[float], message: str) -> None:
+    part = TokenSamples(dataset_of(tmp_path / "a", 21), seq_length=10)
+    with pytest.raises(ValueError, match=message):
+        BlendedSamples([part, part], weights, seed=0)
+
+
+def test_blend_refuses_no_parts_and_mixed_lengths(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path / "a", 21)
+    with pytest.raises(ValueError, match="0 datasets"):
+        BlendedSamples([], [], seed=0)
+    with pytest.raises(ValueError, match=r"\[5, 10\]"):
+        BlendedSamples([TokenSamples(dataset, 10), TokenSamples(dataset, 5)], [1, 1], seed=0)
+
+
+def test_batch_stacks_consecutive_samples(tmp_path: Path) -> None:
+    samples = TokenSamples(dataset_of(tmp_path / "a", 101), seq_length=10, seed=1)
+    rows = batch(samples, first=8, count=4)  # across the end of an epoch
+    assert rows.dtype == torch.int64 and rows.shape == (4, 11)
+    assert rows.tolist() == [samples.sample(i).tolist() for i in range(8, 12)]
+    with pytest.raises(ValueError, match="count 0"):
+        batch(samples, 0, 0)
+
+
+def test_too_few_tokens_and_bad_numbers(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path / "a", 10)
+    with pytest.raises(ValueError, match=r"a\.bin has 10 tokens, fewer than the 11 of one sample at seq_length 10"):
+        TokenSamples(dataset, seq_length=10)
+    with pytest.raises(ValueError, match="got 0"):
+        TokenSamples(dataset, seq_length=0)
+    samples = TokenSamples(dataset, seq_length=3)
+    for bad in (samples, BlendedSamples([samples], [1], seed=0)):
+        with pytest.raises(ValueError, match="got -1"):
+            bad.sample(-1)
+
+
+def test_check_vocab_sees_an_id_in_any_chunk(tmp_path: Path) -> None:
+    n_tokens = 2**20 + 10  # the only large id is in the second chunk
+    with IndexedWriter(tmp_path / "a", token_dtype(300)) as writer:
+        writer.add_document(np.append(np.zeros(n_tokens - 1, np.int64), 256))
+    dataset = IndexedDataset(tmp_path / "a")
+    check_vocab(dataset, 257)
+    with pytest.raises(ValueError, match=r"a\.bin has token ids from 0 to 256, .* vocab_size is 256; .* at least 257"):
+        check_vocab(dataset, 256)
+
+
+def test_check_vocab_sees_negative_ids(tmp_path: Path) -> None:
+    dataset_of(tmp_path / "a", 4, vocab_size=70000)
+    (tmp_path / "a.bin").write_bytes(np.array([0, 1, -1, 2], dtype="<i4").tobytes())
+    with pytest.raises(ValueError, match="from -1 to 2"):
+        check_vocab(IndexedDataset(tmp_path / "a"), 10)

@@ -1,0 +1,260 @@
+"""Token files on disk: Megatron's .bin/.idx pair (reader and writer) and the sidecar's name and reader.
+
+Only bytes and token ids belong here: no text, no tokenizer, no sampling order.
+
+PREFIX.bin is every token of every sequence, end to end. PREFIX.idx, all little-endian, is a header (magic, version,
+dtype code, sequence count S, document-index count D), then S int32 sequence lengths, S int64 byte offsets into the
+.bin, and D int64 document indices: 0, then one past the last sequence of each document, so D = documents + 1.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPE_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")  # code = position + 1
+_TOKEN_DTYPE_NAMES = ("uint16", "int32")
+_CHUNK_TOKENS = 1 << 20
+
+
+class DatasetPaths(NamedTuple):
+    """The files that make up one dataset; `sidecar` is absent next to files that Megatron wrote."""
+
+    bin: Path
+    idx: Path
+    sidecar: Path
+
+
+def dataset_paths(prefix: str | Path) -> DatasetPaths:
+    """The paths PREFIX.bin, PREFIX.idx and PREFIX.json; dots inside the prefix are kept."""
+    return DatasetPaths(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.json"))
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest stored dtype for ids 0 .. vocab_size - 1: uint16 up to 65536 ids, int32 above.
+
+    Raises ValueError when vocab_size is not in 1 .. 2**31.
+    """
+    if not 1 <= vocab_size <= 2**31:
+        raise ValueError(f"vocab_size must be between 1 and 2**31, got {vocab_size}")
+    return np.dtype(np.uint16) if vocab_size <= 2**16 else np.dtype(np.int32)
+
+
+def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
+    """The contents of PREFIX.json, or None where there is none; ValueError when it is not a JSON object."""
+    path = dataset_paths(prefix).sidecar
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); delete it or rebuild the dataset") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a JSON {type(content).__name__}, not an object; delete it or rebuild the dataset"
+        )
+    return content
+
+
+class _Index(NamedTuple):
+    dtype: np.dtype
+    lengths: np.ndarray  # (S,) int32, in tokens
+    pointers: np.ndarray  # (S,) int64, in bytes
+    documents: np.ndarray  # (D,) int64, in sequences
+
+
+def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+    """The token dtype, the sequence count and the document-index count that the .idx announces."""
+    with path.open("rb") as stream:
+        header = stream.read(_HEADER.size)
+    if header[: len(_MAGIC)] != _MAGIC:
+        raise ValueError(
+            f"{path} starts with {header[:9]!r}, not {_MAGIC!r}: not a Megatron .idx file; give the prefix of one"
+        )
+    if len(header) < _HEADER.size:
+        raise ValueError(
+            f"{path} is truncated: {len(header)} bytes of a {_HEADER.size}-byte header; rebuild or recopy it"
+        )
+    _, version, code, n_sequences, n_indices = _HEADER.unpack(header)
+    if version != _VERSION:
+        raise ValueError(f"{path} has format version {version}; only version {_VERSION} can be read; rebuild it")
+    name = _DTYPE_NAMES[code - 1] if 1 <= code <= len(_DTYPE_NAMES) else "unknown"
+    if name not in _TOKEN_DTYPE_NAMES:
+        raise ValueError(f"{path} has dtype code {code} ({name}); tokens must be uint16 (8) or int32 (4); rebuild it")
+    return np.dtype(name).newbyteorder("<"), n_sequences, n_indices
+
+
+def _read_index(path: Path) -> _Index:
+    dtype, n_sequences, n_indices = _read_header(path)
+    expected = _HEADER.size + 12 * n_sequences + 8 * n_indices
+    size = path.stat().st_size
+    if size != expected:
+        raise ValueError(
+            f"{path} has {size} bytes, but its header announces {n_sequences} sequences and {n_indices} document "
+            f"indices, {expected} bytes: it is truncated or carries multimodal sequence modes; rebuild or recopy it"
+        )
+    raw = np.memmap(path, mode="r")
+    lengths = np.frombuffer(raw, "<i4", n_sequences, offset=_HEADER.size)
+    pointers = np.frombuffer(raw, "<i8", n_sequences, offset=_HEADER.size + 4 * n_sequences)
+    documents = np.frombuffer(raw, "<i8", n_indices, offset=_HEADER.size + 12 * n_sequences)
+    return _Index(dtype, lengths, pointers, documents)
+
+
+def _check_index(path: Path, index: _Index) -> None:
+    """Raise unless the sequences lie end to end from byte 0: only then is the .bin one token stream."""
+    if len(index.documents) == 0 or index.documents[0] != 0:
+        raise ValueError(f"{path} has document indices {index.documents[:3].tolist()}...; they must start with 0")
+    ends = np.cumsum(index.lengths, dtype=np.int64) * index.dtype.itemsize
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
+    wrong = np.flatnonzero(index.pointers != starts)
+    if len(wrong) > 0:
+        i = int(wrong[0])
+        raise ValueError(
+            f"{path}: sequence {i} starts at byte {index.pointers[i]} but the sequences before it end at byte "
+            f"{starts[i]}; only contiguous files can be read; merge or rebuild the dataset"
+        )
+
+
+class IndexedDataset:
+    """The token stream of PREFIX.bin/PREFIX.idx, memory-mapped: sequences in order, document boundaries erased.
+
+    Raises FileNotFoundError when either file is missing, and ValueError when the .idx is not a contiguous version-1
+    index of uint16 or int32 tokens, or when the .bin does not have exactly the size that the .idx implies.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.bin_path, self.idx_path, _ = dataset_paths(prefix)
+        for path in (self.bin_path, self.idx_path):
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path} does not exist; a dataset is PREFIX.bin and PREFIX.idx, give the PREFIX"
+                )
+        index = _read_index(self.idx_path)
+        _check_index(self.idx_path, index)
+        n_tokens = int(index.lengths.sum(dtype=np.int64))
+        size, expected = self.bin_path.stat().st_size, n_tokens * index.dtype.itemsize
+        if size != expected:
+            state = "truncated" if size < expected else "too long"
+            raise ValueError(
+                f"{self.bin_path} is {state}: {size} bytes, but {self.idx_path} describes {n_tokens} {index.dtype} "
+                f"tokens, {expected} bytes; recopy or rebuild both files"
+            )
+        if n_tokens == 0:
+            raise ValueError(f"{self.bin_path} holds no tokens; rebuild it from an input that has some")
+        self._n_documents = len(index.documents) - 1
+        self._tokens = np.memmap(self.bin_path, dtype=index.dtype, mode="r")
+
+    @property
+    def n_tokens(self) -> int:
+        """The length of the token stream."""
+        return len(self._tokens)
+
+    @property
+    def n_documents(self) -> int:
+        """The number of documents that the stream was made of."""
+        return self._n_documents
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The stored dtype, uint16 or int32."""
+        return self._tokens.dtype
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start .. stop - 1 of the stream, a new int64 array (stop - start,).
+
+        Raises ValueError unless 0 <= start <= stop <= n_tokens.
+        """
+        if not 0 <= start <= stop <= self.n_tokens:
+            raise ValueError(f"tokens [{start}, {stop}) asked of {self.bin_path}, which has {self.n_tokens}")
+        return self._tokens[start:stop].astype(np.int64)
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """The whole stream as consecutive read-only views (at most 2**20,) in the stored dtype: one pass, no copy."""
+        for start in range(0, self.n_tokens, _CHUNK_TOKENS):
+            yield self._tokens[start : start + _CHUNK_TOKENS]
+
+
+class IndexedWriter:
+    """Context manager that writes PREFIX.bin and PREFIX.idx, one sequence per document.
+
+    Both files appear under their own names only when the `with` block ends well; otherwise nothing is left behind.
+    Raises ValueError for a dtype other than uint16 and int32, when a file of the dataset already exists, or when no
+    token was added.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        if dtype.name not in _TOKEN_DTYPE_NAMES:
+            raise ValueError(f"tokens are stored as uint16 or int32, got {dtype}; use token_dtype(vocab_size)")
+        self._paths = dataset_paths(prefix)
+        self._temporary_bin = Path(f"{self._paths.bin}.tmp")
+        self._temporary_idx = Path(f"{self._paths.idx}.tmp")
+        self._dtype = dtype
+        self._lengths: list[int] = []
+        self._stream: BinaryIO
+
+    def __enter__(self) -> "IndexedWriter":
+        self._paths.bin.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # exclusive creation makes the temporary a lock: two builds of one prefix cannot mix their tokens
+            self._stream = self._temporary_bin.open("xb")
+        except FileExistsError:
+            raise ValueError(
+                f"{self._temporary_bin} exists: another build of this dataset is running, or one was killed; "
+                "delete the file if none is running"
+            ) from None
+        # a stale sidecar counts too: it would describe tokens that are no longer there
+        existing = [str(path) for path in self._paths if path.exists()]
+        if existing:
+            self._discard()
+            raise ValueError(f"{', '.join(existing)} already exists; choose another --out or delete it first")
+        return self
+
+    def add_document(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Append one document, ids (n,) of integers; ValueError when an id does not fit the dtype or n >= 2**31."""
+        array = np.asarray(ids, dtype=np.int64)
+        limits = np.iinfo(self._dtype)
+        if array.ndim != 1 or len(array) > np.iinfo(np.int32).max:
+            raise ValueError(f"a document is a flat list of fewer than 2**31 ids, got shape {array.shape}; split it")
+        if len(array) > 0 and not 0 <= array.min() <= array.max() <= limits.max:
+            raise ValueError(
+                f"document {len(self._lengths)} of {self._paths.bin} has ids from {array.min()} to {array.max()}, "
+                f"outside 0..{limits.max} of {self._dtype}; choose the dtype with token_dtype(vocab_size)"
+            )
+        self._stream.write(array.astype(self._dtype.newbyteorder("<")).tobytes())
+        self._lengths.append(len(array))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            self._discard()
+
+    def _publish(self) -> None:
+        lengths = np.array(self._lengths, dtype="<i4")
+        ends = np.cumsum(lengths, dtype=np.int64)
+        if len(ends) == 0 or ends[-1] == 0:
+            raise ValueError(f"no tokens were added to {self._paths.bin}; give an input that has some")
+        pointers = ((ends - lengths) * self._dtype.itemsize).astype("<i8")
+        documents = np.arange(len(lengths) + 1, dtype="<i8")
+        code = _DTYPE_NAMES.index(self._dtype.name) + 1
+        header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents))
+        with self._temporary_idx.open("wb") as stream:
+            stream.write(header + lengths.tobytes() + pointers.tobytes() + documents.tobytes())
+        self._stream.close()
+        self._temporary_bin.rename(self._paths.bin)
+        self._temporary_idx.rename(self._paths.idx)
+
+    def _discard(self) -> None:
+        self._stream.close()
+        self._temporary_bin.unlink(missing_ok=True)
+        self._temporary_idx.unlink(missing_ok=True)
