@@ -1,0 +1,203 @@
+"""Shared symmetric memory: addresses, views, signals, bounded waits, and what is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankFailure, WorkerPool
+
+from tpformer.distributed import symmetric, transport_of
+from tpformer.distributed.symmetric import SharedMemory
+
+pytestmark = pytest.mark.skipif(not symmetric.is_available(), reason="needs Linux with POSIX semaphores")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def views_and_pointers() -> None:
+    memory = SharedMemory(1000, world(), timeout=10)
+    assert memory.nbytes == 4096 and memory.pointers.dtype == torch.int64 and memory.pointers.shape == (memory.size,)
+    for dtype in DTYPES:
+        memory.peer(memory.rank, (3, 5), dtype, 64).fill_(memory.rank + 1)
+        memory.barrier()
+        for rank in range(memory.size):
+            view = memory.peer(rank, (3, 5), dtype, 64)
+            assert view.data_ptr() == memory.pointers[rank].item() + 64
+            assert torch.equal(view, torch.full((3, 5), rank + 1, dtype=dtype))
+            addressed = (ctypes.c_uint8 * (15 * dtype.itemsize)).from_address(memory.pointers[rank].item() + 64)
+            assert list(addressed) == view.view(torch.uint8).flatten().tolist()
+        memory.barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_rank_sees_every_region(ranks: WorkerPool, size: int) -> None:
+    ranks(size).run(views_and_pointers)
+
+
+def bad_views() -> list[str]:
+    memory = SharedMemory(4096, world())
+    messages = []
+    for arguments in [((1025,), torch.float32, 0), ((1,), torch.float32, 4096), ((1,), torch.int64, 4)]:
+        with pytest.raises(ValueError) as caught:
+            memory.peer(0, *arguments)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_view_outside_the_region_is_refused(ranks: WorkerPool) -> None:
+    messages = ranks(1).run(bad_views)[0]
+    assert messages[0] == "4100 bytes at offset 0 do not fit a region of 4096 bytes"
+    assert messages[1] == "4 bytes at offset 4096 do not fit a region of 4096 bytes"
+    assert messages[2] == "byte offset 4 is not a multiple of 8, the size of torch.int64"
+
+
+def ring(rounds: int) -> list[float]:
+    """Each rank pushes to its right neighbour; the semaphores count, so rounds need no reset."""
+    memory = SharedMemory(8 * rounds, world(), timeout=10)
+    right, left = (memory.rank + 1) % memory.size, (memory.rank - 1) % memory.size
+    for index in range(rounds):
+        memory.copy_and_signal(right, torch.tensor([float(100 * memory.rank + index)], dtype=torch.float64), 8 * index)
+    for _ in range(rounds):
+        memory.wait(left)
+    return memory.peer(memory.rank, (rounds,), torch.float64).tolist()
+
+
+def test_copy_and_signal(ranks: WorkerPool) -> None:
+    got = ranks(3).run(ring, 4)
+    assert got == [[100.0 * left + index for index in range(4)] for left in (2, 0, 1)]
+
+
+def late_peer() -> tuple[float, float]:
+    memory = SharedMemory(4096, world(), timeout=10)
+    memory.barrier()
+    if memory.rank == 1:
+        time.sleep(0.5)
+    before, cpu = time.monotonic(), time.process_time()
+    memory.barrier()
+    return time.monotonic() - before, time.process_time() - cpu
+
+
+def test_waiting_sleeps(ranks: WorkerPool) -> None:
+    waited, cpu = ranks(2).run(late_peer)[0]
+    assert 0.4 < waited < 5 and cpu < 0.1
+
+
+def killed_peer() -> None:
+    memory = SharedMemory(4096, world(), timeout=0.5)
+    memory.barrier()
+    if memory.rank == 1:
+        os.kill(os.getpid(), 9)
+    for _ in range(2):  # the first wait names the peer, the next one does not wait again
+        try:
+            memory.exchange("all_gather")
+        except TimeoutError as error:
+            first = str(error)
+        except RuntimeError as error:
+            raise RuntimeError(f"{first} THEN {error}") from None
+
+
+def test_killed_peer_is_named(ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pool.GRACE", 5)
+    message = (
+        r"(?s)rank 0 of 2 waited 0.5 s for rank 1 in all_gather \(wait 2 for that rank\): look at rank 1's output"
+        r".*THEN this group's shared memory is unusable: rank 0 of 2 waited.*rank 1 of 2 died with exit code -9"
+    )
+    with pytest.raises(RankFailure, match=message):
+        ranks(2).run(killed_peer)
+
+
+def named_files() -> set[str]:
+    folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)]
+    return {entry.path for folder in folders for entry in os.scandir(folder) if entry.stat().st_uid == os.getuid()}
+
+
+def allocate_and_die(before: set[str]) -> set[str]:
+    memory = SharedMemory(1 << 20, world(), timeout=10)
+    memory.barrier()
+    after = named_files() - before
+    dist.barrier()
+    if memory.rank == 0:
+        os.kill(os.getpid(), 9)
+    raise RuntimeError(f"named files: {sorted(path for path in after if 'pool' not in path)}")
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def test_nothing_is_left_behind_by_a_killed_rank(ranks: WorkerPool) -> None:
+    ranks(2).run(barrier)
+    with pytest.raises(RankFailure, match=r"named files: \[\]"):
+        ranks(2).run(allocate_and_die, named_files())
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("memfd:tpformer" in line for line in file)
+
+
+def descriptors_and_mappings() -> None:
+    open_before, mapped_before = len(os.listdir("/proc/self/fd")), mappings()
+    for _ in range(3):
+        memory = SharedMemory(1 << 16, world(), timeout=10)
+        view = memory.peer(0, (4,), torch.float32)
+        memory.barrier()
+        memory.close()
+        with pytest.raises(RuntimeError, match="unusable: it was closed"):
+            memory.barrier()
+        assert view.tolist() == [0.0] * 4
+        del view
+    assert (len(os.listdir("/proc/self/fd")), mappings()) == (open_before, mapped_before)
+
+
+def test_close_frees_descriptors_and_mappings(ranks: WorkerPool) -> None:
+    ranks(2).run(descriptors_and_mappings)
+
+
+def fail_to_reserve() -> str:
+    def refuse(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    original = os.posix_fallocate
+    if dist.get_rank() == 1:
+        os.posix_fallocate = refuse
+    try:
+        SharedMemory(4096, world())
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        os.posix_fallocate = original
+    return "no error"
+
+
+def test_lack_of_memory_on_one_rank_is_an_error_on_all(ranks: WorkerPool) -> None:
+    messages = ranks(2).run(fail_to_reserve)
+    assert messages[0] == messages[1]
+    assert "cannot share 12288 bytes between 2 ranks (rank 1: [Errno 28] No space left on device)" in messages[0]
+
+
+def without_semaphores() -> tuple[bool, str, str]:
+    original, symmetric.SEMAPHORES = symmetric.SEMAPHORES, None
+    group = dist.new_group(list(range(dist.get_world_size())))
+    try:
+        SharedMemory(4096, group)
+    except RuntimeError as error:
+        return symmetric.is_available(), str(error), transport_of(group)
+    finally:
+        symmetric.SEMAPHORES = original
+    return True, "no error", ""
+
+
+def test_unavailable_says_so_and_gloo_serves(ranks: WorkerPool) -> None:
+    for available, message, transport in ranks(2).run(without_semaphores):
+        assert not available and "needs Linux with POSIX semaphores" in message and transport == "gloo"

@@ -1,0 +1,94 @@
+"""The worker pool itself: results by rank, and recovery from each way in which a rank can fail."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankFailure, WorkerPool
+
+
+def rank_and_sum(offset: int) -> tuple[int, int, int, float]:
+    total = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), total.item()
+
+
+def raise_on(failing: int) -> None:
+    if dist.get_rank() == failing:
+        raise KeyError("the rank's own words")
+    dist.barrier()
+
+
+def die_on(failing: int) -> None:
+    if dist.get_rank() == failing:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+
+def sleep_on(sleeping: int) -> None:
+    if dist.get_rank() == sleeping:
+        time.sleep(30)
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def interpreted() -> str | None:
+    return os.getenv("TRITON_INTERPRET")
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def test_results_are_in_rank_order(ranks: WorkerPool) -> None:
+    for size in (1, 2, 3):
+        total = sum(range(size)) + 10 * size
+        assert ranks(size).run(rank_and_sum, 10) == [(rank, size, 1, total) for rank in range(size)]
+
+
+def test_processes_are_kept(ranks: WorkerPool) -> None:
+    assert ranks(2).run(process_id) == ranks(2).run(process_id)
+
+
+def test_raising_rank_is_reported_and_replaced(ranks: WorkerPool) -> None:
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 raised.*in raise_on.*KeyError: \"the rank's own words\""):
+        ranks(2).run(raise_on, 1)
+    assert len(ranks(2).run(rank_and_sum, 0)) == 2
+
+
+def test_killed_rank_is_named_with_exit_code(ranks: WorkerPool) -> None:
+    with pytest.raises(RankFailure, match="rank 0 of 2 died with exit code -9"):
+        ranks(2).run(die_on, 0)
+    assert len(ranks(2).run(rank_and_sum, 0)) == 2
+
+
+def test_worker_killed_between_runs_is_replaced(ranks: WorkerPool) -> None:
+    os.kill(ranks(2).run(process_id)[1], 9)
+    ranks(2).processes[1].join(5)
+    assert len(ranks(2).run(rank_and_sum, 0)) == 2
+
+
+def test_timeout_shows_where_the_rank_is(ranks: WorkerPool) -> None:
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 did not return in 0.5 s.*in sleep_on"):
+        ranks(2).run(sleep_on, 1, timeout=0.5)
+    assert len(ranks(2).run(rank_and_sum, 0)) == 2
+
+
+def test_unpicklable_result_is_an_error_of_that_rank(ranks: WorkerPool) -> None:
+    with pytest.raises(RankFailure, match="rank 0 of 1 raised"):
+        ranks(1).run(unpicklable)
+
+
+def test_local_function_is_refused(ranks: WorkerPool) -> None:
+    with pytest.raises(ValueError, match="must be a module-level function"):
+        ranks(1).run(lambda: None)
+
+
+def test_interpreter_ranks_have_their_environment(interpreter_ranks: WorkerPool) -> None:
+    assert interpreter_ranks(1).run(interpreted) == ["1"]

@@ -1,0 +1,174 @@
+"""Collectives on plain tensors, through shared memory where all ranks are CPU processes of one machine.
+
+Belongs here: all-gather, reduce-scatter, all-reduce, their recorder, and torch.distributed's renamed functions.
+Nothing differentiable (tpformer.ops), no memory management (workspace.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from .workspace import REGISTRY, GroupState, state_of
+
+# torch 2.13 renamed these two; both take (output, input, group=None, async_op=False).
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE_SUM, ALL_REDUCE_MAX = range(4)  # indices into workspace.OPERATIONS
+TWO_SHOT_BYTES = 1 << 19  # measured on 4 ranks: float32 breaks even at 0.5-1 MiB, bfloat16 at 0.25 MiB
+COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
+REDUCE_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+OPERATION = {"sum": ALL_REDUCE_SUM, "max": ALL_REDUCE_MAX}
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Concatenate every rank's `x` along dim 0, in rank order: (n, ...) -> (ranks * n, ...), any dtype.
+
+    All ranks pass equal shapes. Without a group, or with one of one rank, x itself is returned. Not differentiable.
+    Communicates: one all-gather; each rank receives (ranks - 1) * x.nbytes.
+    Raises ValueError for a 0-dimensional x; RuntimeError (shared memory) if shapes differ between ranks.
+    """
+    if group is None or (state := state_of(group)).size == 1:
+        return x
+    if x.dim() == 0:
+        raise ValueError("all_gather concatenates along dim 0, which a 0-dimensional tensor lacks: use x.reshape(1)")
+    flat = x.detach().reshape(-1)
+    nbytes = flat.numel() * x.dtype.itemsize
+    record("all_gather", nbytes * state.size)
+    shape = (x.shape[0] * state.size, *x.shape[1:])
+    if not (state.shared and x.is_cpu):
+        output = x.new_empty(shape)
+        all_gather_single(output, flat.view(x.shape), group=group)
+        return output
+    slots = state.gather.slots(group, flat.numel(), x.dtype, 1)
+    slots[state.rank][0].copy_(flat)
+    state.gather.exchange(ALL_GATHER, nbytes)
+    return torch.cat(from_all_ranks(slots, 0, flat, state)).view(shape)
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum `x` over the ranks and keep this rank's chunk of dim 0: (ranks * n, ...) -> (n, ...), any dtype.
+
+    All ranks pass equal shapes. Without a group, or with one of one rank, x itself is returned. Not differentiable.
+    Through shared memory the sum runs in rank order, floating point in at least float32: deterministic.
+    Communicates: one reduce-scatter; each rank receives (ranks - 1) / ranks * x.nbytes.
+    Raises ValueError if the ranks do not divide dim 0; RuntimeError (shared memory) if shapes differ between ranks.
+    """
+    if group is None or (state := state_of(group)).size == 1:
+        return x
+    size = state.size
+    if x.dim() == 0 or x.shape[0] % size:
+        rows = x.shape[0] if x.dim() else "no"
+        raise ValueError(
+            f"reduce_scatter over {size} ranks: dim 0 has {rows} rows, which {size} does not divide; "
+            "pad dim 0 to a multiple of the ranks, or use a tensor-parallel size that divides it"
+        )
+    flat = x.detach().reshape(-1)
+    nbytes = flat.numel() * x.dtype.itemsize
+    record("reduce_scatter", nbytes)
+    shape = (x.shape[0] // size, *x.shape[1:])
+    if not (state.shared and x.is_cpu):
+        output = x.new_empty(shape)
+        reduce_scatter_single(output, flat.view(x.shape), group=group)
+        return output
+    slots = state.reduce.slots(group, flat.numel(), x.dtype, size)
+    return reduce_own_part(slots, flat, state, REDUCE_SCATTER, nbytes, torch.add).view(shape)
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum") -> torch.Tensor:
+    """Sum (or with op="max" the maximum) of `x` over the ranks, as a new tensor of the same shape and dtype.
+
+    All ranks pass equal shapes. Without a group, or with one of one rank, x itself is returned. Not differentiable.
+    Through shared memory the sum runs in rank order, floating point in at least float32: the same bits on all ranks.
+    Communicates: one all-reduce; each rank receives (ranks - 1) * x.nbytes (one-shot: 2 ranks, or below 512 KiB),
+    else 2 * (ranks - 1) / ranks * x.nbytes (two-shot).
+    Raises ValueError for an unknown op; RuntimeError (shared memory) if shapes differ between ranks.
+    """
+    if op not in COMBINE:
+        raise ValueError(f"all_reduce knows the ops {tuple(COMBINE)}, not {op!r}")
+    if group is None or (state := state_of(group)).size == 1:
+        return x
+    flat = x.detach().reshape(-1)
+    nbytes = flat.numel() * x.dtype.itemsize
+    record("all_reduce", nbytes)
+    if not (state.shared and x.is_cpu):
+        output = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(output, REDUCE_OP[op], group=group)
+        return output
+    if state.size == 2 or nbytes < TWO_SHOT_BYTES:  # at 2 ranks one-shot moves as much and signals once: always faster
+        slots = state.reduce.slots(group, flat.numel(), x.dtype, 1)
+        slots[state.rank][0].copy_(flat)
+        state.reduce.exchange(OPERATION[op], nbytes)
+        return combine(from_all_ranks(slots, 0, flat, state), COMBINE[op]).view(x.shape)
+    slots = state.reduce.slots(group, flat.numel(), x.dtype, state.size)
+    reduced = reduce_own_part(slots, flat, state, OPERATION[op], nbytes, COMBINE[op])
+    # Nobody reads a rank's own part of its own slot before the second exchange, so the result can stand there.
+    slots[state.rank][state.rank].copy_(reduced)
+    state.reduce.exchange(OPERATION[op], nbytes)
+    parts = [slot[rank] for rank, slot in enumerate(slots)]
+    parts[state.rank] = reduced
+    return torch.cat(parts).view(x.shape)
+
+
+def reduce_own_part(
+    slots: list[list[torch.Tensor]],
+    flat: torch.Tensor,
+    state: GroupState,
+    operation: int,
+    nbytes: int,
+    function: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Publish the parts of `flat` that other ranks reduce, and reduce this rank's own part: a new flat tensor."""
+    rank = state.rank
+    parts = flat.tensor_split(state.size)
+    for index, part in enumerate(parts):
+        if index != rank:
+            slots[rank][index].copy_(part)
+    state.reduce.exchange(operation, nbytes)
+    return combine(from_all_ranks(slots, rank, parts[rank], state), function)
+
+
+def from_all_ranks(
+    slots: list[list[torch.Tensor]], part: int, own: torch.Tensor, state: GroupState
+) -> list[torch.Tensor]:
+    """Part `part` of every rank's slot, in rank order; `own` instead of a second read of this rank's slot."""
+    return [own if rank == state.rank else slot[part] for rank, slot in enumerate(slots)]
+
+
+def combine(parts: list[torch.Tensor], function: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """parts[0] op parts[1] op ..., left to right, rounded once; always a new tensor."""
+    dtype = parts[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    if wide == dtype or len(parts) == 2:  # two 16-bit numbers: torch computes in float32 and rounds once anyway
+        total = function(parts[0], parts[1])
+        for part in parts[2:]:
+            function(total, part, out=total)
+        return total
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        function(total, part, out=total)
+    return total.to(dtype)
+
+
+@contextmanager
+def record_collectives() -> Iterator[list[tuple[str, int]]]:
+    """Yields a list that gets (name, bytes) for each collective of this process while the context is open.
+
+    bytes: of the full tensor, that is the gathered output, the input of reduce_scatter, or all_reduce's tensor.
+    Calls without a group or with one rank communicate nothing and are not recorded.
+    """
+    calls: list[tuple[str, int]] = []
+    REGISTRY.recorders.append(calls)
+    try:
+        yield calls
+    finally:
+        REGISTRY.recorders = [recorder for recorder in REGISTRY.recorders if recorder is not calls]
+
+
+def record(name: str, nbytes: int) -> None:
+    for calls in REGISTRY.recorders:
+        calls.append((name, nbytes))

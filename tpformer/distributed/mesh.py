@@ -1,0 +1,82 @@
+"""The process group and the device mesh of a run.
+
+Belongs here: joining the world, and laying its ranks out on axes. Nothing that communicates tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outer to inner: tp ranks are neighbours
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """Join the world that torchrun's environment describes, or, without RANK and WORLD_SIZE, be a world of one.
+
+    device_type: "cpu" (gloo) or "cuda" (nccl for CUDA tensors, gloo for CPU ones; the device LOCAL_RANK is selected).
+    timeout: how long an operation of the group waits for its peers. An existing process group is kept as it is.
+    Raises ValueError for another device_type or half an environment, RuntimeError for "cuda" without a CUDA device.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f'device_type must be "cpu" or "cuda", not {device_type!r}')
+    if dist.is_initialized():
+        return
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError('device_type "cuda" needs a CUDA device and none is visible: use "cpu"')
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment has some of {', '.join(LAUNCHER_VARIABLES)} but not {', '.join(missing)}: "
+            "start with torchrun, or unset RANK and WORLD_SIZE for one process"
+        )
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def build_mesh(
+    device_type: str,
+    *,
+    tensor_parallel: int,
+    data_parallel_replicate: int = 1,
+    data_parallel_shard: int = 1,
+    pipeline_parallel: int = 1,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> DeviceMesh:
+    """The mesh with the axes ("pp", "dp_replicate", "dp_shard", "tp"), size 1 included, over all ranks in order.
+
+    Collective over the world: one process group per axis and slice. They wait `timeout`, but an axis as large as
+    the world uses the world's group and its timeout.
+    Raises RuntimeError before `initialize`, ValueError if a size is below 1 or the world size is not their product.
+    """
+    sizes = (pipeline_parallel, data_parallel_replicate, data_parallel_shard, tensor_parallel)
+    names = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+    if not dist.is_initialized():
+        raise RuntimeError("there is no process group yet: call tpformer.distributed.initialize(device_type) first")
+    layout = " * ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+    product = torch.Size(sizes).numel()
+    if min(sizes) < 1:
+        raise ValueError(f"every axis needs at least one rank: {layout}")
+    if product != dist.get_world_size():
+        raise ValueError(
+            f"{layout} = {product} ranks, but the world has {dist.get_world_size()}: "
+            f"start {product} processes or change one of the sizes"
+        )
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    for axis in AXES:
+        group = mesh.get_group(axis)
+        if group is not dist.group.WORLD and dist.get_backend(group) != "fake":
+            _set_pg_timeout(timeout, group)  # new groups do not inherit the world's: torch gives them 10 to 30 minutes
+    return mesh
