@@ -1,0 +1,83 @@
+"""Sampling text from a run's newest checkpoint, under any tensor-parallel layout."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tpformer.distributed import all_gather, build_mesh, initialize
+from tpformer.models import GPT
+
+from .checkpoint import Checkpointer
+from .config import RunConfig, build_config, check_config, read_toml
+from .setup import build_model, device_type, run_tokenizer, set_local_threads
+
+
+def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
+    """The configuration a run was trained with, laid out over `tensor_parallel` ranks (unset: as trained)."""
+    path = directory / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
+    config = build_config(read_toml(path))
+    if tensor_parallel is not None:
+        parallel = dataclasses.replace(config.parallel, tensor_parallel=tensor_parallel)
+        config = dataclasses.replace(config, parallel=parallel)
+    return config
+
+
+@torch.no_grad()
+def next_token_logits(model: GPT, ids: Tensor) -> Tensor:
+    """Logits (vocab_size,) float32 for the token after ids (n,), from every rank's slice; equal on all ranks."""
+    logits = model(ids[None])[0, -1].float()
+    return all_gather(logits, model.group)[: model.config.vocab_size]
+
+
+def generate(
+    model: GPT, prompt: Tensor, max_new_tokens: int, *, temperature: float, seed: int, end: int | None = None
+) -> Tensor:
+    """prompt (n,) int64 and up to max_new_tokens sampled ones after it; stops at `end`.
+
+    temperature 0 takes the most likely token. Every rank draws the same token from the same generator. The model sees
+    the last seq_length tokens and is run anew for each token: right for a look at a run, not for serving.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = prompt
+    model.eval()
+    for _ in range(max_new_tokens):
+        logits = next_token_logits(model, ids[-model.config.seq_length :]).cpu()
+        if temperature == 0:
+            token = logits.argmax().view(1)
+        else:
+            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        if int(token) == end:
+            break
+        ids = torch.cat([ids, token.to(ids.device)])
+    return ids
+
+
+def generate_text(
+    config: RunConfig, *, prompt: str, max_new_tokens: int, temperature: float, seed: int
+) -> str:
+    """The prompt and what the run's newest good checkpoint makes of it. Collective over the configured ranks."""
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must be at least 0 (0: always the most likely token)")
+    check_config(config)
+    tokenizer = run_tokenizer(config)
+    ids = tokenizer.encode(prompt)
+    if len(ids) == 0:
+        ids = [tokenizer.end_of_document]  # type: ignore[assignment]
+    set_local_threads()
+    device = device_type(config)
+    initialize(device)
+    mesh = build_mesh(device, tensor_parallel=config.parallel.tensor_parallel)
+    checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints")
+    step = checkpointer.newest()
+    if step is None:
+        raise FileNotFoundError(f"{config.run.dir} has no usable checkpoint: train it first")
+    model = build_model(config, mesh)
+    checkpointer.load(step, model)
+    start = torch.as_tensor(ids, dtype=torch.int64, device=mesh.device_type)
+    end = tokenizer.end_of_document
+    result = generate(model, start, max_new_tokens, temperature=temperature, seed=seed, end=end)
+    return tokenizer.decode(result.cpu().numpy())

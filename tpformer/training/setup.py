@@ -1,0 +1,109 @@
+"""From a RunConfig to the things a run works with: device, datasets, model. Shared by training and generation."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import apply_mixed_precision
+
+from .config import RunConfig
+from .data import (
+    BlendedSamples,
+    IndexedDataset,
+    Samples,
+    Tokenizer,
+    TokenSamples,
+    check_vocab,
+    load_tokenizer,
+    read_sidecar,
+)
+
+
+def device_type(config: RunConfig) -> str:
+    """cpu or cuda: as configured, else cuda where there is one. RuntimeError for cuda without a device."""
+    wanted = config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError('train.device = "cuda" but no CUDA device is visible: set train.device = "cpu"')
+    return wanted
+
+
+def set_local_threads() -> None:
+    """Give each CPU rank of this machine its share of the cores, so that ranks do not fight over them."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def tokenizer_name(config: RunConfig) -> str:
+    """The configured tokenizer, else the one the first training dataset was built with; ValueError if neither says."""
+    if config.data.tokenizer:
+        return config.data.tokenizer
+    sidecar = read_sidecar(config.data.train[0])
+    if sidecar is None:
+        raise ValueError(
+            f"{config.data.train[0]}.json does not exist, so the dataset's tokenizer is unknown: set data.tokenizer"
+        )
+    return sidecar["tokenizer"]
+
+
+def run_tokenizer(config: RunConfig) -> Tokenizer:
+    return load_tokenizer(tokenizer_name(config))
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with what the data decides filled in: vocab_size and tokenizer."""
+    name = config.data.tokenizer
+    if config.model.vocab_size is None or read_sidecar(config.data.train[0]) is not None:
+        name = tokenizer_name(config)
+    vocab_size = config.model.vocab_size or load_tokenizer(name).vocab_size  # type: ignore[arg-type]
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        data=dataclasses.replace(config.data, tokenizer=name),
+    )
+
+
+@dataclass(frozen=True)
+class RunData:
+    train: Samples
+    valid: list[TokenSamples]
+
+
+def open_data(config: RunConfig) -> RunData:
+    """The datasets of a resolved configuration, checked against its vocabulary; errors name the file and the remedy."""
+    length, seed = config.model.seq_length, config.train.seed
+    datasets = [IndexedDataset(prefix) for prefix in (*config.data.train, *config.data.valid)]
+    for dataset in datasets:
+        check_vocab(dataset, config.model.vocab_size)  # type: ignore[arg-type]
+    n = len(config.data.train)
+    parts = [TokenSamples(dataset, length, seed + index) for index, dataset in enumerate(datasets[:n])]
+    weights = config.data.weights or [part.n_samples for part in parts]
+    train: Samples = parts[0] if n == 1 else BlendedSamples(parts, weights, seed)
+    return RunData(train, [TokenSamples(dataset, length, shuffle=False) for dataset in datasets[n:]])
+
+
+def default_dtype(config: RunConfig) -> torch.dtype:
+    name = config.train.dtype or ("bfloat16" if device_type(config) == "cuda" else "float32")
+    return getattr(torch, name)
+
+
+def build_model(config: RunConfig, mesh: DeviceMesh) -> GPT:
+    """The model of a resolved configuration on this rank's device, laid out on the mesh, with its initial values."""
+    compute = default_dtype(config)
+    architecture = GPTConfig(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)})
+    model = GPT(
+        architecture,
+        tp_mesh=mesh["tp"],
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=config.train.seed,
+        device="meta",
+        dtype=torch.float32 if compute == torch.bfloat16 else compute,
+    )
+    if compute == torch.bfloat16:
+        apply_mixed_precision(model, mesh["dp_shard"], compute)
+    model.to_empty(device=mesh.device_type)
+    model.initialize()
+    return model

@@ -1,0 +1,214 @@
+"""The pretraining loop of one rank."""
+
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer.distributed import all_reduce, build_mesh, close, initialize
+
+from .checkpoint import Checkpointer
+from .config import RunConfig, build_config, check_config, read_toml, to_toml
+from .data import batch
+from .metrics import MetricsLog, cut_metrics, plot_losses
+from .optimizer import build_optimizer, learning_rate
+from .setup import build_model, device_type, open_data, resolve, set_local_threads
+from .step import evaluate, train_step
+
+# what a resumed run may not change: with another value the loss would not be this run's
+_FIXED = (("model", None), ("data", None), ("train", "seed"), ("train", "global_batch_size"))
+
+
+def check_run_directory(config: RunConfig) -> None:
+    """Refuse to overwrite another run, or to continue one as something else; ValueError says what to do."""
+    path = Path(config.run.dir) / "config.toml"
+    if not path.exists():
+        return
+    if not config.run.resume:
+        raise ValueError(f"{config.run.dir} already holds a run: continue it with --run.resume True, or set run.dir")
+    before, now = (dataclasses.asdict(each) for each in (build_config(read_toml(path)), config))
+    changed = [
+        f"{section}.{key}: {before[section][key]!r} -> {now[section][key]!r}"
+        for section, only in _FIXED
+        for key in before[section]
+        if only in (None, key) and key != "preset" and before[section][key] != now[section][key]
+    ]
+    if changed:
+        raise ValueError(
+            f"{config.run.dir} was trained with other settings ({'; '.join(changed)}): keep them, or set run.dir"
+        )
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """A list that gets the number of every SIGTERM or SIGINT while the context is open."""
+    seen: list[int] = []
+    previous = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield seen
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Trainer:
+    """One rank of a run: everything between its configuration and its checkpoints. Constructing it is collective."""
+
+    def __init__(self, config: RunConfig) -> None:
+        check_config(config)
+        self.config = config = resolve(config)
+        self.directory = Path(config.run.dir)
+        self.data = open_data(config)
+        device = device_type(config)
+        set_local_threads()
+        initialize(device)
+        self.leader = dist.get_rank() == 0
+        self._prepare_directory()
+        self.mesh: DeviceMesh = build_mesh(device, tensor_parallel=config.parallel.tensor_parallel)
+        self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        self.model = build_model(config, self.mesh)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.groups = [self.mesh.get_group("tp")]
+        self.checkpointer = Checkpointer(self.directory / "checkpoints", keep=config.checkpoint.keep)
+        self.step = self._resume() if config.run.resume else 0
+
+    def _prepare_directory(self) -> None:
+        """Rank 0 checks and claims the run directory; its error becomes every rank's."""
+        errors: list[str | None] = [None]
+        if self.leader:
+            try:
+                check_run_directory(self.config)
+                self.directory.mkdir(parents=True, exist_ok=True)
+                (self.directory / "config.toml").write_text(to_toml(self.config))
+            except (ValueError, OSError) as error:
+                errors = [str(error)]
+        dist.broadcast_object_list(errors, src=0)
+        if errors[0] is not None:
+            raise ValueError(errors[0])
+
+    def _resume(self) -> int:
+        step = self.checkpointer.newest()
+        if step is None:
+            return 0
+        self.checkpointer.load(step, self.model, self.optimizer)
+        return step
+
+    def _batch(self, step: int) -> tuple[Tensor, int]:
+        """The samples of step 1, 2, ...: always the same ones, so a resumed run needs no data state."""
+        size = self.config.train.global_batch_size
+        first = (step - 1) * size
+        return batch(self.data.train, first, size).to(self.device), first
+
+    def validate(self) -> float:
+        """Mean validation loss in nats per token over the first validation samples of every dataset."""
+        train, size = self.config.train, self.config.microbatch_size
+        batches = (
+            batch(samples, first, min(size, count - first)).to(self.device)
+            for samples in self.data.valid
+            for count in [min(train.validation_samples, samples.n_samples)]
+            for first in range(0, count, size)
+        )
+        return evaluate(self.model, batches)
+
+    def _train_one(self) -> dict[str, float]:
+        step, config = self.step + 1, self.config
+        lr = learning_rate(step, config.train.steps, config.optimizer)
+        samples, first = self._batch(step)
+        loss, norm = train_step(
+            self.model,
+            self.optimizer,
+            samples,
+            first_sample=first,
+            microbatch_size=config.microbatch_size,
+            step=step,
+            lr=lr,
+            clip_norm=config.optimizer.clip_norm,
+            groups=self.groups,
+        )
+        row = {"step": step, "loss": float(loss), "grad_norm": float(norm), "lr": lr}
+        if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
+            raise FloatingPointError(
+                f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}; lower optimizer.lr or lengthen "
+                f"optimizer.warmup_steps, and continue from the last checkpoint with --run.resume True"
+            )
+        self.step = step
+        return row
+
+    def _stop_agreed(self, requests: list[int]) -> bool:
+        """Whether any rank was asked to stop: all ranks learn it at the same step."""
+        flag = torch.tensor([float(bool(requests))], device=self.device)
+        return bool(all_reduce(flag, self.mesh.get_group("tp"), op="max"))
+
+    def run(self) -> None:
+        """Train to the configured step; SIGTERM or Ctrl-C ends it early, after a checkpoint."""
+        if self.leader:
+            cut_metrics(self.directory / "metrics.jsonl", self.step)
+            options = {"first_step": self.step, "steps": self.config.train.steps}
+            with MetricsLog(self.directory, tensorboard=self.config.log.tensorboard, **options) as log:
+                self._loop(log)
+            if self.config.log.plot:
+                plot_losses(self.directory)
+        else:
+            self._loop(None)
+
+    def _loop(self, log: MetricsLog | None) -> None:
+        config, steps = self.config, self.config.train.steps
+        tokens = config.train.global_batch_size * config.model.seq_length
+        if log is not None:
+            log.note(self._summary())
+        started, first = time.perf_counter(), self.step
+        with _stop_requests() as requests:
+            stop = False
+            while self.step < steps and not stop:
+                row = self._train_one()
+                stop, last = self._stop_agreed(requests), self.step == steps
+                if log is not None:
+                    log.advance(self.step)
+                if log is not None and (self.step % config.log.interval == 0 or last or stop):
+                    now = time.perf_counter()
+                    speed = tokens * (self.step - first) / (now - started)
+                    log.row(**row, tokens=self.step * tokens, tokens_per_second=round(speed, 1))
+                    started, first = now, self.step
+                if self.data.valid and (last or self.step % config.train.validation_interval == 0):
+                    before = time.perf_counter()
+                    loss = self.validate()
+                    started += time.perf_counter() - before  # validation is not training speed
+                    if log is not None:
+                        log.row(step=self.step, val_loss=loss)
+                interval = config.checkpoint.interval
+                if last or stop or (interval and self.step % interval == 0):
+                    self.checkpointer.save(self.step, self.model, self.optimizer)
+            self.checkpointer.wait()
+        if log is not None and stop and self.step < steps:
+            log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
+
+    def _summary(self) -> str:
+        model, parallel = self.config.model, self.config.parallel
+        layout = f"tensor_parallel {parallel.tensor_parallel}"
+        if parallel.tensor_parallel > 1:
+            layout += f", sequence_parallel {'on' if parallel.sequence_parallel else 'off'}"
+        return (
+            f"{model.n_parameters / 1e6:.2f}M parameters, {layout}, {self.device.type}, "
+            f"{self.config.train.global_batch_size} samples of {model.seq_length} tokens a step, from step {self.step}"
+        )
+
+    def close(self) -> None:
+        """Leave the process group; collective."""
+        close(self.mesh.get_group("tp"))
+        dist.destroy_process_group()
+
+
+def pretrain(config: RunConfig) -> None:
+    """Run this rank's part of a pretraining; under torchrun's environment a part, otherwise the whole of it."""
+    trainer = Trainer(config)
+    trainer.run()
+    trainer.close()
