@@ -147,7 +147,7 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. What a user can mend (ValueError, a missing file or package) is one line on stderr and exit code 2."""
+    """Entry point. What a user can mend (a value, a missing file or package) is one line on stderr and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for words, command in COMMANDS.items():
         if tuple(arguments[: len(words)]) == words:

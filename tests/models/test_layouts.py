@@ -89,9 +89,7 @@ def run_training(config: dict, tp: int, sequence_parallel: bool, dtype: torch.dt
 def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Largest |difference| in units of max(|expected|, lr), element by element, and where."""
     assert actual.keys() == expected.keys()
-    return max(
-        (float(((actual[name] - p).abs() / p.abs().clamp(min=LR)).max()), name) for name, p in expected.items()
-    )
+    return max((float(((actual[name] - p).abs() / p.abs().clamp(min=LR)).max()), name) for name, p in expected.items())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -100,9 +100,7 @@ class SelfAttention(ParallelModule):
         if self.rope_base is not None:
             table = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
             q, k = ops.rope(q, *table), ops.rope(k, *table)
-        y = ops.causal_attention(
-            q, self._spread(k), self._spread(v), positions.batch, positions.documents(q.device)
-        )
+        y = ops.causal_attention(q, self._spread(k), self._spread(v), positions.batch, positions.documents(q.device))
         y = self.o_proj(rearrange(y, "tokens heads d -> tokens (heads d)"), residual=residual, dropout=dropout)
         return y.view(x.shape)
 

@@ -17,15 +17,13 @@ from .positions import Positions
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What fixes a step's dropout in any layout: the run's seed, the step, each sample's global index (batch,) int64."""
+    """What fixes a step's dropout in any layout: the run's seed, the step, a sample's global index (batch,) int64."""
 
     seed: int
     step: int
     sample_index: Tensor
 
-    def site(
-        self, p: float, layer: int | str, name: str, rows: int, positions: Positions, shard: int
-    ) -> ops.Dropout:
+    def site(self, p: float, layer: int | str, name: str, rows: int, positions: Positions, shard: int) -> ops.Dropout:
         """The dropout of one site for `rows` rows that are the shard-th such slice of the batch's tokens."""
         return ops.Dropout(
             p=p,
@@ -80,9 +78,7 @@ class TransformerBlock(ParallelModule):
         }
         linear: dict = {"bias": bias, "init_std": init_std, "output_init_std": output_init_std, **place}
         self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
-        self.self_attn = SelfAttention(
-            hidden_size, n_heads, n_kv_heads=n_kv_heads, rope_base=rope_base, **linear
-        )
+        self.self_attn = SelfAttention(hidden_size, n_heads, n_kv_heads=n_kv_heads, rope_base=rope_base, **linear)
         self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
         self.mlp = MLP(hidden_size, ffn_hidden_size=ffn_hidden_size, activation=activation, **linear)
 

@@ -65,7 +65,7 @@ class VocabParallelEmbedding(_VocabParallel):
                 raise ValueError(f"token ids span [{low}, {high}], outside the vocabulary [0, {self.vocab_size - 1}]")
         rows = ops.vocab_parallel_embedding(
             ids.reshape(-1),
-            self.local("weight"),  # type: ignore[arg-type]
+            self.local("weight"),
             first=self.vocab_slice().first,
             group=self.group,
             sequence_parallel=self.sequence_parallel,
@@ -101,7 +101,7 @@ class PositionEmbedding(ParallelModule):
         ids = positions.flat_ids(x.device)
         if self.sequence_parallel and self.group is not None:
             ids = ids.chunk(self.tp_size)[self.tp_rank]
-        weight: Tensor = self.local("weight", partial=self.sequence_parallel)  # type: ignore[assignment]
+        weight: Tensor = self.local("weight", partial=self.sequence_parallel)
         # only the right padding of an evaluation can run past the table, and nothing attends to it
         return x + F.embedding(ids.clamp(max=len(weight) - 1), weight)
 

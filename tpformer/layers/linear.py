@@ -55,9 +55,7 @@ class ColumnParallelLinear(ParallelModule):
         self.used_rows, self.sequence_dim = used_rows, sequence_dim
         shard = 0 if used_rows is None else None
         std = in_features**-0.5 if init_std is None else init_std
-        self.add_parameter(
-            "weight", (out_features, in_features), Normal(std), shard=shard, device=device, dtype=dtype
-        )
+        self.add_parameter("weight", (out_features, in_features), Normal(std), shard=shard, device=device, dtype=dtype)
         if bias:
             self.add_parameter("bias", (out_features,), Constant(0.0), shard=shard, device=device, dtype=dtype)
         else:
@@ -67,7 +65,7 @@ class ColumnParallelLinear(ParallelModule):
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) that this rank multiplies with."""
         if self.used_rows is None:
-            return self.local("weight"), self.local("bias")  # type: ignore[return-value]
+            return self.local("weight"), self.local("bias")
         weight, bias = (self.local(name, partial=True) for name in ("weight", "bias"))
         return weight[self.used_rows], None if bias is None else bias[self.used_rows]  # type: ignore[index]
 
@@ -134,7 +132,7 @@ class RowParallelLinear(ParallelModule):
     ) -> Tensor:
         y = ops.row_linear(
             _to_rows(x, self.sequence_dim),
-            self.local("weight"),  # type: ignore[arg-type]
+            self.local("weight"),
             self.local("bias", partial=self.sequence_parallel),
             activation=self.activation,
             gate=None if gate is None else _to_rows(gate, self.sequence_dim),

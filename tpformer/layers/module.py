@@ -111,9 +111,7 @@ def _fill(parameter: Tensor, initial: Initializer, key: int, chunk: int = 2**22)
     local, offset = parameter, (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
-        _, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     if isinstance(initial, Constant):
         local.fill_(initial.value)
         return

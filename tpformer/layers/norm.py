@@ -35,7 +35,7 @@ class _Norm(ParallelModule):
         """The norm for a linear to apply while it reads its input (`norm=` of the linear layers)."""
         partial = self.sequence_parallel
         weight, bias = self.local("weight", partial), self.local("bias", partial)
-        return ops.Norm(self.kind, weight, bias, self.eps)  # type: ignore[arg-type]
+        return ops.Norm(self.kind, weight, bias, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.norm(x, self.prologue())

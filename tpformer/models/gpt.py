@@ -1,4 +1,4 @@
-"""GPT: token embedding, transformer blocks, output head; one module for every preset and every tensor-parallel layout."""
+"""GPT: token embedding, transformer blocks, output head; one module for every preset and tensor-parallel layout."""
 
 import math
 
@@ -96,7 +96,7 @@ class GPT(ParallelModule):
         """Right-pad the sequence until ranks can share the tokens: causal attention never looks at the padding."""
         batch, seq = ids.shape
         if not (self.sequence_parallel and batch * seq % self.tp_size):
-            return ids, *others  # type: ignore[return-value]
+            return ids, *others
         if self.training:
             raise ValueError(
                 f"batch * seq_length = {batch} * {seq} = {batch * seq} tokens cannot be split over "
@@ -109,7 +109,7 @@ class GPT(ParallelModule):
             position_ids = F.pad(position_ids, (0, extra), value=0)
         if targets is not None:
             targets = F.pad(targets, (0, extra), value=IGNORE)
-        return F.pad(ids, (0, extra)), targets, position_ids  # type: ignore[return-value]
+        return F.pad(ids, (0, extra)), targets, position_ids
 
     def forward(
         self,
@@ -131,7 +131,7 @@ class GPT(ParallelModule):
         if self.embed_positions is not None and seq > self.config.seq_length:
             raise ValueError(f"{seq} tokens per sample, but the model has {self.config.seq_length} learned positions")
         ids, targets, position_ids = self._pad(ids, targets, position_ids)
-        positions = Positions(*ids.shape, position_ids)
+        positions = Positions(ids.shape[0], ids.shape[1], position_ids)
         key = None if sample_index is None else DropoutKey(self.seed, step, sample_index)
         x = self.embed_tokens(ids)
         x = x.reshape(-1, x.shape[-1])

@@ -49,9 +49,7 @@ class ColumnLinearFunction(torch.autograd.Function):
         if layout.norm_kind:
             # the norm's output was not kept: one cheap pass over x against 2 bytes per element held since the forward
             normed, _ = norm_forward(x, norm_weight, norm_bias, layout.norm_kind, layout.eps)
-            dx, dnorm_weight, dnorm_bias = norm_backward(
-                dx, x, (mean, rstd), norm_weight, norm_bias, layout.norm_kind
-            )
+            dx, dnorm_weight, dnorm_bias = norm_backward(dx, x, (mean, rstd), norm_weight, norm_bias, layout.norm_kind)
         gathered = all_gather(normed, layout.group) if layout.sequence_parallel else normed
         dweights = [dy.t() @ gathered for dy in dys]
         dbiases = [dy.sum(0) if has_bias else None for dy, has_bias in zip(dys, ctx.has_bias, strict=True)]

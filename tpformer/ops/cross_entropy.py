@@ -72,7 +72,7 @@ class _Head(NamedTuple):
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The gradients are made chunk by chunk in the forward, while each chunk's logits exist; the backward scales them."""
+    """The gradients are made in the forward, while each chunk's logits exist; the backward scales them."""
 
     @staticmethod
     def forward(ctx, x, weight, norm_weight, norm_bias, targets, head: _Head):
@@ -109,9 +109,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         x, norm_weight, norm_bias, mean, rstd, dnormed, dweight = ctx.saved_tensors
         dx, dnorm_weight, dnorm_bias = dnormed * dloss.to(dnormed.dtype), None, None
         if ctx.norm_kind:
-            dx, dnorm_weight, dnorm_bias = norm_backward(
-                dx, x, (mean, rstd), norm_weight, norm_bias, ctx.norm_kind
-            )
+            dx, dnorm_weight, dnorm_bias = norm_backward(dx, x, (mean, rstd), norm_weight, norm_bias, ctx.norm_kind)
         return dx, dweight * dloss.to(dweight.dtype), dnorm_weight, dnorm_bias, None, None
 
 

@@ -14,7 +14,8 @@ class RopeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return rope_rotate(dy, *ctx.saved_tensors, inverse=True), None, None
+        cos, sin = ctx.saved_tensors
+        return rope_rotate(dy, cos, sin, inverse=True), None, None
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def reduce_partial_gradients(model: nn.Module) -> None:
         if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
             buckets[grad.device_mesh, grad.placements, grad.dtype].append(parameter)
     for (mesh, placements, _), parameters in buckets.items():
-        local = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
+        local = [parameter.grad.to_local() for parameter in parameters]
         flat = torch.cat([grad.reshape(-1) for grad in local])
         for axis, place in enumerate(placements):
             if isinstance(place, Partial):
@@ -63,7 +63,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], groups: Iterable[ProcessGr
             by_copies[copies].append(local)
     total = torch.zeros((), dtype=torch.float64)
     for copies, grads in by_copies.items():
-        norms = torch.stack(torch._foreach_norm(grads))  # type: ignore[arg-type]
+        norms = torch.stack(torch._foreach_norm(grads))
         total = total.to(norms.device) + norms.double().square().sum() / copies
     for group in groups:
         total = all_reduce(total.view(1), group)[0]
@@ -77,4 +77,3 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, maximum: fl
     grads = [_local_and_copies(p.grad)[0] for p in parameters if p.grad is not None]
     if float(scale) < 1.0:
         torch._foreach_mul_(grads, float(scale))
-

@@ -14,6 +14,6 @@ def apply_mixed_precision(model: nn.Module, mesh: DeviceMesh, compute_dtype: tor
     """
     master = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master, cast_forward_inputs=False)
-    for layer in model.layers.values():  # type: ignore[union-attr,operator]
+    for layer in model.layers.values():
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -109,8 +109,9 @@ class Checkpointer:
                 shutil.rmtree(leftover)
         dist.barrier(self._group)
         saving = dcp.async_save(_state(step, model, optimizer), checkpoint_id=temporary, process_group=self._group)
-        self._pending = done = Future()
-        saving.add_done_callback(lambda saved: self._finish(saved, temporary, step, done))  # type: ignore[union-attr]
+        done: Future[None] = Future()
+        self._pending = done
+        saving.add_done_callback(lambda saved: self._finish(saved, temporary, step, done))
 
     def _finish(self, saving: Future, temporary: Path, step: int, done: Future) -> None:
         """In the saving thread, when DCP's files of all ranks are written: rank 0 seals and publishes them."""

@@ -161,7 +161,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
 
 def build_config(*layers: Values) -> RunConfig:
     """A RunConfig from sections merged left to right; ValueError names an unknown key or a value of a wrong type."""
-    sections = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
+    sections = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}
     merged: dict[str, dict[str, Any]] = {}
     for layer in layers:
         for name, values in layer.items():

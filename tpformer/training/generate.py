@@ -56,9 +56,7 @@ def generate(
     return ids
 
 
-def generate_text(
-    config: RunConfig, *, prompt: str, max_new_tokens: int, temperature: float, seed: int
-) -> str:
+def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
     """The prompt and what the run's newest good checkpoint makes of it. Collective over the configured ranks."""
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0: always the most likely token)")

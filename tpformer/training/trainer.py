@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -52,7 +51,9 @@ def check_run_directory(config: RunConfig) -> None:
 def _stop_requests() -> Iterator[list[int]]:
     """A list that gets the number of every SIGTERM or SIGINT while the context is open."""
     seen: list[int] = []
-    previous = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {
+        number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield seen
     finally:
