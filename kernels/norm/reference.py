@@ -22,10 +22,12 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps:
     Traffic:  see norm_cost
     Source:   Ba et al. 2016 (arXiv:1607.06450); Zhang & Sennrich 2019 (arXiv:1910.07467), eps inside the root
     """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(dtype)  # before native_layer_norm too: on a CPU it would keep bfloat16 statistics for bfloat16 rows
     if kind == "layernorm":
-        y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
-        return y, (mean, rstd)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        shift = None if bias is None else bias.to(dtype)
+        y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), weight.to(dtype), shift, eps)
+        return y.to(x.dtype), (mean, rstd)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * rstd * weight).to(x.dtype), (None, rstd)
 
@@ -40,13 +42,13 @@ def norm_backward(
               dweight = sum_m dy * xhat, dbias = sum_m dy
     """
     mean, rstd = statistics
-    if kind == "layernorm":
-        wanted = [True, True, bias is not None]
-        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, x, (x.shape[-1],), mean, rstd, weight, bias, wanted
-        )
-        return dx, dweight, dbias if bias is not None else None
     dtype = torch.promote_types(x.dtype, torch.float32)
+    if kind == "layernorm":
+        shift, wanted = (None, [True, True, False]) if bias is None else (bias.to(dtype), [True, True, True])
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            dy.to(dtype), x.to(dtype), (x.shape[-1],), mean, rstd, weight.to(dtype), shift, wanted
+        )
+        return dx.to(x.dtype), dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
     normalised = x.to(dtype) * rstd
     g = dy.to(dtype) * weight
     dx = rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))

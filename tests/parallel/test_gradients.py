@@ -1,0 +1,70 @@
+"""Partial gradients are added up once; the norm and the clipping equal one process's."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh, record_collectives
+from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import clip_gradients, gradient_norm, reduce_partial_gradients
+
+CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=24, n_heads=2, n_kv_heads=1)
+
+
+def gradients_of(tp: int, sequence_parallel: bool = True):
+    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
+    model = GPT(CONFIG, tp_mesh=mesh, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    ids = torch.arange(24).view(2, 12)
+    model(ids, targets=ids.flip(1)).backward()
+    return model, mesh.get_group()
+
+
+def reduce_twice(tp: int):
+    model, group = gradients_of(tp)
+    with pytest.raises(RuntimeError, match="reduce_partial_gradients"):
+        gradient_norm(model.parameters(), [group])
+    with record_collectives() as first:
+        reduce_partial_gradients(model)
+    before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    with record_collectives() as second:
+        reduce_partial_gradients(model)
+    same = all(torch.equal(before[name], p.grad.to_local()) for name, p in model.named_parameters())
+    replicated = [name for name, p in model.named_parameters() if p.grad.placements[0].is_replicate()]
+    return first, second, same, replicated
+
+
+def test_one_all_reduce_and_idempotent(ranks):
+    for first, second, same, replicated in ranks(2).run(reduce_twice, 2):
+        assert [name for name, _ in first] == ["all_reduce"]
+        assert second == [] and same
+        # what is shared by all ranks: norms, row biases, positions, and the single key-value head
+        assert "layers.0.self_attn.k_proj.weight" in replicated and "layers.1.mlp.fc2.bias" in replicated
+        assert "embed_positions.weight" in replicated and "norm.weight" in replicated
+        elements = sum(dict(GPT(CONFIG).named_parameters())[name].numel() for name in replicated)
+        assert first[0][1] == elements * 8
+
+
+def norm_and_clipped(tp: int, sequence_parallel: bool, maximum: float):
+    model, group = gradients_of(tp, sequence_parallel)
+    reduce_partial_gradients(model)
+    parameters = list(model.parameters())
+    norm = gradient_norm(parameters, [group])
+    clip_gradients(parameters, norm, maximum)
+    clipped = {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for name, p in model.named_parameters()
+    }
+    return float(norm), clipped
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("maximum", [0.1, 1e9])
+def test_norm_and_clipping_equal_torch(ranks, sequence_parallel, maximum):
+    model = GPT(CONFIG, dtype=torch.float64)
+    ids = torch.arange(24).view(2, 12)
+    model(ids, targets=ids.flip(1)).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), maximum))
+    for norm, clipped in ranks(2).run(norm_and_clipped, 2, sequence_parallel, maximum):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(clipped[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)

@@ -1,0 +1,104 @@
+"""A run's configuration: merging, types, round trip, and every refusal with its numbers and remedy."""
+
+import dataclasses
+
+import pytest
+
+from tpformer.training.config import (
+    RunConfig,
+    build_config,
+    check_config,
+    read_toml,
+    to_toml,
+)
+
+
+def test_later_layers_win_and_the_preset_comes_first():
+    file = {"model": {"preset": "gpt2-355m", "n_layers": 3}, "train": {"steps": 7}}
+    config = build_config(file, {"train": {"steps": 9}})
+    assert (config.model.hidden_size, config.model.n_layers, config.train.steps) == (1024, 3, 9)
+    # a preset given later changes everything that no layer sets by hand
+    config = build_config(file, {"model": {"preset": "llama3-8b"}})
+    assert (config.model.hidden_size, config.model.n_layers, config.model.norm) == (4096, 3, "rmsnorm")
+
+
+def test_unset_fields_are_derived_after_merging():
+    config = build_config({"model": {"hidden_size": 96, "n_heads": 6}})
+    assert config.model.ffn_hidden_size is None and config.model.ffn_size == 384
+    assert build_config({"model": {"hidden_size": 96}}, {"model": {"activation": "swiglu"}}).model.ffn_size == 256
+
+
+def test_toml_round_trip(tmp_path, tiny_config):
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(tiny_config))
+    assert build_config(read_toml(path)) == tiny_config
+    path.write_text(to_toml(RunConfig()))
+    assert build_config(read_toml(path)) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"modle": {}}, ["modle", "did you mean 'model'"]),
+        ({"model": {"n_layer": 3}}, ["n_layer", "[model]", "did you mean 'n_layers'"]),
+        ({"model": {"n_layers": "3"}}, ["model.n_layers", "'3'", "int"]),
+        ({"model": {"n_layers": True}}, ["model.n_layers", "int"]),
+        ({"model": {"preset": "gpt5"}}, ["gpt5", "gpt2-124m"]),
+        ({"data": {"train": "path"}}, ["data.train", "tuple"]),
+        ({"train": 3}, ["[train]"]),
+        ({"model": {"norm": "batchnorm"}}, ["batchnorm", "layernorm, rmsnorm"]),
+        ({"model": {"attention_dropout": 0.1}}, ["attention_dropout=0.1", "use dropout"]),
+        ({"model": {"dropout": 1.0}}, ["dropout=1.0", "[0, 1)"]),
+    ],
+)
+def test_what_cannot_be_built_is_named(values, words):
+    with pytest.raises(ValueError) as error:
+        build_config(values)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel": {"tensor_parallel": 3}}, ["n_heads=4", "tensor_parallel=3", "[1, 2, 4]"]),
+        ({"model": {"n_kv_heads": 3}}, ["n_heads=4", "n_kv_heads=3"]),
+        ({"model": {"hidden_size": 30}}, ["hidden_size=30", "n_heads=4"]),
+        (
+            {"model": {"seq_length": 15}, "parallel": {"tensor_parallel": 4}, "train": {"microbatch_size": 1}},
+            ["1 * 15 = 15", "tensor_parallel=4", "sequence_parallel = false"],
+        ),
+        ({"train": {"global_batch_size": 4, "microbatch_size": 3}}, ["global_batch_size=4", "microbatch_size=3"]),
+        ({"train": {"steps": 0}}, ["train.steps=0", "at least 1"]),
+        ({"parallel": {"tensor_parallel": 0}}, ["tensor_parallel=0", "at least 1"]),
+        ({"train": {"dtype": "float8"}}, ["float8", "bfloat16"]),
+        ({"train": {"device": "tpu"}}, ["tpu", "cpu or cuda"]),
+        ({"data": {"train": []}}, ["data.train", "tpformer data build"]),
+        ({"data": {"weights": [1.0, 2.0]}}, ["2 numbers", "1 datasets"]),
+        ({"model": {"position": "rope", "hidden_size": 36, "n_heads": 4}}, ["even head dim", "9"]),
+    ],
+)
+def test_impossible_runs_are_refused(tiny_values, changes, words):
+    config = build_config(tiny_values, changes)
+    with pytest.raises(ValueError) as error:
+        check_config(config)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_sequence_parallel_off_lifts_the_token_rule(tiny_values):
+    changes = {"model": {"seq_length": 15}, "parallel": {"tensor_parallel": 4, "sequence_parallel": False}}
+    check_config(build_config(tiny_values, changes, {"train": {"microbatch_size": 1}}))
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing.toml"):
+        read_toml(tmp_path / "nothing.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(ValueError, match="bad.toml is not valid TOML"):
+        read_toml(tmp_path / "bad.toml")
+
+
+def test_every_section_is_frozen():
+    for field in dataclasses.fields(RunConfig):
+        assert field.default_factory.__dataclass_params__.frozen  # type: ignore[union-attr]

@@ -1,0 +1,43 @@
+"""metrics.jsonl survives kills and resumes; the loss curve is drawn from it."""
+
+import json
+
+import pytest
+
+from tpformer.training.metrics import MetricsLog, cut_metrics, plot_losses, read_metrics
+
+
+def write_rows(path, count):
+    with MetricsLog(path, first_step=0, steps=count, tensorboard=False) as log:
+        for step in range(1, count + 1):
+            log.row(step=step, loss=1.0 / 3 / step)
+
+
+def test_rows_keep_every_bit(tmp_path):
+    write_rows(tmp_path, 3)
+    assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1.0 / 3 / step for step in (1, 2, 3)]
+
+
+def test_resume_drops_later_rows_and_a_line_cut_short(tmp_path):
+    write_rows(tmp_path, 5)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-7])
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
+    cut_metrics(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_bad_line_in_the_middle_is_named(tmp_path):
+    write_rows(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 2', "step 2"))
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not JSON"):
+        read_metrics(path)
+
+
+def test_loss_curve(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_rows(tmp_path, 3)
+    path = plot_losses(tmp_path)
+    assert path == tmp_path / "plots" / "loss.png"
+    assert path.read_bytes().startswith(b"\x89PNG")

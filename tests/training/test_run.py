@@ -1,0 +1,199 @@
+"""Whole runs through the `tpformer` command: killed, stopped, resumed, damaged, sampled from, refused."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tpformer.training.config import build_config, to_toml
+from tpformer.training.metrics import read_metrics
+
+COMMAND = [sys.executable, "-m", "tpformer.cli"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start(*arguments: str, **options) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
+    return subprocess.Popen([*COMMAND, *arguments], **pipes, **options)
+
+
+def finish(process: subprocess.Popen, seconds: float = 90) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    return finish(start(*arguments))
+
+
+def write_run(folder: Path, values: dict, **sections: dict) -> Path:
+    path = folder / "run.toml"
+    path.write_text(to_toml(build_config(values, sections)))
+    return path
+
+
+def losses(directory: Path) -> list[tuple[int, float, float]]:
+    return [
+        (row["step"], row["loss"], row["grad_norm"])
+        for row in read_metrics(directory / "metrics.jsonl")
+        if "loss" in row
+    ]
+
+
+def wait_for_step(directory: Path, step: int, process: subprocess.Popen) -> None:
+    metrics = directory / "metrics.jsonl"
+    for _ in range(60_000):
+        if metrics.exists() and metrics.read_text().count("\n") >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def rank_pids(launcher: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def kill_and_resume(folder: Path, values: dict, seed: int) -> None:
+    """An uninterrupted run, and one whose random rank is killed at a random step and resumed: the same bits."""
+    chance = random.Random(seed)
+    long = {
+        "train": {"steps": 120},
+        "checkpoint": {"interval": 15},
+        "parallel": {"tensor_parallel": 2},
+        "data": {"valid": []},
+    }
+    whole, broken = folder / "whole", folder / "broken"
+    toml = str(write_run(folder, values, **long))
+    code, _, err = run("pretrain", toml, "--run.dir", str(whole))
+    assert code == 0, err
+    process = start("pretrain", toml, "--run.dir", str(broken))
+    wait_for_step(broken, chance.randrange(20, 100), process)
+    victim = chance.randrange(2)
+    os.kill(rank_pids(process)[victim], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 128 + signal.SIGKILL and f"rank {victim} of 2 was killed by SIGKILL" in err
+    assert len(losses(broken)) < 120
+    code, out, err = run("pretrain", toml, "--run.dir", str(broken), "--run.resume", "True")
+    assert code == 0, err
+    assert "from step 0" not in out, "it must continue from a checkpoint"
+    assert losses(broken) == losses(whole)
+
+
+def test_a_killed_rank_ends_the_job_and_resume_gives_the_same_bits(tmp_path, tiny_values):
+    kill_and_resume(tmp_path, tiny_values, seed=0)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_kill_anywhere(tmp_path, tiny_values, seed):
+    kill_and_resume(tmp_path, tiny_values, seed)
+
+
+def test_sigterm_writes_a_checkpoint_and_exits_cleanly(tmp_path, tiny_values):
+    toml = write_run(
+        tmp_path, tiny_values, train={"steps": 100_000}, parallel={"tensor_parallel": 2}, data={"valid": []}
+    )
+    process = start("pretrain", str(toml))
+    directory = Path(tiny_values["run"]["dir"])
+    wait_for_step(directory, 3, process)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 0, err
+    last = losses(directory)[-1][0]
+    assert f"stopped at step {last}; checkpoint written" in out
+    assert (directory / "checkpoints" / f"step-{last}" / "manifest.json").exists()
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_continues(tmp_path, tiny_values):
+    toml = str(write_run(tmp_path, tiny_values))
+    directory = Path(tiny_values["run"]["dir"])
+    assert run("pretrain", toml)[0] == 0
+    before = losses(directory)
+    file = next((directory / "checkpoints" / "step-6").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, out, err = run("pretrain", toml, "--run.resume", "True")
+    assert code == 0, err
+    assert "checkpoint of step 6 is not usable" in out and file.name in out and "SHA-256" in out
+    assert "from step 4" in out
+    assert losses(directory) == before
+    # the bad one of step 6 was replaced by a good one
+    code, out, err = run("pretrain", toml, "--run.resume", "True")
+    assert code == 0 and "from step 6" in out, out + err
+
+
+def test_generate_gives_the_same_text_on_one_and_two_ranks(tmp_path, tiny_values):
+    toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}))
+    directory = tiny_values["run"]["dir"]
+    assert run("pretrain", toml)[0] == 0
+    # 5 prompt tokens: not divisible by 2, so TP 2 pads
+    options = ["--prompt", "def f", "--max-new-tokens", "21", "--temperature", "0.5"]
+    code, two, err = run("generate", directory, *options)
+    assert code == 0 and two.startswith("def f") and len(two) > 10, err
+    code, one, err = run("generate", directory, *options, "--tensor-parallel", "1")
+    assert code == 0, err
+    assert one == two
+    assert run("generate", directory, *options, "--temperature", "0")[0] == 0
+
+
+def test_torchrun_joins_instead_of_starting_ranks(tmp_path, tiny_values):
+    toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}, train={"steps": 2}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*command, "-m", "tpformer.cli", "pretrain", toml], capture_output=True, text=True, env=ENVIRONMENT, timeout=90
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(losses(Path(tiny_values["run"]["dir"]))) == 2
+
+
+def test_nothing_is_overwritten(tmp_path, tiny_values):
+    toml = str(write_run(tmp_path, tiny_values, train={"steps": 1}))
+    directory = Path(tiny_values["run"]["dir"])
+    assert run("pretrain", toml)[0] == 0
+    before = (directory / "metrics.jsonl").read_bytes()
+    code, _, err = run("pretrain", toml)
+    assert code == 2 and "already holds a run" in err and "--run.resume" in err
+    code, _, err = run("pretrain", toml, "--run.resume", "True", "--model.n-layers", "3")
+    assert code == 2 and "model.n_layers: 2 -> 3" in err
+    assert (directory / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model.n-layer", "3"], ["--model.n-layer"]),
+        (["--parallel.tensor-parallel", "3"], ["n_heads=4", "tensor_parallel=3", "[1, 2, 4]"]),
+        (["--data.train", "missing"], ["missing"]),
+        (["--model.vocab-size", "50"], ["50", "vocab_size"]),
+    ],
+)
+def test_command_line_mistakes_are_named_before_any_rank_starts(tmp_path, tiny_values, arguments, words):
+    code, out, err = run("pretrain", str(write_run(tmp_path, tiny_values)), *arguments)
+    assert code == 2
+    for word in words:
+        assert word in out + err
+    assert "Traceback" not in err and not Path(tiny_values["run"]["dir"]).exists()
+
+
+def test_overrides_reach_the_run(tmp_path, tiny_values):
+    toml = str(write_run(tmp_path, tiny_values))
+    options = "--model.n-layers 3 --model.seq-length 8 --parallel.tensor-parallel 2 --train.steps=2".split()
+    code, out, err = run("pretrain", toml, *options, "--run.dir", str(tmp_path / "other"))
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
+    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
+    assert [set(row) for row in rows] == [keys, keys, {"step", "val_loss"}]
+    assert rows[1]["tokens"] == 2 * 4 * 8
+    stored = (tmp_path / "other" / "config.toml").read_text()
+    assert "n_layers = 3" in stored and "vocab_size = 257" in stored and "ffn_hidden_size" not in stored
