@@ -20,14 +20,6 @@ def ranks() -> Iterator[WorkerPool]:
     pool.close()
 
 
-@pytest.fixture(scope="session")
-def interpreter_ranks() -> Iterator[WorkerPool]:
-    """Like `ranks`, in processes of their own where Triton kernels run in its interpreter."""
-    pool = WorkerPool({"TRITON_INTERPRET": "1"})
-    yield pool
-    pool.close()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--proof", action="store_true", help="run the tests marked `proof`, and only those")
 

@@ -34,8 +34,9 @@ def slice_statistics(logits: Tensor, targets: Tensor, first: int, valid: int) ->
 def combine_statistics(parts: Tensor) -> tuple[Tensor, Tensor]:
     """From every slice's (slices, 3, T): log-sum-exp (T,) and loss (T,) = logsumexp - target logit, in slice order."""
     maximum = parts[:, 0].amax(0)
-    log_sum = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0).log() + maximum
-    return log_sum, log_sum - parts[:, 2].sum(0)
+    log_sum = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0).log()
+    # maximum - target first: adding a large maximum to log_sum would round log_sum away
+    return log_sum + maximum, log_sum + (maximum - parts[:, 2].sum(0))
 
 
 def slice_gradient(

@@ -39,12 +39,12 @@ class MetricsLog:
         self.path = directory / "metrics.jsonl"
         self.console = Console()
         self._progress = Progress(
-            TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=20),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
             console=self.console,
+            refresh_per_second=2,
             disable=not self.console.is_terminal,
         )
         self._task = self._progress.add_task("", total=steps, completed=first_step)
@@ -80,7 +80,9 @@ class MetricsLog:
                     self._writer.add_scalar(name, value, step)
         text = "  ".join(f"{name} {_short(name, value)}" for name, value in values.items() if name != "step")
         if self.console.is_terminal and "val_loss" not in values:
-            self._progress.update(self._task, completed=step, description=text)
+            mfu = f"  MFU {values['mfu']:.1%}" if "mfu" in values else ""
+            brief = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s{mfu}"
+            self._progress.update(self._task, completed=step, description=brief)
         else:
             self.console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
 

@@ -34,7 +34,8 @@ def device_type(config: RunConfig) -> str:
 def set_local_threads() -> None:
     """Give each CPU rank of this machine its share of the cores, so that ranks do not fight over them."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def tokenizer_name(config: RunConfig) -> str:
@@ -76,8 +77,12 @@ def open_data(config: RunConfig) -> RunData:
     """The datasets of a resolved configuration, checked against its vocabulary; errors name the file and the remedy."""
     length, seed = config.model.seq_length, config.train.seed
     datasets = [IndexedDataset(prefix) for prefix in (*config.data.train, *config.data.valid)]
-    for dataset in datasets:
-        check_vocab(dataset, config.model.vocab_size)  # type: ignore[arg-type]
+    for prefix, dataset in zip((*config.data.train, *config.data.valid), datasets, strict=True):
+        # a dataset that this project built says what it holds; any other is read through once, by one rank
+        built = read_sidecar(prefix)
+        fits = built is not None and built["vocab_size"] <= config.model.vocab_size
+        if not fits and os.environ.get("RANK", "0") == "0":
+            check_vocab(dataset, config.model.vocab_size)  # type: ignore[arg-type]
     n = len(config.data.train)
     parts = [TokenSamples(dataset, length, seed + index) for index, dataset in enumerate(datasets[:n])]
     weights = config.data.weights or [part.n_samples for part in parts]

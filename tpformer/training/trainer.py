@@ -23,6 +23,8 @@ from .optimizer import build_optimizer, learning_rate
 from .setup import build_model, device_type, open_data, resolve, set_local_threads
 from .step import evaluate, train_step
 
+# dense bf16 FLOP/s by data sheet
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # what a resumed run may not change: with another value the loss would not be this run's
 _FIXED = (("model", None), ("data", None), ("train", "seed"), ("train", "global_batch_size"))
 
@@ -120,7 +122,7 @@ class Trainer:
         )
         return evaluate(self.model, batches)
 
-    def _train_one(self) -> dict[str, float]:
+    def _train_one(self) -> dict:
         step, config = self.step + 1, self.config
         lr = learning_rate(step, config.train.steps, config.optimizer)
         samples, first = self._batch(step)
@@ -177,7 +179,8 @@ class Trainer:
                 if log is not None and (self.step % config.log.interval == 0 or last or stop):
                     now = time.perf_counter()
                     speed = tokens * (self.step - first) / (now - started)
-                    log.row(**row, tokens=self.step * tokens, tokens_per_second=round(speed, 1))
+                    row |= {"tokens": self.step * tokens, "tokens_per_second": round(speed, 1), **self._mfu(speed)}
+                    log.row(**row)
                     started, first = now, self.step
                 if self.data.valid and (last or self.step % config.train.validation_interval == 0):
                     before = time.perf_counter()
@@ -191,6 +194,14 @@ class Trainer:
             self.checkpointer.wait()
         if log is not None and stop and self.step < steps:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
+
+    def _mfu(self, tokens_per_second: float) -> dict[str, float]:
+        """Model FLOP/s as a share of the ranks' dense bf16 peak, on the GPUs whose data sheet is in the table."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        peak = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+        if peak is None:
+            return {}
+        return {"mfu": self.model.config.flops_per_token * tokens_per_second / (peak * dist.get_world_size())}
 
     def _summary(self) -> str:
         model, parallel = self.config.model, self.config.parallel

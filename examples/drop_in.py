@@ -1,0 +1,51 @@
+"""Tensor-parallel layers in a model of your own: an MLP over whatever ranks there are, checked against one process.
+
+python examples/drop_in.py
+torchrun --nproc-per-node 2 examples/drop_in.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tpformer.distributed import build_mesh, initialize
+from tpformer.layers import ColumnParallelLinear, RowParallelLinear
+from tpformer.layers import initialize as fill
+
+
+class Regressor(nn.Module):
+    """Input and output are equal on all ranks, so sequence parallelism is off; the hidden layer is split over ranks."""
+
+    def __init__(self, tp_mesh=None):
+        super().__init__()
+        options = {"tp_mesh": tp_mesh, "sequence_parallel": False}
+        self.wide = ColumnParallelLinear(16, 256, **options)
+        self.narrow = RowParallelLinear(256, 1, activation="gelu", **options)
+
+    def forward(self, x):
+        return self.narrow(self.wide(x))
+
+
+def train(tp_mesh=None, steps=100):
+    model = Regressor(tp_mesh)
+    fill(model, seed=0)  # the same weights whatever the mesh
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 16, generator=generator)
+    y = (x[:, :1] * x[:, 1:2]).sin()
+    for _ in range(steps):
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+if __name__ == "__main__":
+    initialize("cpu")
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())
+    loss, alone = train(mesh["tp"]), train()
+    assert abs(loss - alone) < 1e-3 * alone, (loss, alone)
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks: loss {loss:.6f}; one process: {alone:.6f}")
+    dist.destroy_process_group()

@@ -1,0 +1,33 @@
+"""The one rule by which a low-precision result is accepted: its error against float64 next to plain torch's."""
+
+import torch
+from torch import Tensor
+
+
+def _errors(x: Tensor, oracle: Tensor) -> Tensor:
+    """Maximum and root mean square of x - oracle."""
+    difference = x.double() - oracle
+    if difference.numel() == 0:
+        return torch.zeros(2, dtype=torch.float64)
+    return torch.stack([difference.abs().max(), difference.square().mean().sqrt()])
+
+
+def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype: Tensor, name: str) -> None:
+    """err(actual) <= 2 * (err(baseline) + eps(dtype) * max|oracle|), on the maximum and on the root mean square.
+
+    baseline_same_dtype: what plain torch gets in actual's dtype, so that no tolerance is picked by hand.
+    """
+    assert oracle_fp64.dtype == torch.float64, f"{name}: the oracle is {oracle_fp64.dtype}, not float64"
+    assert actual.dtype == baseline_same_dtype.dtype, f"{name}: {actual.dtype}, baseline {baseline_same_dtype.dtype}"
+    assert actual.shape == oracle_fp64.shape == baseline_same_dtype.shape, (
+        f"{name}: {tuple(actual.shape)}, oracle {tuple(oracle_fp64.shape)}, baseline {tuple(baseline_same_dtype.shape)}"
+    )
+    assert bool(actual.isfinite().all()), f"{name}: {int((~actual.isfinite()).sum())} values are not finite"
+    largest = oracle_fp64.abs().max() if oracle_fp64.numel() else torch.zeros(())
+    errors, baseline = _errors(actual, oracle_fp64), _errors(baseline_same_dtype, oracle_fp64)
+    bounds = 2 * (baseline + torch.finfo(actual.dtype).eps * largest)
+    assert bool((errors <= bounds).all()), (
+        f"{name}: error (max {errors[0]:.3g}, rms {errors[1]:.3g}) exceeds "
+        f"(max {bounds[0]:.3g}, rms {bounds[1]:.3g}) = 2 * (baseline (max {baseline[0]:.3g}, rms {baseline[1]:.3g}) + "
+        f"eps * {largest:.3g})"
+    )
