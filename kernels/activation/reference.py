@@ -3,6 +3,8 @@
 A gated activation is act(gate) * x (SwiGLU with silu, GeGLU with gelu); without a gate it is act(x).
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,17 +13,50 @@ from ..cost import Cost
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
 
+# gelu_tanh(x) = x * sigmoid(x * (_LINEAR + _CUBIC * x**2)): the tanh form with sigmoid(2z) = (1 + tanh z) / 2, whose
+# exponential is several times faster than tanh on a CPU
+_LINEAR = 2 * math.sqrt(2 / math.pi)
+_CUBIC = _LINEAR * 0.044715
+_CPU_ROWS = 256  # rows at a time on a CPU, so that what a backward makes on its way stays in the cache
+
+
+def _polynomial(x: Tensor, cubic: float) -> Tensor:
+    """_LINEAR + cubic * x**2, in one pass."""
+    return torch.addcmul(x.new_tensor(_LINEAR), x, x, value=cubic)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return _polynomial(wide, _CUBIC).mul_(wide).sigmoid_().mul_(wide).to(x.dtype)
+
+
+def _gelu_tanh_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, act(x)) from one sigmoid; dx takes the place of da. With s the sigmoid, act' = s + s (1 - s) x u'(x)."""
+    a = torch.empty_like(x)
+    chunk = _CPU_ROWS if x.device.type == "cpu" else max(1, len(x))
+    for first in range(0, len(x), chunk):
+        part = slice(first, first + chunk)
+        wide = x[part].to(torch.promote_types(x.dtype, torch.float32))
+        s = _polynomial(wide, _CUBIC).mul_(wide).sigmoid_()
+        slope = _polynomial(wide, 3 * _CUBIC).mul_(wide).mul_(s)
+        slope = torch.addcmul(slope, slope, s, value=-1, out=slope).add_(s)
+        da[part].mul_(slope)
+        torch.mul(s, wide, out=a[part])
+    return da, a
+
 
 def _apply(x: Tensor, name: str) -> Tensor:
-    if name == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+    if name == "gelu_tanh":
+        return _gelu_tanh(x)
+    return F.silu(x) if name == "silu" else F.gelu(x)
 
 
-def _derivative(dy: Tensor, x: Tensor, name: str) -> Tensor:
-    if name == "silu":
-        return torch.ops.aten.silu_backward(dy, x)
-    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if name == "gelu_tanh" else "none")
+def _backward(da: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """(dx, act(x)); da may be overwritten."""
+    if name == "gelu_tanh":
+        return _gelu_tanh_backward(da, x)
+    derivative = torch.ops.aten.silu_backward if name == "silu" else torch.ops.aten.gelu_backward
+    return derivative(da, x), _apply(x, name)
 
 
 def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) -> Tensor:
@@ -30,6 +65,7 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
     Math:     gelu x * Phi(x); gelu_tanh x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))); silu x * sigmoid(x)
     Shapes:   x, gate and the result all (M, F), one dtype
     Numerics: evaluated in promote_types(x.dtype, float32), rounded at the store
+    Traffic:  see activation_cost
     Source:   Hendrycks & Gimpel 2016 (arXiv:1606.08415); gated: Shazeer 2020 (arXiv:2002.05202)
     """
     if name is None:
@@ -39,13 +75,18 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
 
 def activation_backward(
     da: Tensor, x: Tensor, name: str | None, gate: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients (dx, dgate) of activation_forward from its inputs alone."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients (dx, dgate) of activation_forward and its result, rebuilt, from its inputs alone.
+
+    Shapes:   da, x, gate (M, F), contiguous; da may be overwritten (dx can take its place).
+    """
     if name is None:
-        return da, None
+        return da, None, x
     if gate is None:
-        return _derivative(da, x, name), None
-    return da * _apply(gate, name), _derivative(da * x, gate, name)
+        dx, a = _backward(da, x, name)
+        return dx, None, a
+    dgate, act = _backward(da * x, gate, name)
+    return da.mul_(act), dgate, act.mul_(x)
 
 
 def activation_cost(m: int, f: int, itemsize: int, gated: bool = False, backward: bool = False) -> Cost:

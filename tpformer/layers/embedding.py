@@ -9,6 +9,8 @@ from tpformer import ops
 from .module import Normal, ParallelModule
 from .positions import Positions
 
+IGNORE_INDEX = -100
+
 
 def padded_vocab(vocab_size: int, multiple: int) -> int:
     """Rows of a vocabulary table: vocab_size rounded up to `multiple`, whatever the layout."""
@@ -46,6 +48,13 @@ class _VocabParallel(ParallelModule):
         first = self.tp_rank * per_rank
         return ops.VocabSlice(first, max(0, min(per_rank, self.vocab_size - first)))
 
+    def check_ids(self, ids: Tensor, what: str) -> None:
+        """ValueError, on a CPU, for an id outside the vocabulary: no rank would hold it, and none would notice."""
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = (int(bound) for bound in ids.aminmax())
+            if low < 0 or high >= self.vocab_size:
+                raise ValueError(f"{what} span [{low}, {high}], outside the vocabulary [0, {self.vocab_size - 1}]")
+
 
 class VocabParallelEmbedding(_VocabParallel):
     """nn.Embedding with the vocabulary sharded.
@@ -55,14 +64,11 @@ class VocabParallelEmbedding(_VocabParallel):
              (..., hidden_size), equal on all ranks.
     Communication, per rank, B = tokens * hidden_size * itemsize: forward reduce-scatter B, backward all-gather B;
              without sequence_parallel forward all-reduce B, backward none.
-    Errors:  ValueError on a CPU for an id outside [0, vocab_size): other ranks would silently return zeros for it.
+    Errors:  ValueError on a CPU for an id outside [0, vocab_size).
     """
 
     def forward(self, ids: Tensor) -> Tensor:
-        if ids.device.type == "cpu" and ids.numel():
-            low, high = (int(bound) for bound in ids.aminmax())
-            if low < 0 or high >= self.vocab_size:
-                raise ValueError(f"token ids span [{low}, {high}], outside the vocabulary [0, {self.vocab_size - 1}]")
+        self.check_ids(ids, "token ids")
         rows = ops.vocab_parallel_embedding(
             ids.reshape(-1),
             self.local("weight"),
@@ -71,7 +77,7 @@ class VocabParallelEmbedding(_VocabParallel):
             sequence_parallel=self.sequence_parallel,
         )
         sharded = self.sequence_parallel and self.tp_size > 1
-        return rows if sharded else rows.view(*ids.shape, -1)
+        return rows if sharded else rows.view(*ids.shape, rows.shape[-1])
 
 
 class PositionEmbedding(ParallelModule):
@@ -111,8 +117,10 @@ class LMHead(_VocabParallel):
 
     Layout:  weight as VocabParallelEmbedding's, or none of its own (`weight=False`): tied, given at each call.
              x (tokens / t, hidden_size) or (tokens, hidden_size). Without targets the result is this rank's logits
-             (tokens, V_local); with targets (tokens,) it is the summed loss, a scalar equal on all ranks.
+             (tokens, V_local); with targets (tokens,), IGNORE_INDEX where no loss is wanted, it is the summed loss, a
+             scalar equal on all ranks.
     Communication, per rank: that of ops.column_linear (logits) or ops.linear_cross_entropy (loss).
+    Errors:  ValueError on a CPU for a target outside [0, vocab_size).
     """
 
     def forward(
@@ -122,4 +130,5 @@ class LMHead(_VocabParallel):
         where = {"norm": norm, "group": self.group, "sequence_parallel": self.sequence_parallel}
         if targets is None:
             return ops.column_linear(x, weight, **where)  # type: ignore
+        self.check_ids(targets.masked_fill(targets == IGNORE_INDEX, 0), "targets")
         return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **where)  # type: ignore

@@ -18,7 +18,7 @@ def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
 def _from_rows(y: Tensor, x: Tensor, sequence_dim: int | None) -> Tensor:
     """Undo _to_rows for a result y whose rows were gathered or scattered; x is the layer's input."""
     if sequence_dim is None:
-        return y.view(*x.shape[:-1], y.shape[-1]) if x.ndim > 2 and y.shape[0] == x[..., 0].numel() else y
+        return y.view(*x.shape[:-1], y.shape[-1]) if x.ndim != 2 and y.shape[0] == x[..., 0].numel() else y
     others = x.movedim(sequence_dim, 0).shape[1:-1]
     return y.view(-1, *others, y.shape[-1]).movedim(0, sequence_dim)
 

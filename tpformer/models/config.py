@@ -59,6 +59,9 @@ class GPTConfig:
         for field in ("seq_length", "n_layers", "hidden_size", "n_heads", "vocab_multiple"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        for field in ("vocab_size", "n_kv_heads", "ffn_hidden_size"):
+            if (value := getattr(self, field)) is not None and value < 1:
+                raise ValueError(f"{field}={value} must be at least 1, or unset")
 
     @property
     def ffn_size(self) -> int:

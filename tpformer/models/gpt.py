@@ -19,11 +19,10 @@ from tpformer.layers import (
     initialize,
 )
 from tpformer.layers.attention import check_heads
+from tpformer.layers.embedding import IGNORE_INDEX
 from tpformer.layers.norm import NORMS
 
 from .config import GPTConfig
-
-IGNORE = -100
 
 
 class GPT(ParallelModule):
@@ -108,7 +107,7 @@ class GPT(ParallelModule):
             # each padding token is a document of its own
             position_ids = F.pad(position_ids, (0, extra), value=0)
         if targets is not None:
-            targets = F.pad(targets, (0, extra), value=IGNORE)
+            targets = F.pad(targets, (0, extra), value=IGNORE_INDEX)
         return F.pad(ids, (0, extra)), targets, position_ids
 
     def forward(

@@ -82,24 +82,27 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         gathered = all_gather(normed, head.group) if head.sequence_parallel else normed
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=x.device)
+        first, valid = head.vocab
+        entries = weight[:valid]  # the padding has no logits and no gradient
         wants_gradient = any(ctx.needs_input_grad)
         if wants_gradient:
             dgathered = torch.empty_like(gathered)
             dweight = torch.zeros(weight.shape, dtype=wide, device=x.device)
-        for first in range(0, len(targets), head.chunk_tokens):
-            rows = slice(first, first + head.chunk_tokens)
-            logits = F.linear(gathered[rows], weight)
+        for start in range(0, len(targets), head.chunk_tokens):
+            rows = slice(start, start + head.chunk_tokens)
+            logits = F.linear(gathered[rows], entries)
             log_sum, losses = _losses(logits, targets[rows], head.vocab, head.group)
             counted = targets[rows] != head.ignore_index
             loss += (losses * counted).sum()
             if wants_gradient:
-                dlogits = slice_gradient(logits, targets[rows], log_sum, counted[:, None], *head.vocab)
-                torch.mm(dlogits, weight, out=dgathered[rows])
-                dweight += dlogits.t() @ gathered[rows]
+                dlogits = slice_gradient(logits, targets[rows], log_sum, counted[:, None], first, valid)
+                torch.mm(dlogits, entries, out=dgathered[rows])
+                dweight[:valid] += dlogits.t() @ gathered[rows]
         if wants_gradient:
             reduce = reduce_scatter if head.sequence_parallel else all_reduce
+            kept = x if head.norm_kind else None  # without a norm the gradient is ready
             ctx.save_for_backward(
-                x, norm_weight, norm_bias, mean, rstd, reduce(dgathered, head.group), dweight.to(weight.dtype)
+                kept, norm_weight, norm_bias, mean, rstd, reduce(dgathered, head.group), dweight.to(weight.dtype)
             )
             ctx.norm_kind = head.norm_kind
         return loss
@@ -129,14 +132,18 @@ def linear_cross_entropy(
 
     Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K); weight (V_local, K); targets (tokens,) int64,
              equal on all ranks, `ignore_index` where no loss is wanted; result a scalar in promote_types(x.dtype,
-             float32), equal on all ranks. chunk_tokens: logits held at once (default: about 4 million logits).
-    Saves:   x, the gradient of x and of W (made in the forward). Double backward is not supported.
+             float32), equal on all ranks. Every slice but the last has as many entries as the first.
+             chunk_tokens, equal on all ranks: tokens whose logits are held at once (default: about 4 million logits).
+    Saves:   the gradient of x and of W (made in the forward), and x where a norm needs it. No double backward.
     Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
-             all-reduce B; and one all-gather of 3 numbers per token and rank. All of it in the forward, which without
-             gradients skips the reductions.
+             all-reduce B; and per chunk one all-gather of 3 numbers per token and rank. All of it in the forward,
+             which without gradients skips the reductions.
     Source:  the chunked loss of Liger-Kernel (arXiv:2410.10989), made vocab-parallel
     """
     kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
-    chunk_tokens = chunk_tokens or max(64, 2**22 // weight.shape[0])
+    if chunk_tokens is None:
+        # ranks exchange once per chunk, so the size must be the same on all: from the first slice, the largest
+        rank = 0 if group is None else group.rank()
+        chunk_tokens = max(64, 2**22 // (vocab.first // rank if rank else weight.shape[0]))
     head = _Head(vocab, group, sequence_parallel, kind, eps, ignore_index, chunk_tokens)
     return LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head)

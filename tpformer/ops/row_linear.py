@@ -48,9 +48,8 @@ class RowLinearFunction(torch.autograd.Function):
             dy = layout.dropout.apply(dy)
         dbias = dy.sum(0) if ctx.has_bias else None
         gathered = all_gather(dy, layout.group) if layout.sequence_parallel else dy
-        dx, dgate = activation_backward(gathered @ weight, x, layout.activation, gate)
-        dweight = gathered.t() @ activation_forward(x, layout.activation, gate)
-        return dx, dgate, dweight, dbias, dresidual, None
+        dx, dgate, a = activation_backward(gathered @ weight, x, layout.activation, gate)
+        return dx, dgate, gathered.t() @ a, dbias, dresidual, None
 
 
 def row_linear(

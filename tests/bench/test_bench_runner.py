@@ -1,0 +1,164 @@
+"""The bench runner on toy benches: the gate, the result file, --quick, the drawing; and the plain model it times."""
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+from bench.baseline import check_against_plain  # noqa: E402
+from bench.ranks import Ranks  # noqa: E402
+from bench.runner import Bench, Row, main, make_row  # noqa: E402
+from bench.timing import Comparison, compare, fastest, interleave, timed  # noqa: E402
+from tpformer.models import GPT, GPTConfig  # noqa: E402
+
+TINY = GPTConfig(vocab_size=13, vocab_multiple=8, seq_length=6, n_layers=2, hidden_size=16, n_heads=2)
+
+
+def toy_rows(ratio: float = 2.0) -> list[Row]:
+    comparison = Comparison(0.5, 0.5 * ratio, ratio, 0.9 * ratio, 1.1 * ratio)
+    common: dict = {"baseline": "slow & <steady>", "unit": "calls/s", "convert": lambda seconds: 1 / seconds}
+    return [
+        make_row(case="addition", shape="3", provider="fast", comparison=comparison, bar=1.5, **common),
+        make_row(case="product", shape="4", provider="faster", comparison=comparison, **common),
+    ]
+
+
+def toy(check: Callable[[], None] = lambda: None, ratio: float = 2.0, name: str = "toy") -> Bench:
+    return Bench(name=name, description="a toy", device="cpu", check=check, run=lambda quick: toy_rows(ratio))
+
+
+def wrong() -> None:
+    raise AssertionError("5 is not 4")
+
+
+def test_a_wrong_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["toy"], [toy(wrong)], tmp_path) == 1
+    printed = capsys.readouterr()
+    assert "nothing is timed" in printed.out and "calls/s" not in printed.out
+    assert "5 is not 4" in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_result_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["toy"], [toy()], tmp_path) == 0
+    assert "all 1 bars hold" in capsys.readouterr().out
+    result = json.loads((tmp_path / "cpu" / "toy.json").read_text())
+    keys = "schema bench description date machine commit dirty versions rows"
+    assert list(result) == keys.split()
+    assert result["schema"] == 1 and result["bench"] == "toy"
+    assert set(result["machine"]) == {"cpu", "cores", "threads", "gpu"}
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["rows"][0] == {
+        "case": "addition",
+        "shape": "3",
+        "provider": "fast",
+        "baseline": "slow & <steady>",
+        "unit": "calls/s",
+        "value": 2.0,
+        "baseline_value": 1.0,
+        "ratio": 2.0,
+        "ratio_min": 1.8,
+        "ratio_max": 2.2,
+        "bar": 1.5,
+        "ok": True,
+    }
+    assert result["rows"][1]["bar"] is None and result["rows"][1]["ok"]
+
+
+def test_results_are_overwritten(tmp_path: Path) -> None:
+    main(["toy"], [toy()], tmp_path)
+    main(["toy"], [toy(ratio=3.0)], tmp_path)
+    rows = json.loads((tmp_path / "cpu" / "toy.json").read_text())["rows"]
+    assert [row["ratio"] for row in rows] == [3.0, 3.0]
+
+
+def test_a_missed_bar_is_written_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["toy"], [toy(ratio=1.4)], tmp_path) == 1
+    assert "1 of 1 bars missed: addition 3: 1.400 < 1.5" in capsys.readouterr().out
+    assert not json.loads((tmp_path / "cpu" / "toy.json").read_text())["rows"][0]["ok"]
+
+
+def test_quick_leaves_results_untouched(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    main(["toy"], [toy()], tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "cpu").iterdir()}
+    assert main(["toy", "--quick"], [toy(ratio=1.4)], tmp_path) == 0
+    assert {path: path.read_bytes() for path in (tmp_path / "cpu").iterdir()} == before
+    assert "nothing is written" in capsys.readouterr().out
+    assert main(["toy", "--quick"], [toy(wrong)], tmp_path) == 1
+
+
+def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
+    rows = [{**toy_rows()[0], "speed": 1}]
+    bench = Bench(name="toy", description="", device="cpu", check=lambda: None, run=lambda quick: rows)  # type: ignore
+    with pytest.raises(ValueError, match="speed"):
+        main(["toy"], [bench], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_of_benches(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    benches = [toy(wrong, name="one"), toy(wrong, name="two")]
+    assert main([], benches, tmp_path) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
+    assert main(["three"], benches, tmp_path) == 2
+    assert "three" in capsys.readouterr().err
+
+
+def test_the_drawing_is_xml_with_every_row(tmp_path: Path) -> None:
+    main(["toy"], [toy()], tmp_path)
+    tree = ElementTree.parse(tmp_path / "cpu" / "toy.svg")
+    texts = [element.text for element in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert "3: fast against slow & <steady>" in texts and "4: faster against slow & <steady>" in texts
+    assert texts.count("2.00  (2 calls/s)") == 2
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    comparison = compare([1.0, 2.0, 4.0], [2.0, 2.0, 12.0])
+    assert comparison == Comparison(2.0, 2.0, ratio=2.0, ratio_min=1.0, ratio_max=3.0)
+    assert fastest({"a": [1.0, 9.0, 9.0], "b": [5.0, 5.0, 1.0]}) == "b"
+
+
+def test_samples_are_interleaved_in_alternating_order() -> None:
+    calls: list[str] = []
+    samples = {name: lambda name=name: calls.append(name) or float(len(calls)) for name in ("a", "b")}
+    assert interleave(samples, 3) == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_a_sample_leaves_out_its_first_call() -> None:
+    calls: list[int] = []
+    assert timed(lambda: calls.append(1), 3)() < 0.1
+    assert len(calls) == 4
+
+
+def test_the_plain_model_is_tpformers() -> None:
+    model = GPT(TINY, dtype=torch.float64)
+    batch = torch.randint(13, (2, 7), generator=torch.Generator().manual_seed(0))
+    loss, norm = check_against_plain(model, batch, clip_norm=1.0, tolerance=1e-9)
+    assert float(loss) > 0 and float(norm) > 0
+
+
+def test_another_model_than_the_plain_one_is_refused() -> None:
+    model = GPT(TINY, dtype=torch.float64)
+    batch = torch.randint(13, (2, 7), generator=torch.Generator().manual_seed(0))
+    model.layers["1"].input_layernorm.eps = 1e-4
+    with pytest.raises(AssertionError, match="error .* is right"):
+        check_against_plain(model, batch, clip_norm=1.0, tolerance=1e-9)
+
+
+def rank_calls(factor: int) -> dict[str, Callable]:
+    rank = torch.distributed.get_rank()
+    return {"seconds": lambda: float(factor * rank), "threads": torch.get_num_threads, "fail": lambda: 1 / rank}
+
+
+def test_ranks_run_calls_and_report_failures() -> None:
+    with Ranks(2, 1, rank_calls, 3) as ranks:
+        assert ranks.call("threads") == [1, 1]
+        assert ranks.sample("seconds") == 3.0
+        with pytest.raises(RuntimeError, match="rank 0 of 2: (.|\n)*ZeroDivisionError"):
+            ranks.call("fail")

@@ -1,0 +1,101 @@
+"""Philox4x32-10 gives the published words, and any slice of rows and columns gives the words of the whole."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpformer.kernels.philox.reference import philox4x32, philox_key, random_normal, random_words
+
+KEYS = st.integers(0, 2**64 - 1)
+
+
+def philox_by_big_integers(counter: int, key: int) -> list[int]:
+    """Philox4x32-10 from the paper's description, on Python integers: a full 128-bit counter, a 64-bit key."""
+    c = [counter >> (32 * i) & 0xFFFFFFFF for i in range(4)]
+    k = [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(10):
+        first, second = divmod(0xD2511F53 * c[0], 1 << 32), divmod(0xCD9E8D57 * c[2], 1 << 32)
+        c = [second[0] ^ c[1] ^ k[0], second[1], first[0] ^ c[3] ^ k[1], first[1]]
+        k = [(k[0] + 0x9E3779B9) % (1 << 32), (k[1] + 0xBB67AE85) % (1 << 32)]
+    return c
+
+
+# Random123's kat_vectors; the third has the digits of pi
+@pytest.mark.parametrize(
+    "counter, key, words",
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_published_vectors(counter, key, words):
+    whole_counter = sum(word << (32 * i) for i, word in enumerate(counter))
+    whole_key = key[0] | key[1] << 32
+    assert tuple(philox_by_big_integers(whole_counter, whole_key)) == words
+    if whole_counter < 2**63:  # ours has no upper half: the other vectors check the big-integer version, used below
+        assert tuple(int(w) for w in philox4x32(whole_key, torch.tensor([whole_counter]))) == words
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5), KEYS)
+def test_equals_big_integers(counters, key):
+    words = torch.stack(philox4x32(key, torch.tensor(counters)), -1).tolist()
+    assert words == [philox_by_big_integers(counter, key) for counter in counters]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2**62), min_size=1, max_size=4), st.integers(1, 11), KEYS)
+def test_a_word_depends_on_its_index_only(starts, width, key):
+    """Element i is word i % 4 of block i // 4, wherever its row starts and however wide the call is."""
+    words = random_words(key, torch.tensor(starts), width).tolist()
+    assert words == [
+        [philox_by_big_integers((start + i) // 4, key)[(start + i) % 4] for i in range(width)] for start in starts
+    ]
+
+
+# rows of odd width start inside a block; shards of the width that begin inside one too
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**40), st.integers(1, 6), st.integers(2, 40), st.data())
+def test_slices_equal_the_whole(first, rows, width, data):
+    top = data.draw(st.integers(0, rows - 1))
+    left = data.draw(st.integers(0, width - 1))
+    right = data.draw(st.integers(left + 1, width))
+    starts = first + torch.arange(rows) * width
+    words = random_words(7, starts, width)
+    assert torch.equal(random_words(7, starts[top:] + left, right - left), words[top:, left:right])
+    normals = random_normal(7, starts, width)
+    part = random_normal(7, starts[top:] + left, right - left)
+    # the promise is for float32 weights: torch's vectorised logarithm may differ from its scalar tail in float64
+    assert torch.equal(part.float(), normals[top:, left:right].float())
+    torch.testing.assert_close(part, normals[top:, left:right], rtol=0, atol=1e-14)
+
+
+def test_words_are_uniform_and_normals_are_normal():
+    """Moments within five standard errors of a fixed sample of 2**18."""
+    n = 2**18
+    uniform = random_words(philox_key(1, "a"), torch.zeros(1, dtype=torch.int64), n)[0].double() / 2**32
+    assert abs(float(uniform.mean()) - 0.5) < 5 / math.sqrt(12 * n)
+    x = random_normal(philox_key(1, "a"), torch.zeros(1, dtype=torch.int64), n)[0]
+    assert x.dtype == torch.float64 and bool(x.isfinite().all())
+    # variances of x, x^2, x^3, x^4 under the normal distribution: 1, 2, 15, 96
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(float((x**power).mean()) - mean) < 5 * math.sqrt(variance / n), power
+    for lag in (1, 2, 3, 4):  # the two of a pair, and neighbours in and across blocks, are uncorrelated
+        assert abs(float((x[:-lag] * x[lag:]).mean())) < 5 / math.sqrt(n), lag
+        assert abs(float((x[:-lag] ** 2 * x[lag:] ** 2).mean()) - 1) < 5 * math.sqrt(8 / n), lag
+
+
+def test_keys():
+    assert philox_key(1, "a") == philox_key(1, "a") and 0 <= philox_key(1, "a") < 2**64
+    # parts are separated: ("1", "12") and ("11", "2") are different names
+    keys = {philox_key(*parts) for parts in ((1, "a"), (2, "a"), (1, "b"), (1, 12), (11, 2), (112,))}
+    assert len(keys) == 6
+    assert int(random_words(3, torch.tensor([0]), 1)) != int(random_words(4, torch.tensor([0]), 1))

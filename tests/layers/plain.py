@@ -1,0 +1,70 @@
+"""A transformer block in plain PyTorch, written from the formulas and fed with our state_dict: the layers' oracle."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def norm(x: Tensor, p: dict[str, Tensor], name: str, kind: str) -> Tensor:
+    size = x.shape[-1:]
+    if kind == "rmsnorm":
+        return F.rms_norm(x, size, p[f"{name}.weight"], 1e-5)
+    return F.layer_norm(x, size, p[f"{name}.weight"], p[f"{name}.bias"], 1e-5)
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """x (batch, heads, seq, d), pairs (i, i + d/2) as complex numbers."""
+    half = x.shape[-1] // 2
+    frequency = base ** -(torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * frequency
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def attention(x: Tensor, p: dict[str, Tensor], heads: int, kv_heads: int, rope_base: float | None) -> Tensor:
+    batch, seq, hidden = x.shape
+    d = hidden // heads
+
+    def project(name: str, count: int) -> Tensor:
+        y = F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+        return y.view(batch, seq, count, d).transpose(1, 2)
+
+    q, k, v = project("q_proj", heads), project("k_proj", kv_heads), project("v_proj", kv_heads)
+    if rope_base is not None:
+        q, k = rotate(q, rope_base), rotate(k, rope_base)
+    k, v = (y.repeat_interleave(heads // kv_heads, 1) for y in (k, v))
+    scores = (q @ k.transpose(-1, -2)) / d**0.5
+    scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -torch.inf)
+    y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, seq, hidden)
+    return F.linear(y, p["o_proj.weight"], p.get("o_proj.bias"))
+
+
+def mlp(x: Tensor, p: dict[str, Tensor], activation: str) -> Tensor:
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+    if activation in ("swiglu", "geglu"):
+        gate = linear("gate_proj", x)
+        gate = F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")
+        return linear("down_proj", gate * linear("up_proj", x))
+    return linear("fc2", F.gelu(linear("fc1", x), approximate="tanh" if activation == "gelu_tanh" else "none"))
+
+
+def under(p: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in p.items() if name.startswith(prefix)}
+
+
+def block(
+    x: Tensor,
+    p: dict[str, Tensor],
+    heads: int,
+    *,
+    n_kv_heads: int | None = None,
+    norm_kind: str = "layernorm",
+    activation: str = "gelu_tanh",
+    rope_base: float | None = None,
+) -> Tensor:
+    """x (batch, seq, hidden) with the parameters p of a TransformerBlock."""
+    h = norm(x, p, "input_layernorm", norm_kind)
+    x = x + attention(h, under(p, "self_attn."), heads, n_kv_heads or heads, rope_base)
+    return x + mlp(norm(x, p, "post_attention_layernorm", norm_kind), under(p, "mlp."), activation)

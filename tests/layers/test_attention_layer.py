@@ -1,0 +1,91 @@
+"""SelfAttention: heads that cannot be laid out, which key-value heads a rank holds, and their shared gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain import attention as plain_attention
+from torch.distributed.tensor import Replicate, Shard
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import SelfAttention
+from tpformer.layers.attention import check_heads
+
+BATCH, SEQ, D = 2, 5, 4
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((10, 4, 4, 1), "hidden_size=10 is not a multiple of n_heads=4: change either"),
+        ((12, 6, 4, 1), "n_heads=6 is not a multiple of n_kv_heads=4: change either"),
+        ((48, 12, 12, 5), r"n_heads=12 cannot be split over tensor_parallel=5 .*from \[1, 2, 3, 4, 6, 12\]"),
+        ((12, 4, 4, 1), "RoPE needs an even head dim, not hidden_size / n_heads = 3"),
+    ],
+)
+def test_heads_that_cannot_be_laid_out(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_heads(*arguments, rope=True)
+
+
+# (heads, key-value heads, ranks): divided evenly; fewer than ranks; not dividing, so that ranks share some: with
+# 12 heads of 4 groups on 3 ranks, rank 0's queries are 3 of group 0 and 1 of group 1
+CASES = [(4, 2, 2), (4, 1, 2), (4, 1, 4), (8, 2, 4), (6, 2, 3), (12, 4, 3), (12, 2, 3)]
+
+
+def build(heads: int, kv_heads: int, mesh=None) -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(
+        heads * D, heads, n_kv_heads=kv_heads, tp_mesh=mesh, sequence_parallel=False, dtype=torch.float64
+    )
+
+
+def inputs(hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(BATCH, SEQ, hidden, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, dy
+
+
+def on_rank(heads: int, kv_heads: int):
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    layer = build(heads, kv_heads, mesh)
+    x, dy = inputs(heads * D)
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    placement = layer.k_proj.weight.placements[0]
+    grad = layer.k_proj.weight.grad.to_local()
+    used = grad.view(-1, D, heads * D).abs().amax((1, 2)) > 0 if placement.is_replicate() else None
+    return y.detach(), x.grad, {n: p.grad.full_tensor() for n, p in layer.named_parameters()}, placement, used
+
+
+@pytest.mark.parametrize("heads, kv_heads, t", CASES)
+def test_equals_plain_attention(ranks, heads, kv_heads, t):
+    p = {name: p.detach().clone().requires_grad_() for name, p in build(heads, kv_heads).named_parameters()}
+    x, dy = inputs(heads * D)
+    x.requires_grad_()
+    y = plain_attention(x, p, heads, kv_heads, None)
+    y.backward(dy)
+    expected = {name: tensor.grad for name, tensor in p.items()}
+    for rank, (actual, dx, gradients, placement, used) in enumerate(ranks(t).run(on_rank, heads, kv_heads)):
+        torch.testing.assert_close(actual, y.detach(), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(dx, x.grad, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-11)
+        assert placement == (Shard(0) if kv_heads % t == 0 else Replicate())
+        if used is not None:  # this rank's gradient has only the heads its own queries attend with
+            queries = range(rank * heads // t, (rank + 1) * heads // t)
+            wanted = {query // (heads // kv_heads) for query in queries}
+            assert set(used.nonzero()[:, 0].tolist()) == wanted
+
+
+def test_state_dict_names_and_shapes():
+    layer = build(4, 2)
+    assert {name: tuple(p.shape) for name, p in layer.state_dict().items()} == {
+        "q_proj.weight": (16, 16),
+        "q_proj.bias": (16,),
+        "k_proj.weight": (8, 16),
+        "k_proj.bias": (8,),
+        "v_proj.weight": (8, 16),
+        "v_proj.bias": (8,),
+        "o_proj.weight": (16, 16),
+        "o_proj.bias": (16,),
+    }

@@ -1,0 +1,194 @@
+"""TransformerBlock equals a hand-written plain PyTorch block in float64 with every gradient, on 1 and several ranks.
+
+Also: packed documents equal documents run apart, collectives per layer are those promised, dropout needs its key.
+"""
+
+import pytest
+import torch
+from plain import block as plain_block
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh, record_collectives
+from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.parallel import reduce_partial_gradients
+
+BATCH, SEQ, HIDDEN, HEADS = 2, 6, 24, 6
+KINDS = {
+    "gelu-layernorm": {},
+    "gelu-erf": {"activation": "gelu"},
+    "swiglu-rmsnorm-rope-gqa": {
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+        "rope_base": 10000.0,
+        "n_kv_heads": 3,
+        "bias": False,
+        "ffn_hidden_size": 36,
+    },
+    "geglu": {"activation": "geglu", "ffn_hidden_size": 36},
+    # with 2 or 3 ranks every rank holds the one key-value head
+    "mqa": {"n_kv_heads": 1, "rope_base": 500.0},
+}
+
+
+def make_block(kind: str, mesh=None, sequence_parallel: bool = True, **options) -> TransformerBlock:
+    """Weights from one seed; norms and biases off their initial 1 and 0, so that no term is invisible."""
+    torch.manual_seed(0)
+    options = {**KINDS[kind], "dtype": torch.float64} | options
+    block = TransformerBlock(HIDDEN, HEADS, tp_mesh=mesh, sequence_parallel=sequence_parallel, **options)
+    with torch.no_grad():
+        for name, p in block.named_parameters():
+            if p.ndim == 1:
+                generator = torch.Generator().manual_seed(len(name) + p.shape[0])
+                value = 1 + 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                local = p.to_local() if isinstance(p, DTensor) else p
+                sharded = isinstance(p, DTensor) and p.placements[0].is_shard()
+                local.copy_(value.chunk(mesh.size())[mesh.get_local_rank()] if sharded else value)
+    return block
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, dy
+
+
+def expected(kind: str) -> dict[str, torch.Tensor]:
+    x, dy = inputs()
+    p = {name: p.detach().clone().requires_grad_() for name, p in make_block(kind).named_parameters()}
+    options = {key: value for key, value in KINDS[kind].items() if key in ("n_kv_heads", "activation", "rope_base")}
+    x.requires_grad_()
+    y = plain_block(x, p, HEADS, norm_kind=KINDS[kind].get("norm", "layernorm"), **options)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad} | {name: tensor.grad for name, tensor in p.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_plain_block(kind):
+    x, dy = inputs()
+    x.requires_grad_()
+    block = make_block(kind)
+    y = block(x)
+    y.backward(dy)
+    actual = {"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in block.named_parameters()}
+    torch.testing.assert_close(actual, expected(kind), rtol=1e-10, atol=1e-10)
+
+
+def on_rank(kind: str, sequence_parallel: bool):
+    mesh = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"]
+    t, rank = mesh.size(), mesh.get_local_rank()
+    block = make_block(kind, mesh, sequence_parallel)
+    x, dy = (z.flatten(0, 1) for z in inputs())
+    if sequence_parallel:
+        x, dy = (z.chunk(t)[rank].clone() for z in (x, dy))
+    x.requires_grad_()
+    with record_collectives() as forward:
+        y = block(x, positions=Positions(BATCH, SEQ))
+    with record_collectives() as backward:
+        y.backward(dy)
+    reduce_partial_gradients(block)
+    gradients = {name: p.grad.full_tensor() for name, p in block.named_parameters()}
+    return y.detach(), x.grad, gradients, list(forward), list(backward)
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel_equals_plain_block(ranks, t, kind, sequence_parallel):
+    results = ranks(t).run(on_rank, kind, sequence_parallel)
+    wanted = expected(kind)
+    for i, name in enumerate(("y", "dx")):
+        parts = [result[i] for result in results]
+        whole = torch.cat(parts) if sequence_parallel else parts[0]
+        torch.testing.assert_close(whole.view(BATCH, SEQ, HIDDEN), wanted.pop(name), rtol=1e-10, atol=1e-10)
+    call = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
+    nbytes = BATCH * SEQ * HIDDEN * 8
+    for _, _, gradients, forward, backward in results:
+        torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
+        assert forward == [(name, nbytes) for name in call] * 2
+        # column inputs are gathered again for the weight gradient: 2 + 2 all-gathers
+        extra = [("all_gather", nbytes)] * 2 if sequence_parallel else []
+        assert sorted(backward) == sorted([(name, nbytes) for name in call] * 2 + extra)
+
+
+@pytest.mark.parametrize("kind", ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"])
+def test_packed_documents_equal_documents_apart(kind):
+    """Two samples of six tokens hold documents of 2 + 4 and 1 + 2 + 3 tokens."""
+    x, dy = inputs()
+    ids = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])
+    block = make_block(kind)
+    y = block(x, positions=Positions(BATCH, SEQ, ids))
+    y.backward(dy)
+    packed = {name: p.grad.clone() for name, p in block.named_parameters()}
+    block.zero_grad()
+    lengths = [2, 4, 1, 2, 3]
+    pieces = zip(x.flatten(0, 1).split(lengths), dy.flatten(0, 1).split(lengths), strict=True)
+    apart = []
+    for piece, gradient in pieces:
+        apart.append(block(piece[None])[0])
+        apart[-1].backward(gradient)
+    torch.testing.assert_close(y.flatten(0, 1), torch.cat(apart), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(packed, {n: p.grad for n, p in block.named_parameters()}, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, 3]], [[0, 2, 3]], [[0, 1, 1]]])
+def test_positions_that_do_not_count_up(ids):
+    with pytest.raises(ValueError, match="start at 0 in every sample and count up by 1"):
+        Positions(1, 3, torch.tensor(ids))
+
+
+def test_dropout_needs_its_key_in_training_only():
+    x, _ = inputs()
+    block, without = make_block("gelu-layernorm", dropout=0.5), make_block("gelu-layernorm")
+    with pytest.raises(ValueError, match=r"dropout=0.5 in training needs dropout_key=DropoutKey\(seed, step, sample"):
+        block(x)
+    key = DropoutKey(0, 1, torch.arange(BATCH))
+    one, again = (block(x, dropout_key=key) for _ in range(2))
+    assert torch.equal(one, again) and not torch.equal(one, without(x))
+    assert not torch.equal(one, block(x, dropout_key=DropoutKey(0, 2, torch.arange(BATCH))))
+    assert torch.equal(block.eval()(x), without(x))
+
+
+def dropped(sequence_parallel: bool) -> torch.Tensor:
+    mesh = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"]
+    block = make_block("gelu-layernorm", mesh, sequence_parallel, dropout=0.5)
+    x = inputs()[0].flatten(0, 1)
+    x = x.chunk(mesh.size())[mesh.get_local_rank()] if sequence_parallel else x
+    key = DropoutKey(0, 1, torch.tensor([7, 2]))
+    return block(x, positions=Positions(BATCH, SEQ), dropout_key=key).detach()
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_dropout_is_the_same_in_every_layout(ranks, t, sequence_parallel):
+    key = DropoutKey(0, 1, torch.tensor([7, 2]))
+    expected = make_block("gelu-layernorm", dropout=0.5)(inputs()[0], dropout_key=key).detach().flatten(0, 1)
+    results = ranks(t).run(dropped, sequence_parallel)
+    for whole in [torch.cat(results)] if sequence_parallel else results:
+        torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_differs_between_layers_and_sites():
+    """Zero weights leave only x + dropout(bias) twice: with all biases 1 each branch shows its mask."""
+    masks = []
+    for layer in (0, 1):
+        block = make_block("gelu-layernorm", dropout=0.5, layer_index=layer)
+        for name, p in block.named_parameters():
+            torch.nn.init.constant_(p, {"self_attn.o_proj.bias": 1.0, "mlp.fc2.bias": 100.0}.get(name, 0.0))
+        y = block(torch.zeros(BATCH, SEQ, HIDDEN, dtype=torch.float64), dropout_key=DropoutKey(0, 0, torch.arange(2)))
+        assert set(y.unique().tolist()) == {0.0, 2.0, 200.0, 202.0}
+        masks += [y % 100 == 2, y >= 200]
+    for i, one in enumerate(masks):
+        for other in masks[i + 1 :]:
+            assert not torch.equal(one, other)
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="unknown norm 'batchnorm'; choose one of layernorm, rmsnorm"):
+        TransformerBlock(8, 2, norm="batchnorm")
+    with pytest.raises(ValueError, match="unknown activation 'relu'; choose one of gelu, gelu_tanh, swiglu, geglu"):
+        TransformerBlock(8, 2, activation="relu")
+
+
+def test_x_must_show_batch_and_sequence():
+    with pytest.raises(ValueError, match=r"x of shape \(12, 24\).*pass positions=Positions\(batch, seq_length\)"):
+        make_block("gelu-layernorm")(torch.zeros(12, HIDDEN, dtype=torch.float64))

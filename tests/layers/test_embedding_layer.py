@@ -1,0 +1,92 @@
+"""VocabParallelEmbedding, PositionEmbedding and LMHead: values, padding, tied use, ids out of range."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import Shard
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import LMHead, PositionEmbedding, Positions, VocabParallelEmbedding
+from tpformer.parallel import reduce_partial_gradients
+
+VOCAB, ROWS, HIDDEN, BATCH, SEQ = 19, 22, 6, 2, 6
+IDS = torch.tensor([[0, 18, 7, 8, 7, 3], [15, 16, 5, 1, 2, 0]])
+TARGETS = torch.tensor([[1, 18, 0, 8, -100, 3], [15, 16, -100, 1, 2, 0]])
+
+
+def tied_model(mesh, sequence_parallel: bool) -> tuple[torch.Tensor, dict, tuple]:
+    """ids -> embedding + positions -> loss over the same table."""
+    torch.manual_seed(0)
+    options = {"tp_mesh": mesh, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
+    embedding = VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS, init_std=1.0, **options)
+    positions = PositionEmbedding(SEQ, HIDDEN, init_std=1.0, **options)
+    head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, weight=False, **options)
+    assert head.weight is None and not list(head.parameters())
+    x = embedding(IDS)
+    embedded_shape = tuple(x.shape)
+    x = positions(x.reshape(-1, HIDDEN), Positions(BATCH, SEQ))
+    tied = embedding.local("weight")
+    loss = head(x, targets=TARGETS.reshape(-1), tied=tied)
+    loss.backward()
+    logits = head(x.detach(), tied=tied).detach()
+    for module in (embedding, positions):
+        reduce_partial_gradients(module)
+    parameters = {"table": embedding.weight, "positions": positions.weight}
+    return loss.detach(), parameters, (embedded_shape, logits)
+
+
+def on_rank(sequence_parallel: bool):
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    loss, parameters, others = tied_model(mesh, sequence_parallel)
+    assert parameters["table"].placements == (Shard(0),) and parameters["table"].shape == (ROWS, HIDDEN)
+    return loss, {name: (p.detach().full_tensor(), p.grad.full_tensor()) for name, p in parameters.items()}, others
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tied_embedding_and_head_equal_plain_torch(ranks, t, sequence_parallel):
+    results = ranks(t).run(on_rank, sequence_parallel)
+    table, positions = (results[0][1][name][0].requires_grad_() for name in ("table", "positions"))
+    x = F.embedding(IDS, table) + positions
+    logits = x @ table.t()
+    loss = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), TARGETS.flatten(), reduction="sum")
+    loss.backward()
+    for actual, parameters, (shape, _) in results:
+        torch.testing.assert_close(actual, loss.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(parameters["table"][1], table.grad, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(parameters["positions"][1], positions.grad, rtol=1e-11, atol=1e-11)
+        assert shape == ((BATCH * SEQ // t, HIDDEN) if sequence_parallel and t > 1 else (BATCH, SEQ, HIDDEN))
+    whole = torch.cat([others[1] for *_, others in results], 1)
+    torch.testing.assert_close(whole, logits.detach().flatten(0, 1), rtol=1e-11, atol=1e-11)
+
+
+def test_padding_gets_no_gradient():
+    _, parameters, _ = tied_model(None, True)
+    assert torch.equal(parameters["table"].grad[VOCAB:], torch.zeros(ROWS - VOCAB, HIDDEN, dtype=torch.float64))
+
+
+def test_vocabulary_is_padded_the_same_in_every_layout():
+    # GPT-2's 50257 to 50304; a multiple stays as it is
+    assert VocabParallelEmbedding(50257, 1, device="meta").weight.shape == (50304, 1)
+    assert VocabParallelEmbedding(256, 1, device="meta").weight.shape == (256, 1)
+
+
+@pytest.mark.parametrize("ids, span", [([3, 19], r"\[3, 19\]"), ([-1, 4], r"\[-1, 4\]")])
+def test_ids_out_of_range(ids, span):
+    """19 is a row of the table, but padding."""
+    with pytest.raises(ValueError, match=rf"token ids span {span}, outside the vocabulary \[0, 18\]"):
+        VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS)(torch.tensor(ids))
+
+
+def test_no_ids():
+    assert VocabParallelEmbedding(VOCAB, HIDDEN)(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, HIDDEN)
+
+
+@pytest.mark.parametrize("bad", [-1, 50])
+def test_a_target_outside_the_vocabulary_is_refused(bad):
+    head = LMHead(50, 8, vocab_multiple=64)
+    targets = torch.tensor([0, -100, 49, bad])
+    with pytest.raises(ValueError, match=r"targets span .*outside the vocabulary \[0, 49\]"):
+        head(torch.randn(4, 8), targets=targets)
+    head(torch.randn(4, 8), targets=targets.masked_fill(targets == bad, -100))

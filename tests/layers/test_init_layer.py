@@ -1,0 +1,110 @@
+"""Initial values do not depend on the layout: the same bits for every tensor-parallel size, whatever torch's seed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import (
+    LMHead,
+    PositionEmbedding,
+    RowParallelLinear,
+    TransformerBlock,
+    VocabParallelEmbedding,
+    initialize,
+)
+
+HIDDEN, VOCAB = 24, 37
+
+
+def full(p: torch.Tensor) -> torch.Tensor:
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+def build(mesh, dtype: torch.dtype) -> torch.nn.Module:
+    place = {"tp_mesh": mesh, "dtype": dtype}
+    return torch.nn.ModuleDict(
+        {
+            # 40 rows: uneven on 3 ranks, and the last rank's are partly padding
+            "embedding": VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=8, **place),
+            "head": LMHead(VOCAB, HIDDEN, vocab_multiple=8, **place),
+            "positions": PositionEmbedding(7, HIDDEN, **place),
+            # 12 heads of width 2 and 4 key-value heads: replicated on 3 ranks
+            "block": TransformerBlock(HIDDEN, 12, n_kv_heads=4, activation="swiglu", ffn_hidden_size=36, **place),
+            # 25 columns a row on 3 ranks are 9, 9, 7: rows of a shard start inside a Philox block
+            "odd": RowParallelLinear(25, 5, **place),
+        }
+    )
+
+
+def on_rank(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    model = build(mesh, dtype)
+    initialize(model, 5)
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_same_bits_for_every_layout(ranks, t, dtype):
+    plain = build(None, dtype)
+    initialize(plain, 5)
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    for parameters in ranks(t).run(on_rank, dtype):
+        assert parameters.keys() == expected.keys()
+        for name, p in parameters.items():
+            assert p.dtype == dtype and torch.equal(p, expected[name]), name
+
+
+def test_values():
+    model = build(None, torch.float64)
+    initialize(model, 5)
+    table = model["embedding"].weight.detach()
+    assert torch.equal(table[VOCAB:], torch.zeros_like(table[VOCAB:])) and bool((table[:VOCAB] != 0).all())
+    assert float(table[:VOCAB].std()) == pytest.approx(0.02, rel=0.1)
+    q, k = model["block"].self_attn.q_proj.weight, model["block"].self_attn.k_proj.weight
+    assert float(q.detach().std()) == pytest.approx(HIDDEN**-0.5, rel=0.1)
+    assert not torch.equal(q[: len(k)], k), "parameters of different names must differ"
+    before = q.detach().clone()
+    initialize(model, 6)
+    assert not torch.equal(q, before)
+
+
+def test_other_modules_are_left_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    before = [p.detach().clone() for p in model.parameters()]
+    initialize(model, 1)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def unequal_seeds() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    torch.manual_seed(1000 + dist.get_rank())
+    model = build(mesh, torch.float32)
+    replicated = {name: p.to_local().detach() for name, p in model.named_parameters() if p.placements[0].is_replicate()}
+    return replicated, {name: full(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_reset_agrees_though_torch_seeds_differ(ranks, t):
+    torch.manual_seed(1000)  # rank 0's
+    expected = {name: p.detach() for name, p in build(None, torch.float32).named_parameters()}
+    results = ranks(t).run(unequal_seeds)
+    for replicated, whole in results:
+        assert "positions.weight" in replicated and ("block.self_attn.k_proj.weight" in replicated) == (t == 3)
+        for name, p in replicated.items():
+            assert torch.equal(p, results[0][0][name]), name
+        for name, p in whole.items():
+            assert torch.equal(p, expected[name]), name
+
+
+def test_reset_draws_anew():
+    layer = RowParallelLinear(4, 4)
+    before = layer.weight.detach().clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.weight, before)
+    torch.manual_seed(1)
+    one = RowParallelLinear(4, 4).weight
+    torch.manual_seed(1)
+    assert torch.equal(RowParallelLinear(4, 4).weight, one)

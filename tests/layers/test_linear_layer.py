@@ -1,0 +1,120 @@
+"""ColumnParallelLinear and RowParallelLinear as drop-in nn.Linear: leading dims, sequence_dim, used_rows."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import ColumnParallelLinear, RowParallelLinear
+
+BATCH, SEQ, K, N = 3, 4, 8, 12
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, K), (BATCH, SEQ, K), (2, 2, 3, K), (K,), (0, K)])
+def test_bit_identical_to_linear(kind, bias, shape):
+    ours, theirs = kind(K, N, bias=bias), nn.Linear(K, N, bias=bias)
+    if bias:
+        nn.init.normal_(ours.bias)
+    theirs.load_state_dict(ours.state_dict())  # same names and shapes
+    x, other = (torch.ones(shape).requires_grad_() for _ in range(2))
+    y, expected = ours(x), theirs(other)
+    assert y.shape == expected.shape and torch.equal(y, expected)
+    y.sum().backward(), expected.sum().backward()
+    assert torch.equal(x.grad, other.grad)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def tp_mesh():
+    return build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+
+
+def pair_along(sequence_dim: int | None):
+    """x -> column -> row with the sequence sharded along a dim of (batch, seq, hidden): as in others' models."""
+    mesh = tp_mesh()
+    t, rank = mesh.size(), mesh.get_local_rank()
+    torch.manual_seed(3)
+    options = {"sequence_dim": sequence_dim, "tp_mesh": mesh, "dtype": torch.float64}
+    column, row = ColumnParallelLinear(K, N, **options), RowParallelLinear(N, K, activation="silu", **options)
+    assert column.weight.placements == (Shard(0),) and row.weight.placements == (Shard(1),)
+    assert column.bias.placements == (Shard(0),) and row.bias.placements == (Replicate(),)
+    dim = 0 if sequence_dim is None else sequence_dim
+    x, residual, dy = (rand(BATCH * t, SEQ * t, K, seed=s).chunk(t, dim)[rank].clone() for s in (0, 1, 2))
+    x.requires_grad_(), residual.requires_grad_()
+    hidden = column(x)
+    y = row(hidden, residual=residual)
+    y.backward(dy.reshape(y.shape))
+    weights = {"column": column.weight, "row": row.weight, "row_bias": row.bias}
+    whole = {name: (p.detach().full_tensor(), p.grad.full_tensor()) for name, p in weights.items()}
+    return hidden.shape, y.detach(), x.grad, residual.grad, whole
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("sequence_dim", [1, 0, None])
+def test_sequence_dim(ranks, t, sequence_dim):
+    results = ranks(t).run(pair_along, sequence_dim)
+    column, row = (results[0][4][name][0].requires_grad_() for name in ("column", "row"))
+    x, residual, dy = (rand(BATCH * t, SEQ * t, K, seed=s) for s in (0, 1, 2))
+    x.requires_grad_(), residual.requires_grad_()
+    expected = residual + F.linear(F.silu(F.linear(x, column)), row)
+    expected.backward(dy)
+    dim = 0 if sequence_dim is None else sequence_dim
+    for i, wanted in ((1, expected.detach()), (2, x.grad), (3, residual.grad)):
+        whole = torch.cat([r[i].reshape(r[2].shape) for r in results], dim)
+        torch.testing.assert_close(whole, wanted, rtol=1e-11, atol=1e-11)
+    for shape, *_, whole in results:
+        tokens = BATCH * t * SEQ * t
+        # without sequence_dim the leading dims are flattened, because the gathered rows no longer have x's
+        assert shape == ((tokens, N // t) if sequence_dim is None and t > 1 else (BATCH * t, SEQ * t, N // t))
+        torch.testing.assert_close(whole["column"][1], column.grad, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(whole["row"][1], row.grad, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(whole["row_bias"][1], dy.sum((0, 1)), rtol=1e-11, atol=1e-11)
+
+
+def some_rows(sequence_parallel: bool):
+    """Rank r uses rows [2r, 2r + 3): neighbours overlap in one row, whose gradient is then a sum over ranks."""
+    mesh = tp_mesh()
+    t, rank = mesh.size(), mesh.get_local_rank()
+    torch.manual_seed(100 + rank)  # one value everywhere must not rest on equal seeds
+    used = slice(2 * rank, 2 * rank + 3)
+    layer = ColumnParallelLinear(
+        K, N, used_rows=used, tp_mesh=mesh, sequence_parallel=sequence_parallel, dtype=torch.float64
+    )
+    assert layer.weight.placements == (Replicate(),)
+    x = rand(6, K)
+    y = layer(x.chunk(t)[rank] if sequence_parallel else x)
+    y.sum().backward()
+    local = layer.weight.detach().to_local()
+    torch.testing.assert_close(y.detach(), x @ local[used].t(), rtol=1e-12, atol=1e-12)
+    return local, layer.weight.grad.full_tensor(), layer.bias.grad.full_tensor()
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_used_rows(ranks, t, sequence_parallel):
+    results = ranks(t).run(some_rows, sequence_parallel)
+    uses = torch.zeros(N, dtype=torch.float64)
+    for rank in range(t):
+        uses[2 * rank : 2 * rank + 3] += 1
+    for weight, dweight, dbias in results:
+        assert torch.equal(weight, results[0][0])
+        torch.testing.assert_close(dweight, uses[:, None] * rand(6, K).sum(0), rtol=1e-12, atol=1e-12)
+        assert torch.equal(dbias, 6 * uses)
+
+
+def too_few_rows():
+    with pytest.raises(ValueError, match="weight has 2 rows on its sharded dim, too few for 3"):
+        ColumnParallelLinear(K, 2, tp_mesh=tp_mesh())
+
+
+def test_a_rank_without_rows(ranks):
+    ranks(3).run(too_few_rows)

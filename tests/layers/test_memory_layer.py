@@ -1,0 +1,68 @@
+"""A TransformerBlock keeps what DESIGN section 7 lists and nothing else: counted in elements over unique storages."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from testing import record_saved
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import Positions, TransformerBlock
+
+BATCH, SEQ, HIDDEN, HEADS, ITEM = 2, 8, 32, 4, 4
+TOKENS = BATCH * SEQ
+
+
+def saved_by_block(options: dict, sequence_parallel: bool) -> tuple[list[int], bool]:
+    """Elements of each saved storage, largest first; and whether SDPA's output is what o_proj keeps."""
+    t = dist.get_world_size()
+    mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
+    block = TransformerBlock(HIDDEN, HEADS, tp_mesh=mesh, sequence_parallel=sequence_parallel, **options)
+    x = torch.randn(TOKENS // t if sequence_parallel else TOKENS, HIDDEN, requires_grad=True)
+    attended: list[int] = []
+    hook = block.self_attn.o_proj.register_forward_pre_hook(
+        lambda module, args: attended.append(args[0].untyped_storage().data_ptr())
+    )
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
+    positions = Positions(BATCH, SEQ)
+    if block.self_attn.rope_base:  # the tables belong to all layers
+        local += positions.rope(HIDDEN // HEADS, block.self_attn.rope_base, x.device, x.dtype)
+    with record_saved(*local) as saved:
+        y = block(x, positions=positions)
+    assert y.requires_grad
+    hook.remove()
+    return sorted((nbytes // ITEM for nbytes in saved.values()), reverse=True), attended[0] in saved
+
+
+def expected(t: int, sequence_parallel: bool, ffn: int, pre_activations: int, kv_heads: int, statistics: int):
+    rows = TOKENS // t if sequence_parallel else TOKENS
+    head_dim = HIDDEN // HEADS
+    items = [rows * HIDDEN] * 2  # the two residual inputs
+    items += [TOKENS * HIDDEN // t] + [TOKENS * kv_heads * head_dim // t] * 2  # q, k, v
+    items += [TOKENS * HIDDEN // t]  # attention output, once for SDPA and o_proj
+    items += [TOKENS * ffn // t] * pre_activations
+    items += [rows] * 2 * statistics  # mean and rstd of two norms
+    items += [TOKENS * HEADS // t]  # log-sum-exp of the scores
+    return sorted(items, reverse=True)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    "options, shape",
+    [
+        ({}, {"ffn": 4 * HIDDEN, "pre_activations": 1, "kv_heads": HEADS, "statistics": 2}),
+        (
+            {"norm": "rmsnorm", "activation": "swiglu", "rope_base": 1e4, "n_kv_heads": 2, "ffn_hidden_size": 48},
+            {"ffn": 48, "pre_activations": 2, "kv_heads": 2, "statistics": 1},
+        ),
+    ],
+    ids=["gpt", "llama"],
+)
+def test_block_keeps_exactly_the_list(ranks, t, sequence_parallel, options, shape):
+    for items, shared in ranks(t).run(saved_by_block, options, sequence_parallel):
+        assert shared
+        assert items == expected(t, sequence_parallel, **shape)
+        if not options and sequence_parallel:
+            # 20 bytes a token and hidden unit in 16 bits = 10 elements, and the statistics
+            assert sum(items) * t == TOKENS * (10 * HIDDEN + 4 + HEADS)

@@ -1,0 +1,55 @@
+"""LayerNorm and RMSNorm equal nn.LayerNorm and nn.RMSNorm, names and values, and give partial gradients on shards."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import LayerNorm, RMSNorm
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 7)])
+@pytest.mark.parametrize("kind", ["layernorm", "layernorm-no-bias", "rmsnorm"])
+def test_equals_torch(kind, shape):
+    if kind == "rmsnorm":
+        ours, theirs = RMSNorm(7, eps=1e-3), nn.RMSNorm(7, eps=1e-3)
+    else:
+        bias = kind == "layernorm"
+        ours, theirs = LayerNorm(7, eps=1e-3, bias=bias), nn.LayerNorm(7, eps=1e-3, bias=bias)
+    ours, theirs = ours.double(), theirs.double()
+    for p in ours.parameters():
+        nn.init.normal_(p)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(shape, dtype=torch.float64)
+    x, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    dy = torch.randn_like(x)
+    y, expected = ours(x), theirs(other)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    y.backward(dy), expected.backward(dy)
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-12, atol=1e-12)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_initial_values():
+    layer = LayerNorm(5)
+    assert torch.equal(layer.weight, torch.ones(5)) and torch.equal(layer.bias, torch.zeros(5))
+
+
+def on_shard(sequence_parallel: bool):
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    layer = LayerNorm(3, tp_mesh=mesh, sequence_parallel=sequence_parallel)
+    x = torch.arange(12.0).view(4, 3)
+    layer(x.chunk(mesh.size())[mesh.get_local_rank()] if sequence_parallel else x).sum().backward()
+    grad = layer.bias.grad
+    return grad.placements[0].is_partial(), grad.to_local(), grad.full_tensor()
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradient_is_partial_on_shards(ranks, sequence_parallel):
+    """4 rows: each of 2 ranks sees 2 of them with sequence parallelism, all 4 without."""
+    for partial, local, full in ranks(2).run(on_shard, sequence_parallel):
+        assert partial == sequence_parallel
+        assert torch.equal(local, torch.full((3,), 2.0 if sequence_parallel else 4.0))
+        assert torch.equal(full, torch.full((3,), 4.0))

@@ -1,0 +1,189 @@
+"""GPT against PyTorch's own transformer layers, its loss against its logits, padding in evaluation, packing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pool import RankFailure
+from torch import Tensor, nn
+
+from tpformer.distributed import build_mesh
+from tpformer.models import GPT, GPTConfig
+
+TINY = {"vocab_size": 50, "vocab_multiple": 16, "seq_length": 8, "n_layers": 2, "hidden_size": 24, "n_heads": 6}
+LLAMA = {
+    **TINY,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "position": "rope",
+    "bias": False,
+    "tie_embeddings": False,
+    "n_kv_heads": 3,
+}
+# the vocabulary's 64 rows on 3 ranks are 22, 22, 20, so that positions of ranks' logits are uneven
+DOCUMENTS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
+
+
+def build(config: dict, mesh=None, **options) -> GPT:
+    return GPT(GPTConfig(**config), tp_mesh=mesh, seed=3, dtype=torch.float64, **options)
+
+
+def tokens(batch: int, seq: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(TINY["vocab_size"], (batch, seq + 1), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1], ids[:, 1:].clone()
+
+
+def torch_parameters(p: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """A block's parameters by the names of nn.TransformerEncoderLayer."""
+    own = {name.removeprefix(f"layers.{layer}."): x for name, x in p.items() if name.startswith(f"layers.{layer}.")}
+    result = {}
+    for kind in ("weight", "bias"):
+        result[f"self_attn.in_proj_{kind}"] = torch.cat([own[f"self_attn.{name}_proj.{kind}"] for name in "qkv"])
+        result[f"self_attn.out_proj.{kind}"] = own[f"self_attn.o_proj.{kind}"]
+        result[f"linear1.{kind}"], result[f"linear2.{kind}"] = own[f"mlp.fc1.{kind}"], own[f"mlp.fc2.{kind}"]
+        result[f"norm1.{kind}"] = own[f"input_layernorm.{kind}"]
+        result[f"norm2.{kind}"] = own[f"post_attention_layernorm.{kind}"]
+    return result
+
+
+def plain_gpt2(p: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """Logits of a pre-norm GPT from PyTorch's own encoder layer under a causal mask."""
+    seq, hidden = ids.shape[1], TINY["hidden_size"]
+    block = nn.TransformerEncoderLayer(
+        hidden,
+        TINY["n_heads"],
+        4 * hidden,
+        dropout=0.0,
+        activation=lambda x: F.gelu(x, approximate="tanh"),
+        batch_first=True,
+        norm_first=True,
+        dtype=torch.float64,
+    )
+    x = p["embed_tokens.weight"][ids] + p["embed_positions.weight"][:seq]
+    causal = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    for layer in range(TINY["n_layers"]):
+        x = torch.func.functional_call(block, torch_parameters(p, layer), (x,), {"src_mask": causal})
+    x = F.layer_norm(x, (hidden,), p["norm.weight"], p["norm.bias"])
+    return (x @ p["embed_tokens.weight"].t())[..., : TINY["vocab_size"]]
+
+
+def test_gpt2_equals_pytorchs_own_layers():
+    model = build(TINY)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            if p.ndim == 1:  # biases and norms off their initial 0 and 1, so that no term is invisible
+                p += 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
+            else:
+                p *= 5
+    ids, targets = tokens(3, 8)
+    targets[0, :3] = -100
+    p = {name: x.detach().clone().requires_grad_() for name, x in model.named_parameters()}
+    logits = plain_gpt2(p, ids)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected.backward()
+    loss = model(ids, targets=targets)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    gradients = {name: x.grad for name, x in model.named_parameters()}
+    torch.testing.assert_close(gradients, {name: x.grad for name, x in p.items()}, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(model(ids)[..., : TINY["vocab_size"]], logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
+def test_loss_is_the_cross_entropy_of_the_logits(config):
+    model = build(config)
+    ids, targets = tokens(2, 7)
+    targets[1, 2:4] = -100
+    logits = model(ids)
+    assert logits.shape == (2, 7, 64)
+    expected = F.cross_entropy(logits[..., :50].flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(model(ids, targets=targets), expected, rtol=1e-12, atol=0)
+    assert bool((logits[..., 50:] == 0).all())  # padding rows of the table are zero
+
+
+@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
+def test_no_token_sees_a_later_one(config):
+    model = build(config).eval()
+    ids, _ = tokens(1, 8)
+    before = model(ids)
+    ids = ids.clone()
+    ids[0, 5] = (ids[0, 5] + 1) % 50
+    after = model(ids)
+    torch.testing.assert_close(after[:, :5], before[:, :5], rtol=1e-13, atol=1e-13)
+    assert bool((after[:, 5:] != before[:, 5:]).any(-1).all())
+
+
+@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
+def test_packed_documents_equal_documents_apart(config):
+    model = build(config)
+    ids, _ = tokens(2, 5)
+    packed = model(ids, position_ids=DOCUMENTS)
+    for sample, first, last in ((0, 0, 5), (1, 0, 2), (1, 2, 5)):
+        alone = model(ids[sample : sample + 1, first:last])[0]
+        torch.testing.assert_close(packed[sample, first:last], alone, rtol=1e-11, atol=1e-11)
+
+
+def on_rank(config: dict, batch: int, seq: int, packed: bool, training: bool):
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    model = build(config, mesh).train(training)
+    ids, targets = tokens(batch, seq)
+    position_ids = DOCUMENTS if packed else None
+    with torch.no_grad():
+        loss = model(ids, targets=targets, position_ids=position_ids)
+        return loss, model(ids, position_ids=position_ids)
+
+
+# 2 * 5 and 1 * 8 tokens: not divisible by 3. 8 is the whole table of learned positions, so padding runs past it
+@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("batch, seq, packed", [(2, 5, False), (2, 5, True), (1, 8, False), (1, 1, False)])
+def test_evaluation_pads_on_the_right(ranks, config, batch, seq, packed):
+    model = build(config).eval()
+    ids, targets = tokens(batch, seq)
+    position_ids = DOCUMENTS if packed else None
+    expected = model(ids, targets=targets, position_ids=position_ids).detach()
+    logits = model(ids, position_ids=position_ids).detach()
+    results = ranks(3).run(on_rank, config, batch, seq, packed, False)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    whole = torch.cat([mine for _, mine in results], -1)
+    assert [mine.shape[-1] for _, mine in results] == [22, 22, 20]
+    torch.testing.assert_close(whole, logits, rtol=1e-10, atol=1e-10)
+
+
+def test_training_refuses_to_pad(ranks):
+    with pytest.raises(RankFailure, match=r"2 \* 5 = 10 tokens cannot be split over.*=3 ranks: .*multiple of 3"):
+        ranks(3).run(on_rank, TINY, 2, 5, False, True)
+
+
+def test_too_long_for_the_learned_positions():
+    with pytest.raises(ValueError, match="9 tokens per sample, but the model has 8 learned positions"):
+        build(TINY)(torch.zeros(1, 9, dtype=torch.int64))
+    assert build(LLAMA)(torch.zeros(1, 9, dtype=torch.int64)).shape == (1, 9, 64)
+
+
+def test_dropout_without_sample_index_is_refused():
+    model = build({**TINY, "dropout": 0.1})
+    ids, targets = tokens(2, 8)
+    with pytest.raises(ValueError, match="sample_index"):
+        model(ids, targets=targets)
+    index = torch.arange(2)
+    one, again, later = (model(ids, targets=targets, sample_index=index, step=step) for step in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, later)
+
+
+def test_built_on_meta_then_filled_equals_built():
+    meta = build(TINY, device="meta")
+    assert all(p.is_meta for p in meta.parameters())
+    meta.to_empty(device="cpu")
+    meta.initialize()
+    for (name, p), q in zip(meta.named_parameters(), build(TINY).parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_output_projections_start_smaller():
+    """init_std / sqrt(2 * n_layers) back into the residual stream, init_std elsewhere."""
+    model = build({**TINY, "hidden_size": 96, "n_layers": 8})
+    layer = model.layers["3"]
+    for weight, std in ((layer.mlp.fc2.weight, 0.02 / 4), (layer.self_attn.o_proj.weight, 0.02 / 4)):
+        assert float(weight.detach().std()) == pytest.approx(std, rel=0.05)
+    assert float(layer.mlp.fc1.weight.detach().std()) == pytest.approx(0.02, rel=0.05)

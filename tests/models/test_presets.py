@@ -1,0 +1,54 @@
+"""Presets have the published parameter counts, and n_parameters is the built model's minus vocabulary padding."""
+
+import pytest
+
+from tpformer.models import GPT, PRESETS, GPTConfig, preset_config
+
+# GPT-2 and Llama: parameters of the published checkpoints
+EXACT = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+}
+# arXiv:2104.04473, table 1, in billions as printed
+PRINTED = ["1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1", "529.6", "1008.0"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_published_counts(name):
+    assert preset_config(name).n_parameters == EXACT[name]
+
+
+def test_megatron_rows_to_the_printed_digit():
+    rows = [name for name in PRESETS if name.startswith("megatron-")]
+    assert [f"{preset_config(name).n_parameters / 1e9:.1f}" for name in rows] == PRINTED
+    assert set(PRESETS) == set(EXACT) | set(rows)
+
+
+OTHERS = {
+    "geglu-bias-rope": {"activation": "geglu", "position": "rope", "tie_embeddings": False, "n_kv_heads": 4},
+    "rmsnorm-learned": {"norm": "rmsnorm", "bias": False, "ffn_hidden_size": 100, "n_kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "megatron-1.7b", "llama2-7b", "llama3-70b", *OTHERS])
+def test_count_is_the_built_models(name):
+    config = GPTConfig(vocab_size=1000, **OTHERS[name]) if name in OTHERS else preset_config(name)
+    model = GPT(config, device="meta")
+    built = sum(p.numel() for p in model.parameters())
+    padding = -config.vocab_size % config.vocab_multiple * config.hidden_size
+    assert built - padding * (1 if config.tie_embeddings else 2) == config.n_parameters
+
+
+def test_unknown_preset_and_overrides():
+    with pytest.raises(ValueError, match="unknown preset 'gpt5'; choose one of gpt2-124m, gpt2-355m"):
+        preset_config("gpt5")
+    assert preset_config("gpt2-124m", n_layers=3).n_layers == 3
+    assert PRESETS["gpt2-124m"]["n_layers"] == 12  # the table is not changed

@@ -1,0 +1,43 @@
+"""What the tests of tensor-parallel operations share: seeded tensors, and putting ranks' results together again."""
+
+import torch
+import torch.distributed as dist
+from testing import assert_kernel_close
+from torch import Tensor
+
+
+def make(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Named tensors, the same on every rank; made in float64 so that every dtype rounds the same numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def mine(x: Tensor, dim: int) -> Tensor:
+    """This rank's slice of x along dim, as a leaf."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+
+
+def join(parts: list[Tensor], how: int | str) -> Tensor:
+    """The whole from every rank's part: concatenated along a dim, added up ("sum"), or the same on all ("equal")."""
+    if how == "sum":
+        return torch.stack(parts).sum(0)
+    if how == "equal":
+        assert all(torch.equal(part, parts[0]) for part in parts), "ranks disagree"
+        return parts[0]
+    return torch.cat(parts, int(how))
+
+
+def assert_same(actual: dict[str, Tensor], oracle: dict[str, Tensor], baseline: dict[str, Tensor]) -> None:
+    """float64 to rounding; lower precision by the error of plain torch in the same dtype."""
+    assert actual.keys() == oracle.keys() == baseline.keys()
+    for name, x in actual.items():
+        if x.dtype == torch.float64:
+            torch.testing.assert_close(x, oracle[name], rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+        else:
+            assert_kernel_close(x, oracle[name], baseline[name], name)

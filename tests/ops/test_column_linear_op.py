@@ -1,0 +1,163 @@
+"""column_linear on 1 to 4 ranks equals norm and linear of plain torch in one process: outputs and every gradient.
+
+Also: exactly the collectives of its docstring, with their bytes, and errors that say what to do.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shards import assert_same, join, leaves, make, mine
+from torch import Tensor
+
+from tpformer import ops
+from tpformer.distributed import record_collectives
+
+EPS = 1e-5
+
+
+def case(tokens=12, k=10, widths=(12,), kind=None, norm_bias=False, bias=True, sequence_parallel=True, seed=0) -> dict:
+    return locals()
+
+
+def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = {"x": (case["tokens"], case["k"])}
+    if case["kind"]:
+        shapes["norm_weight"] = (case["k"],)
+        if case["norm_bias"]:
+            shapes["norm_bias"] = (case["k"],)
+    for i, width in enumerate(case["widths"]):
+        shapes |= {f"weight{i}": (width, case["k"]), f"dy{i}": (case["tokens"], width)}
+        # of several weights only the first has a bias: None must stay None
+        if case["bias"] and i == 0:
+            shapes[f"bias{i}"] = (width,)
+    return make(case["seed"], dtype, **shapes)
+
+
+def plain(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    values = tensors(case, dtype)
+    dys = [values.pop(f"dy{i}") for i in range(len(case["widths"]))]
+    inputs = leaves(values)
+    normed, size = inputs["x"], (case["k"],)
+    if case["kind"] == "layernorm":
+        normed = F.layer_norm(normed, size, inputs["norm_weight"], inputs.get("norm_bias"), EPS)
+    elif case["kind"] == "rmsnorm":
+        normed = F.rms_norm(normed, size, inputs["norm_weight"], EPS)
+    ys = [F.linear(normed, inputs[f"weight{i}"], inputs.get(f"bias{i}")) for i in range(len(dys))]
+    torch.autograd.backward(ys, dys)
+    return {f"y{i}": y.detach() for i, y in enumerate(ys)} | {f"d{n}": x.grad for n, x in inputs.items()}
+
+
+def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, list]:
+    values, n = tensors(case, dtype), len(case["widths"])
+    dys = [mine(values.pop(f"dy{i}"), 1) for i in range(n)]
+    shard = {"x": 0} if case["sequence_parallel"] else {}
+    shard |= {name: 0 for name in values if name.startswith(("weight", "bias"))}
+    inputs = leaves({name: mine(x, shard[name]) if name in shard else x for name, x in values.items()})
+    norm = None
+    if case["kind"]:
+        norm = ops.Norm(case["kind"], inputs["norm_weight"], inputs.get("norm_bias"), EPS)
+    weights, biases = [inputs[f"weight{i}"] for i in range(n)], [inputs.get(f"bias{i}") for i in range(n)]
+    single = n == 1
+    with record_collectives() as forward:
+        ys = ops.column_linear(
+            inputs["x"],
+            weights[0] if single else weights,
+            biases[0] if single else biases,
+            norm=norm,
+            group=dist.group.WORLD,
+            sequence_parallel=case["sequence_parallel"],
+        )
+    ys = (ys,) if single else ys
+    with record_collectives() as backward:
+        torch.autograd.backward(ys, dys)
+    results = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {f"d{name}": x.grad for name, x in inputs.items()}
+    return results, list(forward), list(backward)
+
+
+def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
+    results = ranks(t).run(on_rank, case, dtype)
+    parallel = case["sequence_parallel"]
+    actual = {}
+    for name in results[0][0]:
+        if name.startswith("y"):
+            how: int | str = 1
+        elif name == "dx":
+            how = 0 if parallel else "equal"
+        elif name.startswith("dnorm"):
+            how = "sum" if parallel else "equal"
+        else:
+            how = 0
+        actual[name] = join([result[0][name] for result in results], how)
+    assert_same(actual, plain(case, torch.float64), plain(case, dtype))
+    nbytes = case["tokens"] * case["k"] * dtype.itemsize
+    for _, forward, backward in results:
+        if t == 1:
+            assert forward == backward == []
+        elif parallel:
+            assert forward == [("all_gather", nbytes)]
+            assert sorted(backward) == [("all_gather", nbytes), ("reduce_scatter", nbytes)]
+        else:
+            assert (forward, backward) == ([], [("all_reduce", nbytes)])
+
+
+# per-rank sizes 1, odd and prime; several weights of unlike widths share the gather
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+def test_equals_plain_torch(ranks, t):
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    @given(
+        st.integers(1, 4).map(lambda n: n * t),
+        st.integers(3, 9),
+        st.lists(st.integers(1, 5).map(lambda n: n * t), min_size=1, max_size=3),
+        st.sampled_from([(None, False), ("layernorm", True), ("layernorm", False), ("rmsnorm", False)]),
+        st.booleans(),
+        st.booleans(),
+    )
+    def run(tokens, k, widths, norm, bias, sequence_parallel):
+        check(ranks, t, case(tokens, k, widths, *norm, bias, sequence_parallel), torch.float64)
+
+    run()
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_by_the_error_of_plain_torch(ranks, t, sequence_parallel, dtype):
+    check(ranks, t, case(12, 33, (12,), None, False, True, sequence_parallel), dtype)
+    if dtype == torch.float32:
+        check(ranks, t, case(12, 33, (12, 6), "rmsnorm", False, True, sequence_parallel), dtype)
+        check(ranks, t, case(12, 33, (12, 6), "layernorm", True, True, sequence_parallel), dtype)
+
+
+def test_frozen_input_moves_no_gradient(ranks):
+    for forward, backward in ranks(2).run(frozen):
+        assert forward == [("all_gather", 4 * 3 * 4)]
+        assert backward == [("all_gather", 4 * 3 * 4)]
+
+
+def frozen():
+    x, weight = torch.randn(2, 3), torch.randn(5, 3, requires_grad=True)
+    with record_collectives() as forward:
+        y = ops.column_linear(x, weight, group=dist.group.WORLD)
+    with record_collectives() as backward:
+        y.sum().backward()
+    assert weight.grad.shape == weight.shape and x.grad is None
+    return list(forward), list(backward)
+
+
+def test_unused_output_of_several():
+    """One of q, k, v without a gradient contributes zeros, it does not fail."""
+    x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((3, 4), (2, 4), (5, 4)))
+    used, _ = ops.column_linear(x, [a, b])
+    used.sum().backward()
+    assert torch.equal(b.grad, torch.zeros_like(b)) and a.grad.any()
+
+
+def test_errors():
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="'telepathy'.*choose one of 'auto', 'sequential'"):
+        ops.column_linear(x, weight, transport="telepathy")
+    with pytest.raises(ValueError, match="2 weights but 1 biases: pass one bias"):
+        ops.column_linear(x, [weight, weight], [None])

@@ -1,0 +1,155 @@
+"""row_linear on 1 to 4 ranks equals activation, linear, dropout and residual of plain torch: every gradient.
+
+Also: exactly the collectives of its docstring, with their bytes, and errors that say what to do.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool import RankFailure
+from shards import assert_same, join, leaves, make, mine
+from torch import Tensor
+
+from tpformer import ops
+from tpformer.distributed import record_collectives
+
+P, KEY, SEQ = 0.3, 99, 4
+
+
+def case(tokens=12, k=12, n=7, activation=None, gated=False, bias=True, residual=True, drop=True, sp=True) -> dict:
+    return locals()
+
+
+def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = {
+        "x": (case["tokens"], case["k"]),
+        "weight": (case["n"], case["k"]),
+        "dy": (case["tokens"], case["n"]),
+    }
+    if case["gated"]:
+        shapes["gate"] = shapes["x"]
+    if case["bias"]:
+        shapes["bias"] = (case["n"],)
+    if case["residual"]:
+        shapes["residual"] = shapes["dy"]
+    return make(1, dtype, **shapes)
+
+
+def site(case: dict, first: int) -> ops.Dropout | None:
+    """Samples 5, 3, 8, ...: their order in the batch must not matter to the bits."""
+    samples = torch.tensor([5, 3, 8, 1, 0, 2])
+    return ops.Dropout(p=P, key=KEY, sample_index=samples, seq_length=SEQ, first_token=first) if case["drop"] else None
+
+
+def plain(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    values = tensors(case, dtype)
+    dy = values.pop("dy")
+    inputs = leaves(values)
+    functions = {
+        None: lambda x: x,
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }
+    activation = functions[case["activation"]]
+    a = activation(inputs["gate"]) * inputs["x"] if case["gated"] else activation(inputs["x"])
+    y = F.linear(a, inputs["weight"], inputs.get("bias"))
+    if case["drop"]:
+        y = y * site(case, 0).apply(torch.ones_like(y))
+    if case["residual"]:
+        y = y + inputs["residual"]
+    y.backward(dy)
+    return {"y": y.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}
+
+
+def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, list]:
+    values = tensors(case, dtype)
+    shard = {"x": 1, "gate": 1, "weight": 1} | ({"residual": 0, "dy": 0} if case["sp"] else {})
+    values = {name: mine(x, shard[name]) if name in shard else x for name, x in values.items()}
+    dy = values.pop("dy")
+    inputs = leaves(values)
+    with record_collectives() as forward:
+        y = ops.row_linear(
+            inputs["x"],
+            inputs["weight"],
+            inputs.get("bias"),
+            activation=case["activation"],
+            gate=inputs.get("gate"),
+            residual=inputs.get("residual"),
+            dropout=site(case, dist.get_rank() * len(dy) if case["sp"] else 0),
+            group=dist.group.WORLD,
+            sequence_parallel=case["sp"],
+        )
+    with record_collectives() as backward:
+        y.backward(dy)
+    return {"y": y.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}, list(forward), list(backward)
+
+
+def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
+    results = ranks(t).run(on_rank, case, dtype)
+    rows: int | str = 0 if case["sp"] else "equal"
+    how = {"y": rows, "dresidual": rows, "dx": 1, "dgate": 1, "dweight": 1, "dbias": "sum" if case["sp"] else "equal"}
+    actual = {name: join([result[0][name] for result in results], how[name]) for name in results[0][0]}
+    assert_same(actual, plain(case, torch.float64), plain(case, dtype))
+    nbytes = case["tokens"] * case["n"] * dtype.itemsize
+    for _, forward, backward in results:
+        if t == 1:
+            assert forward == backward == []
+        elif case["sp"]:
+            assert (forward, backward) == ([("reduce_scatter", nbytes)], [("all_gather", nbytes)])
+        else:
+            assert (forward, backward) == ([("all_reduce", nbytes)], [])
+
+
+# sizes per rank from 1; all epilogue combinations occur
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+def test_equals_plain_torch(ranks, t):
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(
+        st.integers(1, 4).map(lambda n: n * t),
+        st.integers(1, 4).map(lambda n: n * t),
+        st.integers(1, 9),
+        st.sampled_from([(None, False), ("gelu", False), ("gelu_tanh", True), ("silu", True), ("silu", False)]),
+        st.tuples(*[st.booleans()] * 4),
+    )
+    def run(tokens, k, n, activation, switches):
+        check(ranks, t, case(tokens, k, n, *activation, *switches), torch.float64)
+
+    run()
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("activation", [(None, False), ("gelu_tanh", False), ("silu", True)])
+def test_float32_by_the_error_of_plain_torch(ranks, t, sp, activation):
+    check(ranks, t, case(12, 60, 7, *activation, sp=sp), torch.float32)
+
+
+def test_inputs_are_left_alone():
+    """The epilogue adds in place: into its own result, never into the caller's tensors."""
+    values = make(0, torch.float64, x=(3, 4), weight=(5, 4), bias=(5,), residual=(3, 5))
+    before = {name: x.clone() for name, x in values.items()}
+    ops.row_linear(values["x"], values["weight"], values["bias"], residual=values["residual"])
+    assert all(torch.equal(before[name], x) for name, x in values.items())
+
+
+def test_errors():
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="'telepathy'.*choose one of 'auto', 'sequential'"):
+        ops.row_linear(x, weight, transport="telepathy")
+    with pytest.raises(ValueError, match="unknown activation 'swiglu'; choose one of gelu, gelu_tanh, silu"):
+        ops.row_linear(x, weight, activation="swiglu")
+    with pytest.raises(ValueError, match=r"a gate needs an activation: act\(gate\) \* x"):
+        ops.row_linear(x, weight, gate=x)
+
+
+def indivisible():
+    ops.row_linear(torch.randn(5, 2), torch.randn(3, 2), group=dist.group.WORLD)
+
+
+def test_indivisible_tokens(ranks):
+    with pytest.raises(RankFailure, match=r"ValueError: .*2 ranks.*5 rows.*pad"):
+        ranks(2).run(indivisible)

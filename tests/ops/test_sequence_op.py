@@ -1,0 +1,72 @@
+"""reduce_rows, scatter_rows and gather_rows: values, gradients against one process, communication, the error."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankFailure
+from shards import join, make
+
+from tpformer import ops
+from tpformer.distributed import record_collectives
+
+TOKENS, N = 12, 3
+NBYTES = TOKENS * N * 8
+
+
+def tensor(seed: int) -> torch.Tensor:
+    return make(seed, torch.float64, x=(TOKENS, N))["x"]
+
+
+def on_rank(name: str):
+    """The operation, then a product with a tensor that is different for every row, so that gradients are too."""
+    t, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    factor = tensor(100)
+    if name in ("reduce", "reduce_all"):
+        x = tensor(rank)
+    else:
+        x = tensor(0) if name == "scatter" else tensor(0).chunk(t)[rank].clone()
+    x.requires_grad_()
+    with record_collectives() as forward:
+        if name.startswith("reduce"):
+            y = ops.reduce_rows(x, group, sequence_parallel=name == "reduce")
+        else:
+            y = (ops.scatter_rows if name == "scatter" else ops.gather_rows)(x, group)
+    with record_collectives() as backward:
+        y.backward(factor.chunk(t)[rank] if name in ("reduce", "scatter") else factor)
+    return y.detach(), x.grad, list(forward), list(backward)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["reduce", "reduce_all", "scatter", "gather"])
+def test_values_gradients_and_communication(ranks, t, name):
+    results = ranks(t).run(on_rank, name)
+    reduce, whole = name.startswith("reduce"), tensor(100)
+    y = join([r[0] for r in results], 0 if name in ("reduce", "scatter") else "equal")
+    torch.testing.assert_close(y, sum(tensor(rank) for rank in range(t)) if reduce else tensor(0))
+    # the loss is sum(y * factor): every rank's summand of y, and every row of x, has the gradient `factor`
+    assert torch.equal(join([r[1] for r in results], 0 if name == "gather" else "equal"), whole)
+    expected = {
+        "reduce": (["reduce_scatter"], ["all_gather"]),
+        "reduce_all": (["all_reduce"], []),
+        "scatter": ([], ["all_gather"]),
+        "gather": (["all_gather"], []),
+    }[name]
+    for *_, forward, backward in results:
+        if t == 1:
+            assert forward == backward == []
+        else:
+            assert (forward, backward) == tuple([(call, NBYTES) for call in calls] for calls in expected)
+
+
+def test_without_a_group_they_are_the_identity():
+    x = tensor(0)
+    assert all(operation(x, None) is x for operation in (ops.reduce_rows, ops.scatter_rows, ops.gather_rows))
+
+
+def indivisible():
+    ops.scatter_rows(torch.randn(7, 2), dist.group.WORLD)
+
+
+def test_indivisible_tokens(ranks):
+    with pytest.raises(RankFailure, match="7 tokens cannot be split over 3 .*ranks: pad .* to a multiple of 3"):
+        ranks(3).run(indivisible)
