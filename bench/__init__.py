@@ -1,0 +1,1 @@
+"""`python -m bench`: one command that times what is correct. Nothing in tpformer imports it."""

@@ -1,0 +1,137 @@
+"""The bench `cpu`: training steps against plain PyTorch and against tensor parallelism, shared memory against gloo.
+
+Belongs here: shapes, inputs, providers, what must agree, which ratios are required.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tpformer.distributed import build_mesh
+from tpformer.models import GPT, GPTConfig
+from tpformer.training.config import OptimizerSection
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.step import train_step
+
+from .baseline import check_against_plain, plain_from, plain_step, require_close
+from .cpu_collectives import check_collectives, collective_rows
+from .ranks import Calls, Ranks
+from .runner import Bench, Row, make_row
+from .timing import compare, fastest, interleave, timed
+
+THREADS = 2  # of one process; two ranks get one each
+OPTIONS = OptimizerSection()
+PLAIN, PLAIN_FUSED = "PyTorch", "PyTorch, fused qkv"
+OURS, OURS_MESH = "tpformer", "tpformer, mesh of 1"  # DTensor parameters on a mesh, as the trainer builds it
+TP2 = "tpformer, 2 ranks"
+STEP, TP = "training step", "tensor parallel"
+TOLERANCE = 1e-9  # float64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, samples per step, and steps per timed sample."""
+
+    config: GPTConfig
+    samples: int
+    steps: int
+
+    def __str__(self) -> str:
+        c = self.config
+        return f"{c.n_layers} layers of {c.hidden_size}, {self.samples} x {c.seq_length}"
+
+    def batch(self) -> Tensor:
+        size = (self.samples, self.config.seq_length + 1)
+        return torch.randint(self.config.vocab_size, size, generator=torch.Generator().manual_seed(0))
+
+
+def gpt(n_layers: int, hidden_size: int, seq_length: int = 256) -> GPTConfig:
+    return GPTConfig(vocab_size=257, seq_length=seq_length, n_layers=n_layers, hidden_size=hidden_size, n_heads=4)
+
+
+QUICK_SHAPES = (Shape(gpt(2, 64, seq_length=64), samples=2, steps=2),)
+SHAPES = (Shape(gpt(4, 256), samples=8, steps=5), Shape(gpt(6, 512), samples=4, steps=2))
+
+
+def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Callable[[], tuple[Tensor, Tensor]]:
+    """tpformer's training step, which returns loss and gradient norm; tp None: without a mesh."""
+    mesh = None if tp is None else build_mesh("cpu", tensor_parallel=tp)["tp"]
+    model = GPT(shape.config, tp_mesh=mesh, dtype=dtype)
+    options: dict = {"microbatch_size": shape.samples, "lr": OPTIONS.lr, "clip_norm": OPTIONS.clip_norm}
+    groups = [None if mesh is None else mesh.get_group()]
+    optimizer, batch = build_optimizer(model, OPTIONS), shape.batch()
+    return partial(train_step, model, optimizer, batch, first_sample=0, step=1, groups=groups, **options)
+
+
+def plain(shape: Shape, fused_qkv: bool) -> Callable[[], Tensor]:
+    model = plain_from(GPT(shape.config), fused_qkv=fused_qkv)
+    return partial(plain_step, model, build_optimizer(model, OPTIONS), shape.batch(), OPTIONS.clip_norm)
+
+
+def training_calls(shape: Shape, tp: int) -> Calls:
+    """A rank's timed training steps; a single rank has the model without a mesh too, and the plain ones."""
+    steps: dict[str, Callable[[], object]] = {OURS_MESH: ours(shape, tp)}
+    if tp == 1:
+        steps |= {OURS: ours(shape, None), PLAIN: plain(shape, False), PLAIN_FUSED: plain(shape, True)}
+    return {name: timed(step, shape.steps) for name, step in steps.items()}
+
+
+def gate_calls(shape: Shape, tp: int) -> Calls:
+    """A rank's loss and gradient norm in float64 (of the first step: the call updates the model)."""
+    step = ours(shape, tp, torch.float64)
+    return {"gate": lambda: [float(value) for value in step()]}
+
+
+def check() -> None:
+    for shape in (*QUICK_SHAPES, *SHAPES):
+        model = GPT(shape.config, dtype=torch.float64)
+        expected = check_against_plain(model, shape.batch(), OPTIONS.clip_norm, TOLERANCE)
+        for tp in (1, 2):
+            with Ranks(tp, THREADS // tp, gate_calls, shape, tp) as ranks:
+                for result in ranks.call("gate"):
+                    require_close(
+                        f"loss and norm of {shape}, tp {tp}",
+                        torch.tensor(result, dtype=torch.float64),
+                        expected,
+                        TOLERANCE,
+                    )
+    check_collectives()
+
+
+def step_rows(shape: Shape, rounds: int) -> list[Row]:
+    with (
+        Ranks(1, THREADS, training_calls, shape, 1) as alone,
+        Ranks(2, THREADS // 2, training_calls, shape, 2) as pair,
+    ):
+        names = (PLAIN, OURS, PLAIN_FUSED, OURS_MESH)
+        one = interleave({name: partial(alone.sample, name) for name in names}, rounds)
+        two = interleave({OURS_MESH: partial(alone.sample, OURS_MESH), TP2: partial(pair.sample, OURS_MESH)}, rounds)
+    common: dict = {"shape": str(shape), "unit": "tokens/s"}
+    common["convert"] = lambda seconds: shape.samples * shape.config.seq_length / seconds
+    best = fastest({name: one[name] for name in (PLAIN, PLAIN_FUSED)})
+    rows = []
+    for name, bar in ((OURS, 1.0), (OURS_MESH, 1.0), (PLAIN_FUSED if best == PLAIN else PLAIN, None)):
+        comparison = compare(one[name], one[best])
+        rows.append(make_row(case=STEP, provider=name, baseline=best, comparison=comparison, bar=bar, **common))
+    comparison = compare(two[TP2], two[OURS_MESH])
+    rows.append(make_row(case=TP, provider=TP2, baseline=OURS_MESH, comparison=comparison, bar=0.8, **common))
+    return rows
+
+
+def run(quick: bool) -> list[Row]:
+    rounds = 2 if quick else 7
+    rows = [row for shape in (QUICK_SHAPES if quick else SHAPES) for row in step_rows(shape, rounds)]
+    rows.sort(key=lambda row: row["case"] == TP)
+    return rows + collective_rows(quick, rounds)
+
+
+BENCH = Bench(
+    name="cpu",
+    description="training steps against plain PyTorch, 2 ranks against 2 threads, shared memory against gloo",
+    device="cpu",
+    check=check,
+    run=run,
+)

@@ -1,0 +1,54 @@
+"""How a comparison is timed.
+
+Belongs here: interleaving, medians, ratios. Nothing about what is timed (the bench's own file) or printed (runner.py).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+Sample = Callable[[], float]  # runs what is timed; seconds of one repetition
+
+
+class Comparison(NamedTuple):
+    """Medians in seconds, and the median and range over the rounds of baseline / provider (above 1: faster)."""
+
+    seconds: float
+    baseline_seconds: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+
+
+def timed(function: Callable[[], object], repetitions: int) -> Sample:
+    """A sample of `repetitions` calls in a row, after one that is not timed: another provider just had the caches."""
+
+    def sample() -> float:
+        function()
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            function()
+        return (time.perf_counter() - start) / repetitions
+
+    return sample
+
+
+def interleave(samples: Mapping[str, Sample], rounds: int) -> dict[str, list[float]]:
+    """One sample of each provider per round, every other round in reverse order, so that drift hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in samples}
+    for index in range(rounds):
+        for name in list(samples)[:: -1 if index % 2 else 1]:
+            seconds[name].append(samples[name]())
+    return seconds
+
+
+def compare(provider: Sequence[float], baseline: Sequence[float]) -> Comparison:
+    """Compare two providers' samples round by round."""
+    ratios = [theirs / ours for ours, theirs in zip(provider, baseline, strict=True)]
+    return Comparison(median(provider), median(baseline), median(ratios), min(ratios), max(ratios))
+
+
+def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
+    """The provider with the smallest median."""
+    return min(seconds, key=lambda name: median(seconds[name]))
