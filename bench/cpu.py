@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tpformer.distributed import build_mesh
+from tpformer.distributed import build_mesh, keep_freed_memory
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.config import OptimizerSection
 from tpformer.training.optimizer import build_optimizer
@@ -20,11 +20,12 @@ from .baseline import check_against_plain, plain_from, plain_step, require_close
 from .cpu_collectives import check_collectives, collective_rows
 from .ranks import Calls, Ranks
 from .runner import Bench, Row, make_row
-from .timing import compare, fastest, interleave, timed
+from .timing import compare, interleave, timed
 
 THREADS = 2  # of one process; two ranks get one each
 OPTIONS = OptimizerSection()
-PLAIN, PLAIN_FUSED = "PyTorch", "PyTorch, fused qkv"
+# the model as ours, the same with one projection for q, k and v, the same with tpformer's allocator settings
+PLAIN, PLAIN_FUSED, PLAIN_PREPARED = "PyTorch", "PyTorch, fused qkv", "PyTorch, keep_freed_memory"
 OURS, OURS_MESH = "tpformer", "tpformer, mesh of 1"  # DTensor parameters on a mesh, as the trainer builds it
 TP2 = "tpformer, 2 ranks"
 STEP, TP = "training step", "tensor parallel"
@@ -72,11 +73,20 @@ def plain(shape: Shape, fused_qkv: bool) -> Callable[[], Tensor]:
 
 
 def training_calls(shape: Shape, tp: int) -> Calls:
-    """A rank's timed training steps; a single rank has the model without a mesh too, and the plain ones."""
+    """A rank's timed training steps, set up as the trainer does; a single rank has the model without a mesh too."""
+    keep_freed_memory()
     steps: dict[str, Callable[[], object]] = {OURS_MESH: ours(shape, tp)}
     if tp == 1:
-        steps |= {OURS: ours(shape, None), PLAIN: plain(shape, False), PLAIN_FUSED: plain(shape, True)}
+        steps |= {OURS: ours(shape, None)}
     return {name: timed(step, shape.steps) for name, step in steps.items()}
+
+
+def plain_calls(shape: Shape, prepared: bool) -> Calls:
+    """Plain PyTorch's timed training steps; prepared: with the allocator settings that tpformer's runs have."""
+    if prepared:
+        keep_freed_memory()
+        return {PLAIN_PREPARED: timed(plain(shape, False), shape.steps)}
+    return {name: timed(plain(shape, fused), shape.steps) for name, fused in ((PLAIN, False), (PLAIN_FUSED, True))}
 
 
 def gate_calls(shape: Shape, tp: int) -> Calls:
@@ -104,18 +114,20 @@ def check() -> None:
 def step_rows(shape: Shape, rounds: int) -> list[Row]:
     with (
         Ranks(1, THREADS, training_calls, shape, 1) as alone,
+        Ranks(1, THREADS, plain_calls, shape, False) as torch_alone,
+        Ranks(1, THREADS, plain_calls, shape, True) as torch_prepared,
         Ranks(2, THREADS // 2, training_calls, shape, 2) as pair,
     ):
-        names = (PLAIN, OURS, PLAIN_FUSED, OURS_MESH)
-        one = interleave({name: partial(alone.sample, name) for name in names}, rounds)
+        where = {PLAIN: torch_alone, OURS: alone, PLAIN_FUSED: torch_alone, OURS_MESH: alone}
+        where[PLAIN_PREPARED] = torch_prepared
+        one = interleave({name: partial(ranks.sample, name) for name, ranks in where.items()}, rounds)
         two = interleave({OURS_MESH: partial(alone.sample, OURS_MESH), TP2: partial(pair.sample, OURS_MESH)}, rounds)
     common: dict = {"shape": str(shape), "unit": "tokens/s"}
     common["convert"] = lambda seconds: shape.samples * shape.config.seq_length / seconds
-    best = fastest({name: one[name] for name in (PLAIN, PLAIN_FUSED)})
     rows = []
-    for name, bar in ((OURS, 1.0), (OURS_MESH, 1.0), (PLAIN_FUSED if best == PLAIN else PLAIN, None)):
-        comparison = compare(one[name], one[best])
-        rows.append(make_row(case=STEP, provider=name, baseline=best, comparison=comparison, bar=bar, **common))
+    for name, bar in ((OURS, 1.0), (OURS_MESH, None), (PLAIN_FUSED, None), (PLAIN_PREPARED, None)):
+        comparison = compare(one[name], one[PLAIN])
+        rows.append(make_row(case=STEP, provider=name, baseline=PLAIN, comparison=comparison, bar=bar, **common))
     comparison = compare(two[TP2], two[OURS_MESH])
     rows.append(make_row(case=TP, provider=TP2, baseline=OURS_MESH, comparison=comparison, bar=0.8, **common))
     return rows

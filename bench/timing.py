@@ -47,8 +47,3 @@ def compare(provider: Sequence[float], baseline: Sequence[float]) -> Comparison:
     """Compare two providers' samples round by round."""
     ratios = [theirs / ours for ours, theirs in zip(provider, baseline, strict=True)]
     return Comparison(median(provider), median(baseline), median(ratios), min(ratios), max(ratios))
-
-
-def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
-    """The provider with the smallest median."""
-    return min(seconds, key=lambda name: median(seconds[name]))

@@ -18,13 +18,18 @@ from tpformer.kernels.cross_entropy.reference import (
 
 def in_slices(logits: Tensor, targets: Tensor, scale: Tensor, per_slice: int, vocab: int) -> tuple[Tensor, Tensor]:
     """(losses, dlogits) from slices of per_slice entries, of which those from `vocab` on are padding."""
-    slices = [
-        (part, i * per_slice, max(0, min(part.shape[1], vocab - i * per_slice)))
-        for i, part in enumerate(logits.split(per_slice, 1))
-    ]
-    statistics = torch.stack([slice_statistics(part, targets, first, valid) for part, first, valid in slices])
-    log_sum, losses = combine_statistics(statistics)
-    gradients = [slice_gradient(part, targets, log_sum, scale, first, valid) for part, first, valid in slices]
+    losses, gradients, statistics, exponentials = None, [], [], []
+    starts = range(0, logits.shape[1], per_slice)
+    for first in starts:
+        mine, exps = slice_statistics(logits[:, first : min(first + per_slice, vocab)], targets, first)
+        statistics.append(mine)
+        exponentials.append(exps)
+    maximum, total, losses = combine_statistics(torch.stack(statistics))
+    for first, mine, exps in zip(starts, statistics, exponentials, strict=True):
+        factor = (mine[0] - maximum).exp() / total
+        gradient = slice_gradient(exps, factor, targets, scale[:, 0].to(exps.dtype), first)
+        padding = min(per_slice, logits.shape[1] - first) - gradient.shape[1]
+        gradients.append(F.pad(gradient, (0, padding)).to(logits.dtype))
     return losses, torch.cat(gradients, 1)
 
 
@@ -74,13 +79,17 @@ def test_large_offset_costs_the_loss_nothing(offset):
     torch.testing.assert_close(losses, torch.full((2,), 9.0).log(), rtol=1e-6, atol=0)
 
 
+def test_equal_huge_logits_share_the_probability():
+    """The gradient sees differences only, too: nine equal logits have probability 1/9 each."""
+    _, gradient = in_slices(torch.full((1, 9), 1e30), torch.tensor([0]), torch.ones(1, 1), 4, 9)
+    torch.testing.assert_close(gradient[0, 1:], torch.full((8,), 1 / 9), rtol=1e-6, atol=0)
+
+
 def test_empty_slice_takes_no_part():
-    logits = torch.full((3, 4), float("nan"))  # even rubbish in the padding
-    targets = torch.tensor([0, 1, 2])
-    statistics = slice_statistics(logits, targets, 8, 0)
+    logits, targets = torch.empty(3, 0), torch.tensor([0, 1, 2])
+    statistics, exponentials = slice_statistics(logits, targets, 8)
     assert torch.equal(statistics, torch.tensor([[-torch.inf] * 3, [0.0] * 3, [0.0] * 3]))
-    gradient = slice_gradient(logits, targets, torch.zeros(3), 1.0, 8, 0)
-    assert torch.equal(gradient, torch.zeros(3, 4))
+    assert slice_gradient(exponentials, torch.zeros(3), targets, torch.ones(3), 8).shape == (3, 0)
 
 
 def test_ignored_tokens_have_no_gradient():

@@ -83,12 +83,12 @@ def test_norm_saves_its_input_and_statistics():
     assert list(saved.values()) == [4 * TOKENS] * 2
 
 
-def test_cross_entropy_saves_the_logits_and_one_number_a_token():
+def test_cross_entropy_saves_the_logits_and_two_numbers_a_token():
     logits, targets = rand(TOKENS, 20), torch.arange(TOKENS)
     with record_saved() as saved:
         ops.vocab_parallel_cross_entropy(logits, targets, ops.VocabSlice(0, 20))
     assert saved == {address(logits): 4 * TOKENS * 20, address(targets): 8 * TOKENS} | saved
-    assert sorted(saved.values()) == [4 * TOKENS, 8 * TOKENS, 4 * TOKENS * 20]
+    assert sorted(saved.values()) == [4 * TOKENS, 4 * TOKENS, 8 * TOKENS, 4 * TOKENS * 20]
 
 
 def test_fused_cross_entropy_saves_gradients_only():

@@ -4,6 +4,7 @@ Belongs here: the names the rest of tpformer uses, and nothing else.
 """
 
 from .collectives import all_gather, all_reduce, record_collectives, reduce_scatter
+from .cpu import keep_freed_memory, share_cores
 from .mesh import build_mesh, initialize
 from .workspace import close, transport_of, use_backend
 
@@ -13,8 +14,10 @@ __all__ = [
     "build_mesh",
     "close",
     "initialize",
+    "keep_freed_memory",
     "record_collectives",
     "reduce_scatter",
+    "share_cores",
     "transport_of",
     "use_backend",
 ]

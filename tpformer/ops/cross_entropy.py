@@ -22,25 +22,24 @@ class VocabSlice(NamedTuple):
     valid: int
 
 
-def _losses(logits: Tensor, targets: Tensor, vocab: VocabSlice, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """(log_sum, loss), each (T,), after exchanging three numbers per token; bitwise equal on all ranks."""
-    mine = slice_statistics(logits, targets, *vocab)
-    return combine_statistics(all_gather(mine[None], group))
-
-
 class VocabParallelCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, vocab, group, ignore_index):
-        log_sum, losses = _losses(logits, targets, vocab, group)
-        ctx.save_for_backward(logits, targets, log_sum)
+    def forward(ctx, logits, targets, vocab: VocabSlice, group, ignore_index):
+        mine, _ = slice_statistics(logits[:, : vocab.valid], targets, vocab.first)
+        maximum, total, losses = combine_statistics(all_gather(mine[None], group))
+        ctx.save_for_backward(logits, targets, maximum, total)
         ctx.vocab, ctx.ignore_index = vocab, ignore_index
         return losses.masked_fill(targets == ignore_index, 0)
 
     @staticmethod
     def backward(ctx, dlosses):
-        logits, targets, log_sum = ctx.saved_tensors
-        scale = dlosses.masked_fill(targets == ctx.ignore_index, 0)[:, None]
-        return slice_gradient(logits, targets, log_sum, scale, *ctx.vocab), None, None, None, None
+        logits, targets, maximum, total = ctx.saved_tensors
+        first, valid = ctx.vocab
+        scale = dlosses.masked_fill(targets == ctx.ignore_index, 0)
+        exponentials = (logits[:, :valid] - maximum[:, None]).exp_()
+        dlogits = torch.zeros_like(logits)
+        dlogits[:, :valid] = slice_gradient(exponentials, 1 / total, targets, scale, first)
+        return dlogits, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -55,7 +54,7 @@ def vocab_parallel_cross_entropy(
 
     Shapes:  logits (tokens, V_local); targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is
              wanted (0 there, no gradient); result in promote_types(logits.dtype, float32), equal on all ranks.
-    Saves:   the logits as given and one log-sum-exp a token; the softmax is rebuilt.
+    Saves:   the logits as given and two numbers a token; the softmax is rebuilt.
     Communication, per rank: forward one all-gather of 3 numbers per token and rank; backward none.
     """
     return VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, group, ignore_index)
@@ -91,11 +90,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         for start in range(0, len(targets), head.chunk_tokens):
             rows = slice(start, start + head.chunk_tokens)
             logits = F.linear(gathered[rows], entries)
-            log_sum, losses = _losses(logits, targets[rows], head.vocab, head.group)
-            counted = targets[rows] != head.ignore_index
+            mine, exponentials = slice_statistics(logits, targets[rows], first)
+            maximum, total, losses = combine_statistics(all_gather(mine[None], head.group))
+            counted = (targets[rows] != head.ignore_index).to(wide)
             loss += (losses * counted).sum()
             if wants_gradient:
-                dlogits = slice_gradient(logits, targets[rows], log_sum, counted[:, None], first, valid)
+                factor = (mine[0] - maximum).exp() / total
+                dlogits = slice_gradient(exponentials, factor, targets[rows], counted, first).to(x.dtype)
                 torch.mm(dlogits, entries, out=dgathered[rows])
                 dweight[:valid] += dlogits.t() @ gathered[rows]
         if wants_gradient:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from tpformer.distributed.collectives import all_reduce
 
 
+@torch.no_grad()
 def reduce_partial_gradients(model: nn.Module) -> None:
     """Add up, over their mesh axis, the gradients that each rank holds only a part of. Once per step, before clipping.
 
@@ -49,6 +50,7 @@ def _local_and_copies(grad: Tensor) -> tuple[Tensor, int]:
     return grad.to_local(), copies
 
 
+@torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], groups: Iterable[ProcessGroup | None]) -> Tensor:
     """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tpformer.distributed import all_gather, build_mesh, initialize
+from tpformer.distributed import all_gather, build_mesh, initialize, keep_freed_memory, share_cores
 from tpformer.models import GPT
 
 from .checkpoint import Checkpointer
 from .config import RunConfig, build_config, check_config, read_toml
-from .setup import build_model, device_type, run_tokenizer, set_local_threads
+from .setup import build_model, device_type, run_tokenizer
 
 
 def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
@@ -65,7 +65,8 @@ def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temper
     ids = tokenizer.encode(prompt)
     if len(ids) == 0:
         ids = [tokenizer.end_of_document]  # type: ignore[assignment]
-    set_local_threads()
+    share_cores()
+    keep_freed_memory()
     device = device_type(config)
     initialize(device)
     mesh = build_mesh(device, tensor_parallel=config.parallel.tensor_parallel)

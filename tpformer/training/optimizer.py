@@ -4,19 +4,34 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .config import OptimizerSection
 
 
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates each rank's part of DTensor parameters directly.
+
+    The update is elementwise, so the result is that of torch.optim.AdamW, without DTensor's dispatch of every operand
+    (several milliseconds a step). Parameters and state stay DTensors for checkpoints. No communication.
+    """
+
+    def _init_group(self, group, *lists):
+        result = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return result
+
+
 def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, vectors (biases, norm weights) do not. Works on DTensors: no communication."""
+    """Fused AdamW; matrices decay, vectors (biases, norm weights) do not. No communication."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    return LocalAdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:

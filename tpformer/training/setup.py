@@ -31,13 +31,6 @@ def device_type(config: RunConfig) -> str:
     return wanted
 
 
-def set_local_threads() -> None:
-    """Give each CPU rank of this machine its share of the cores, so that ranks do not fight over them."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
 def tokenizer_name(config: RunConfig) -> str:
     """The configured tokenizer, else the one the first training dataset was built with; ValueError if neither says."""
     if config.data.tokenizer:

@@ -50,7 +50,7 @@ def train_step(
     groups: the process groups that parameters are laid out over, for the norm. Gradients are gone afterwards.
     """
     loss = accumulate_gradients(model, batch, first_sample, microbatch_size, step)
-    parameters = list(model.parameters())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = gradient_norm(parameters, groups)
     if clip_norm > 0:
         clip_gradients(parameters, norm, clip_norm)
