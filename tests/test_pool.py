@@ -90,5 +90,9 @@ def test_local_function_is_refused(ranks: WorkerPool) -> None:
         ranks(1).run(lambda: None)
 
 
-def test_interpreter_ranks_have_their_environment(interpreter_ranks: WorkerPool) -> None:
-    assert interpreter_ranks(1).run(interpreted) == ["1"]
+def test_a_pool_can_have_an_environment_of_its_own() -> None:
+    pool = WorkerPool({"TRITON_INTERPRET": "1"})
+    try:
+        assert pool(1).run(interpreted) == ["1"]
+    finally:
+        pool.close()

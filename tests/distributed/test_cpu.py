@@ -17,7 +17,7 @@ def touch():
     a = [torch.ones(2**21) for _ in range(8)]  # 64 MiB, then freed
 touch()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
+for _ in range(20):
     touch()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -38,6 +38,6 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_freed_memory_is_used_again():
-    pages = 5 * 8 * 2**23 // resource.getpagesize()
-    assert run(FAULTS, "default") > pages / 2, "if glibc changes its habit the function can go"
-    assert run(FAULTS, "keep") < pages / 5
+    pages = 20 * 8 * 2**23 // resource.getpagesize()
+    # without the setting between a quarter and all of them fault, as the heap happens to lie
+    assert run(FAULTS, "keep") < pages / 10
