@@ -34,7 +34,7 @@ TOLERANCE = 1e-9  # float64
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, samples per step, and steps per timed sample."""
+    """A model, samples per step, and steps per round, each timed in turn with the other providers'."""
 
     config: GPTConfig
     samples: int
@@ -54,7 +54,7 @@ def gpt(n_layers: int, hidden_size: int, seq_length: int = 256) -> GPTConfig:
 
 
 QUICK_SHAPES = (Shape(gpt(2, 64, seq_length=64), samples=2, steps=2),)
-SHAPES = (Shape(gpt(4, 256), samples=8, steps=5), Shape(gpt(6, 512), samples=4, steps=2))
+SHAPES = (Shape(gpt(4, 256), samples=8, steps=5), Shape(gpt(6, 512), samples=4, steps=3))
 
 
 def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -78,15 +78,15 @@ def training_calls(shape: Shape, tp: int) -> Calls:
     steps: dict[str, Callable[[], object]] = {OURS_MESH: ours(shape, tp)}
     if tp == 1:
         steps |= {OURS: ours(shape, None)}
-    return {name: timed(step, shape.steps) for name, step in steps.items()}
+    return {name: timed(step, 1) for name, step in steps.items()}
 
 
 def plain_calls(shape: Shape, prepared: bool) -> Calls:
     """Plain PyTorch's timed training steps; prepared: with the allocator settings that tpformer's runs have."""
     if prepared:
         keep_freed_memory()
-        return {PLAIN_PREPARED: timed(plain(shape, False), shape.steps)}
-    return {name: timed(plain(shape, fused), shape.steps) for name, fused in ((PLAIN, False), (PLAIN_FUSED, True))}
+        return {PLAIN_PREPARED: timed(plain(shape, False), 1)}
+    return {name: timed(plain(shape, fused), 1) for name, fused in ((PLAIN, False), (PLAIN_FUSED, True))}
 
 
 def gate_calls(shape: Shape, tp: int) -> Calls:
@@ -120,8 +120,9 @@ def step_rows(shape: Shape, rounds: int) -> list[Row]:
     ):
         where = {PLAIN: torch_alone, OURS: alone, PLAIN_FUSED: torch_alone, OURS_MESH: alone}
         where[PLAIN_PREPARED] = torch_prepared
-        one = interleave({name: partial(ranks.sample, name) for name, ranks in where.items()}, rounds)
-        two = interleave({OURS_MESH: partial(alone.sample, OURS_MESH), TP2: partial(pair.sample, OURS_MESH)}, rounds)
+        one = interleave({name: partial(ranks.sample, name) for name, ranks in where.items()}, rounds, shape.steps)
+        pairs = {OURS_MESH: partial(alone.sample, OURS_MESH), TP2: partial(pair.sample, OURS_MESH)}
+        two = interleave(pairs, rounds, shape.steps)
     common: dict = {"shape": str(shape), "unit": "tokens/s"}
     common["convert"] = lambda seconds: shape.samples * shape.config.seq_length / seconds
     rows = []

@@ -34,12 +34,19 @@ def timed(function: Callable[[], object], repetitions: int) -> Sample:
     return sample
 
 
-def interleave(samples: Mapping[str, Sample], rounds: int) -> dict[str, list[float]]:
-    """One sample of each provider per round, every other round in reverse order, so that drift hits all alike."""
+def interleave(samples: Mapping[str, Sample], rounds: int, turns: int = 1) -> dict[str, list[float]]:
+    """Per round the mean of `turns` samples of each provider, taken in turn: a slow second of the machine hits all.
+
+    Every other turn runs in reverse order, so that drift does too.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in samples}
     for index in range(rounds):
-        for name in list(samples)[:: -1 if index % 2 else 1]:
-            seconds[name].append(samples[name]())
+        total = dict.fromkeys(samples, 0.0)
+        for turn in range(turns):
+            for name in list(samples)[:: -1 if (index + turn) % 2 else 1]:
+                total[name] += samples[name]()
+        for name in samples:
+            seconds[name].append(total[name] / turns)
     return seconds
 
 

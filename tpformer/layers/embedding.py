@@ -104,10 +104,13 @@ class PositionEmbedding(ParallelModule):
         self.reset_parameters()
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        ids = positions.flat_ids(x.device)
-        if self.sequence_parallel and self.group is not None:
-            ids = ids.chunk(self.tp_size)[self.tp_rank]
+        sharded = self.sequence_parallel and self.group is not None
         weight: Tensor = self.local("weight", partial=self.sequence_parallel)
+        if positions.ids is None and not sharded and positions.seq_length <= len(weight):
+            return (x.unflatten(0, (positions.batch, -1)) + weight[: positions.seq_length]).flatten(0, 1)
+        ids = positions.flat_ids(x.device)
+        if sharded:
+            ids = ids.chunk(self.tp_size)[self.tp_rank]
         # only the right padding of an evaluation can run past the table, and nothing attends to it
         return x + F.embedding(ids.clamp(max=len(weight) - 1), weight)
 
