@@ -12,10 +12,10 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 	$(PIP) --editable '.[plot,test,dev]'
 	touch .venv/ready
 
-train: .venv/ready  ## build the data, pretrain the example (about 5 minutes on 2 cores), sample from it
+train: .venv/ready  ## build the data, pretrain the example (about 4 minutes on 2 cores), sample from it
 	$(BIN)/tpformer data stdlib --out data
 	$(BIN)/tpformer pretrain examples/gpt_tiny.toml --run.resume True
-	$(BIN)/tpformer generate runs/gpt_tiny --prompt "def " --max-new-tokens 300
+	$(BIN)/tpformer generate runs/gpt_tiny --prompt "def " --max-new-tokens 300 --temperature 0.6
 
 test: .venv/ready  ## the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
