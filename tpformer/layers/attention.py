@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, RowParallelLinear, project
 from .module import ParallelModule
 from .positions import Positions
 
@@ -86,16 +86,8 @@ class SelfAttention(ParallelModule):
         dropout: ops.Dropout | None = None,
     ) -> Tensor:
         if positions is None:
-            positions = positions_of(x, sharded=self.sequence_parallel and self.tp_size > 1)
-        projections = [layer.local_parameters() for layer in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = ops.column_linear(
-            x.reshape(-1, x.shape[-1]),
-            [weight for weight, _ in projections],
-            [bias for _, bias in projections],
-            norm=norm,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-        )
+            positions = positions_of(x, sharded=self.sharded)
+        q, k, v = project(x.reshape(-1, x.shape[-1]), [self.q_proj, self.k_proj, self.v_proj], norm)
         q, k, v = (rearrange(y, "tokens (heads d) -> tokens heads d", d=self.head_dim) for y in (q, k, v))
         if self.rope_base is not None:
             table = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)

@@ -85,8 +85,7 @@ class TransformerBlock(ParallelModule):
     def forward(
         self, x: Tensor, *, positions: Positions | None = None, dropout_key: DropoutKey | None = None
     ) -> Tensor:
-        sharded = self.sequence_parallel and self.tp_size > 1
-        positions = positions or positions_of(x, sharded=sharded)
+        positions = positions or positions_of(x, sharded=self.sharded)
         rows = x.reshape(-1, x.shape[-1])
         sites: list[ops.Dropout | None] = [None, None]
         if self.training and self.dropout > 0:
@@ -95,7 +94,7 @@ class TransformerBlock(ParallelModule):
                     f"dropout={self.dropout} in training needs dropout_key=DropoutKey(seed, step, sample_index): "
                     f"without it every step would drop the same elements"
                 )
-            shard = self.tp_rank if sharded else 0
+            shard = self.tp_rank if self.sharded else 0
             sites = [
                 dropout_key.site(self.dropout, self.layer_index, name, len(rows), positions, shard)
                 for name in ("attention", "mlp")

@@ -76,8 +76,7 @@ class VocabParallelEmbedding(_VocabParallel):
             group=self.group,
             sequence_parallel=self.sequence_parallel,
         )
-        sharded = self.sequence_parallel and self.tp_size > 1
-        return rows if sharded else rows.view(*ids.shape, rows.shape[-1])
+        return rows if self.sharded else rows.view(*ids.shape, rows.shape[-1])
 
 
 class PositionEmbedding(ParallelModule):
@@ -104,12 +103,11 @@ class PositionEmbedding(ParallelModule):
         self.reset_parameters()
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        sharded = self.sequence_parallel and self.group is not None
         weight: Tensor = self.local("weight", partial=self.sequence_parallel)
-        if positions.ids is None and not sharded and positions.seq_length <= len(weight):
+        if positions.ids is None and not self.sharded and positions.seq_length <= len(weight):
             return (x.unflatten(0, (positions.batch, -1)) + weight[: positions.seq_length]).flatten(0, 1)
         ids = positions.flat_ids(x.device)
-        if sharded:
+        if self.sharded:
             ids = ids.chunk(self.tp_size)[self.tp_rank]
         # only the right padding of an evaluation can run past the table, and nothing attends to it
         return x + F.embedding(ids.clamp(max=len(weight) - 1), weight)

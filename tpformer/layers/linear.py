@@ -1,5 +1,7 @@
 """ColumnParallelLinear and RowParallelLinear: nn.Linear with its weight sharded over tensor-parallel ranks."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -70,19 +72,24 @@ class ColumnParallelLinear(ParallelModule):
         return weight[self.used_rows], None if bias is None else bias[self.used_rows]  # type: ignore[index]
 
     def forward(self, x: Tensor, *, norm: ops.Norm | None = None) -> Tensor:
-        weight, bias = self.local_parameters()
-        y = ops.column_linear(
-            _to_rows(x, self.sequence_dim),
-            weight,
-            bias,
-            norm=norm,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-        )
+        (y,) = project(_to_rows(x, self.sequence_dim), [self], norm)
         return _from_rows(y, x, self.sequence_dim)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp_size}"
+
+
+def project(rows: Tensor, layers: Sequence[ColumnParallelLinear], norm: ops.Norm | None) -> tuple[Tensor, ...]:
+    """The outputs of several column-parallel layers on one mesh for the same rows (tokens, K): one gather for all."""
+    parameters = [layer.local_parameters() for layer in layers]
+    return ops.column_linear(
+        rows,
+        [weight for weight, _ in parameters],
+        [bias for _, bias in parameters],
+        norm=norm,
+        group=layers[0].group,
+        sequence_parallel=layers[0].sequence_parallel,
+    )
 
 
 class RowParallelLinear(ParallelModule):

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, RowParallelLinear, project
 from .module import ParallelModule
 
 # name in a config -> (elementwise function, gated)
@@ -79,13 +79,5 @@ class MLP(ParallelModule):
         if not self.gated:
             y = self.fc2(self.fc1(rows, norm=norm), residual=residual, dropout=dropout)
             return y.view(x.shape)
-        inputs = [layer.local_parameters() for layer in (self.gate_proj, self.up_proj)]
-        gate, up = ops.column_linear(
-            rows,
-            [weight for weight, _ in inputs],
-            [bias for _, bias in inputs],
-            norm=norm,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-        )
+        gate, up = project(rows, [self.gate_proj, self.up_proj], norm)
         return self.down_proj(up, gate=gate, residual=residual, dropout=dropout).view(x.shape)

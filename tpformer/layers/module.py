@@ -53,6 +53,11 @@ class ParallelModule(nn.Module):
         """The group its operations communicate over; None for one rank."""
         return None if self.tp_size == 1 else self.tp_mesh.get_group()  # type: ignore[union-attr]
 
+    @property
+    def sharded(self) -> bool:
+        """Whether activations between parallel regions are sequence shards, not all rows on every rank."""
+        return self.sequence_parallel and self.tp_size > 1
+
     def add_parameter(
         self, name: str, shape: tuple[int, ...], initial: Initializer, *, shard: int | None, device=None, dtype=None
     ) -> None:

@@ -148,5 +148,5 @@ class GPT(ParallelModule):
     def _embedding_dropout(self, key: DropoutKey | None, rows: int, positions: Positions) -> ops.Dropout | None:
         if key is None or not self.training or self.config.dropout == 0:
             return None
-        shard = self.tp_rank if self.sequence_parallel else 0
+        shard = self.tp_rank if self.sharded else 0
         return key.site(self.config.dropout, "embedding", "output", rows, positions, shard)

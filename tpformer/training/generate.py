@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tpformer.distributed import all_gather, build_mesh, initialize, keep_freed_memory, share_cores
+from tpformer.distributed import all_gather, build_mesh
 from tpformer.models import GPT
 
 from .checkpoint import Checkpointer
 from .config import RunConfig, build_config, check_config, read_toml
-from .setup import build_model, device_type, run_tokenizer
+from .data import load_tokenizer
+from .setup import build_model, device_type, join_ranks, tokenizer_name
 
 
 def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
@@ -61,14 +62,12 @@ def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temper
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0: always the most likely token)")
     check_config(config)
-    tokenizer = run_tokenizer(config)
+    tokenizer = load_tokenizer(tokenizer_name(config))
     ids = tokenizer.encode(prompt)
     if len(ids) == 0:
         ids = [tokenizer.end_of_document]  # type: ignore[assignment]
-    share_cores()
-    keep_freed_memory()
     device = device_type(config)
-    initialize(device)
+    join_ranks(device)
     mesh = build_mesh(device, tensor_parallel=config.parallel.tensor_parallel)
     checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints")
     step = checkpointer.newest()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpformer.distributed import initialize, keep_freed_memory, share_cores
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import apply_mixed_precision
 
@@ -15,7 +16,6 @@ from .data import (
     BlendedSamples,
     IndexedDataset,
     Samples,
-    Tokenizer,
     TokenSamples,
     check_vocab,
     load_tokenizer,
@@ -31,6 +31,13 @@ def device_type(config: RunConfig) -> str:
     return wanted
 
 
+def join_ranks(device: str) -> None:
+    """Set this process up for its share of the machine and enter the process group. Collective."""
+    share_cores()
+    keep_freed_memory()
+    initialize(device)
+
+
 def tokenizer_name(config: RunConfig) -> str:
     """The configured tokenizer, else the one the first training dataset was built with; ValueError if neither says."""
     if config.data.tokenizer:
@@ -41,10 +48,6 @@ def tokenizer_name(config: RunConfig) -> str:
             f"{config.data.train[0]}.json does not exist, so the dataset's tokenizer is unknown: set data.tokenizer"
         )
     return sidecar["tokenizer"]
-
-
-def run_tokenizer(config: RunConfig) -> Tokenizer:
-    return load_tokenizer(tokenizer_name(config))
 
 
 def resolve(config: RunConfig) -> RunConfig:

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.distributed import all_reduce, build_mesh, close, initialize, keep_freed_memory, share_cores
+from tpformer.distributed import all_reduce, build_mesh, close
 
 from .checkpoint import Checkpointer
 from .config import RunConfig, build_config, check_config, read_toml, to_toml
 from .data import batch
 from .metrics import MetricsLog, cut_metrics, plot_losses
 from .optimizer import build_optimizer, learning_rate
-from .setup import build_model, device_type, open_data, resolve
+from .setup import build_model, device_type, join_ranks, open_data, resolve
 from .step import evaluate, train_step
 
 # dense bf16 FLOP/s by data sheet
@@ -72,9 +72,7 @@ class Trainer:
         self.directory = Path(config.run.dir)
         self.data = open_data(config)
         device = device_type(config)
-        share_cores()
-        keep_freed_memory()
-        initialize(device)
+        join_ranks(device)
         self.leader = dist.get_rank() == 0
         self._prepare_directory()
         self.mesh: DeviceMesh = build_mesh(device, tensor_parallel=config.parallel.tensor_parallel)
