@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tpformer.distributed import all_gather, build_mesh
@@ -31,7 +32,9 @@ def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunC
 def next_token_logits(model: GPT, ids: Tensor) -> Tensor:
     """Logits (vocab_size,) float32 for the token after ids (n,), from every rank's slice; equal on all ranks."""
     logits = model(ids[None])[0, -1].float()
-    return all_gather(logits, model.group)[: model.config.vocab_size]
+    # the last slices of the vocabulary can be shorter, and a gather wants equal ones
+    longest = -(-model.lm_head.rows // model.tp_size)
+    return all_gather(F.pad(logits, (0, longest - len(logits))), model.group)[: model.config.vocab_size]
 
 
 def generate(

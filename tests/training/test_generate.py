@@ -1,0 +1,28 @@
+"""Sampling sees the whole vocabulary, in order, however it is sharded."""
+
+import pytest
+import torch
+
+from tpformer.distributed import build_mesh
+from tpformer.models import GPT, GPTConfig
+from tpformer.training.generate import generate, next_token_logits
+
+CONFIG = GPTConfig(vocab_size=250, seq_length=16, n_layers=1, hidden_size=48, n_heads=6)
+PROMPT = torch.tensor([1, 2, 249, 4, 5])
+
+
+def logits_and_text(tp: int):
+    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
+    model = GPT(CONFIG, tp_mesh=mesh, seed=3).eval()
+    ids = generate(model, PROMPT, 20, temperature=0.7, seed=1)
+    return next_token_logits(model, PROMPT), ids
+
+
+# 256 padded rows: 3 ranks hold 86, 86 and 84
+@pytest.mark.parametrize("tp", [2, 3])
+def test_every_layout_samples_the_same(ranks, tp):
+    expected_logits, expected_ids = ranks(1).run(logits_and_text, 1)[0]
+    assert expected_logits.shape == (250,) and len(expected_ids) == 25
+    for logits, ids in ranks(tp).run(logits_and_text, tp):
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-6)
+        assert torch.equal(ids, expected_ids)
