@@ -1,6 +1,7 @@
 """The `tpformer` command: data build, pretrain, generate. Parsing only; the work is in tpformer.training."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,8 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 return command(arguments[len(words) :])
             except (ValueError, FileNotFoundError, ImportError) as error:
-                print(f"tpformer: {error}", file=sys.stderr)
-                sys.exit(2)
+                print(f"tpformer: {error}", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                # no interpreter shutdown: the process group may be open, and its threads can abort on the way out
+                os._exit(2)
     print(USAGE, file=sys.stderr if arguments and arguments[0] not in ("-h", "--help") else sys.stdout)
     sys.exit(0 if arguments and arguments[0] in ("-h", "--help") else 2)
 
