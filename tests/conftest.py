@@ -6,7 +6,10 @@ Belongs here: fixtures and pytest options shared by the whole suite. Fixtures of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import util
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from pool import WorkerPool
@@ -18,6 +21,40 @@ def ranks() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[WorkerPool]:
+    """As `ranks`, with Triton kernels running in Triton's interpreter."""
+    reason = why_not_interpreted()
+    if reason is not None:
+        pytest.skip(reason)
+    pool = WorkerPool({"TRITON_INTERPRET": "1"})
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def one_gpu() -> Iterator[WorkerPool]:
+    """As `ranks`, for tests marked `gpu`: all ranks use cuda:0 and map one another's memory there."""
+    pool = WorkerPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+    yield pool
+    pool.close()
+
+
+def why_not_interpreted() -> str | None:
+    if util.find_spec("triton") is None:
+        return "triton is not installed"
+    import triton
+
+    def version(module: Any) -> tuple[int, ...]:
+        return tuple(int(part) for part in module.__version__.split(".")[:2])
+
+    if version(triton) < (3, 7) and version(numpy) >= (2, 4):
+        return (
+            f"the interpreter of triton {triton.__version__} breaks on numpy {numpy.__version__}: it needs numpy < 2.4"
+        )
+    return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,7 +27,7 @@ PROSE = [path for path in FILES if path.suffix == ".md"]
 # what each part may import of tpformer, beside itself
 ARROWS = {
     "kernels": [],
-    "tpformer/distributed": [],
+    "tpformer/distributed": ["kernels"],
     "tpformer/ops": ["kernels", "distributed"],
     "tpformer/layers": ["kernels", "distributed", "ops"],
     "tpformer/models": ["kernels", "distributed", "ops", "layers"],

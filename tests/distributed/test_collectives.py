@@ -18,13 +18,13 @@ from tpformer.distributed import (
     close,
     record_collectives,
     reduce_scatter,
-    symmetric,
+    shared_memory,
     transport_of,
     use_backend,
     workspace,
 )
 
-needs_shared = pytest.mark.skipif(not symmetric.is_available(), reason="needs Linux with POSIX semaphores")
+needs_shared = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 TWO_SHOT_NUMEL = 300_001  # above the two-shot threshold in every dtype, and not divisible by 2, 3 or 4
 

@@ -1,21 +1,25 @@
-"""Shared symmetric memory: addresses, views, signals, bounded waits, and what is left behind."""
+"""Symmetric memory: addresses, views, signals, bounded waits, what is left behind, and when it cannot serve."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import tempfile
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import RankFailure, WorkerPool
 
-from tpformer.distributed import symmetric, transport_of
-from tpformer.distributed.symmetric import SharedMemory
+from tpformer.distributed import shared_memory, symmetric, transport_of
+from tpformer.distributed.kernel_workspace import kernel_workspace, why_not
+from tpformer.distributed.shared_memory import SharedMemory
+from tpformer.distributed.symmetric import DeviceFacts, TorchSymmetricMemory, why_not_peers, why_not_together
 
-pytestmark = pytest.mark.skipif(not symmetric.is_available(), reason="needs Linux with POSIX semaphores")
+pytestmark = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 
 
@@ -187,17 +191,167 @@ def test_lack_of_memory_on_one_rank_is_an_error_on_all(ranks: WorkerPool) -> Non
 
 
 def without_semaphores() -> tuple[bool, str, str]:
-    original, symmetric.SEMAPHORES = symmetric.SEMAPHORES, None
+    original, shared_memory.SEMAPHORES = shared_memory.SEMAPHORES, None
     group = dist.new_group(list(range(dist.get_world_size())))
     try:
         SharedMemory(4096, group)
     except RuntimeError as error:
-        return symmetric.is_available(), str(error), transport_of(group)
+        return shared_memory.is_available(), str(error), transport_of(group)
     finally:
-        symmetric.SEMAPHORES = original
+        shared_memory.SEMAPHORES = original
     return True, "no error", ""
 
 
 def test_unavailable_says_so_and_gloo_serves(ranks: WorkerPool) -> None:
     for available, message, transport in ranks(2).run(without_semaphores):
         assert not available and "needs Linux with POSIX semaphores" in message and transport == "gloo"
+
+
+def without_interpreter() -> str | None:
+    reason = why_not(world(), torch.device("cpu"))
+    assert "triton" not in sys.modules
+    with pytest.raises(RuntimeError, match="fused kernels cannot run for this group: on CPU"):
+        kernel_workspace(world(), "gather", torch.device("cpu"))
+    return reason
+
+
+def test_plain_cpu_is_refused_without_importing_triton() -> None:
+    pool = WorkerPool()
+    try:
+        reason = pool(1).run(without_interpreter)[0]
+    finally:
+        pool.close()
+    assert reason is not None and "TRITON_INTERPRET=1" in reason
+
+
+FACTS = DeviceFacts(None, ("node", "boot"), 0, "uuid-0", "H100", (9, 0), False)
+
+
+def facts(*changes: dict) -> list[DeviceFacts]:
+    return [FACTS._replace(ordinal=rank, uuid=f"uuid-{rank}")._replace(**change) for rank, change in enumerate(changes)]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ([{}, {}, {}], None),
+        ([{}, {"problem": "no torch"}], "rank 1: no torch"),
+        ([{}, {"capability": (7, 5)}], "rank 1's device 1 (H100) has compute capability 7.5, the kernels need 8.0"),
+        (
+            [{}, {"host": ("other", "boot")}],
+            "ranks 0 and 1 are not on one host (('node', 'boot') and ('other'",
+        ),
+        ([{}, {}, {"ordinal": 1, "uuid": "uuid-1"}], "ranks 1 and 2 use one device (index 1, H100)"),
+        ([{"overlapping": True}, {"ordinal": 0, "uuid": "uuid-0", "overlapping": True}], None),
+        ([{}, {"ordinal": 0}], "ranks 0 and 1 both call their device cuda:0, though they are two"),
+    ],
+)
+def test_devices_that_cannot_share_memory(changes: list[dict], reason: str | None) -> None:
+    answer = why_not_together(facts(*changes))
+    assert answer == reason if reason is None else reason in str(answer)
+
+
+def test_devices_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = facts({}, {}, {"ordinal": 0, "uuid": "uuid-0"}, {})
+    reached: set[tuple[int, int]] = set()
+
+    def reach(a: int, b: int) -> bool:
+        reached.add((a, b))
+        return b != 3
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert "cuda:0 (rank 0) cannot access the memory of cuda:3 (rank 3)" in str(why_not_peers(ranks, 0))
+    assert reached == {(0, 1), (0, 3)}
+    assert why_not_peers(ranks[:3], 1) is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert "rank 0 sees 3 CUDA devices, rank 3 uses cuda:3" in str(why_not_peers(ranks, 0))
+
+
+class FakeHandle:
+    """torch's handle over shared memory, as if every rank's tensor stood at another offset of its allocation."""
+
+    def __init__(self, memory: SharedMemory, wrong: int) -> None:
+        self.memory, self.wrong = memory, wrong
+        self.buffer_ptrs = memory.pointers.tolist()
+
+    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        return self.memory.peer(rank, shape, dtype, offset + self.wrong)
+
+
+def torch_backend_over_shared_memory(wrong: int) -> None:
+    nbytes, group = 8192, world()
+    shared = SharedMemory(nbytes + 4096, group, timeout=10)
+    own = shared.peer(shared.rank, (nbytes,), torch.uint8, 64 * shared.rank).fill_(1)
+    replaced = mock.patch.multiple(
+        symmetric, empty_symmetric=lambda *_: own, rendezvous=lambda *_: FakeHandle(shared, wrong)
+    )
+    with replaced, mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()):
+        memory = TorchSymmetricMemory(nbytes, group, torch.device("cuda", 0), timeout=10)
+        assert memory.nbytes == nbytes and (memory.rank, memory.size) == (shared.rank, shared.size)
+        assert memory.pointers.tolist() == [start + 64 * rank for rank, start in enumerate(shared.pointers.tolist())]
+        for rank in range(memory.size):
+            view = memory.peer(rank, (3,), torch.float32, 16 * memory.rank)
+            assert view.data_ptr() == memory.pointers[rank].item() + 16 * memory.rank and view.tolist() == [0.0] * 3
+            view.fill_(memory.rank + 1)
+        memory.barrier()
+        for rank in range(memory.size):
+            assert memory.peer(memory.rank, (3,), torch.float32, 16 * rank).tolist() == [rank + 1.0] * 3
+        with pytest.raises(ValueError, match="do not fit a region of 8192 bytes"):
+            memory.peer(0, (1,), torch.uint8, nbytes)
+        memory.close()
+
+
+def test_torch_backend_counts_offsets(ranks: WorkerPool) -> None:
+    ranks(3).run(torch_backend_over_shared_memory, 0)
+
+
+def test_torch_backend_notices_another_meaning_of_offsets(ranks: WorkerPool) -> None:
+    with pytest.raises(RankFailure, match="its symmetric memory has changed"):
+        ranks(2).run(torch_backend_over_shared_memory, 64)
+
+
+def fail_to_allocate() -> str:
+    def empty(nbytes: int, device: torch.device) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("CUDA out of memory")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    with (
+        mock.patch.object(symmetric, "empty_symmetric", empty),
+        mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        TorchSymmetricMemory(4096, world(), torch.device("cuda", 0))
+    return str(caught.value)
+
+
+def test_lack_of_device_memory_on_one_rank_is_an_error_on_all(ranks: WorkerPool) -> None:
+    messages = ranks(2).run(fail_to_allocate)
+    assert messages[0] == messages[1] and "on each of 2 ranks (rank 1: CUDA out of memory)" in messages[0]
+
+
+def one_device(nbytes: int) -> None:
+    torch.cuda.set_device(0)
+    assert symmetric.why_not_symmetric(world(), torch.device("cuda", 0)) is None
+    for _ in range(2):
+        memory = TorchSymmetricMemory(nbytes, world(), torch.device("cuda", 0), timeout=30)
+        for rank in range(memory.size):
+            view = memory.peer(rank, (4,), torch.float32, 16 * memory.rank)
+            assert view.data_ptr() == memory.pointers[rank].item() + 16 * memory.rank and not view.any()
+        memory.barrier()
+        for rank in range(memory.size):
+            memory.peer(rank, (4,), torch.float32, 16 * memory.rank).fill_(memory.rank + 1)
+        memory.barrier()
+        got = memory.peer(memory.rank, (memory.size, 4), torch.float32)
+        assert got[:, 0].tolist() == [rank + 1.0 for rank in range(memory.size)]
+        del view, got
+        memory.barrier()
+        memory.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nbytes", [4096, 3 << 20])
+def test_torch_backend_with_ranks_on_one_device(one_gpu: WorkerPool, nbytes: int) -> None:
+    one_gpu(2).run(one_device, nbytes)
+    one_gpu(3).run(one_device, nbytes)

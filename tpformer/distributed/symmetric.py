@@ -1,229 +1,254 @@
 """Symmetric memory: one region per rank of a group, which every rank of the group can address.
 
-Belongs here: allocation, peer addresses and views, signals and bounded waits. No slots, no reductions, no policy
-(workspace.py and collectives.py). Backend `shared`: CPU processes on one machine, Linux.
+Belongs here: what both backends offer, the choice between them, and the backend `torch` (CUDA devices of one host).
+Private names of torch's symmetric memory stand in this file only. The backend `shared` is in shared_memory.py.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import importlib.util
 import os
 import sys
-import time
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-DEFAULT_TIMEOUT = 600.0  # seconds
-SEMAPHORE_BYTES = 64  # a cache line each; sem_t itself has 32 bytes (glibc) or fewer
-SPINS = 100  # tries (about 25 us) before sleeping. Small op, 2 cores: 2 ranks 36 -> 10 us, 4 ranks 62 -> 56; 400: 109
-MAXIMUM_SLEEP = 1.0  # seconds: sem_timedwait follows the wall clock, so sleep in pieces and count monotonic time
+from .shared_memory import DEFAULT_TIMEOUT, SharedMemory, host_key, round_up, view_bytes
+from .workspace import backend_of, why_not_shared
+
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable: several ranks may share one device
+PRIVATE_MODULE = "torch.distributed._symmetric_memory"
+CAPABILITY = (8, 0)  # system-scope release and acquire on 32-bit flags, and the tile sizes of the kernels
+PAGE = 4096
 
 
-class Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+class SymmetricMemory(Protocol):
+    """What a workspace needs of either backend. Construction is collective over the group; the memory is zeros.
 
-
-def load_semaphores() -> tuple[Any, Any, Any, Any] | None:
-    """sem_init, sem_post, sem_trywait, sem_timedwait; None where unnamed process-shared semaphores do not exist.
-
-    They synchronise memory (POSIX 4.12), sleep in a futex and need no compiler. Only the call that can sleep
-    releases the GIL (CDLL): a handover costs more than the others take (PyDLL).
-    """
-    if sys.platform != "linux":
-        return None
-    fast, blocking = ctypes.PyDLL(None), ctypes.CDLL(None)
-    try:
-        functions = fast.sem_init, fast.sem_post, fast.sem_trywait, blocking.sem_timedwait
-    except AttributeError:
-        return None
-    fast.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-    blocking.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(Timespec)]
-    return functions
-
-
-SEMAPHORES = load_semaphores()
-
-
-def is_available() -> bool:
-    """Whether this machine can run the `shared` backend (Linux with unnamed process-shared semaphores)."""
-    return SEMAPHORES is not None
-
-
-def host_key() -> tuple[str, ...]:
-    """Equal on two ranks exactly if they can map each other's memory: same machine, boot and process namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return os.uname().nodename, boot, os.readlink("/proc/self/ns/pid"), str(os.getuid())
-
-
-class SharedMemory:
-    """`nbytes` bytes for each rank of a CPU process group on one machine, mapped by all of them.
-
-    Construction is collective over `group`: a broadcast and an all-gather of small objects. The memory, zeros at
-    first, is an anonymous file (memfd) which peers open through /proc: it has no name, so nothing is left behind
-    however a rank ends, and /dev/shm's size does not bound it. It costs `nbytes * ranks` bytes, reserved here.
-
-    Attributes: rank, size (ranks), nbytes, timeout (seconds), pointers (int64 CPU tensor of shape (size,): the
-    address of each rank's region in this process, 4096-byte aligned).
-    Raises RuntimeError on every rank if one of them cannot reserve or map the memory.
+    rank and size are the group's, nbytes is that of one region, pointers (int64 CPU tensor of shape (size,)) holds
+    the address of each rank's region in this process.
     """
 
-    def __init__(self, nbytes: int, group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT) -> None:
-        if SEMAPHORES is None:
-            raise RuntimeError("shared symmetric memory needs Linux with POSIX semaphores: use the gloo backend here")
-        self._initialize, self._post, self._trywait, self._timedwait = SEMAPHORES
-        self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
-        self.nbytes = round_up(nbytes, mmap.PAGESIZE)
-        self._header = round_up(self.size * self.size * SEMAPHORE_BYTES, mmap.PAGESIZE)
-        self.buffer = self._map(group)
-        with torch.inference_mode(False):  # or the views could not be written outside of it
-            self._bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
-        base = self._bytes.data_ptr()
-        addresses = [base + self.region_offset(rank) for rank in range(self.size)]
-        self.pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-        # One semaphore per (receiver, sender): a wait is for one peer, and a fast peer cannot stand in for a slow one.
-        self._outgoing = [ctypes.c_void_p(base + self._semaphore(peer, self.rank)) for peer in range(self.size)]
-        self._incoming = [ctypes.c_void_p(base + self._semaphore(self.rank, peer)) for peer in range(self.size)]
-        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._waits = [0] * self.size
-        self._failure: str | None = None
-
-    def _semaphore(self, receiver: int, sender: int) -> int:
-        return (receiver * self.size + sender) * SEMAPHORE_BYTES
-
-    def _map(self, group: dist.ProcessGroup) -> mmap.mmap:
-        """Rank 0 creates the file and its semaphores, the others open it, and each reserves its own region."""
-        total = self._header + self.nbytes * self.size
-        first = dist.get_global_rank(group, 0)
-        shared: list[Any] = [None]
-        memory = descriptor = error = None
-        if self.rank == 0:
-            try:
-                descriptor = os.memfd_create("tpformer")
-                os.ftruncate(descriptor, total)
-                memory = mmap.mmap(descriptor, total)
-                self._initialize_semaphores(memory)
-                shared = [f"/proc/{os.getpid()}/fd/{descriptor}"]
-            except OSError as exception:
-                shared = [exception]
-        dist.broadcast_object_list(shared, src=first, group=group)
-        try:
-            if isinstance(shared[0], OSError):
-                raise shared[0]
-            if self.rank != 0:
-                descriptor = os.open(shared[0], os.O_RDWR)
-                memory = mmap.mmap(descriptor, total)
-            assert descriptor is not None
-            # Reserving now turns a lack of memory into an error here instead of a SIGBUS at the first write.
-            os.posix_fallocate(descriptor, self._header + self.rank * self.nbytes, self.nbytes)
-        except OSError as exception:
-            error = f"rank {self.rank}: {exception}"
-        errors: list[Any] = [None] * self.size
-        dist.all_gather_object(errors, error, group=group)  # past it, all have mapped the file: it can lose its owner
-        if descriptor is not None:
-            os.close(descriptor)
-        if any(errors):
-            raise RuntimeError(
-                f"cannot share {total} bytes between {self.size} ranks ({'; '.join(filter(None, errors))}): "
-                "free memory, use smaller microbatches, or use the gloo backend"
-            )
-        assert memory is not None
-        return memory
-
-    def _initialize_semaphores(self, memory: mmap.mmap) -> None:
-        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        for index in range(self.size * self.size):
-            self._initialize(base + index * SEMAPHORE_BYTES, 1, 0)
-
-    def region_offset(self, rank: int) -> int:
-        """Where rank's region starts in `buffer`, in bytes."""
-        return self._header + rank * self.nbytes
+    rank: int
+    size: int
+    nbytes: int
+    timeout: float
+    pointers: torch.Tensor
 
     def peer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
-        """A contiguous view of `rank`'s region from `byte_offset` on; no communication.
-
-        It stays valid after `close()`. Raises ValueError if it does not fit or is not aligned to the dtype.
-        """
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes at offset {byte_offset} do not fit a region of {self.nbytes} bytes")
-        if byte_offset % dtype.itemsize:
-            raise ValueError(f"byte offset {byte_offset} is not a multiple of {dtype.itemsize}, the size of {dtype}")
-        start = self.region_offset(rank) + byte_offset
-        return self._bytes[start : start + nbytes].view(dtype).view(shape)
-
-    def signal(self, dst_rank: int) -> None:
-        """Let one `wait(this rank)` of dst_rank pass; all that this rank wrote before is visible after that wait."""
-        self._check()
-        self._post(self._outgoing[dst_rank])
-
-    def copy_and_signal(self, dst_rank: int, source: torch.Tensor, byte_offset: int = 0) -> None:
-        """Copy the contiguous `source` into dst_rank's region at `byte_offset`, then `signal(dst_rank)`."""
-        self.peer(dst_rank, source.shape, source.dtype, byte_offset).copy_(source)
-        self.signal(dst_rank)
-
-    def wait(self, src_rank: int, operation: str = "wait") -> None:
-        """Consume one signal of src_rank, sleeping until it comes.
-
-        Raises TimeoutError after `timeout` seconds; the memory is then unusable, as a late signal would be taken for
-        a later operation's, and every later wait raises RuntimeError.
-        """
-        self._check()
-        self._wait(src_rank, operation)
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"this group's shared memory is unusable: {self._failure}")
-
-    def _wait(self, src_rank: int, operation: str) -> None:
-        semaphore = self._incoming[src_rank]
-        for _ in range(SPINS):
-            if self._trywait(semaphore) == 0:
-                break
-        else:
-            self._sleep(src_rank, operation)
-        self._waits[src_rank] += 1
-
-    def _sleep(self, src_rank: int, operation: str) -> None:
-        deadline = time.monotonic() + self.timeout
-        while (left := deadline - time.monotonic()) > 0:
-            until = time.time() + min(left, MAXIMUM_SLEEP)
-            if self._timedwait(self._incoming[src_rank], Timespec(int(until), int(until % 1 * 1e9))) == 0:
-                return  # otherwise: this piece of time is over, or a signal handler ran
-        self._failure = (
-            f"rank {self.rank} of {self.size} waited {self.timeout} s for rank {src_rank} in {operation} "
-            f"(wait {self._waits[src_rank] + 1} for that rank)"
-        )
-        raise TimeoutError(
-            f"{self._failure}: look at rank {src_rank}'s output, it died, hangs, or called its collectives in another "
-            "order; if it was only slow, give the backend a longer timeout"
-        )
-
-    def exchange(self, operation: str = "barrier") -> None:
-        """Signal every other rank, then wait for every other rank; all earlier writes of all ranks become visible."""
-        self._check()
-        for peer in self._peers:
-            self._post(self._outgoing[peer])
-        for peer in self._peers:
-            self._wait(peer, operation)
-
-    def fail(self, reason: str) -> None:
-        """Make every later wait raise, because the ranks no longer agree on what comes next."""
-        self._failure = reason
+        """A contiguous view of rank's region; writing to it is how a copy engine sends."""
 
     def barrier(self) -> None:
-        """No rank returns before every rank of the group has called this."""
-        self.exchange("barrier")
+        """No rank returns before every rank has called this, with all its earlier work on the memory finished."""
 
     def close(self) -> None:
-        """Drop the mapping; its memory is freed when the last view of it is gone in the last rank. Not collective."""
-        self._failure = "it was closed"
-        del self._outgoing, self._incoming, self._bytes, self.buffer
+        """Drop this process's mapping. Not collective."""
 
 
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def allocate(
+    nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = DEFAULT_TIMEOUT
+) -> SymmetricMemory:
+    """`nbytes` of zeros per rank, by the backend that serves the device; collective over the group.
+
+    Raises RuntimeError on every rank if one of them cannot. Ask `why_not_symmetric` first.
+    """
+    if device.type == "cuda":
+        return TorchSymmetricMemory(nbytes, group, device, timeout)
+    return SharedMemory(nbytes, group, timeout)
+
+
+class TorchSymmetricMemory:
+    """`nbytes` bytes of device memory for each rank of a group on one host, through torch's symmetric memory.
+
+    Every rank maps every region (CUDA virtual memory), so kernels store to peers over NVLink and plain copies to a
+    peer's view run on the copy engine. Costs `nbytes` rounded up to 2 MiB on each device. Same interface as
+    SharedMemory but for signals: flags are the kernels' business here.
+    Raises RuntimeError on every rank if one of them cannot allocate.
+    """
+
+    def __init__(
+        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
+        self.nbytes, self.device = round_up(nbytes, PAGE), device
+        self._group = weakref.ref(group)  # the group's registry entry owns this object: no cycle through the group
+        with torch.cuda.device(device), torch.inference_mode(False):
+            own = self._allocate()
+            self._handle = rendezvous(own, group)
+            offsets = gather(own.data_ptr() - self._handle.buffer_ptrs[self.rank], group)
+            starts = [base + offset for base, offset in zip(self._handle.buffer_ptrs, offsets, strict=True)]
+            self._regions = [self._view(rank, offset) for rank, offset in enumerate(offsets)]
+        self._regions[self.rank] = own
+        self.pointers = torch.tensor(starts, dtype=torch.int64, device="cpu")
+        for region, start in zip(self._regions, starts, strict=True):
+            if region.data_ptr() != start:
+                raise RuntimeError(
+                    f"torch {torch.__version__} places a peer's view at {region.data_ptr():#x}, its address table says "
+                    f"{start:#x}: its symmetric memory has changed, use a torch release that this one was tested with"
+                )
+        self.barrier()
+
+    def _allocate(self) -> torch.Tensor:
+        """This rank's region, zeroed; an error of one rank is raised by all, before they would wait for it."""
+        own = error = None
+        try:
+            own = empty_symmetric(self.nbytes, self.device).zero_()
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as exception:
+            error = f"rank {self.rank}: {exception}"
+        group = self._group()
+        assert group is not None
+        errors = [text for text in gather(error, group) if text is not None]
+        if errors:
+            raise RuntimeError(
+                f"cannot allocate {self.nbytes} bytes of symmetric memory on each of {self.size} ranks "
+                f"({'; '.join(errors)}): free device memory, or use smaller microbatches"
+            )
+        assert own is not None
+        return own
+
+    def _view(self, rank: int, offset: int) -> torch.Tensor:
+        return self._handle.get_buffer(rank, (self.nbytes,), torch.uint8, offset)
+
+    def peer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
+        """A contiguous view of `rank`'s region from `byte_offset` on, on this rank's device; no communication.
+
+        Valid until `close()`. Raises ValueError if it does not fit or is not aligned to the dtype.
+        """
+        nbytes = view_bytes(shape, dtype, byte_offset, self.nbytes)
+        return self._regions[rank][byte_offset : byte_offset + nbytes].view(dtype).view(shape)
+
+    def barrier(self) -> None:
+        """Finish this device's work, then meet all ranks on the host. Not for use under capture."""
+        torch.cuda.synchronize(self.device)
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group of this symmetric memory is gone")
+        gather(None, group)
+
+    def close(self) -> None:
+        """Drop the mappings; the memory is freed when the last rank has dropped it. Not collective."""
+        self._regions.clear()
+        self._handle = None
+
+
+def empty_symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised bytes that `rendezvous` accepts.
+
+    From the allocator itself where torch has it (2.11 and 2.13 do): `symm_mem.empty` takes them from a memory pool,
+    which keeps a workspace's old memory after it has grown.
+    """
+    backend = importlib.import_module(PRIVATE_MODULE)
+    allocator = getattr(getattr(backend, "_SymmetricMemory", None), "empty_strided_p2p", None)
+    if allocator is not None:
+        return allocator((nbytes,), (1,), torch.uint8, device)
+    return backend.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def rendezvous(own: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """torch's handle on all ranks' regions. Its buffer_ptrs and get_buffer count from each allocation's start."""
+    return importlib.import_module(PRIVATE_MODULE).rendezvous(own, group)
+
+
+def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's small object, in rank order; also a barrier of the hosts."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+class DeviceFacts(NamedTuple):
+    """What a rank says of itself before CUDA symmetric memory is tried."""
+
+    problem: str | None
+    host: tuple[str, ...]
+    ordinal: int
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    overlapping: bool
+
+
+def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why `allocate` cannot serve the group on this device, None if it can. All ranks get the same answer.
+
+    Collective over the group: one (CPU) or two (CUDA) all-gathers of small objects. kernel_workspace.why_not caches it.
+    """
+    if device.type == "cpu":
+        return why_not_shared(group)
+    if device.type != "cuda":
+        return f"symmetric memory exists for CPU and CUDA devices, not for {device.type}"
+    if backend_of(group, "cuda") == "fake":
+        return "the group's backend is fake: it has no peers"
+    facts = [DeviceFacts(*values) for values in gather(device_facts(device), group)]
+    reason = why_not_together(facts)
+    if reason is not None:
+        return reason
+    reasons = gather(why_not_peers(facts, group.rank()), group)
+    return next((text for text in reasons if text is not None), None)
+
+
+def device_facts(device: torch.device) -> tuple:
+    problem = None
+    if sys.platform != "linux":
+        return (f"its platform is {sys.platform}, not Linux", (), 0, "", "", (0, 0), False)
+    if importlib.util.find_spec(PRIVATE_MODULE) is None:
+        problem = f"torch {torch.__version__} has no {PRIVATE_MODULE}: install torch 2.11 or later"
+    properties = torch.cuda.get_device_properties(device)
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    capability = (properties.major, properties.minor)
+    overlapping = os.environ.get(OVERLAPPING) == "1"
+    return problem, host_key(), ordinal, str(properties.uuid), properties.name, capability, overlapping
+
+
+def why_not_together(facts: Sequence[DeviceFacts]) -> str | None:
+    """The reason that all ranks can see from all ranks' facts."""
+    for rank, fact in enumerate(facts):
+        if fact.problem is not None:
+            return f"rank {rank}: {fact.problem}"
+        if fact.capability < CAPABILITY:
+            return (
+                f"rank {rank}'s device {fact.ordinal} ({fact.name}) has compute capability {fact.capability[0]}."
+                f"{fact.capability[1]}, the kernels need {CAPABILITY[0]}.{CAPABILITY[1]}: use another transport"
+            )
+        if fact.host != facts[0].host:
+            return (
+                f"ranks 0 and {rank} are not on one host ({facts[0].host} and {fact.host}): keep a tensor-parallel "
+                "group within one node"
+            )
+    for rank, fact in enumerate(facts):
+        first = next(other for other, seen in enumerate(facts) if seen.ordinal == fact.ordinal)
+        if first == rank or (fact.overlapping and facts[first].overlapping):
+            continue
+        if facts[first].uuid == fact.uuid:
+            return (
+                f"ranks {first} and {rank} use one device (index {fact.ordinal}, {fact.name}): give each rank its own "
+                f"by torch.cuda.set_device(LOCAL_RANK), or set {OVERLAPPING}=1 to test several ranks on one device"
+            )
+        return (
+            f"ranks {first} and {rank} both call their device cuda:{fact.ordinal}, though they are two: let every rank "
+            "see all devices (no CUDA_VISIBLE_DEVICES per rank) and choose by torch.cuda.set_device(LOCAL_RANK)"
+        )
+    return None
+
+
+def why_not_peers(facts: Sequence[DeviceFacts], rank: int) -> str | None:
+    """The reason that only this rank can see: whether its device reaches each peer's."""
+    mine, visible = facts[rank], torch.cuda.device_count()
+    for peer, fact in enumerate(facts):
+        if fact.uuid == mine.uuid:
+            continue
+        if fact.ordinal >= visible:
+            return (
+                f"rank {rank} sees {visible} CUDA devices, rank {peer} uses cuda:{fact.ordinal}: let every rank see "
+                "all devices (no CUDA_VISIBLE_DEVICES per rank)"
+            )
+        if not torch.cuda.can_device_access_peer(mine.ordinal, fact.ordinal):
+            return (
+                f"cuda:{mine.ordinal} (rank {rank}) cannot access the memory of cuda:{fact.ordinal} (rank {peer}): "
+                "peer access needs NVLink or one PCIe root, see `nvidia-smi topo -p2p r`; use another transport"
+            )
+    return None

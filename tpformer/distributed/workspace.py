@@ -8,11 +8,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from .symmetric import DEFAULT_TIMEOUT, SharedMemory, host_key, is_available
+from .shared_memory import DEFAULT_TIMEOUT, SharedMemory, host_key, is_available
+
+if TYPE_CHECKING:
+    from .kernel_workspace import KernelGroup
 
 SLOT_MINIMUM = 1 << 20  # bytes
 HEADER = 4096  # bytes at the start of each region; holds one agreement word per parity
@@ -107,9 +111,13 @@ class GroupState:
 
 @dataclass
 class Registry:
-    """The only module-level state of tpformer.distributed: groups in use, and the recorders that listen."""
+    """The only module-level state of tpformer.distributed: groups in use, the step, and the recorders that listen."""
 
     groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = field(default_factory=weakref.WeakKeyDictionary)
+    kernels: weakref.WeakKeyDictionary[dist.ProcessGroup, KernelGroup] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    step: int | None = None
     recorders: list[list[tuple[str, int]]] = field(default_factory=list)
 
 
@@ -182,3 +190,4 @@ def transport_of(group: dist.ProcessGroup, device_type: str = "cpu") -> str:
 def close(group: dist.ProcessGroup) -> None:
     """Forget the group and free its workspaces; destroying the process group does the same. Not collective."""
     REGISTRY.groups.pop(group, None)
+    REGISTRY.kernels.pop(group, None)

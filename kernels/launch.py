@@ -1,0 +1,94 @@
+"""What every launcher needs: tile configurations' type, launch options, TMA descriptors, padded operands.
+
+Belongs here: host code shared by the launchers. Device code is in tile.py and protocol.py, the shipped tiles are in
+configurations.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MAXIMUM_REGISTERS = 255  # left to itself ptxas spills to fit more programs on an SM than are launched
+TMA_ALIGNMENT = 16  # bytes: base address and row stride of what a descriptor covers
+
+DTYPES = {
+    torch.bfloat16: triton.language.bfloat16,
+    torch.float16: triton.language.float16,
+    torch.float32: triton.language.float32,
+}
+
+
+class Tile(NamedTuple):
+    """A tile configuration. tma: operands are loaded through descriptors (sm_90 and later), else by plain loads."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+    tma: bool
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1 when the kernels were imported)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def launch_options(warps: int, stages: int, cooperative: bool = False) -> dict[str, Any]:
+    """cooperative: every program must be resident at once, as those of one launch wait for one another."""
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    if not is_interpreted():  # the interpreter knows neither, and runs one program at a time
+        options["maxnreg"] = MAXIMUM_REGISTERS
+        if cooperative:
+            options["launch_cooperative_grid"] = True
+    return options
+
+
+def padded(x: Tensor) -> Tensor:
+    """x (R, C) with contiguous rows that start at multiples of 16 bytes: x itself if possible, else a padded copy."""
+    multiple = TMA_ALIGNMENT // x.element_size()
+    if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % multiple == 0 and x.data_ptr() % 16 == 0:
+        return x
+    rows, columns = x.shape
+    copy = x.new_zeros(rows, -(-columns // multiple) * multiple)
+    copy[:, :columns] = x
+    return copy[:, :columns]
+
+
+def operand(x: Tensor, block: tuple[int, int], tile: Tile, rows: int | None = None) -> Any:
+    """What a kernel takes for a matrix (rows, columns): a TMA descriptor of this block, or the tensor itself."""
+    if not tile.tma:
+        return x
+    shape = [x.shape[0] if rows is None else rows, x.shape[1]]
+    return TensorDescriptor(x, shape, [x.stride(0), 1], list(block))
+
+
+def persistent_programs(
+    device: torch.device, tiles: int, tile: Tile, programs: int | None = None, served: int = 1, reserved: int = 0
+) -> int:
+    """Programs that walk the tiles: at most one per tile, and what is resident at once besides `reserved` others, shared
+    by the served ranks. programs: this many instead (the interpreter's default is 2)."""
+    if programs is None:
+        programs = 2 if is_interpreted() else resident_programs(device, tile) // served - reserved
+    return max(1, min(tiles, programs))
+
+
+def resident_programs(device: torch.device, tile: Tile) -> int:
+    """How many programs of this tile a GPU holds at once: by warps (64 per SM) and by shared memory of the stages."""
+    properties = torch.cuda.get_device_properties(device)
+    shared = (tile.m + tile.n) * tile.k * 2 * tile.stages
+    per_sm = max(1, min(2, properties.shared_memory_per_multiprocessor // shared, 16 // tile.warps))
+    return per_sm * properties.multi_processor_count
+
+
+def packed(x: Tensor) -> Tensor:
+    """x (R, C) as rows that follow one another without a gap, each a multiple of 16 bytes: x itself or a padded copy."""
+    multiple = TMA_ALIGNMENT // x.element_size()
+    if x.is_contiguous() and x.shape[1] % multiple == 0 and x.data_ptr() % 16 == 0:
+        return x
+    copy = x.new_zeros(x.shape[0], -(-x.shape[1] // multiple) * multiple)
+    copy[:, : x.shape[1]] = x
+    return copy

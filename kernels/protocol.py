@@ -1,0 +1,128 @@
+"""How kernels of one group talk through symmetric memory: flags, epochs, bounded waits.
+
+Belongs here: the device functions and the host-side description that every communicating kernel uses. No tiles and no
+arithmetic (tile.py), no process groups. The rules, and why each is there: docs/kernels.md.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ERROR_WORDS = 4  # int32: expired, peer, flag value seen, epoch wanted
+
+
+class Channel(NamedTuple):
+    """One workspace as a launch sees it, for the real case (serves 1 rank) or virtual ranks (serves all of them).
+
+    A rank's region is `writer_flags` int32 flags for each writer, and two slots of `capacity` bytes, used by epoch
+    parity. An operation at epoch e writes slots and flags of e only, and waits for every rank's flags of e; therefore a
+    rank that reaches e + 2 knows that all have finished e, and may overwrite its slots.
+    """
+
+    rank: int
+    """The first rank that the launch serves: a program's rank is this + program_id(1)."""
+    served: int
+    world: int
+    data: Tensor
+    """int64 (served, world): the address of each rank's slot of parity 0, as the served rank sees it."""
+    flags: Tensor
+    """int64 (served, world): the address of each rank's flags; writer w's are [w * writer_flags, ...)."""
+    epoch: Tensor
+    """int32 (served,), device memory: the number of the operation in progress; only `bump` moves it."""
+    error: Tensor
+    """int32 (served, ERROR_WORDS), host memory that the kernel can write: what an expired wait was for."""
+    slots: tuple[Tensor, Tensor]
+    """The served ranks' own slots of parity 0 and 1, as bytes (served * capacity): what they receive into."""
+    parity_stride: int
+    """Bytes from a rank's slot of parity 0 to that of parity 1; a multiple of 16."""
+    capacity: int
+    """Bytes of one slot of one rank; a multiple of 16."""
+    writer_flags: int
+    limit: int
+    """Polls after which a wait gives up."""
+    counters: Tensor | None = None
+    """int32 (served, world * writer_flags), device memory of this rank alone: zeros between operations."""
+
+    def require(self, nbytes: int, flags: int) -> None:
+        """ValueError unless slots and flags are large enough for an operation that needs these."""
+        if nbytes > self.capacity or flags > self.writer_flags:
+            raise ValueError(
+                f"the operation needs slots of {nbytes} bytes and {flags} flags per writer, the workspace has "
+                f"{self.capacity} and {self.writer_flags}: begin it with the space that the operation asks for"
+            )
+
+    def arguments(self) -> tuple:
+        """What a kernel takes, in the order of every communicating kernel's first parameters."""
+        tables = (self.data, self.flags, self.epoch, self.error)
+        return *tables, self.rank, self.limit, self.parity_stride, self.writer_flags
+
+
+@triton.jit
+def bump_kernel(epoch, served):
+    for rank in range(served):
+        tl.store(epoch + rank, tl.load(epoch + rank) + 1)
+
+
+def bump(channel: Channel) -> None:
+    """Begin an operation: add 1 to the device epoch, in stream order before the operation's kernel.
+
+    A kernel of its own and never a program of the operation's: that one could move the epoch while others still read
+    it. It lives on the device so that a replayed CUDA graph counts on.
+    """
+    bump_kernel[(1,)](channel.epoch, channel.served, num_warps=1)
+
+
+@triton.jit
+def slot_of(data, rank, epoch, parity_stride, DTYPE: tl.constexpr):
+    """Pointer to `rank`'s slot of this epoch's parity."""
+    address = tl.load(data + rank) + (epoch & 1).to(tl.int64) * parity_stride
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)  # the hint is lost if given before the cast
+
+
+@triton.jit
+def flags_of(flags, rank, writer, writer_flags):
+    """Pointer to the first flag that `writer` sets at `rank`."""
+    return tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + writer * writer_flags
+
+
+@triton.jit
+def publish(flag, epoch):
+    """Set a flag after the payload: every store of this program (and what it acquired) is visible to who sees it.
+
+    The barrier is what makes the release cover the other warps' stores; triton before 3.9 puts none there.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(flag, epoch, error, peer, limit):
+    """Spin until the flag has reached this epoch (compared so that int32 may wrap); returns the limit for later waits.
+
+    After `limit` polls it reports to `error` and returns 0, with which every later wait polls once and reports nothing:
+    the kernel drains, and the first peer that did not come is the one named.
+    Call it in an outer loop: the software pipeliner moves loads over a wait that stands inside a pipelined loop.
+    """
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    polls = 0
+    while (seen - epoch < 0) & (polls < limit):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        polls += 1
+    if (seen - epoch < 0) & (limit > 0):
+        tl.store(error + 1, peer)
+        tl.store(error + 2, seen)
+        tl.store(error + 3, epoch)
+        tl.store(error, 1)
+        limit = 0
+    return limit
+
+
+@triton.jit
+def order_tma_after_acquire(epoch, TMA: tl.constexpr):
+    """Peers wrote through the generic proxy, TMA reads through the async proxy: fence between acquire and TMA loads."""
+    if TMA:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1
+        )

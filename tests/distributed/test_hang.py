@@ -1,0 +1,88 @@
+"""The report of an expired wait: the ring of operations, the user's line, the words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tpformer.distributed import hang
+from tpformer.distributed.hang import RING_SIZE, Expired, Operation, Ring, describe, user_line
+
+EXPIRED = Expired(kind="reduce", rank=1, peer=2, seen=41, wanted=42, limit=5000, timeout=5.0)
+OPERATION = Operation(12, "reduce", "matmul_reduce_scatter", 42, "/home/me/train.py", 33, began=100.0)
+LATER = Operation(12, "gather", "all_gather_matmul", 57, "/home/me/train.py", 34, began=101.0)
+
+
+def ring(*operations: Operation) -> Ring:
+    result = Ring()
+    result.operations.extend(operations)
+    return result
+
+
+def test_ring_keeps_the_last_operations_of_all_kinds() -> None:
+    result = Ring()
+    for epoch in range(100):
+        result.note(epoch // 10, "gather" if epoch % 2 else "reduce", f"operation {epoch}", epoch)
+    assert len(result.operations) == RING_SIZE == 64
+    assert result.last is not None and result.last.name == "operation 99" and result.last.step == 9
+    found = result.find("gather", 37)
+    assert found is not None and found.name == "operation 37"
+    assert result.find("reduce", 37) is None and result.find("gather", 35) is None
+    assert Ring().last is None
+
+
+def test_ring_finds_the_newest_of_equal_epochs() -> None:
+    """An epoch comes again after int32 has wrapped, or in a workspace made anew."""
+    assert ring(OPERATION, OPERATION._replace(name="newer"), LATER).find("reduce", 42).name == "newer"  # type: ignore[union-attr]
+
+
+def called_from(file: str, namespace: dict) -> tuple[str, int]:
+    """user_line() as a function of that file sees it, called from here."""
+    exec(compile("\n\ndef call(function):\n    return function()", file, "exec"), namespace)
+    return namespace["call"](user_line)
+
+
+def test_line_is_the_nearest_outside_of_tpformer_and_torch() -> None:
+    line = called_from.__code__.co_firstlineno + 3
+    assert called_from(hang.PACKAGE + "layers/linear.py", {}) == (__file__, line)
+    assert called_from(hang.LIBRARIES[1] + "nn/modules/module.py", {}) == (__file__, line)
+    assert called_from("/home/me/train.py", {}) == ("/home/me/train.py", 4)
+    assert called_from("<ipython-input-1>", {}) == ("<ipython-input-1>", 4)
+    assert called_from(hang.PACKAGE.rstrip("/") + "_user/train.py", {})[1] == 4
+
+
+def test_line_of_a_thread_without_user_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward passes on CUDA run in torch's own thread: the outermost line of tpformer has to do."""
+    monkeypatch.setattr(hang, "LIBRARIES", ("",))
+    assert called_from(hang.PACKAGE + "ops/row_linear.py", {}) == (hang.PACKAGE + "ops/row_linear.py", 4)
+
+
+def test_report() -> None:
+    text = describe(EXPIRED, ring(OPERATION, LATER), (8, 9, 10, 11), now=106.04)
+    table = """
+rank 1 (global rank 9) waited in vain for rank 2 (global rank 10) in matmul_reduce_scatter
+  rank            1 of 4 (global rank 9)
+  step            12
+  operation       matmul_reduce_scatter, workspace reduce
+  epoch           seen 41, wanted 42
+  waiting for     rank 2 (global rank 10)
+  time            begun 6.0 s ago, gave up after 5000 polls (timeout 5 s)
+  called at       /home/me/train.py:33
+  last operation  all_gather_matmul, workspace gather, epoch 57, at /home/me/train.py:34
+Look at the output of rank 2 (global rank 10): it died, hangs, or called its operations in another order"""
+    assert text.startswith(table.strip())
+    assert text.endswith("The group's fused operations cannot go on: restart from the last checkpoint.")
+
+
+def test_report_of_the_last_operation_names_it_once() -> None:
+    text = describe(EXPIRED, ring(OPERATION._replace(step=None)), (0, 1, 2), now=101.0)
+    assert "last operation" not in text and "step         unknown" in text
+
+
+def test_report_of_an_unknown_operation() -> None:
+    """It is out of the ring, or a CUDA graph replayed it; a damaged word must not hide the report."""
+    text = describe(replace(EXPIRED, peer=-7), ring(LATER._replace(epoch=None)), (0, 1, 2))
+    assert "an operation that is not among the last ones (a replayed CUDA graph?)" in text
+    assert "waiting for     rank -7" in text and "last operation  all_gather_matmul, workspace gather, at" in text
+    assert "last operation" not in describe(EXPIRED, Ring(), (0, 1, 2))

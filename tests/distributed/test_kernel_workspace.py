@@ -1,0 +1,361 @@
+"""Workspaces of the fused kernels: epochs, growth, copies and hangs, with a kernel that only exchanges rows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankFailure, WorkerPool
+
+from tpformer.distributed import HangError, check_all, close, set_timeout
+from tpformer.distributed.kernel_workspace import KernelWorkspace, kernel_workspace, why_not, wrap
+from tpformer.distributed.workspace import REGISTRY
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+protocol = pytest.importorskip("tpformer.kernels.protocol")
+slot_of, flags_of, publish, wait = protocol.slot_of, protocol.flags_of, protocol.publish, protocol.wait
+
+CPU = torch.device("cpu")
+SIZES = [1, 2, 3, 4]
+
+
+@triton.jit
+def exchange_kernel(
+    data, flags, epochs, error, first_rank, limit, parity_stride, writer_flags, x, out, world, n, PUSH: tl.constexpr
+):
+    """out[p] = rank p's x, for every rank: pushed by this kernel, or by copies that were started before it."""
+    rank = first_rank + tl.program_id(1)
+    epoch = tl.load(epochs)
+    for step in range(1, world):
+        if PUSH:
+            peer = (rank + world - step) % world
+            slot = slot_of(data, peer, epoch, parity_stride, tl.float32)
+            for i in range(n):
+                tl.store(slot + rank * n + i, tl.load(x + i))
+            publish(flags_of(flags, peer, rank, writer_flags), epoch)
+    own = slot_of(data, rank, epoch, parity_stride, tl.float32)
+    for i in range(n):
+        tl.store(out + rank * n + i, tl.load(x + i))
+    for step in range(1, world):
+        peer = (rank + step) % world
+        limit = wait(flags_of(flags, rank, peer, writer_flags), epoch, error, peer, limit)
+        for i in range(n):
+            tl.store(out + peer * n + i, tl.load(own + peer * n + i))
+
+
+def world_group(timeout: float = 20) -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    close(dist.group.WORLD)  # a fresh state for each test
+    set_timeout(dist.group.WORLD, timeout)
+    return dist.group.WORLD
+
+
+def row(rank: int, index: int, n: int, device: torch.device) -> torch.Tensor:
+    return 1000.0 * index + 10 * rank + torch.arange(n, dtype=torch.float32, device=device)
+
+
+def exchange(workspace: KernelWorkspace, index: int, copies: bool, n: int = 3, nbytes: int = 0) -> torch.Tensor:
+    """One operation; nbytes asks for a larger slot than the rows need."""
+    x = row(workspace.rank, index, n, workspace.device)
+    out = x.new_full((workspace.world, n), float("nan"))
+    channel = workspace.begin("exchange", max(nbytes, x.nbytes * workspace.world), 1)
+    if copies:
+        workspace.copy_gather(x)
+    exchange_kernel[(1, 1)](*channel.arguments(), x, out, workspace.world, n, PUSH=not copies)
+    if copies:
+        workspace.join()
+    return out
+
+
+def check_exchange(out: torch.Tensor, index: int) -> None:
+    expected = torch.stack([row(rank, index, out.shape[1], out.device) for rank in range(out.shape[0])])
+    assert torch.equal(out, expected), (index, out, expected)
+
+
+def many_epochs(start: int, copies: bool, delayed: bool) -> list[int]:
+    """12 operations: growth of the slots in the 5th, of the flags in the 9th."""
+    group = world_group()
+    workspace = kernel_workspace(group, "gather", CPU, epoch=start)
+    for index in range(12):
+        if delayed and index % workspace.world == workspace.rank:
+            time.sleep(0.02)
+        out = exchange(workspace, index, copies, nbytes=(1 << 20) + 1 if index >= 4 else 0)
+        if index == 8:
+            workspace.begin("more flags", 0, 1025)
+        workspace.check()
+        check_exchange(out, index)
+    channel = workspace.begin("last", 0, 0)
+    assert channel.epoch.item() == workspace.epoch == wrap(start + 14)
+    return [workspace.capacity, workspace.writer_flags]
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
+@pytest.mark.parametrize("size", SIZES)
+def test_epochs_and_growth(interpreted: WorkerPool, size: int, copies: bool) -> None:
+    assert interpreted(size).run(many_epochs, 0, copies, False) == [[1 << 21, 2048]] * size
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
+@pytest.mark.parametrize("start", [2**31 - 6, -3])
+def test_epochs_wrap(interpreted: WorkerPool, start: int, copies: bool) -> None:
+    """The first epochs are positive and the last negative, with growth on both sides, or the flags pass zero."""
+    interpreted(2).run(many_epochs, start, copies, False)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_rank_late_in_turn(interpreted: WorkerPool, size: int) -> None:
+    interpreted(size).run(many_epochs, 0, False, True)
+
+
+def both_kinds() -> None:
+    """A gather begun under a reduction that is still in flight: own data, flags and epoch."""
+    group = world_group()
+    gather, reduce = (kernel_workspace(group, kind, CPU) for kind in ("gather", "reduce"))
+    assert kernel_workspace(group, "gather", CPU) is gather
+    for index in range(4):
+        x, out = row(gather.rank, index, 3, CPU), torch.zeros(gather.world, 3)
+        channel = reduce.begin("outer", x.nbytes * gather.world, 1)
+        for inner in range(index):
+            check_exchange(exchange(gather, 10 * index + inner, copies=True), 10 * index + inner)
+        exchange_kernel[(1, 1)](*channel.arguments(), x, out, gather.world, 3, PUSH=True)
+        check_exchange(out, index)
+    assert (gather.epoch, reduce.epoch) == (6, 4)
+    check_all()
+
+
+def test_gather_runs_under_reduce(interpreted: WorkerPool) -> None:
+    interpreted(2).run(both_kinds)
+
+
+def peer_does_not_come(absent: int, copies: bool) -> tuple[float, list[str]]:
+    group = world_group(timeout=1)
+    workspace = kernel_workspace(group, "gather", CPU)
+    check_all(step=7)
+    exchange(workspace, 0, copies)
+    seconds, messages = 0.0, []
+    if workspace.rank != absent:
+        began = time.monotonic()
+        exchange(workspace, 1, copies)
+        seconds = time.monotonic() - began
+        for again in (workspace.check, lambda: workspace.begin("next", 0, 0), check_all, workspace.check):
+            with pytest.raises(HangError) as caught:
+                again()
+            messages.append(str(caught.value))
+        assert time.monotonic() - began - seconds < seconds  # at once: no second wait
+    dist.barrier()
+    if workspace.rank == absent:  # late: its peers have pushed, so it passes, and then it is the one who waits
+        check_exchange(exchange(workspace, 1, copies), 1)
+        exchange(workspace, 2, copies)
+        with pytest.raises(HangError) as caught:
+            check_all()
+        messages.append(str(caught.value))
+    return seconds, messages
+
+
+@pytest.mark.parametrize("size, absent, copies", [(2, 0, False), (2, 1, True), (3, 1, False)])
+def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, absent: int, copies: bool) -> None:
+    """Within about the timeout, in a table, and every later operation raises the same at once."""
+    results = interpreted(size).run(peer_does_not_come, absent, copies)
+    line = exchange.__code__.co_firstlineno + 4
+    peer = f"rank {absent} (global rank {absent})"
+    for rank, (seconds, messages) in enumerate(results):
+        assert len(set(messages)) == 1
+        if rank == absent:
+            assert f"{peer} waited in vain for rank" in messages[0] and "seen 2, wanted 3" in messages[0]
+            continue
+        assert 0.1 < seconds < 40
+        for part in (
+            f"rank {rank} (global rank {rank}) waited in vain for {peer} in exchange\n",
+            f"  rank         {rank} of {size} (global rank {rank})\n",
+            "  step         7\n",
+            "  operation    exchange, workspace gather\n",
+            "  epoch        seen 1, wanted 2\n",
+            f"  waiting for  {peer}\n",
+            "gave up after 6000 polls (timeout 1 s)\n",
+            f"  called at    {__file__}:{line}\n",
+            f"Look at the output of {peer}",
+        ):
+            assert part in messages[0], messages[0]
+
+
+def killed_peer() -> None:
+    workspace = kernel_workspace(world_group(timeout=1), "reduce", CPU)
+    exchange(workspace, 0, copies=False)
+    if workspace.rank == 1:
+        os.kill(os.getpid(), 9)
+    exchange(workspace, 1, copies=False)
+    workspace.check()
+
+
+def test_killed_rank_is_named(interpreted: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pool.GRACE", 20)
+    message = r"(?s)HangError: rank 0 .* in vain for rank 1 .*workspace reduce.*rank 1 of 2 died with exit code -9"
+    with pytest.raises(RankFailure, match=message):
+        interpreted(2).run(killed_peer)
+
+
+def disagree() -> str:
+    workspace = kernel_workspace(world_group(), "gather", CPU)
+    exchange(workspace, 0, copies=False)
+    with pytest.raises(RuntimeError) as caught:
+        workspace.begin("left" if workspace.rank else "right", (2 + workspace.rank) << 20, 1)
+    return str(caught.value)
+
+
+def test_different_operations_are_told_apart_where_the_memory_grows(interpreted: WorkerPool) -> None:
+    messages = interpreted(2).run(disagree)
+    assert messages[0] == messages[1]
+    assert (
+        "gather workspace: rank 0: right of 2097152 bytes and 1 flags at epoch 1, rank 1: left of 3145728"
+        in messages[0]
+    )
+
+
+def under_capture() -> list[str]:
+    workspace = kernel_workspace(world_group(), "gather", CPU)
+    exchange(workspace, 0, copies=False)
+    assert workspace.copies_allowed and not workspace.captured
+    first = workspace.begin("first", 0, 0)
+    messages = []
+    with mock.patch.object(KernelWorkspace, "_capturing", lambda self: True):
+        assert not workspace.copies_allowed
+        with pytest.raises(RuntimeError) as caught:
+            workspace.begin("large", 1 << 21, 1)
+        messages.append(str(caught.value))
+        assert not workspace.captured and workspace.epoch == 2
+        exchange(workspace, 1, copies=False)
+    assert workspace.captured and not workspace.copies_allowed
+    with pytest.raises(RuntimeError, match="let the kernel push"):
+        workspace.copy_gather(torch.zeros(1))
+    workspace._epoch += 2  # as two replays would
+    first.slots[0].fill_(workspace.rank)
+    check_exchange(exchange(workspace, 2, copies=False, nbytes=1 << 21), 2)
+    assert workspace.epoch == workspace._epoch.item() == 6
+    storage = first.slots[0].untyped_storage().data_ptr()
+    assert [channel.slots[0].untyped_storage().data_ptr() for _, channel in workspace._kept] == [storage]
+    exchange(workspace, 3, copies=False, nbytes=1 << 22)
+    return messages
+
+
+def test_capture_forbids_growth_and_copies_and_keeps_memory(interpreted: WorkerPool) -> None:
+    """The capture is simulated; on a GPU see test_graph_replays."""
+    assert interpreted(2).run(under_capture)[0] == [
+        "large needs 2097152 bytes and 1 flags per writer, the gather workspace has 1048576 and 1024, and it cannot "
+        "grow while a CUDA graph is captured: run the operation once outside of the capture, with its largest size"
+    ]
+
+
+def lifetime() -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    workspace = kernel_workspace(group, "gather", CPU)
+    exchange(workspace, 0, copies=True)
+    assert group in REGISTRY.kernels
+    reference, count = weakref.ref(workspace), len(REGISTRY.kernels)
+    del workspace
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert reference() is None and len(REGISTRY.kernels) == count - 1
+
+
+def test_a_workspace_lives_as_long_as_its_group(interpreted: WorkerPool) -> None:
+    interpreted(2).run(lifetime)
+
+
+def misuse() -> None:
+    group = world_group()
+    with pytest.raises(ValueError, match="kind must be one of"):
+        kernel_workspace(group, "scatter", CPU)
+    with pytest.raises(ValueError, match="must be positive, not 0"):
+        set_timeout(group, 0)
+    workspace = kernel_workspace(group, "gather", CPU)
+    channel = workspace.begin("first", 0, 0)
+    for shard in (torch.zeros(4, 4).T[:2], torch.zeros(channel.capacity // 4 + 1)):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            workspace.copy_gather(shard)
+    limit = channel.limit
+    set_timeout(group, 40)
+    assert workspace.begin("second", 0, 0).limit == 2 * limit
+    assert why_not(group, torch.device("meta")) == "there are no fused kernels for meta devices"
+
+
+def test_misuse(interpreted: WorkerPool) -> None:
+    interpreted(1).run(misuse)
+
+
+def cuda() -> torch.device:
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def epochs_on_one_device(copies: bool) -> None:
+    workspace = kernel_workspace(world_group(), "gather", cuda(), epoch=2**31 - 4)
+    assert not workspace.copies_allowed  # ranks share the device; this kernel is small enough for copies to get through
+    for index in range(8):
+        out = exchange(workspace, index, copies, nbytes=(1 << 20) + 1 if index >= 4 else 0)
+        check_all()
+        check_exchange(out, index)
+    torch.cuda.synchronize()
+    check_all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_epochs_on_one_device(one_gpu: WorkerPool, size: int, copies: bool) -> None:
+    one_gpu(size).run(epochs_on_one_device, copies)
+
+
+def hang_on_one_device() -> str:
+    workspace = kernel_workspace(world_group(timeout=1), "reduce", cuda())
+    exchange(workspace, 0, copies=False)
+    torch.cuda.synchronize()
+    message = ""
+    if workspace.rank == 0:
+        exchange(workspace, 1, copies=False)
+        torch.cuda.synchronize()
+        with pytest.raises(HangError) as caught:
+            workspace.begin("next", 0, 0)
+        message = str(caught.value)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.gpu
+def test_hang_on_one_device(one_gpu: WorkerPool) -> None:
+    message = one_gpu(2).run(hang_on_one_device)[0]
+    assert "waited in vain for rank 1" in message and "seen 1, wanted 2" in message and __file__ in message
+
+
+def graph_replays() -> None:
+    """One operation per graph, so that the parity changes from replay to replay; then growth; then replays again."""
+    workspace = kernel_workspace(world_group(), "gather", cuda())
+    exchange(workspace, 0, copies=False)
+    x, graph = row(workspace.rank, 0, 3, workspace.device), torch.cuda.CUDAGraph()
+    out = x.new_zeros(workspace.world, 3)
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="cannot grow while a CUDA graph is captured"):
+            workspace.begin("large", 1 << 21, 1)
+        channel = workspace.begin("captured", x.nbytes * workspace.world, 1)
+        exchange_kernel[(1, 1)](*channel.arguments(), x, out, workspace.world, 3, PUSH=True)
+    assert workspace.captured and not workspace.copies_allowed
+    for index in range(1, 41):
+        x.copy_(row(workspace.rank, index, 3, workspace.device))
+        graph.replay()
+        check_exchange(out, index)
+        if index == 20:
+            check_exchange(exchange(workspace, 99, copies=False, nbytes=1 << 21), 99)
+            assert workspace.epoch == 1 + 20 + 1
+    check_all()
+
+
+@pytest.mark.gpu
+def test_graph_replays(one_gpu: WorkerPool) -> None:
+    one_gpu(2).run(graph_replays)

@@ -1,0 +1,351 @@
+"""Workspaces of the fused kernels: the symmetric memory, flags and epoch behind a Channel.
+
+Belongs here: their memory and its growth, the beginning of an operation, copy-engine transport, hang checks, the
+state of a group. No kernels (tpformer.kernels), no collectives on tensors (collectives.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .hang import Expired, HangError, Ring, describe
+from .shared_memory import DEFAULT_TIMEOUT, round_up
+from .symmetric import OVERLAPPING, SymmetricMemory, allocate, gather, why_not_symmetric
+from .workspace import REGISTRY
+
+if TYPE_CHECKING:
+    from tpformer.kernels.protocol import Channel
+
+KINDS = ("gather", "reduce")
+SLOT_MINIMUM = 1 << 20  # bytes
+WRITER_FLAGS_MINIMUM = 1024
+FLAG_BYTES = 4
+PAGE = 4096
+# Polls of one wait per second: on CUDA an estimate (one thread's round trip to a flag in device memory), in the
+# interpreter measured with a core to itself; a timeout is as exact as these.
+POLLS_PER_SECOND = {"cuda": 1_000_000, "cpu": 6_000}
+MAXIMUM_LIMIT = 2**31 - 1
+
+
+class KernelWorkspace:
+    """The symmetric memory of one kind of fused operation of one group, and its epoch.
+
+    Each rank's region: `world * writer_flags` int32 flags (rounded to 4096 bytes), then the slots of parity 0 and 1 of
+    `capacity` bytes each. Memory per rank: 2 * capacity + 4 * world * writer_flags; both sizes are powers of two, at
+    least 1 MiB and 1024, and grow by a collective. Every operation waits for all ranks and all ranks begin the same
+    operations in the same order, on one stream; at most one is in flight (docs/kernels.md).
+
+    epoch: the operations finished before the first one; the flags start there, so that int32 may wrap at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, state: KernelGroup, kind: str, device: torch.device, epoch: int = 0):
+        from tpformer.kernels.protocol import ERROR_WORDS
+
+        self.kind, self.device, self.state = kind, device, state
+        self.rank, self.world = group.rank(), group.size()
+        self.epoch = epoch
+        """The epoch last begun from here; once `captured`, no longer the device's."""
+        self.captured = False
+        """Whether a CUDA graph holds operations of this workspace: its epochs then move without `begin`."""
+        self.capacity = self.writer_flags = self._flag_bytes = 0
+        self._group = weakref.ref(group)
+        on_cuda = device.type == "cuda"
+        with torch.inference_mode(False):
+            self._epoch = torch.full((1,), epoch, dtype=torch.int32, device=device)
+            self._error = torch.zeros(1, ERROR_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
+        self._words = self._error.numpy()[0]  # reads of the host's own memory: no synchronisation, no dispatch
+        self._copy_stream = torch.cuda.Stream(device) if on_cuda else None
+        self._memory: SymmetricMemory | None = None
+        self._channel: Channel | None = None
+        self._kept: list[tuple[SymmetricMemory, Channel]] = []
+
+    @property
+    def limit(self) -> int:
+        return min(MAXIMUM_LIMIT, max(1, int(self.state.timeout * POLLS_PER_SECOND[self.device.type])))
+
+    @property
+    def copies_allowed(self) -> bool:
+        """Whether `copy_gather` may serve the next operation, else the kernel pushes itself.
+
+        Not under capture, nor after one: a captured copy cannot follow the parity, and the host no longer knows it.
+        Nor where ranks share a device: a copy within one device may need an SM, which a spinning grid can occupy.
+        Nor on a CPU that may reorder the flag's store with the payload's.
+        """
+        on_cuda = self.device.type == "cuda"
+        possible = os.environ.get(OVERLAPPING) != "1" if on_cuda else platform.machine() == "x86_64"
+        return possible and not self.captured and not self._capturing()
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def begin(self, operation: str, nbytes: int, flags: int) -> Channel:
+        """Begin the next operation: its epoch is moved on the current stream; launch its kernel there next.
+
+        nbytes: what a rank's slot must hold, from all writers together; flags: how many each writer sets. Equal on
+        all ranks. Collective over the group if one of them exceeds what earlier operations needed.
+        Raises HangError if a peer did not come to an earlier operation, RuntimeError if the memory had to grow under
+        CUDA-graph capture or the ranks began different operations where it grew.
+        """
+        from tpformer.kernels.protocol import bump
+
+        self.state.check()
+        capturing = self._capturing()
+        if self._channel is None or nbytes > self.capacity or flags > self.writer_flags:
+            if capturing:
+                raise RuntimeError(
+                    f"{operation} needs {nbytes} bytes and {flags} flags per writer, the {self.kind} workspace has "
+                    f"{self.capacity} and {self.writer_flags}, and it cannot grow while a CUDA graph is captured: run "
+                    "the operation once outside of the capture, with its largest size"
+                )
+            self._grow(operation, nbytes, flags)
+        self.captured |= capturing
+        self.epoch = wrap(self.epoch + 1)
+        self.state.ring.note(REGISTRY.step, self.kind, operation, None if self.captured else self.epoch)
+        assert self._channel is not None
+        bump(self._channel)
+        return self._channel
+
+    def _grow(self, operation: str, nbytes: int, flags: int) -> None:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"{operation}: the process group of this workspace is gone")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.state.check()
+        # Past this exchange all ranks have finished all earlier operations: nobody writes to the old memory any more.
+        wants = gather((operation, nbytes, flags, int(self._epoch.item())), group)
+        if any(want != wants[0] for want in wants):
+            calls = ", ".join(
+                f"rank {rank}: {name} of {size} bytes and {count} flags at epoch {epoch}"
+                for rank, (name, size, count, epoch) in enumerate(wants)
+            )
+            raise RuntimeError(
+                f"the ranks began different operations in the {self.kind} workspace: {calls}; every rank must call the "
+                "same ones, in the same order, with equal shapes"
+            )
+        self.epoch = wants[0][3]
+        if self.captured and self._memory is not None and self._channel is not None:
+            self._kept.append((self._memory, self._channel))  # graphs hold its addresses
+        capacity = max(SLOT_MINIMUM, self.capacity, power_of_two(nbytes))
+        writer_flags = max(WRITER_FLAGS_MINIMUM, self.writer_flags, power_of_two(flags))
+        self._memory = self._channel = None
+        self.capacity = self.writer_flags = 0  # holds if the allocation raises
+        with torch.inference_mode(False):
+            self._memory, self._channel = self._allocate(group, capacity, writer_flags)
+        self.capacity, self.writer_flags = capacity, writer_flags
+
+    def _allocate(self, group: dist.ProcessGroup, capacity: int, writer_flags: int) -> tuple[SymmetricMemory, Channel]:
+        """Flags start at the present epoch, which is not yet that of any operation to come, whatever its sign."""
+        from tpformer.kernels.protocol import Channel
+
+        flag_bytes = self._flag_bytes = round_up(self.world * writer_flags * FLAG_BYTES, PAGE)
+        memory = allocate(flag_bytes + 2 * capacity, group, self.device, self.state.timeout)
+        memory.peer(self.rank, (self.world * writer_flags,), torch.int32).fill_(self.epoch)
+        memory.barrier()
+        table = memory.pointers.view(1, self.world)
+        slots = [memory.peer(self.rank, (capacity,), torch.uint8, flag_bytes + parity * capacity) for parity in (0, 1)]
+        channel = Channel(
+            rank=self.rank,
+            served=1,
+            world=self.world,
+            data=(table + flag_bytes).to(self.device),
+            flags=table.to(self.device, copy=True),
+            epoch=self._epoch,
+            error=self._error,
+            slots=(slots[0], slots[1]),
+            parity_stride=capacity,
+            capacity=capacity,
+            writer_flags=writer_flags,
+            limit=self.limit,
+            counters=torch.zeros(1, self.world * writer_flags, dtype=torch.int32, device=self.device),
+        )
+        return memory, channel
+
+    def copy_gather(self, shard: torch.Tensor) -> None:
+        """Send the contiguous `shard` to every peer by copies, at the epoch just begun; call `join` after the kernel.
+
+        At each peer it lands at byte rank * shard.nbytes of the slot, then flag 0 of this writer is set: by a copy of
+        the device's epoch, which the same stream orders after the payload (on CPU: x86 keeps stores in order).
+        Before all peers' flags have come, `shard` must not be written. The own slot is left alone.
+        """
+        assert self._memory is not None and self._channel is not None
+        if self.captured or self._capturing():
+            raise RuntimeError(
+                f"copies cannot serve the {self.kind} workspace once a CUDA graph uses it: let the kernel push"
+            )
+        nbytes, parity = shard.nbytes, self.epoch & 1
+        if not shard.is_contiguous() or nbytes * self.world > self.capacity:
+            raise ValueError(
+                f"a shard of shape {tuple(shard.shape)} must be contiguous, and {self.world} of its {nbytes} bytes "
+                f"must fit a slot of {self.capacity} bytes: give begin() that size"
+            )
+        payload = shard.detach().reshape(-1).view(torch.uint8)
+        offset = self._flag_bytes + parity * self.capacity + self.rank * nbytes
+        flag = self.rank * self.writer_flags * FLAG_BYTES
+        if self._copy_stream is not None:
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copy_stream):  # None: no change
+            for step in range(1, self.world):
+                peer = (self.rank - step) % self.world  # each link carries one transfer at a time
+                self._memory.peer(peer, (nbytes,), torch.uint8, offset).copy_(payload, non_blocking=True)
+                self._memory.peer(peer, (1,), torch.int32, flag).copy_(self._epoch, non_blocking=True)
+
+    def join(self) -> None:
+        """The current stream waits for the copies: at the end of an operation, before its input may be reused."""
+        if self._copy_stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)
+
+    def expired(self) -> Expired | None:
+        """What the error word says. Host memory: no synchronisation; a kernel still running may yet set it."""
+        if not self._words[0]:
+            return None
+        _, peer, seen, wanted = (int(word) for word in self._words)
+        return Expired(self.kind, self.rank, peer, seen, wanted, self.limit, self.state.timeout)
+
+    def check(self) -> None:
+        """Raise HangError if a wait of this group has expired. Exact for finished kernels; no synchronisation."""
+        self.state.check()
+
+    def update_limit(self) -> None:
+        if self._channel is not None:
+            self._channel = self._channel._replace(limit=self.limit)
+
+
+@dataclass
+class KernelGroup:
+    """How one process group runs fused kernels; holds no reference to the group, which is the registry's weak key."""
+
+    global_ranks: tuple[int, ...]
+    timeout: float = DEFAULT_TIMEOUT
+    ring: Ring = field(default_factory=Ring)
+    reasons: dict[torch.device, str | None] = field(default_factory=dict)
+    workspaces: dict[tuple[str, torch.device], KernelWorkspace] = field(default_factory=dict)
+    report: str | None = None
+    """The first HangError's message: the group is poisoned."""
+
+    def check(self) -> None:
+        if self.report is None:
+            for workspace in self.workspaces.values():
+                expired = workspace.expired()
+                if expired is not None:
+                    self.report = describe(expired, self.ring, self.global_ranks)
+                    break
+        if self.report is not None:
+            raise HangError(self.report)
+
+
+def state_of(group: dist.ProcessGroup) -> KernelGroup:
+    """The group's state, made at first use; no communication."""
+    state = REGISTRY.kernels.get(group)
+    if state is None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        state = REGISTRY.kernels[group] = KernelGroup(ranks)
+    return state
+
+
+def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, epoch: int = 0) -> KernelWorkspace:
+    """The group's workspace of that kind ("gather" or "reduce"), made at first use: then collective over the group.
+
+    epoch: where a new workspace starts to count (int32), for tests.
+    Raises RuntimeError with `why_not`'s reason if fused kernels cannot run.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
+    state, device = state_of(group), indexed(device)
+    workspace = state.workspaces.get((kind, device))
+    if workspace is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the {kind} workspace does not exist yet and cannot be made while a CUDA graph is captured: run the "
+                "operation once outside of the capture, with its largest size"
+            )
+        reason = why_not(group, device)
+        if reason is not None:
+            raise RuntimeError(f"fused kernels cannot run for this group: {reason}")
+        workspace = state.workspaces[kind, device] = KernelWorkspace(group, state, kind, device, epoch)
+    return workspace
+
+
+def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why fused kernels cannot run for the group on this device, None if they can; the same on all ranks.
+
+    Collective over the group at its first use per device (see `why_not_symmetric`), cached afterwards.
+    """
+    reasons, device = state_of(group).reasons, indexed(device)
+    if device not in reasons:
+        reasons[device] = find_reason(group, device)
+    return reasons[device]
+
+
+def find_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    if device.type not in POLLS_PER_SECOND:
+        return f"there are no fused kernels for {device.type} devices"
+    local = why_not_here(device)
+    if local is not None:  # by the environment, which is the same on all ranks
+        return local
+    return why_not_symmetric(group, device)
+
+
+def why_not_here(device: torch.device) -> str | None:
+    """The reason that needs no peers: whether Triton can run kernels on such a device in this process."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it exists for Linux): pip install triton"
+    interpreted = "TRITON_INTERPRET" in os.environ  # without it, a CPU run hears its answer without importing triton
+    if interpreted:
+        from tpformer.kernels.launch import is_interpreted
+
+        interpreted = is_interpreted()
+    if device.type == "cpu" and not interpreted:
+        return "on CPU Triton has only its interpreter, which is for tests (TRITON_INTERPRET=1)"
+    if device.type == "cuda" and interpreted:
+        return "TRITON_INTERPRET=1 copies CUDA tensors to the host, where peers' memory is not: unset it"
+    return None
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """How long a fused operation of this group waits for a peer before the group is given up (default 600 s).
+
+    Counted in polls, so approximate. Not collective, but use the same everywhere.
+    """
+    if seconds <= 0:
+        raise ValueError(f"a timeout must be positive, not {seconds}")
+    state = state_of(group)
+    state.timeout = seconds
+    for workspace in state.workspaces.values():
+        workspace.update_limit()
+
+
+def check_all(step: int | None = None) -> None:
+    """Raise HangError if a wait of any group has expired; no synchronisation, no communication.
+
+    step: operations begun from now on are reported as those of this step. The trainer calls it once per step.
+    """
+    for state in list(REGISTRY.kernels.values()):
+        state.check()
+    if step is not None:
+        REGISTRY.step = step
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device with its index, so that "cuda" and "cuda:0" are one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is not below value."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def wrap(value: int) -> int:
+    """value as int32 arithmetic leaves it."""
+    return (value + 2**31) % 2**32 - 2**31

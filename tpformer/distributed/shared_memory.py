@@ -1,0 +1,235 @@
+"""Symmetric memory's backend `shared`: CPU processes on one machine, Linux.
+
+Belongs here: the mapping, peer addresses and views, signals and bounded waits. No slots, no reductions, no policy
+(workspace.py and collectives.py); CUDA's backend and the choice between the two are in symmetric.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+SEMAPHORE_BYTES = 64  # a cache line each; sem_t itself has 32 bytes (glibc) or fewer
+SPINS = 100  # tries (about 25 us) before sleeping. Small op, 2 cores: 2 ranks 36 -> 10 us, 4 ranks 62 -> 56; 400: 109
+MAXIMUM_SLEEP = 1.0  # seconds: sem_timedwait follows the wall clock, so sleep in pieces and count monotonic time
+
+
+class Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def load_semaphores() -> tuple[Any, Any, Any, Any] | None:
+    """sem_init, sem_post, sem_trywait, sem_timedwait; None where unnamed process-shared semaphores do not exist.
+
+    They synchronise memory (POSIX 4.12), sleep in a futex and need no compiler. Only the call that can sleep
+    releases the GIL (CDLL): a handover costs more than the others take (PyDLL).
+    """
+    if sys.platform != "linux":
+        return None
+    fast, blocking = ctypes.PyDLL(None), ctypes.CDLL(None)
+    try:
+        functions = fast.sem_init, fast.sem_post, fast.sem_trywait, blocking.sem_timedwait
+    except AttributeError:
+        return None
+    fast.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+    blocking.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(Timespec)]
+    return functions
+
+
+SEMAPHORES = load_semaphores()
+
+
+def is_available() -> bool:
+    """Whether this machine can run the `shared` backend (Linux with unnamed process-shared semaphores)."""
+    return SEMAPHORES is not None
+
+
+def host_key() -> tuple[str, ...]:
+    """Equal on two ranks exactly if they can map each other's memory: same machine, boot and process namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return os.uname().nodename, boot, os.readlink("/proc/self/ns/pid"), str(os.getuid())
+
+
+class SharedMemory:
+    """`nbytes` bytes for each rank of a CPU process group on one machine, mapped by all of them.
+
+    Construction is collective over `group`: a broadcast and an all-gather of small objects. The memory, zeros at
+    first, is an anonymous file (memfd) which peers open through /proc: it has no name, so nothing is left behind
+    however a rank ends, and /dev/shm's size does not bound it. It costs `nbytes * ranks` bytes, reserved here.
+
+    Attributes: rank, size (ranks), nbytes, timeout (seconds), pointers (int64 CPU tensor of shape (size,): the
+    address of each rank's region in this process, 4096-byte aligned).
+    Raises RuntimeError on every rank if one of them cannot reserve or map the memory.
+    """
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT) -> None:
+        if SEMAPHORES is None:
+            raise RuntimeError("shared symmetric memory needs Linux with POSIX semaphores: use the gloo backend here")
+        self._initialize, self._post, self._trywait, self._timedwait = SEMAPHORES
+        self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
+        self.nbytes = round_up(nbytes, mmap.PAGESIZE)
+        self._header = round_up(self.size * self.size * SEMAPHORE_BYTES, mmap.PAGESIZE)
+        self.buffer = self._map(group)
+        with torch.inference_mode(False):  # or the views could not be written outside of it
+            self._bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
+        base = self._bytes.data_ptr()
+        addresses = [base + self.region_offset(rank) for rank in range(self.size)]
+        self.pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        # One semaphore per (receiver, sender): a wait is for one peer, and a fast peer cannot stand in for a slow one.
+        self._outgoing = [ctypes.c_void_p(base + self._semaphore(peer, self.rank)) for peer in range(self.size)]
+        self._incoming = [ctypes.c_void_p(base + self._semaphore(self.rank, peer)) for peer in range(self.size)]
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._waits = [0] * self.size
+        self._failure: str | None = None
+
+    def _semaphore(self, receiver: int, sender: int) -> int:
+        return (receiver * self.size + sender) * SEMAPHORE_BYTES
+
+    def _map(self, group: dist.ProcessGroup) -> mmap.mmap:
+        """Rank 0 creates the file and its semaphores, the others open it, and each reserves its own region."""
+        total = self._header + self.nbytes * self.size
+        first = dist.get_global_rank(group, 0)
+        shared: list[Any] = [None]
+        memory = descriptor = error = None
+        if self.rank == 0:
+            try:
+                descriptor = os.memfd_create("tpformer")
+                os.ftruncate(descriptor, total)
+                memory = mmap.mmap(descriptor, total)
+                self._initialize_semaphores(memory)
+                shared = [f"/proc/{os.getpid()}/fd/{descriptor}"]
+            except OSError as exception:
+                shared = [exception]
+        dist.broadcast_object_list(shared, src=first, group=group)
+        try:
+            if isinstance(shared[0], OSError):
+                raise shared[0]
+            if self.rank != 0:
+                descriptor = os.open(shared[0], os.O_RDWR)
+                memory = mmap.mmap(descriptor, total)
+            assert descriptor is not None
+            # Reserving now turns a lack of memory into an error here instead of a SIGBUS at the first write.
+            os.posix_fallocate(descriptor, self._header + self.rank * self.nbytes, self.nbytes)
+        except OSError as exception:
+            error = f"rank {self.rank}: {exception}"
+        errors: list[Any] = [None] * self.size
+        dist.all_gather_object(errors, error, group=group)  # past it, all have mapped the file: it can lose its owner
+        if descriptor is not None:
+            os.close(descriptor)
+        if any(errors):
+            raise RuntimeError(
+                f"cannot share {total} bytes between {self.size} ranks ({'; '.join(filter(None, errors))}): "
+                "free memory, use smaller microbatches, or use the gloo backend"
+            )
+        assert memory is not None
+        return memory
+
+    def _initialize_semaphores(self, memory: mmap.mmap) -> None:
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for index in range(self.size * self.size):
+            self._initialize(base + index * SEMAPHORE_BYTES, 1, 0)
+
+    def region_offset(self, rank: int) -> int:
+        """Where rank's region starts in `buffer`, in bytes."""
+        return self._header + rank * self.nbytes
+
+    def peer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
+        """A contiguous view of `rank`'s region from `byte_offset` on; no communication.
+
+        It stays valid after `close()`. Raises ValueError if it does not fit or is not aligned to the dtype.
+        """
+        nbytes = view_bytes(shape, dtype, byte_offset, self.nbytes)
+        start = self.region_offset(rank) + byte_offset
+        return self._bytes[start : start + nbytes].view(dtype).view(shape)
+
+    def signal(self, dst_rank: int) -> None:
+        """Let one `wait(this rank)` of dst_rank pass; all that this rank wrote before is visible after that wait."""
+        self._check()
+        self._post(self._outgoing[dst_rank])
+
+    def copy_and_signal(self, dst_rank: int, source: torch.Tensor, byte_offset: int = 0) -> None:
+        """Copy the contiguous `source` into dst_rank's region at `byte_offset`, then `signal(dst_rank)`."""
+        self.peer(dst_rank, source.shape, source.dtype, byte_offset).copy_(source)
+        self.signal(dst_rank)
+
+    def wait(self, src_rank: int, operation: str = "wait") -> None:
+        """Consume one signal of src_rank, sleeping until it comes.
+
+        Raises TimeoutError after `timeout` seconds; the memory is then unusable, as a late signal would be taken for
+        a later operation's, and every later wait raises RuntimeError.
+        """
+        self._check()
+        self._wait(src_rank, operation)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"this group's shared memory is unusable: {self._failure}")
+
+    def _wait(self, src_rank: int, operation: str) -> None:
+        semaphore = self._incoming[src_rank]
+        for _ in range(SPINS):
+            if self._trywait(semaphore) == 0:
+                break
+        else:
+            self._sleep(src_rank, operation)
+        self._waits[src_rank] += 1
+
+    def _sleep(self, src_rank: int, operation: str) -> None:
+        deadline = time.monotonic() + self.timeout
+        while (left := deadline - time.monotonic()) > 0:
+            until = time.time() + min(left, MAXIMUM_SLEEP)
+            if self._timedwait(self._incoming[src_rank], Timespec(int(until), int(until % 1 * 1e9))) == 0:
+                return  # otherwise: this piece of time is over, or a signal handler ran
+        self._failure = (
+            f"rank {self.rank} of {self.size} waited {self.timeout} s for rank {src_rank} in {operation} "
+            f"(wait {self._waits[src_rank] + 1} for that rank)"
+        )
+        raise TimeoutError(
+            f"{self._failure}: look at rank {src_rank}'s output, it died, hangs, or called its collectives in another "
+            "order; if it was only slow, give the backend a longer timeout"
+        )
+
+    def exchange(self, operation: str = "barrier") -> None:
+        """Signal every other rank, then wait for every other rank; all earlier writes of all ranks become visible."""
+        self._check()
+        for peer in self._peers:
+            self._post(self._outgoing[peer])
+        for peer in self._peers:
+            self._wait(peer, operation)
+
+    def fail(self, reason: str) -> None:
+        """Make every later wait raise, because the ranks no longer agree on what comes next."""
+        self._failure = reason
+
+    def barrier(self) -> None:
+        """No rank returns before every rank of the group has called this."""
+        self.exchange("barrier")
+
+    def close(self) -> None:
+        """Drop the mapping; its memory is freed when the last view of it is gone in the last rank. Not collective."""
+        self._failure = "it was closed"
+        del self._outgoing, self._incoming, self._bytes, self.buffer
+
+
+def view_bytes(shape: Sequence[int], dtype: torch.dtype, byte_offset: int, region: int) -> int:
+    """Bytes of such a view; ValueError if it does not fit a region of that many bytes or is not aligned."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if byte_offset < 0 or byte_offset + nbytes > region:
+        raise ValueError(f"{nbytes} bytes at offset {byte_offset} do not fit a region of {region} bytes")
+    if byte_offset % dtype.itemsize:
+        raise ValueError(f"byte offset {byte_offset} is not a multiple of {dtype.itemsize}, the size of {dtype}")
+    return nbytes
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
