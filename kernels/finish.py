@@ -1,0 +1,58 @@
+"""What follows a reduction, once: bias, dropout, residual. The host side of tile.finish."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_SIGN = 1 << 31
+
+
+class Dropout(NamedTuple):
+    """start (rows,) int64: the global index of each row's first element; key: 64 bits; p: probability of zeroing."""
+
+    start: Tensor
+    key: int
+    p: float
+
+
+class Finish(NamedTuple):
+    """y = residual + dropout(sum + bias): bias (N,), residual (rows, N) like the result; None leaves a part out."""
+
+    bias: Tensor | None = None
+    dropout: Dropout | None = None
+    residual: Tensor | None = None
+
+    def arguments(self, placeholder: Tensor) -> tuple:
+        """Kernel arguments from `bias` to `scale`; the placeholder stands for tensors that are not there."""
+        start, key, p = self.dropout or (placeholder, 0, 0.0)
+        halves = [_signed(key & 0xFFFFFFFF), _signed(key >> 32)]
+        tensors = [placeholder if x is None else x for x in (self.bias, self.residual)]
+        return *tensors, start, *halves, round(p * 2**32), 1.0 / (1.0 - p)
+
+    def flags(self) -> dict[str, bool]:
+        return {
+            "BIAS": self.bias is not None,
+            "DROPOUT": self.dropout is not None,
+            "RESIDUAL": self.residual is not None,
+        }
+
+    def apply(self, total: Tensor) -> Tensor:
+        """The same in torch, for references: in total's dtype, which should be wide."""
+        from .dropout.reference import dropout_apply
+
+        if self.bias is not None:
+            total = total + self.bias.to(total.dtype)
+        if self.dropout is not None:
+            total = dropout_apply(total, self.dropout.start, self.dropout.key, self.dropout.p)
+        return total if self.residual is None else total + self.residual.to(total.dtype)
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as int32, so that every key has one argument type."""
+    return word - 2 * _SIGN if word >= _SIGN else word
+
+
+NOTHING = Finish()
+
+PARTIALS = (torch.bfloat16, torch.float16, torch.float32)

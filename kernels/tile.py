@@ -1,0 +1,246 @@
+"""Device functions on one tile of a GEMM: order of tiles, loads, the K loop, activations, stores.
+
+Belongs here: code that several GEMM kernels inline. No communication (protocol.py), no host code (launch.py).
+"""
+
+import triton
+import triton.language as tl
+
+from .philox.kernel import random_words
+
+# columns that an epilogue takes at a time: with more, values between accumulator and store spill
+DERIVATIVE_COLUMNS = tl.constexpr(32)
+ACTIVATION_COLUMNS = tl.constexpr(64)
+PACKED_COLUMNS = tl.constexpr(128)
+GROUP_M = tl.constexpr(8)  # row blocks that share their columns' operand in L2
+
+
+@triton.jit
+def swizzle(tile, tiles_m, tiles_n):
+    """(row block, column block) of a tile: columns run fastest over groups of GROUP_M row blocks."""
+    width = GROUP_M * tiles_n
+    first = (tile // width) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + (tile % width) % height, (tile % width) // height
+
+
+@triton.jit
+def load_block(
+    source, row, column, row_end, column_end, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+):
+    """A block of a row-major matrix, zero outside of it: by a TMA descriptor, or by pointers."""
+    if TMA:
+        block = source.load([row, column])
+    else:
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        mask = (rows < row_end)[:, None] & (columns < column_end)[None, :]
+        block = tl.load(source + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    return block
+
+
+@triton.jit
+def multiply(
+    accumulator,
+    a,
+    b,
+    a_row,
+    b_row,
+    m,
+    n,
+    m_end,
+    n_end,
+    k,
+    a_stride,
+    b_stride,
+    A_TRANSPOSED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """accumulator + A B^T of one tile, A (m_end, k) and B (n_end, k), whose first row and column are m and n.
+
+    A_TRANSPOSED: A is stored as (k, m_end), B_TRANSPOSED: B as (k, n_end). a_row, b_row: where the served rank's matrix
+    starts in a stack of them. The loop holds no wait: the pipeliner would move its loads over it.
+    """
+    for step in range(tl.cdiv(k, BLOCK_K)):
+        at = step * BLOCK_K
+        if A_TRANSPOSED:
+            left = load_block(a, a_row + at, m, a_row + k, m_end, a_stride, BLOCK_K, BLOCK_M, TMA).T
+        else:
+            left = load_block(a, a_row + m, at, a_row + m_end, k, a_stride, BLOCK_M, BLOCK_K, TMA)
+        if B_TRANSPOSED:
+            right = load_block(b, b_row + at, n, b_row + k, n_end, b_stride, BLOCK_K, BLOCK_N, TMA)
+        else:
+            right = load_block(b, b_row + n, at, b_row + n_end, k, b_stride, BLOCK_N, BLOCK_K, TMA).T
+        accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
+    return accumulator
+
+
+@triton.jit
+def multiply_inputs(
+    a0, a1, a2, b0, b1, b2, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride,
+    a_row, virtual, m, n, m_end, n_end, INPUTS: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One tile of sum_i A_i B_i^T for up to three pairs: K loops one after another into one accumulator."""
+    result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    result = multiply(
+        result, a0, b0, a_row, virtual * (k0 if B_TRANSPOSED else n_end), m, n, m_end, n_end, k0, a0_stride, b0_stride,
+        False, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+    )  # fmt: skip
+    if INPUTS > 1:
+        result = multiply(
+            result, a1, b1, a_row, virtual * (k1 if B_TRANSPOSED else n_end), m, n, m_end, n_end, k1, a1_stride,
+            b1_stride, False, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+        )  # fmt: skip
+    if INPUTS > 2:
+        result = multiply(
+            result, a2, b2, a_row, virtual * (k2 if B_TRANSPOSED else n_end), m, n, m_end, n_end, k2, a2_stride,
+            b2_stride, False, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def sum_sources(slot, source_stride, WORLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The float32 sum of every source's ROWS x COLUMNS packed values, in rank order: the same bits every time."""
+    offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for source in tl.static_range(WORLD):
+        total += tl.load(slot + source * source_stride + offsets).to(tl.float32)
+    return total
+
+
+@triton.jit
+def finish(
+    total, bias, residual, start, key_low, key_high, threshold, scale, row, column, row_end, column_end,
+    BIAS: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """residual + dropout(total + bias), in float32; what a row-parallel linear adds once, after the reduction."""
+    if BIAS:
+        total = add_bias(total, bias, column, column_end, COLUMNS)
+    if DROPOUT:
+        rows = row + tl.arange(0, ROWS)
+        starts = tl.load(start + rows, mask=rows < row_end, other=0)
+        keep = random_words(key_low, key_high, starts[:, None] + column + tl.arange(0, COLUMNS)[None, :]) >= threshold
+        total = tl.where(keep, total * scale, 0.0)
+    if RESIDUAL:
+        added = load_block(residual, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
+        total += added.to(tl.float32)
+    return total
+
+
+@triton.jit
+def store_block(
+    target, block, row, column, row_end, column_end, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Round a block to the target's dtype and store what lies inside; plain stores, so that a release covers them."""
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    mask = (rows < row_end)[:, None] & (columns < column_end)[None, :]
+    pointers = target + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(pointers, block.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """gelu (erf), gelu_tanh, silu or "" (none), in float32; formulas in activation/reference.py."""
+    if KIND == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == "silu":
+        x = x * tl.sigmoid(x)
+    return x
+
+
+@triton.jit
+def differentiate(x, KIND: tl.constexpr):
+    """The activation and its derivative at x, in float32."""
+    if KIND == "gelu":
+        cumulative = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * cumulative
+        slope = cumulative + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == "gelu_tanh":
+        sigmoid = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        value = x * sigmoid
+        slope = sigmoid + value * (1.0 - sigmoid) * (1.5957691216057308 + 0.2140644488178072 * x * x)
+    elif KIND == "silu":
+        sigmoid = tl.sigmoid(x)
+        value = x * sigmoid
+        slope = sigmoid + value * (1.0 - sigmoid)
+    else:
+        value = x
+        slope = x * 0.0 + 1.0
+    return value, slope
+
+
+@triton.jit
+def add_bias(accumulator, bias, column, column_end, BLOCK_N: tl.constexpr):
+    columns = column + tl.arange(0, BLOCK_N)
+    return accumulator + tl.load(bias + columns, mask=columns < column_end, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and right half of a block's columns: epilogues go piece by piece, or they spill."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def store_activated(
+    target, block, row, column, row_end, column_end, stride,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """store_block of the activation."""
+    if ACTIVATION != "" and COLUMNS > ACTIVATION_COLUMNS:
+        left, right = halves(block, ROWS, COLUMNS)
+        HALF: tl.constexpr = COLUMNS // 2
+        store_activated(target, left, row, column, row_end, column_end, stride, ACTIVATION, ROWS, HALF)
+        store_activated(target, right, row, column + HALF, row_end, column_end, stride, ACTIVATION, ROWS, HALF)
+    else:
+        store_block(target, activate(block, ACTIVATION), row, column, row_end, column_end, stride, ROWS, COLUMNS)
+
+
+@triton.jit
+def store_packed(target, block, stride: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A whole block, rounded to the target's dtype, into memory with rows of `stride`: unmasked 16-byte stores."""
+    if COLUMNS > PACKED_COLUMNS:
+        left, right = halves(block, ROWS, COLUMNS)
+        HALF: tl.constexpr = COLUMNS // 2
+        store_packed(target, left, stride, ROWS, HALF)
+        store_packed(target + HALF, right, stride, ROWS, HALF)
+    else:
+        offsets = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
+        tl.store(target + offsets, block.to(target.dtype.element_ty))
+
+
+@triton.jit
+def store_derivative(
+    accumulator, x, gate, dx, dgate, rebuilt, row, column, row_end, column_end,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """From the gradient of act(x), or of act(gate) * x: dx, dgate, and the value itself for the weight gradient."""
+    if COLUMNS > DERIVATIVE_COLUMNS:
+        left, right = halves(accumulator, ROWS, COLUMNS)
+        HALF: tl.constexpr = COLUMNS // 2
+        store_derivative(left, x, gate, dx, dgate, rebuilt, row, column, row_end, column_end,
+                         ACTIVATION, GATED, ROWS, HALF)  # fmt: skip
+        store_derivative(right, x, gate, dx, dgate, rebuilt, row, column + HALF, row_end, column_end,
+                         ACTIVATION, GATED, ROWS, HALF)  # fmt: skip
+    else:
+        source = load_block(x, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False).to(tl.float32)
+        if GATED:
+            gated = load_block(gate, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
+            value, slope = differentiate(gated.to(tl.float32), ACTIVATION)
+            store_block(dgate, accumulator * source * slope, row, column, row_end, column_end, column_end,
+                        ROWS, COLUMNS)  # fmt: skip
+            store_block(dx, accumulator * value, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+            store_block(rebuilt, value * source, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+        else:
+            value, slope = differentiate(source, ACTIVATION)
+            store_block(dx, accumulator * slope, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+            store_block(rebuilt, value, row, column, row_end, column_end, column_end, ROWS, COLUMNS)

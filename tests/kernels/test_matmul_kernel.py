@@ -1,0 +1,114 @@
+"""matmul, matmul_derivative and gated_matmul equal their references: layouts, epilogues, odd shapes, exact integers."""
+
+import pytest
+import torch
+from pool import WorkerPool
+from testing import assert_kernel_close
+
+pytest.importorskip("triton")
+
+from tpformer.kernels.activation.reference import ACTIVATIONS
+from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.launch import Tile
+from tpformer.kernels.matmul.kernel import gated_matmul, matmul, matmul_derivative
+from tpformer.kernels.matmul.reference import (
+    gated_matmul_reference,
+    matmul_cost,
+    matmul_derivative_reference,
+    matmul_reference,
+)
+
+TILE = Tile(16, 16, 16, 1, 1, False)
+SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48))
+
+
+def draw(index: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes]
+
+
+def close(actual, reference, *arguments, **options) -> None:
+    """Every output of the kernel against the reference in float64 and in the kernel's dtype."""
+    wide = [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
+    oracles, baselines = reference(*wide, **options), reference(*arguments, **options)
+    if isinstance(actual, torch.Tensor):
+        actual, oracles, baselines = [actual], [oracles], [baselines]
+    for number, (x, oracle, baseline) in enumerate(zip(actual, oracles, baselines, strict=True)):
+        if oracle is None:
+            assert x is None
+        else:
+            assert_kernel_close(x, oracle, baseline, f"{reference.__name__} output {number} {options}")
+
+
+def layouts(m: int, n: int, k: int, dtype: torch.dtype, device: str, tile: Tile) -> None:
+    a, at, w, wt = draw(m, dtype, device, (m, k), (k, m), (n, k), (k, n))
+    close(matmul(a, [w], tile=tile)[0], matmul_reference, a, w)
+    close(matmul(a, [wt], b_transposed=True, tile=tile)[0], matmul_reference, a, wt, b_transposed=True)
+    close(
+        matmul(at, [wt], a_transposed=True, b_transposed=True, tile=tile)[0],
+        matmul_reference, at, wt, a_transposed=True, b_transposed=True,
+    )  # fmt: skip
+
+
+def epilogues(m: int, n: int, k: int, dtype: torch.dtype, device: str, tile: Tile) -> None:
+    widths = (n, n + 5, max(1, n // 2))
+    a, x, gate, wt, *rest = draw(m + 1, dtype, device, (m, k), (m, n), (m, n), (k, n), *[(w, k) for w in widths])
+    biases = draw(m + 2, dtype, device, *[(w,) for w in widths])
+    for activation in (None, *ACTIVATIONS):
+        outputs = matmul(a, rest, biases, activation=activation, tile=tile)
+        for y, w, bias in zip(outputs, rest, biases, strict=True):
+            close(y, matmul_reference, a, w, bias, activation=activation)
+        if activation is not None:
+            for given in (None, gate):
+                actual = matmul_derivative(a, wt, x, activation, given, tile=tile)
+                close(actual, matmul_derivative_reference, a, wt, x, activation, given)
+    actual = gated_matmul(a, rest[0], wt.t().contiguous(), tile=tile)
+    close(actual, gated_matmul_reference, a, rest[0], wt.t().contiguous())
+
+
+def all_cases() -> None:
+    for shape in SHAPES:
+        layouts(*shape, torch.float32, "cpu", TILE)
+        epilogues(*shape, torch.float32, "cpu", TILE)
+    layouts(17, 37, 19, torch.float16, "cpu", TILE._replace(tma=True))
+    epilogues(16, 24, 8, torch.float16, "cpu", TILE._replace(tma=True))
+
+
+def test_kernels_match_references(interpreted: WorkerPool) -> None:
+    interpreted(1).run(all_cases, timeout=120)
+
+
+def exact_and_strided() -> None:
+    """Zeros and ones sum exactly; operands may be columns of larger matrices, NaNs beside them must not reach in."""
+    wide = torch.full((19, 40), float("nan"))
+    a, w = wide[:, 3:20], torch.full((23, 30), float("nan"))[:, :17]
+    a.copy_(torch.randint(0, 2, (19, 17)))
+    w.copy_(torch.randint(0, 2, (23, 17)))
+    for tma in (False, True):
+        assert torch.equal(matmul(a, [w], tile=TILE._replace(tma=tma))[0], a @ w.t())
+
+
+def test_zeros_and_ones_are_exact_in_strided_operands(interpreted: WorkerPool) -> None:
+    interpreted(1).run(exact_and_strided)
+
+
+def test_configurations_are_few_and_used() -> None:
+    assert len(TILES) <= 24
+    used = {name for capability in (80, 90, 100) for size in (2, 4) for name in tile_names(capability, size)}
+    assert used | {"interpreted"} == set(TILES)
+
+
+def test_cost() -> None:
+    assert matmul_cost(3, 5, 7, 2) == (210, 2 * (21 + 35 + 15))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", TILES)
+def test_on_gpu(name: str, dtype: torch.dtype) -> None:
+    capability = 10 * torch.cuda.get_device_capability()[0]
+    if name not in tile_names(capability, dtype.itemsize):
+        pytest.skip(f"{name} is not for sm_{capability} and {dtype}")
+    for shape in (*SHAPES, (300, 520, 136), (1024, 768, 2048)):
+        layouts(*shape, dtype, "cuda", TILES[name])
+        epilogues(*shape, dtype, "cuda", TILES[name])
