@@ -1,0 +1,31 @@
+"""GEMM, then all-reduce and what follows it: the specification for all ranks in one process, and its cost."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..cost import Cost
+from ..finish import NOTHING, Finish
+from ..matmul_reduce_scatter.reference import partial_sum
+
+
+def matmul_all_reduce_reference(
+    inputs: Sequence[Sequence[Tensor]],
+    weights: Sequence[Sequence[Tensor]],
+    finish: Finish = NOTHING,
+    *,
+    b_transposed: bool = False,
+) -> Tensor:
+    """finish(sum over ranks r and i of A[r][i] B[r][i]^T), equal on all ranks, rounded once to the inputs' dtype.
+
+    Shapes: inputs[r][i] (M, K_i), weights[r][i] (N, K_i), or (K_i, N) if b_transposed; result (M, N).
+    """
+    total = torch.stack([partial_sum(a, b, b_transposed) for a, b in zip(inputs, weights, strict=True)]).sum(0)
+    return finish.apply(total).to(inputs[0][0].dtype)
+
+
+def matmul_all_reduce_cost(m: int, n: int, k: int, world: int, itemsize: int, one_shot: bool) -> Cost:
+    """One rank, (M, K) x (K, N): the GEMM; one-shot reads t partials of everything, two-shot of 1 / t and one result."""
+    moved = 2 * world * m * n if one_shot else 4 * m * n
+    return Cost(2 * m * n * k + m * n, (m * k + n * k + m * n + moved) * itemsize)

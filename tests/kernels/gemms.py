@@ -1,0 +1,134 @@
+"""Runs a communicating GEMM for some epochs against its reference: on one process per rank, or on virtual ranks.
+
+Belongs here: what the tests of the fused kernels share. Workers import it, with the interpreter on; `gpu` tests use the
+virtual ranks on CUDA.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from channels import poison, real_channel, region_bytes, virtual_channel
+from testing import assert_kernel_close
+from torch import Tensor
+
+from tpformer.distributed.shared_memory import SharedMemory
+from tpformer.kernels.launch import Tile
+from tpformer.kernels.protocol import Channel, bump
+
+BEFORE_WRAP = 2**31 - 3  # two more epochs are positive as int32, then they wrap
+TILE = Tile(16, 16, 16, 1, 1, False)
+TMA_TILE = TILE._replace(tma=True)
+CAPACITY = 1 << 17  # bytes of a slot
+WRITER_FLAGS = 64
+DELAY = 0.05  # seconds
+PATIENCE = 60  # seconds that the shared memory's own barrier waits
+# (rows per rank, N, K): one of everything, primes below and above the tile, several tiles each way
+SHAPES = ((1, 1, 1), (5, 7, 3), (17, 37, 19), (34, 20, 40))
+
+Tensors = dict[str, Tensor]
+
+
+class Gemm(NamedTuple):
+    make: Callable[[int, int, int, int, int], Tensors]
+    """(rank, world, rows, N, K) -> shapes by name, as tensors of device meta; "start" holds integers, "a" is always there."""
+    launch: Callable[[Tensors, Channel, Tile], Sequence[Tensor | None]]
+    reference: Callable[[list[Tensors]], Sequence[Sequence[Tensor | None]]]
+    """All ranks' tensors -> for each rank what `launch` returns."""
+    same: frozenset[str] = frozenset()
+    """Names of inputs that are equal on all ranks."""
+    exact: bool = True
+    """Whether zeros and ones give whole numbers, which the last operation on processes then checks bit for bit."""
+
+
+def shapes(**sizes: tuple[int, ...]) -> Tensors:
+    return {name: torch.empty(size, device="meta") for name, size in sizes.items()}
+
+
+def make_inputs(gemm: Gemm, index: int, world: int, shape: tuple[int, int, int], binary: bool) -> list[Tensors]:
+    """All ranks' float64 inputs of the index-th operation: normal, or zeros and ones, with which sums are exact."""
+    generator = torch.Generator().manual_seed(index)
+
+    def draw(name: str, like: Tensor) -> Tensor:
+        if name == "start":
+            return torch.randint(2**40, like.shape, generator=generator)
+        if binary:
+            return torch.randint(0, 2, like.shape, generator=generator).double()
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+
+    inputs = [{name: draw(name, like) for name, like in gemm.make(r, world, *shape).items()} for r in range(world)]
+    return [x | {name: inputs[0][name] for name in gemm.same} for x in inputs]
+
+
+def cast(tensors: list[Tensors], dtype: torch.dtype, device: str = "cpu") -> list[Tensors]:
+    return [{n: x.to(device, dtype if x.is_floating_point() else None) for n, x in t.items()} for t in tensors]
+
+
+def compare(actual: Sequence[Tensor | None], gemm: Gemm, inputs: list[Tensors], rank: int, exact: bool, where) -> None:
+    """Against the reference in float64, with the reference in the inputs' own dtype for the allowed error."""
+    baseline = gemm.reference(inputs)[rank]
+    oracle = gemm.reference(cast(inputs, torch.float64, inputs[0]["a"].device.type))[rank]
+    assert len(actual) == len(oracle)
+    for number, (x, wide, same) in enumerate(zip(actual, oracle, baseline, strict=True)):
+        if wide is None:
+            assert x is None
+        elif exact:
+            assert torch.equal(x, same), (where, number)
+        else:
+            assert_kernel_close(x, wide, same, f"{where} output {number}")
+
+
+def run_on_processes(
+    gemm: Gemm, tile: Tile = TILE, dtype: torch.dtype = torch.float32, sizes: Sequence = SHAPES
+) -> None:
+    """This process's part. Another rank each time is late before it starts, and before it poisons what it has read."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    memory = SharedMemory(region_bytes(world, CAPACITY, WRITER_FLAGS), dist.group.WORLD, timeout=PATIENCE)
+    channel = real_channel(memory, CAPACITY, WRITER_FLAGS, epoch=BEFORE_WRAP)
+    for index, shape in enumerate(sizes):
+        binary = gemm.exact and index == len(sizes) - 1
+        inputs = cast(make_inputs(gemm, index, world, shape, binary), dtype)
+        late = DELAY if index % world == rank and world > 1 else 0
+        time.sleep(late)
+        bump(channel)
+        outputs = gemm.launch(inputs[rank], channel, tile)
+        time.sleep(late)
+        poison(channel, BEFORE_WRAP + 1 + index)
+        compare(outputs, gemm, inputs, rank, binary, (rank, world, shape, dtype))
+    assert not channel.error.any() and not channel.counters.any()
+
+
+def run_on_virtual_ranks(
+    gemm: Gemm, world: int, tile: Tile, dtype: torch.dtype, sizes: Sequence, device: str = "cpu",
+    capacity: int = CAPACITY, flags: int = WRITER_FLAGS, repeat: int = 1,
+) -> None:  # fmt: skip
+    """All ranks in one launch, each tensor the stack of the ranks' own."""
+    for number, shape in enumerate(sizes):
+        # a TMA descriptor covers all ranks' slots as one matrix: a slot is a whole number of rows
+        row = -(-shape[2] * dtype.itemsize // 16) * 16
+        channel = virtual_channel(world, capacity // row * row, flags, epoch=BEFORE_WRAP, device=device)
+        for index in range(repeat):
+            inputs = cast(make_inputs(gemm, 100 * number + index, world, shape, False), dtype, device)
+            bump(channel)
+            stacked = {name: torch.cat([x[name] for x in inputs]) for name in inputs[0]}
+            outputs = gemm.launch(stacked, channel, tile)
+            for rank in range(world) if index in (0, repeat - 1) else (index % world,):
+                parts = [None if x is None else x.chunk(world)[rank] for x in outputs]
+                compare(parts, gemm, inputs, rank, False, (world, shape, dtype, index))
+            poison(channel, BEFORE_WRAP + 1 + index)
+        assert not channel.error.any() and not channel.counters.any()
+
+
+def run_without_peer(gemm: Gemm) -> list[int]:
+    """The last rank never comes. The others' error words: expired, peer, epoch seen, epoch wanted."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    memory = SharedMemory(region_bytes(world, CAPACITY, WRITER_FLAGS), dist.group.WORLD, timeout=PATIENCE)
+    channel = real_channel(memory, CAPACITY, WRITER_FLAGS, epoch=7, limit=20)
+    if rank < world - 1:
+        bump(channel)
+        inputs = cast(make_inputs(gemm, 0, world, (5, 7, 3), False), torch.float32)
+        gemm.launch(inputs[rank], channel, TILE)
+    memory.barrier()
+    return channel.error[0].tolist()

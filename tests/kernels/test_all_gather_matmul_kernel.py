@@ -1,0 +1,168 @@
+"""all_gather_matmul equals its reference on processes and on virtual ranks: weights, epilogues, transports, timeouts."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+
+pytest.importorskip("triton")
+
+from channels import real_channel, region_bytes, virtual_channel
+from gemms import (
+    CAPACITY,
+    PATIENCE,
+    SHAPES,
+    TILE,
+    TMA_TILE,
+    WRITER_FLAGS,
+    Gemm,
+    run_on_processes,
+    run_on_virtual_ranks,
+    run_without_peer,
+    shapes,
+)
+
+from tpformer.distributed.shared_memory import SharedMemory
+from tpformer.kernels.all_gather_matmul.kernel import (
+    all_gather_matmul,
+    all_gather_matmul_derivative,
+    gathered_copy,
+    gathered_view,
+)
+from tpformer.kernels.all_gather_matmul.reference import (
+    all_gather_matmul_cost,
+    all_gather_matmul_derivative_reference,
+    all_gather_matmul_reference,
+)
+from tpformer.kernels.configurations import TILES
+from tpformer.kernels.protocol import bump
+
+
+def linear(weights: int, activation: str | None = None, transposed: bool = False) -> Gemm:
+    names = [(f"w{i}", f"bias{i}") for i in range(weights)]
+
+    def make(rank, world, rows, n, k):
+        made = {"a": (rows, k)}
+        for i, (w, bias) in enumerate(names):
+            made |= {w: (k, n + 4 * i) if transposed else (n + 4 * i, k), bias: (n + 4 * i,)}
+        return shapes(**made)
+
+    def launch(x, channel, tile):
+        return all_gather_matmul(
+            x["a"], [x[w] for w, _ in names], channel, [x[bias] for _, bias in names],
+            activation=activation, b_transposed=transposed, tile=tile,
+        )  # fmt: skip
+
+    def reference(xs):
+        return all_gather_matmul_reference(
+            [x["a"] for x in xs], [[x[w] for w, _ in names] for x in xs], [[x[bias] for _, bias in names] for x in xs],
+            activation=activation, b_transposed=transposed,
+        )  # fmt: skip
+
+    return Gemm(make, launch, reference, exact=activation is None)
+
+
+def derivative(activation: str, gated: bool) -> Gemm:
+    def make(rank, world, rows, n, k):
+        full = (world * rows, n)
+        return shapes(a=(rows, k), w=(k, n), x=full, **({"gate": full} if gated else {}))
+
+    def launch(x, channel, tile):
+        return all_gather_matmul_derivative(x["a"], x["w"], channel, x["x"], activation, x.get("gate"), tile=tile)
+
+    def reference(xs):
+        columns = [[x.get(name) for x in xs] for name in ("a", "w", "x", "gate")]
+        return all_gather_matmul_derivative_reference(*columns[:3], activation, columns[3])
+
+    return Gemm(make, launch, reference, exact=False)
+
+
+def processes() -> None:
+    run_on_processes(linear(3, "gelu"))
+    run_on_processes(linear(2), TMA_TILE, torch.float16, SHAPES[1:])
+    run_on_processes(linear(1, transposed=True), sizes=SHAPES[2:])
+    run_on_processes(derivative("gelu_tanh", gated=False), sizes=SHAPES[:3])
+    run_on_processes(derivative("silu", gated=True), sizes=SHAPES[2:3] * 2)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_on_processes(interpreted: WorkerPool, world: int) -> None:
+    interpreted(world).run(processes, timeout=120)
+
+
+def virtual_ranks() -> None:
+    run_on_virtual_ranks(linear(2, "silu"), 3, TILE, torch.float32, SHAPES[1:3], repeat=3)
+    run_on_virtual_ranks(linear(1), 2, TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
+    run_on_virtual_ranks(derivative("gelu", gated=False), 2, TILE, torch.float32, SHAPES[2:3])
+
+
+def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
+    interpreted(1).run(virtual_ranks, timeout=120)
+
+
+def without_peer() -> list[int]:
+    return run_without_peer(linear(1))
+
+
+def test_missing_peer_is_reported(interpreted: WorkerPool) -> None:
+    assert interpreted(3).run(without_peer) == [[1, 2, 7, 8], [1, 2, 7, 8], [0, 0, 0, 0]]
+
+
+def kept_rows() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    memory = SharedMemory(region_bytes(world, CAPACITY, WRITER_FLAGS), dist.group.WORLD, timeout=PATIENCE)
+    channel = real_channel(memory, CAPACITY, WRITER_FLAGS)
+    for epoch in (1, 2):
+        shards = [torch.full((3, 5), 10.0 * epoch + r) for r in range(world)]
+        bump(channel)
+        all_gather_matmul(shards[rank], [torch.ones(2, 5)], channel, keep=True, tile=TILE)
+        whole = torch.cat(shards)
+        assert torch.equal(gathered_view(channel, epoch % 2, shards[rank]), whole)
+        copy = gathered_copy(channel, shards[rank])
+        channel.slots[epoch % 2].zero_()
+        assert torch.equal(copy, whole)
+
+
+def test_gathered_rows_are_kept_on_request(interpreted: WorkerPool) -> None:
+    interpreted(3).run(kept_rows)
+
+
+def too_small() -> str:
+    channel = virtual_channel(2, 64, 8)
+    with pytest.raises(ValueError) as caught:
+        all_gather_matmul(torch.zeros(8, 16), [torch.zeros(4, 16)], channel, tile=TILE)
+    return str(caught.value)
+
+
+def test_too_small_a_workspace_is_refused(interpreted: WorkerPool) -> None:
+    (message,) = interpreted(1).run(too_small)
+    assert "needs slots of 512 bytes and 8 flags per writer, the workspace has 64 and 8" in message
+
+
+def test_cost_counts_the_shards_that_arrive() -> None:
+    assert all_gather_matmul_cost(8, 3, 5, 4, 2) == (240, 2 * (40 + 15 + 24 + 30))
+
+
+GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("name", ["large", "medium", "small"])
+def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
+    run = partial(
+        run_on_virtual_ranks, world=world, tile=TILES[name], dtype=torch.bfloat16, sizes=GPU_SHAPES, device="cuda",
+        capacity=1 << 24, flags=256, repeat=8,
+    )  # fmt: skip
+    run(linear(3))
+    run(linear(1, "gelu", transposed=True))
+    run(derivative("silu", gated=True))
+
+
+@pytest.mark.gpu
+def test_a_thousand_epochs_on_gpu() -> None:
+    run_on_virtual_ranks(
+        linear(1), 4, TILES["small"], torch.bfloat16, [(64, 128, 64)], "cuda", capacity=1 << 20, flags=64, repeat=1000
+    )
