@@ -1,9 +1,16 @@
 """What the tests of tensor-parallel operations share: seeded tensors, and putting ranks' results together again."""
 
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from testing import assert_kernel_close
 from torch import Tensor
+
+from tpformer import ops
 
 
 def make(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -21,6 +28,32 @@ def mine(x: Tensor, dim: int) -> Tensor:
 
 def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+
+
+def with_transport(transport: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function with every column_linear and row_linear on this transport; fails if another one ran."""
+    names = ("column_linear", "row_linear")
+    before = {name: getattr(ops, name) for name in names}
+    try:
+        for name in names:
+            setattr(ops, name, partial(before[name], transport=transport))
+        with ops.record_transports() as ran:
+            result = function(*args)
+    finally:
+        for name in names:
+            setattr(ops, name, before[name])
+    assert {name for _, name in ran} <= {transport} and (ran or dist.get_world_size() == 1), ran
+    return result
+
+
+class OnTransport:
+    """The fixture `ranks`, but every linear in what it runs goes through one transport."""
+
+    def __init__(self, ranks: Any, transport: str) -> None:
+        self.ranks, self.transport = ranks, transport
+
+    def __call__(self, size: int) -> Any:
+        return SimpleNamespace(run=partial(self.ranks(size).run, with_transport, self.transport))
 
 
 def join(parts: list[Tensor], how: int | str) -> Tensor:

@@ -71,6 +71,7 @@ def test_what_cannot_be_built_is_named(values, words):
         ({"train": {"global_batch_size": 4, "microbatch_size": 3}}, ["global_batch_size=4", "microbatch_size=3"]),
         ({"train": {"steps": 0}}, ["train.steps=0", "at least 1"]),
         ({"parallel": {"tensor_parallel": 0}}, ["tensor_parallel=0", "at least 1"]),
+        ({"parallel": {"transport": "magic"}}, ["parallel.transport='magic'", "sequential, pipelined"]),
         ({"train": {"dtype": "float8"}}, ["float8", "bfloat16"]),
         ({"train": {"device": "tpu"}}, ["tpu", "cpu or cuda"]),
         ({"data": {"train": []}}, ["data.train", "tpformer data build"]),
@@ -89,6 +90,18 @@ def test_impossible_runs_are_refused(tiny_values, changes, words):
 def test_sequence_parallel_off_lifts_the_token_rule(tiny_values):
     changes = {"model": {"seq_length": 15}, "parallel": {"tensor_parallel": 4, "sequence_parallel": False}}
     check_config(build_config(tiny_values, changes, {"train": {"microbatch_size": 1}}))
+
+
+def test_a_table_of_measured_transports_is_read_before_anything_starts(tiny_values, tmp_path):
+    path = tmp_path / "table.json"
+    config = build_config(tiny_values, {"parallel": {"transport_table": str(path)}})
+    with pytest.raises(FileNotFoundError, match="table.json"):
+        check_config(config)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="table.json: expected a list of rows"):
+        check_config(config)
+    path.write_text("[]")
+    check_config(config)
 
 
 def test_unreadable_files_are_named(tmp_path):

@@ -61,12 +61,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     if group is None or (state := state_of(group)).size == 1:
         return x
     size = state.size
-    if x.dim() == 0 or x.shape[0] % size:
-        rows = x.shape[0] if x.dim() else "no"
-        raise ValueError(
-            f"reduce_scatter over {size} ranks: dim 0 has {rows} rows, which {size} does not divide; "
-            "pad dim 0 to a multiple of the ranks, or use a tensor-parallel size that divides it"
-        )
+    check_divisible(x.shape[0] if x.dim() else None, size)
     flat = x.detach().reshape(-1)
     nbytes = flat.numel() * x.dtype.itemsize
     record("reduce_scatter", nbytes)
@@ -77,6 +72,15 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
         return output
     slots = state.reduce.slots(group, flat.numel(), x.dtype, size)
     return reduce_own_part(slots, flat, state, REDUCE_SCATTER, nbytes, torch.add).view(shape)
+
+
+def check_divisible(rows: int | None, size: int) -> None:
+    """Raise ValueError unless `size` ranks can share the rows of a reduce-scatter (None: there is no dim 0)."""
+    if rows is None or rows % size:
+        raise ValueError(
+            f"reduce_scatter over {size} ranks: dim 0 has {'no' if rows is None else rows} rows, which {size} does not "
+            "divide; pad dim 0 to a multiple of the ranks, or use a tensor-parallel size that divides it"
+        )
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum") -> torch.Tensor:

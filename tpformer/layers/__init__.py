@@ -5,6 +5,7 @@ from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_
 from .attention import SelfAttention
 from .block import DropoutKey, TransformerBlock
 from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
+from .explain import LinearPlan, explain, linear_plans
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import ParallelModule, initialize
@@ -16,6 +17,7 @@ __all__ = [
     "DropoutKey",
     "LMHead",
     "LayerNorm",
+    "LinearPlan",
     "MLP",
     "ParallelModule",
     "PositionEmbedding",
@@ -26,7 +28,9 @@ __all__ = [
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabSlice",
+    "explain",
     "initialize",
     "linear_cross_entropy",
+    "linear_plans",
     "vocab_parallel_cross_entropy",
 ]

@@ -36,10 +36,11 @@ class SelfAttention(ParallelModule):
         output_init_std: float | None = None,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = True,
+        transport: str = "auto",
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
+        super().__init__(tp_mesh, sequence_parallel, transport)
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
         self.rope_base = rope_base
         check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp_size, rope=rope_base is not None)
@@ -48,28 +49,33 @@ class SelfAttention(ParallelModule):
             "bias": bias,
             "tp_mesh": tp_mesh,
             "sequence_parallel": sequence_parallel,
+            "transport": transport,
             "device": device,
             "dtype": dtype,
         }
-        kv_features, kv_rows = self.n_kv_heads * self.head_dim, None
+        kv_features = self.n_kv_heads * self.head_dim
+        kv: dict = {}
         if self.n_kv_heads % self.tp_size:
-            first, last = self.kv_heads_needed()
-            kv_rows = slice(first * self.head_dim, last * self.head_dim)
+            first, last = self.kv_heads_needed(self.tp_rank)
+            needed = (self.kv_heads_needed(rank) for rank in range(self.tp_size))
+            kv["used_rows"] = slice(first * self.head_dim, last * self.head_dim)
+            kv["most_rows"] = max(last - first for first, last in needed) * self.head_dim
+        self.shares_gather = ("q_proj", "k_proj", "v_proj")
         self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, init_std=init_std, **common)
-        self.k_proj = ColumnParallelLinear(hidden_size, kv_features, init_std=init_std, used_rows=kv_rows, **common)
-        self.v_proj = ColumnParallelLinear(hidden_size, kv_features, init_std=init_std, used_rows=kv_rows, **common)
+        self.k_proj = ColumnParallelLinear(hidden_size, kv_features, init_std=init_std, **kv, **common)
+        self.v_proj = ColumnParallelLinear(hidden_size, kv_features, init_std=init_std, **kv, **common)
         self.o_proj = RowParallelLinear(hidden_size, hidden_size, init_std=output_init_std, **common)
 
-    def kv_heads_needed(self) -> tuple[int, int]:
-        """The key-value heads [first, last) that this rank's query heads attend with."""
+    def kv_heads_needed(self, rank: int) -> tuple[int, int]:
+        """The key-value heads [first, last) that a tp rank's query heads attend with."""
         queries, group = self.n_heads // self.tp_size, self.n_heads // self.n_kv_heads
-        first = self.tp_rank * queries
+        first = rank * queries
         return first // group, (first + queries - 1) // group + 1
 
     def _spread(self, kv: Tensor) -> Tensor:
         """Key or value heads in a form whose head count divides the queries', each serving equally many in a row."""
         queries, group = self.n_heads // self.tp_size, self.n_heads // self.n_kv_heads
-        first, _ = self.kv_heads_needed()
+        first, _ = self.kv_heads_needed(self.tp_rank)
         wanted = [(self.tp_rank * queries + q) // group - first for q in range(queries)]
         heads = kv.shape[1]
         if queries % heads == 0 and wanted == [q // (queries // heads) for q in range(queries)]:

@@ -63,10 +63,11 @@ class TransformerBlock(ParallelModule):
         output_init_std: float | None = None,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = True,
+        transport: str = "auto",
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
+        super().__init__(tp_mesh, sequence_parallel, transport)
         if norm not in NORMS:
             raise ValueError(f"unknown norm {norm!r}; choose one of {', '.join(NORMS)}")
         self.dropout, self.layer_index = dropout, layer_index
@@ -76,7 +77,13 @@ class TransformerBlock(ParallelModule):
             "device": device,
             "dtype": dtype,
         }
-        linear: dict = {"bias": bias, "init_std": init_std, "output_init_std": output_init_std, **place}
+        linear: dict = {
+            "bias": bias,
+            "init_std": init_std,
+            "output_init_std": output_init_std,
+            "transport": transport,
+            **place,
+        }
         self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
         self.self_attn = SelfAttention(hidden_size, n_heads, n_kv_heads=n_kv_heads, rope_base=rope_base, **linear)
         self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)

@@ -30,11 +30,14 @@ class _VocabParallel(ParallelModule):
         weight: bool = True,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = True,
+        transport: str = "auto",
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
-        self.vocab_size, self.rows = vocab_size, padded_vocab(vocab_size, vocab_multiple)
+        super().__init__(tp_mesh, sequence_parallel, transport)
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.rows = padded_vocab(vocab_size, vocab_multiple)
+        self.width = -(-self.rows // self.tp_size)  # table rows of a rank, fewer on the last
         if weight:
             initial = Normal(init_std, valid_rows=vocab_size)
             self.add_parameter("weight", (self.rows, hidden_size), initial, shard=0, device=device, dtype=dtype)
@@ -44,9 +47,8 @@ class _VocabParallel(ParallelModule):
 
     def vocab_slice(self) -> ops.VocabSlice:
         """Which entries of the vocabulary this rank holds."""
-        per_rank = -(-self.rows // self.tp_size)
-        first = self.tp_rank * per_rank
-        return ops.VocabSlice(first, max(0, min(per_rank, self.vocab_size - first)))
+        first = self.tp_rank * self.width
+        return ops.VocabSlice(first, max(0, min(self.width, self.vocab_size - first)))
 
     def check_ids(self, ids: Tensor, what: str) -> None:
         """ValueError, on a CPU, for an id outside the vocabulary: no rank would hold it, and none would notice."""
@@ -120,7 +122,8 @@ class LMHead(_VocabParallel):
              x (tokens / t, hidden_size) or (tokens, hidden_size). Without targets the result is this rank's logits
              (tokens, V_local); with targets (tokens,), IGNORE_INDEX where no loss is wanted, it is the summed loss, a
              scalar equal on all ranks.
-    Communication, per rank: that of ops.column_linear (logits) or ops.linear_cross_entropy (loss).
+    Communication, per rank: that of ops.column_linear (logits, carried by `transport`) or ops.linear_cross_entropy
+             (loss, whose collectives are its own).
     Errors:  ValueError on a CPU for a target outside [0, vocab_size).
     """
 
@@ -130,6 +133,6 @@ class LMHead(_VocabParallel):
         weight = self.local("weight") if tied is None else tied
         where = {"norm": norm, "group": self.group, "sequence_parallel": self.sequence_parallel}
         if targets is None:
-            return ops.column_linear(x, weight, **where)  # type: ignore
+            return ops.column_linear(x, weight, transport=self.transport, width=self.width, **where)  # type: ignore
         self.check_ids(targets.masked_fill(targets == IGNORE_INDEX, 0), "targets")
         return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **where)  # type: ignore

@@ -32,10 +32,11 @@ class ColumnParallelLinear(ParallelModule):
              sequence shard, with sequence_parallel, else (tokens, in_features), equal on all ranks; y is
              (tokens, out_features / t). Leading dims are flattened batch-major; with `sequence_dim` the input is
              sharded along that dim instead, as in (batch, seq / t, hidden), and y has it whole.
-    Communication, per rank: that of ops.column_linear.
+    Communication, per rank: that of ops.column_linear, carried by `transport` (ops.choose_transport).
     tp_mesh None, or of size 1: bit-identical to nn.Linear.
     `used_rows` keeps weight and bias Replicate and computes only these rows (grouped-query keys and values with fewer
-    heads than ranks); their gradients are partial sums over the tp axis.
+    heads than ranks); their gradients are partial sums over the tp axis. `most_rows`: how many the rank with the most
+    uses, where ranks differ.
     """
 
     def __init__(
@@ -46,15 +47,19 @@ class ColumnParallelLinear(ParallelModule):
         bias: bool = True,
         init_std: float | None = None,
         used_rows: slice | None = None,
+        most_rows: int | None = None,
         sequence_dim: int | None = None,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = True,
+        transport: str = "auto",
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
+        super().__init__(tp_mesh, sequence_parallel, transport)
         self.in_features, self.out_features = in_features, out_features
         self.used_rows, self.sequence_dim = used_rows, sequence_dim
+        used = -(-out_features // self.tp_size) if used_rows is None else used_rows.stop - used_rows.start
+        self.width = most_rows or used  # output features of the rank that computes most
         shard = 0 if used_rows is None else None
         std = in_features**-0.5 if init_std is None else init_std
         self.add_parameter("weight", (out_features, in_features), Normal(std), shard=shard, device=device, dtype=dtype)
@@ -71,6 +76,10 @@ class ColumnParallelLinear(ParallelModule):
         weight, bias = (self.local(name, partial=True) for name in ("weight", "bias"))
         return weight[self.used_rows], None if bias is None else bias[self.used_rows]  # type: ignore[index]
 
+    def take_weight_gradient(self, gradient: Tensor) -> None:
+        """Add this rank's gradient of the weight that `local_parameters` gave."""
+        self.accumulate("weight", gradient, rows=self.used_rows)
+
     def forward(self, x: Tensor, *, norm: ops.Norm | None = None) -> Tensor:
         (y,) = project(_to_rows(x, self.sequence_dim), [self], norm)
         return _from_rows(y, x, self.sequence_dim)
@@ -82,6 +91,7 @@ class ColumnParallelLinear(ParallelModule):
 def project(rows: Tensor, layers: Sequence[ColumnParallelLinear], norm: ops.Norm | None) -> tuple[Tensor, ...]:
     """The outputs of several column-parallel layers on one mesh for the same rows (tokens, K): one gather for all."""
     parameters = [layer.local_parameters() for layer in layers]
+    queue = ops.active_queue()
     return ops.column_linear(
         rows,
         [weight for weight, _ in parameters],
@@ -89,6 +99,9 @@ def project(rows: Tensor, layers: Sequence[ColumnParallelLinear], norm: ops.Norm
         norm=norm,
         group=layers[0].group,
         sequence_parallel=layers[0].sequence_parallel,
+        transport=layers[0].transport,
+        width=sum(layer.width for layer in layers),
+        deferred=None if queue is None else ops.Deferred(queue, [layer.take_weight_gradient for layer in layers]),
     )
 
 
@@ -99,7 +112,7 @@ class RowParallelLinear(ParallelModule):
              reduction; x is (tokens, in_features / t); y and residual are (tokens / t, out_features), a sequence shard,
              with sequence_parallel, else (tokens, out_features), equal on all ranks. `sequence_dim` as in
              ColumnParallelLinear.
-    Communication, per rank: that of ops.row_linear.
+    Communication, per rank: that of ops.row_linear, carried by `transport` (ops.choose_transport).
     With sequence_parallel the bias gradient is a partial sum over the tp axis.
     tp_mesh None, or of size 1: bit-identical to nn.Linear.
     """
@@ -115,12 +128,14 @@ class RowParallelLinear(ParallelModule):
         sequence_dim: int | None = None,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = True,
+        transport: str = "auto",
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
+        super().__init__(tp_mesh, sequence_parallel, transport)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.sequence_dim = activation, sequence_dim
+        self.width = -(-in_features // self.tp_size)  # input features of the rank that has most
         std = in_features**-0.5 if init_std is None else init_std
         self.add_parameter("weight", (out_features, in_features), Normal(std), shard=1, device=device, dtype=dtype)
         if bias:
@@ -128,6 +143,10 @@ class RowParallelLinear(ParallelModule):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    def take_weight_gradient(self, gradient: Tensor) -> None:
+        """Add this rank's gradient of its shard of the weight."""
+        self.accumulate("weight", gradient)
 
     def forward(
         self,
@@ -137,6 +156,7 @@ class RowParallelLinear(ParallelModule):
         residual: Tensor | None = None,
         dropout: ops.Dropout | None = None,
     ) -> Tensor:
+        queue = ops.active_queue()
         y = ops.row_linear(
             _to_rows(x, self.sequence_dim),
             self.local("weight"),
@@ -147,6 +167,9 @@ class RowParallelLinear(ParallelModule):
             dropout=dropout,
             group=self.group,
             sequence_parallel=self.sequence_parallel,
+            transport=self.transport,
+            width=self.width,
+            deferred=None if queue is None else ops.Deferred(queue, [self.take_weight_gradient]),
         )
         return _from_rows(y, x, self.sequence_dim)
 

@@ -42,10 +42,11 @@ class MLP(ParallelModule):
         output_init_std: float | None = None,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = True,
+        transport: str = "auto",
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
+        super().__init__(tp_mesh, sequence_parallel, transport)
         if activation not in MLP_ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(MLP_ACTIVATIONS)}")
         function, self.gated = MLP_ACTIVATIONS[activation]
@@ -54,10 +55,12 @@ class MLP(ParallelModule):
             "bias": bias,
             "tp_mesh": tp_mesh,
             "sequence_parallel": sequence_parallel,
+            "transport": transport,
             "device": device,
             "dtype": dtype,
         }
         if self.gated:
+            self.shares_gather = ("gate_proj", "up_proj")
             self.gate_proj = ColumnParallelLinear(hidden_size, ffn, init_std=init_std, **common)
             self.up_proj = ColumnParallelLinear(hidden_size, ffn, init_std=init_std, **common)
             self.down_proj = RowParallelLinear(

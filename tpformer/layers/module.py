@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tpformer import ops
 from tpformer.kernels.philox.reference import philox_key, random_normal
 
 
@@ -32,13 +33,20 @@ Initializer = Normal | Constant
 
 
 class ParallelModule(nn.Module):
-    """A module on a 1-D tensor-parallel mesh (None: plain module, plain parameters, no process group needed)."""
+    """A module on a 1-D tensor-parallel mesh (None: plain module, plain parameters, no process group needed).
 
-    def __init__(self, tp_mesh: DeviceMesh | None, sequence_parallel: bool) -> None:
+    transport: what carries its linears between the ranks (ops.choose_transport). ValueError for an unknown name.
+    """
+
+    def __init__(self, tp_mesh: DeviceMesh | None, sequence_parallel: bool, transport: str = "auto") -> None:
         super().__init__()
+        if transport not in ops.TRANSPORTS:
+            raise ValueError(f"unknown transport {transport!r}; choose one of {', '.join(map(repr, ops.TRANSPORTS))}")
         self.tp_mesh = tp_mesh
         self.sequence_parallel = sequence_parallel
+        self.transport = transport
         self.initial: dict[str, Initializer] = {}
+        self.shares_gather: tuple[str, ...] = ()  # its column-parallel layers that one gather serves
 
     @property
     def tp_size(self) -> int:
@@ -86,6 +94,40 @@ class ParallelModule(nn.Module):
         if not isinstance(parameter, DTensor):
             return parameter
         return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+    @torch.no_grad()
+    def accumulate(self, name: str, gradient: Tensor, rows: slice | None = None) -> None:
+        """Add to a parameter's .grad what autograd would have, had `local` been read and this been its gradient.
+
+        rows: the gradient is of these rows only, and a partial sum over the tp axis. RuntimeError if the parameter is
+        not laid out as it was in the forward.
+        """
+        parameter = self._parameters[name]
+        assert parameter is not None
+        sharded = isinstance(parameter, DTensor)
+        shape = (parameter.to_local() if sharded else parameter).shape
+        if rows is not None:
+            gradient, part = gradient.new_zeros(shape), gradient
+            gradient[rows] = part
+        if gradient.shape != shape:
+            raise RuntimeError(
+                f"{name} has the local shape {tuple(shape)}, its gradient {tuple(gradient.shape)}: keep parameters "
+                f"unsharded from the backward until the weight gradients have run"
+            )
+        if parameter.grad is not None:
+            (parameter.grad.to_local() if sharded else parameter.grad).add_(gradient)
+        elif not sharded:
+            parameter.grad = gradient
+        else:
+            placements = parameter.placements if rows is None else [Partial()]
+            parameter.grad = DTensor.from_local(
+                gradient,
+                parameter.device_mesh,
+                placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
 
     def reset_parameters(self) -> None:
         """Fresh random values from torch's global generator: drawn on tp rank 0 and shared, so any layout agrees."""

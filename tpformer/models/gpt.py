@@ -16,6 +16,7 @@ from tpformer.layers import (
     Positions,
     TransformerBlock,
     VocabParallelEmbedding,
+    explain,
     initialize,
 )
 from tpformer.layers.attention import check_heads
@@ -40,11 +41,12 @@ class GPT(ParallelModule):
         *,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = True,
+        transport: str = "auto",
         seed: int = 0,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
+        super().__init__(tp_mesh, sequence_parallel, transport)
         if config.vocab_size is None:
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
         check_heads(config.hidden_size, config.n_heads, config.kv_heads, self.tp_size, rope=config.position == "rope")
@@ -76,13 +78,15 @@ class GPT(ParallelModule):
                     layer_index=index,
                     init_std=std,
                     output_init_std=output_std,
+                    transport=transport,
                     **place,
                 )
                 for index in range(config.n_layers)
             }
         )
         self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not config.tie_embeddings, **table)
+        tied = config.tie_embeddings
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, transport=transport, **table)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialize()
@@ -90,6 +94,10 @@ class GPT(ParallelModule):
     def initialize(self) -> None:
         """Fill the parameters from (seed, name, global index), the same values in every layout."""
         initialize(self, self.seed)
+
+    def explain(self, tokens: int | None = None, dtype: torch.dtype | None = None) -> str:
+        """What carries each linear and why (layers.explain); tokens in a forward, unset: one sample. On all ranks."""
+        return explain(self, tokens or self.config.seq_length, dtype)
 
     def _pad(self, ids: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
         """Right-pad the sequence until ranks can share the tokens: causal attention never looks at the padding."""

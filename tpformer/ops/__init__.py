@@ -9,21 +9,32 @@ from .norm import Norm, norm
 from .rope import rope
 from .row_linear import row_linear
 from .sequence import gather_rows, reduce_rows, scatter_rows
+from .transport import TRANSPORTS, Decision, choose_transport, use_measured_table
+from .transports.interface import record_transports
+from .weight_gradients import Deferred, WeightGradientQueue, active_queue
 
 __all__ = [
+    "Decision",
+    "Deferred",
     "Dropout",
     "Norm",
+    "TRANSPORTS",
     "VocabSlice",
+    "WeightGradientQueue",
+    "active_queue",
     "causal_attention",
+    "choose_transport",
     "column_linear",
     "dropout",
     "gather_rows",
     "linear_cross_entropy",
     "norm",
+    "record_transports",
     "reduce_rows",
     "rope",
     "row_linear",
     "scatter_rows",
+    "use_measured_table",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

@@ -13,6 +13,7 @@ from tpformer.kernels.cross_entropy.reference import combine_statistics, slice_g
 from tpformer.kernels.norm.reference import norm_backward, norm_forward
 
 from .norm import Norm
+from .transports.interface import record_transport
 
 
 class VocabSlice(NamedTuple):
@@ -78,6 +79,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         normed, (mean, rstd) = x, (None, None)
         if head.norm_kind:
             normed, (mean, rstd) = norm_forward(x, norm_weight, norm_bias, head.norm_kind, head.eps)
+        if head.group is not None:
+            record_transport("linear_cross_entropy", "sequential")
         gathered = all_gather(normed, head.group) if head.sequence_parallel else normed
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=x.device)

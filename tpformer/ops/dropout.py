@@ -23,12 +23,15 @@ class Dropout:
     seq_length: int
     first_token: int = 0
 
+    def starts(self, rows: int, hidden: int, device: torch.device) -> Tensor:
+        """(rows,) int64: the global index of the first element of each of this rank's rows."""
+        token = torch.arange(self.first_token, self.first_token + rows, device=device)
+        sample = self.sample_index.to(device)[token // self.seq_length]
+        return (sample * self.seq_length + token % self.seq_length) * hidden
+
     def apply(self, x: Tensor) -> Tensor:
         """Dropout of rows x (tokens, hidden); also its backward (the map is linear and diagonal)."""
-        token = torch.arange(self.first_token, self.first_token + len(x), device=x.device)
-        sample = self.sample_index.to(x.device)[token // self.seq_length]
-        row = sample * self.seq_length + token % self.seq_length
-        return dropout_apply(x, row * x.shape[-1], self.key, self.p)
+        return dropout_apply(x, self.starts(len(x), x.shape[-1], x.device), self.key, self.p)
 
 
 class DropoutFunction(torch.autograd.Function):

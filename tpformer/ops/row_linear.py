@@ -3,41 +3,35 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from tpformer.kernels.activation.reference import ACTIVATIONS, activation_backward, activation_forward
+from tpformer.kernels.activation.reference import ACTIVATIONS, activation_forward
 
 from .dropout import Dropout
-from .transport import resolve_transport
+from .transport import LOCAL, open_transport, row_request
+from .transports.interface import Finish, Transport
+from .weight_gradients import Deferred
 
 
 class _Layout(NamedTuple):
-    group: ProcessGroup | None
+    transport: Transport
     sequence_parallel: bool
     activation: str | None
     dropout: Dropout | None
+    deferred: Deferred | None
 
 
 class RowLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, weight, bias, residual, layout):
+    def forward(ctx, x, gate, weight, bias, residual, layout: _Layout):
         a = activation_forward(x, layout.activation, gate)
-        if layout.group is None:
-            y = F.linear(a, weight, bias)  # bias inside the GEMM: bit-identical to nn.Linear
-        else:
-            y = (reduce_scatter if layout.sequence_parallel else all_reduce)(a @ weight.t(), layout.group)
-            if bias is not None:
-                y += bias
-        if layout.dropout is not None:
-            y = layout.dropout.apply(y)
-        if residual is not None:
-            y += residual
+        finish = Finish(bias, layout.dropout, residual)
         ctx.layout, ctx.has_bias, ctx.has_residual = layout, bias is not None, residual is not None
         ctx.save_for_backward(x, gate, weight)
-        return y
+        return layout.transport.matmul_reduce(
+            [a], [weight], transposed=True, scatter=layout.sequence_parallel, finish=finish
+        )
 
     @staticmethod
     def backward(ctx, dy):
@@ -47,9 +41,18 @@ class RowLinearFunction(torch.autograd.Function):
         if layout.dropout is not None:
             dy = layout.dropout.apply(dy)
         dbias = dy.sum(0) if ctx.has_bias else None
-        gathered = all_gather(dy, layout.group) if layout.sequence_parallel else dy
-        dx, dgate, a = activation_backward(gathered @ weight, x, layout.activation, gate)
-        return dx, dgate, gathered.t() @ a, dbias, dresidual, None
+        gathering = layout.transport if layout.sequence_parallel else LOCAL
+        dx, dgate, a, gathered = gathering.gather_matmul_derivative(
+            dy, weight, x, gate, layout.activation, keep=layout.deferred is not None
+        )
+        if layout.deferred is None:
+            dweight = gathered.t() @ a
+        else:
+            dweight = None
+            if ctx.needs_input_grad[2]:
+                queue, (sink,) = layout.deferred
+                queue.add(lambda: sink(gathered.t() @ a))
+        return dx, dgate, dweight, dbias, dresidual, None
 
 
 def row_linear(
@@ -64,6 +67,8 @@ def row_linear(
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
     transport: str = "auto",
+    width: int | None = None,
+    deferred: Deferred | None = None,
 ) -> Tensor:
     """Y = residual + dropout(reduce(act(x) W^T) + b) for a weight sharded by input feature.
 
@@ -75,17 +80,20 @@ def row_linear(
     Communication, per rank, B = tokens * N * itemsize:
              sequence parallel: forward reduce-scatter B; backward all-gather B (dy, used for dx and dW)
              otherwise:         forward all-reduce B; backward none
+             transport: how (choose_transport); width: where ranks differ, K / t on the rank that has most, so that
+             "auto" chooses alike. deferred: the weight gradient is queued for its one sink, and gathered dy kept
+             until then.
     The bias gradient is a partial sum over this rank's rows under sequence_parallel.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Errors:  ValueError for an unknown activation, a gate without one, tokens not divisible by t (with
              sequence_parallel), or a transport that cannot run.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
-    if resolve_transport(transport, group) == "local":
-        group = None
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     if gate is not None and activation is None:
         raise ValueError("a gate needs an activation: act(gate) * x")
-    layout = _Layout(group, sequence_parallel, activation, dropout)
+    n, width = len(weight), width or x.shape[1]
+    request = row_request(len(x), width, n, x.dtype, x.device, group, sequence_parallel, transport)
+    layout = _Layout(open_transport(request), sequence_parallel, activation, dropout, deferred)
     return RowLinearFunction.apply(x, gate, weight, bias, residual, layout)

@@ -1,15 +1,207 @@
-"""Which transport carries a tensor-parallel linear: the choice, and the error when a choice cannot be honoured."""
+"""Which transport carries a tensor-parallel linear: the one choice, its reason, the error when it cannot be kept."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
 from torch.distributed import ProcessGroup
 
-TRANSPORTS = ("auto", "sequential")
+from tpformer.distributed.kernel_workspace import why_not
+from tpformer.distributed.workspace import backend_of
+from tpformer.kernels.cost import Machine, break_even_width, machine_for
+
+from .transports.interface import ALL, GATHER, REGISTRY, SCATTER, Request, Transport
+from .transports.measured import read_measured_table
+from .transports.pipelined import Pipelined
+from .transports.sequential import Sequential
+
+TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
+FUSED_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (*FUSED_DTYPES, torch.float32)
+FUSED_ROWS = 1024  # below, a collective and a library GEMM beat the fused kernels of sequence parallelism
+ONE_SHOT_BYTES = 256 << 10  # up to here an all-reduce is latency, which the fused kernel has least of
+PIPELINED_ROWS = 1024  # per rank: smaller GEMM chunks lose more than their overlap gains
+FUSED_EFFICIENCY = 0.9  # share of max(GEMM, communication) that the fused kernels are expected to reach
+LOCAL = Sequential(None)
 
 
-def resolve_transport(transport: str, group: ProcessGroup | None) -> str:
-    """The transport that will run: "local" for one rank, else "sequential" (the collective, then the GEMM).
+class Decision(NamedTuple):
+    """transport: "local" for one rank, else "sequential", "pipelined" or "fused"; reason: one line with the numbers."""
 
-    An explicit choice is honoured or raises: ValueError names the transports there are.
+    transport: str
+    reason: str
+
+
+def column_request(
+    rows: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: ProcessGroup | None,
+    sequence_parallel: bool,
+    transport: str,
+) -> Request:
+    """What column_linear asks for x (rows, k) and n output features of this rank, its weights' together.
+
+    Without sequence parallelism the one operation that communicates is the backward's dx = all_reduce(dy W).
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r} cannot run here; choose one of {', '.join(map(repr, TRANSPORTS))}")
-    return "local" if group is None or group.size() == 1 else "sequential"
+    if sequence_parallel:
+        ranks = 1 if group is None else group.size()
+        return Request(GATHER, rows * ranks, n, k, dtype, device, group, transport)
+    return Request(ALL, rows, k, n, dtype, device, group, transport)
+
+
+def row_request(
+    rows: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: ProcessGroup | None,
+    sequence_parallel: bool,
+    transport: str,
+) -> Request:
+    """What row_linear asks for x (rows, k), k this rank's input features, and n output features."""
+    return Request(SCATTER if sequence_parallel else ALL, rows, n, k, dtype, device, group, transport)
+
+
+def open_transport(request: Request) -> Transport:
+    """The transport that choose_transport names, ready to be used. ValueError as there."""
+    name = choose_transport(request).transport
+    if name == "local":
+        return LOCAL
+    assert request.group is not None
+    if name == "sequential":
+        return Sequential(request.group)
+    if name == "pipelined":
+        return Pipelined(request.group)
+    from .transports.fused import Fused  # imports triton
+
+    return Fused(request.group)
+
+
+def choose_transport(request: Request) -> Decision:
+    """The transport that carries a linear, forward and backward; used by the operations and by explain().
+
+    An explicit choice is honoured or raises: ValueError with the reason and the remedy. "auto" takes, for one rank,
+    "local"; without CUDA "sequential"; else the fastest measured transport of the nearest shape in the table of
+    `use_measured_table`; else by the model: "fused" where the topology, a 16-bit dtype and the shape allow, "pipelined"
+    where only the topology forbids it and the GEMM chunks are large, "sequential" otherwise.
+    """
+    if request.transport not in TRANSPORTS:
+        raise ValueError(
+            f"transport={request.transport!r} cannot run here; choose one of {', '.join(map(repr, TRANSPORTS))}"
+        )
+    if request.ranks == 1:
+        return Decision("local", "one rank")
+    if request.transport == "auto":
+        return _automatic(request)
+    reason = {"fused": why_not_fused, "pipelined": why_not_pipelined}.get(request.transport, lambda _: None)(request)
+    if reason is not None:
+        needs = {
+            "fused": "fused needs a CUDA device with NVLink (or TRITON_INTERPRET=1 for tests on CPU)",
+            "pipelined": "pipelined needs a backend that sends tensors of the device (gloo for CPU, nccl for CUDA)",
+        }[request.transport]
+        raise ValueError(f'{needs}: {reason}; use transport="auto" to have one chosen')
+    return Decision(request.transport, "as asked for")
+
+
+def why_not_fused(request: Request) -> str | None:
+    """The reason why the fused kernels cannot serve a request's group, device and dtype; None if they can.
+
+    Collective over the group at its first use.
+    """
+    assert request.group is not None
+    obstacle = why_not(request.group, request.device)
+    if obstacle is None and request.dtype not in KERNEL_DTYPES:
+        return f"{request.dtype} operands: the kernels take bfloat16, float16 and float32"
+    return obstacle
+
+
+def why_not_pipelined(request: Request) -> str | None:
+    """The reason why chunks cannot travel one by one; None if they can."""
+    assert request.group is not None
+    backend, device = backend_of(request.group, request.device.type), request.device.type
+    if backend == "none" or (backend == "gloo" and device != "cpu"):
+        return f"the group's backend for {device} is {backend}"
+    return None
+
+
+def use_measured_table(path: str | Path | None) -> None:
+    """Let "auto" go by measured times (measured.read_measured_table) in this process; None: by the model again.
+
+    All ranks must use the same table. FileNotFoundError or ValueError for a file that is not one.
+    """
+    REGISTRY.table = None if path is None else read_measured_table(path)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def break_even(request: Request) -> float | None:
+    """The width (Request.width) from which the communication hides under the GEMM; None on an unknown device."""
+    machine = machine_for(device_name(request.device))
+    return None if machine is None else _break_even(request, machine)
+
+
+def _break_even(request: Request, machine: Machine) -> float:
+    return break_even_width(request.ranks, machine, request.dtype.itemsize, 2 if request.op == ALL else 1)
+
+
+def _automatic(request: Request) -> Decision:
+    if request.device.type != "cuda":
+        return Decision("sequential", f"on {request.device.type} the collective, then the GEMM")
+    if (measured := _measured(request)) is not None:
+        return measured
+    if request.dtype not in FUSED_DTYPES:
+        return Decision("sequential", f"{str(request.dtype).removeprefix('torch.')} is for verification, not for speed")
+    obstacle = why_not_fused(request)
+    if obstacle is None:
+        return _fused_or_sequential(request)
+    rows = request.m // request.ranks
+    if why_not_pipelined(request) is None and rows >= PIPELINED_ROWS:
+        return Decision("pipelined", f"{rows} rows per rank >= {PIPELINED_ROWS}; not fused: {obstacle}")
+    why = why_not_pipelined(request) or f"{rows} rows per rank < {PIPELINED_ROWS}"
+    return Decision("sequential", f"{why}; not fused: {obstacle}")
+
+
+def _fused_or_sequential(request: Request) -> Decision:
+    """By the model, where both can run."""
+    nbytes = request.m * request.n * request.dtype.itemsize
+    if request.op == ALL and nbytes <= ONE_SHOT_BYTES:
+        return Decision("fused", f"one-shot: {nbytes / 1024:g} KiB <= {ONE_SHOT_BYTES >> 10} KiB")
+    if request.m < FUSED_ROWS:
+        return Decision("sequential", f"{request.m} rows < {FUSED_ROWS}: too few to overlap")
+    machine = machine_for(device_name(request.device))
+    if machine is None:
+        return Decision("fused", f"no performance model of {device_name(request.device)}")
+    width = _break_even(request, machine)
+    ratio = request.width / width
+    # overlapping cannot gain more than the shorter of the two times
+    gain = 1 + min(ratio, 1 / ratio)
+    numbers = f"break-even {width:.0f}, yours {request.width}"
+    if gain * FUSED_EFFICIENCY <= 1:
+        return Decision("sequential", f"{numbers}: at most {gain - 1:.0%} to gain")
+    return Decision("fused", f"{numbers}: hidden" if ratio >= 1 else f"{numbers}: {ratio:.0%} hidden")
+
+
+def _measured(request: Request) -> Decision | None:
+    """The fastest transport of the nearest measured shape, of those that can run here."""
+    if REGISTRY.table is None:
+        return None
+    row = REGISTRY.table.nearest(request.op, request.ranks, request.dtype, request.m, request.n, request.k)
+    if row is None:
+        return None
+    obstacles = {"fused": why_not_fused, "pipelined": why_not_pipelined}
+    times = {
+        name: time for name, time in row.times.items() if name not in obstacles or obstacles[name](request) is None
+    }
+    if not times:
+        return None
+    fastest = min(times, key=lambda name: times[name])
+    shown = ", ".join(f"{name} {time:g} us" for name, time in sorted(times.items(), key=lambda item: item[1]))
+    return Decision(fastest, f"{REGISTRY.table.path} row {row.number} ({row.m}x{row.n}x{row.k}): {shown}")

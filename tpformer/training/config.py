@@ -16,6 +16,8 @@ from typing import Any
 
 from tpformer.layers.attention import check_heads
 from tpformer.models import GPTConfig, preset
+from tpformer.ops import TRANSPORTS
+from tpformer.ops.transports.measured import read_measured_table
 
 DTYPES = ("float32", "bfloat16", "float64")
 
@@ -60,6 +62,10 @@ class ParallelSection:
     """Ranks that share each layer."""
     sequence_parallel: bool = True
     """Keep norms, residuals and dropout on sequence shards (with tensor_parallel > 1)."""
+    transport: str = "auto"
+    """What carries the linears between the ranks: auto, sequential, pipelined or fused."""
+    transport_table: str = ""
+    """A JSON file of measured times by which auto chooses (bench); empty: auto goes by its performance model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +250,10 @@ def check_config(config: RunConfig) -> None:
             f"tokens cannot be split over parallel.tensor_parallel={tp} ranks: make it a multiple of {tp}, "
             f"or set parallel.sequence_parallel = false"
         )
+    if config.parallel.transport not in TRANSPORTS:
+        raise ValueError(f"parallel.transport={config.parallel.transport!r}: choose one of {', '.join(TRANSPORTS)}")
+    if config.parallel.transport_table:
+        read_measured_table(config.parallel.transport_table)
     if train.dtype is not None and train.dtype not in DTYPES:
         raise ValueError(f"train.dtype={train.dtype!r}: choose one of {', '.join(DTYPES)}")
     if train.device not in (None, "cpu", "cuda"):

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed import initialize, keep_freed_memory, share_cores
 from tpformer.models import GPT, GPTConfig
+from tpformer.ops import use_measured_table
 from tpformer.parallel import apply_mixed_precision
 
 from .config import RunConfig
@@ -92,13 +93,18 @@ def default_dtype(config: RunConfig) -> torch.dtype:
 
 
 def build_model(config: RunConfig, mesh: DeviceMesh) -> GPT:
-    """The model of a resolved configuration on this rank's device, laid out on the mesh, with its initial values."""
+    """The model of a resolved configuration on this rank's device, laid out on the mesh, with its initial values.
+
+    Also loads the table of measured transports, or forgets one loaded before.
+    """
+    use_measured_table(config.parallel.transport_table or None)
     compute = default_dtype(config)
     architecture = GPTConfig(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)})
     model = GPT(
         architecture,
         tp_mesh=mesh["tp"],
         sequence_parallel=config.parallel.sequence_parallel,
+        transport=config.parallel.transport,
         seed=config.train.seed,
         device="meta",
         dtype=torch.float32 if compute == torch.bfloat16 else compute,

@@ -14,17 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed import all_reduce, build_mesh, close
+from tpformer.kernels.cost import machine_for
 
 from .checkpoint import Checkpointer
 from .config import RunConfig, build_config, check_config, read_toml, to_toml
 from .data import batch
 from .metrics import MetricsLog, cut_metrics, plot_losses
 from .optimizer import build_optimizer, learning_rate
-from .setup import build_model, device_type, join_ranks, open_data, resolve
+from .setup import build_model, default_dtype, device_type, join_ranks, open_data, resolve
 from .step import evaluate, train_step
 
-# dense bf16 FLOP/s by data sheet
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # what a resumed run may not change: with another value the loss would not be this run's
 _FIXED = (("model", None), ("data", None), ("train", "seed"), ("train", "global_batch_size"))
 
@@ -165,8 +164,10 @@ class Trainer:
     def _loop(self, log: MetricsLog | None) -> None:
         config, steps = self.config, self.config.train.steps
         tokens = config.train.global_batch_size * config.model.seq_length
+        linears = self.model.explain(config.microbatch_size * config.model.seq_length, default_dtype(config))
         if log is not None:
             log.note(self._summary())
+            log.note(linears)
         started, first = time.perf_counter(), self.step
         with _stop_requests() as requests:
             stop = False
@@ -195,12 +196,12 @@ class Trainer:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
 
     def _mfu(self, tokens_per_second: float) -> dict[str, float]:
-        """Model FLOP/s as a share of the ranks' dense bf16 peak, on the GPUs whose data sheet is in the table."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        peak = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-        if peak is None:
+        """Model FLOP/s as a share of the ranks' dense bf16 peak, on the GPUs that the performance model knows."""
+        machine = machine_for(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        if machine is None:
             return {}
-        return {"mfu": self.model.config.flops_per_token * tokens_per_second / (peak * dist.get_world_size())}
+        peak = machine.peak_flops * dist.get_world_size()
+        return {"mfu": self.model.config.flops_per_token * tokens_per_second / peak}
 
     def _summary(self) -> str:
         model, parallel = self.config.model, self.config.parallel

@@ -1,0 +1,140 @@
+"""explain() tells what runs: each linear's transport as recorded, its shapes, reason and predictions; and loss and
+gradients are the same through every transport."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankFailure
+from torch import nn
+
+from tpformer import ops
+from tpformer.distributed import build_mesh
+from tpformer.kernels import cost
+from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, explain, linear_plans
+from tpformer.models import GPT, GPTConfig
+
+CONFIG = {
+    "vocab_size": 50,
+    "vocab_multiple": 16,
+    "seq_length": 8,
+    "n_layers": 2,
+    "hidden_size": 24,
+    "n_heads": 6,
+    "n_kv_heads": 3,
+    "activation": "swiglu",
+}
+
+
+def tp_mesh():
+    return build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+
+
+def tiny(mixed: bool, **options) -> GPT:
+    model = GPT(GPTConfig(**CONFIG), seed=3, dtype=torch.float64, **options)
+    if mixed:  # neighbours differ, so that a table that is right by chance is not
+        for index, layer in model.layers.items():
+            layer.mlp.down_proj.transport = layer.self_attn.q_proj.transport = ("pipelined", "sequential")[int(index)]
+    return model
+
+
+def run_and_explain(name: str, sequence_parallel: bool, mixed: bool):
+    model = tiny(mixed, tp_mesh=tp_mesh(), sequence_parallel=sequence_parallel, transport=name)
+    ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    with ops.record_transports() as forward:
+        loss = model(ids[:, :-1], targets=ids[:, 1:])
+    with ops.record_transports() as backward:
+        loss.backward()
+    with ops.record_transports() as logits, torch.no_grad():
+        model.eval()(ids[:, :-1])
+    plans = [plan for plan in linear_plans(model, 16) if plan.path != "lm_head (logits)"]
+    # forward: what communicates there, in order; backward: the other half of each linear, in reverse
+    assert forward == [(p.operation, p.decision.transport) for p in plans if p.operation != "matmul"]
+    expected = []
+    for plan in reversed(plans[:-1]):
+        gathers, op = plan.operation == "all_gather_matmul", plan.request.op
+        other = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
+        if sequence_parallel or plan.operation == "matmul":
+            expected.append((other if sequence_parallel else op, plan.decision.transport))
+    assert backward == expected
+    if sequence_parallel:
+        assert logits[-1] == ("all_gather_matmul", name)
+    text = model.explain(16)
+    for plan in plans:
+        line = next(line for line in text.splitlines() if line.split(".")[-1].startswith(plan.path.split(".")[-1]))
+        assert mixed or f" {plan.decision.transport} " in line
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return loss.detach(), gradients, text
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_explain_names_what_ran_and_the_results_agree(ranks, sequence_parallel):
+    sequential, pipelined, mixed = (
+        ranks(2).run(run_and_explain, name, sequence_parallel, mixed)
+        for name, mixed in (("sequential", False), ("pipelined", False), ("sequential", True))
+    )
+    for results in (pipelined, mixed):
+        for (loss, gradients, _), (expected, expected_gradients, _) in zip(results, sequential, strict=True):
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-12)
+    assert len({text for *_, text in pipelined}) == 1  # the same on all ranks
+    lines = pipelined[0][2].splitlines()
+    assert len(lines) == 8 and lines[1].startswith("layers.0-1.self_attn.q_proj+k_proj+v_proj  ")
+    assert sum(line.startswith("layers.") for line in mixed[0][2].splitlines()) == 6  # where layers differ, lines do
+
+
+class Theirs(nn.Module):
+    """A user's own model around two of the layers."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.body = nn.ModuleDict({"in": ColumnParallelLinear(8, 12, **options), "mlp": MLP(12, **options)})
+        self.out = RowParallelLinear(12, 5, **options)
+
+
+def test_one_rank():
+    text = explain(Theirs(), 64).splitlines()
+    cells = [line.split() for line in text]
+    assert cells[1][:1] == ["body.in"] and cells[1][-2:] == ["one", "rank"] and "local" in cells[1]
+    assert [row[0] for row in cells[1:-1]] == ["body.in", "body.mlp.fc1", "body.mlp.fc2", "out"]
+    assert text[1].split("matmul")[1].split()[:10] == ["64", "x", "12", "x", "8"] * 2
+    assert text[1].count(" - ") == 4  # no predictions on a CPU
+    assert text[-1] == "times and break-even: no performance model of cpu"
+    assert explain(nn.Sequential(nn.Linear(2, 2)), 4).splitlines()[-1] == "no tensor-parallel linear in this module"
+    # equal lines of numbered layers are one
+    numbered = nn.Sequential(*(RowParallelLinear(4, 4) for _ in range(3)), RowParallelLinear(4, 8), nn.Identity())
+    numbered.append(RowParallelLinear(4, 4))
+    names = [line.split()[0] for line in explain(numbered, 4).splitlines()]
+    assert names[1:3] == ["0,1,2,5", "3"]
+    model = GPT(GPTConfig(**CONFIG), device="meta")
+    assert model.explain() == model.explain(8) == explain(model, 8)
+
+
+def unable() -> None:
+    explain(ColumnParallelLinear(4, 4, tp_mesh=tp_mesh(), transport="fused"), 8)
+
+
+def test_a_transport_that_cannot_run(ranks):
+    with pytest.raises(ValueError, match="unknown transport 'magic'; choose one of 'auto', 'sequential'"):
+        MLP(8, transport="magic")
+    with pytest.raises(RankFailure, match="ValueError: fused needs a CUDA device with NVLink"):
+        ranks(2).run(unable)
+
+
+def predictions():
+    """LLaMA-70B's MLP at t = 2, were this CPU an H100."""
+    with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):
+        options = {"tp_mesh": tp_mesh(), "device": "meta", "dtype": torch.bfloat16, "bias": False}
+        model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", **options)])
+        return explain(model, 8192)
+
+
+def test_predictions(ranks):
+    header, gate, down, note = ranks(2).run(predictions)[0].splitlines()
+    assert header.split()[-3:] == ["break-even", "width", "reason"]
+    # 2 * 8192 * 28672 * 8192 / 700e12; 8192 * 8192 * 2 / 2 / 380e9; the same for the reduction, half the GEMM
+    assert gate.split("sequential")[1].split()[:5] == ["5498", "177", "5498", "921", "28672"]
+    assert down.split("sequential")[1].split()[:5] == ["2749", "177", "2749", "921", "14336"]
+    assert "are predictions for cpu (700 TFLOP/s, 380 GB/s), not measurements" in note

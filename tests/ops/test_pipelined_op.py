@@ -1,0 +1,192 @@
+"""The pipelined transport against float64 plain torch, by the cases and the checks of the two linears' own tests.
+
+Also what is its own: the order of sums, few rows, sub-groups, late ranks, and that an error leaves nothing behind.
+"""
+
+import time
+import weakref
+
+import pytest
+import test_column_linear_op as column
+import test_row_linear_op as row
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool import RankFailure
+from shards import OnTransport, make
+
+from tpformer import ops
+from tpformer.distributed import record_collectives
+from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduce_scatter_chunks, start_all_gather
+from tpformer.distributed.collectives import combine
+
+
+# rows and widths per rank from 1, also odd; several weights, a norm before them
+@pytest.mark.parametrize("t", [2, 3, 4])
+def test_column(ranks, t):
+    @settings(max_examples=8, deadline=None, derandomize=True)
+    @given(
+        st.integers(1, 4).map(lambda n: n * t),
+        st.integers(3, 9),
+        st.lists(st.integers(1, 5).map(lambda n: n * t), min_size=1, max_size=3),
+        st.sampled_from([(None, False), ("layernorm", True), ("rmsnorm", False)]),
+        st.booleans(),
+        st.booleans(),
+    )
+    def run(tokens, k, widths, norm, bias, sequence_parallel):
+        case = column.case(tokens, k, widths, *norm, bias, sequence_parallel)
+        column.check(OnTransport(ranks, "pipelined"), t, case, torch.float64)
+
+    run()
+
+
+@pytest.mark.parametrize("t", [2, 3, 4])
+def test_row(ranks, t):
+    @settings(max_examples=8, deadline=None, derandomize=True)
+    @given(
+        st.integers(1, 4).map(lambda n: n * t),
+        st.integers(1, 4).map(lambda n: n * t),
+        st.integers(1, 9),
+        st.sampled_from([(None, False), ("gelu", False), ("gelu_tanh", True), ("silu", True)]),
+        st.tuples(*[st.booleans()] * 4),
+    )
+    def run(tokens, k, n, activation, switches):
+        row.check(OnTransport(ranks, "pipelined"), t, row.case(tokens, k, n, *activation, *switches), torch.float64)
+
+    run()
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_by_the_error_of_plain_torch(ranks, t, sequence_parallel, dtype):
+    pipelined = OnTransport(ranks, "pipelined")
+    column.check(pipelined, t, column.case(12, 33, (12,), None, False, True, sequence_parallel), dtype)
+    if dtype == torch.float32:
+        column.check(pipelined, t, column.case(12, 33, (12, 6), "layernorm", True, True, sequence_parallel), dtype)
+        row.check(pipelined, t, row.case(12, 60, 7, "silu", True, sp=sequence_parallel), dtype)
+
+
+def few_rows(tokens: int):
+    x, weight = make(dist.get_rank(), torch.float64, x=(tokens, 3), weight=(5, 3)).values()
+    group = dist.group.WORLD
+    with torch.no_grad():
+        y = ops.row_linear(x, weight, group=group, sequence_parallel=False, transport="pipelined")
+    return x, weight, y
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 7])
+def test_all_reduce_of_any_number_of_rows(ranks, tokens):
+    results = ranks(3).run(few_rows, tokens)
+    expected = sum(x @ weight.t() for x, weight, _ in results)
+    for *_, y in results:
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+
+def scattered(rank: int) -> torch.Tensor:
+    return make(rank, torch.bfloat16, x=(6, 40))["x"]
+
+
+def sum_of_scattered():
+    x = scattered(dist.get_rank())
+    again = [
+        reduce_scatter_chunks(lambda rows, out: out.copy_(x[rows]), (6, 40), x, dist.group.WORLD) for _ in range(2)
+    ]
+    assert torch.equal(*again)
+    return again[0]
+
+
+def test_scattered_sums_are_in_rank_order_and_rounded_once(ranks):
+    whole = torch.cat(ranks(3).run(sum_of_scattered))
+    parts = [scattered(rank) for rank in range(3)]
+    assert torch.equal(whole, combine(parts, torch.add))
+    assert not torch.equal(whole, parts[0] + parts[1] + parts[2])  # rounding twice would show
+
+
+def arrivals():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((2, 3), float(rank))
+    output = torch.full((2 * size, 3), torch.nan)
+    order = []
+    for rows in gather_chunks(x, output, dist.group.WORLD):
+        owner = rows.start // 2
+        assert bool((output[rows] == owner).all())
+        order.append(owner)
+    assert torch.equal(output[:, 0], torch.arange(size).repeat_interleave(2).float())
+    return order
+
+
+def test_chunks_arrive_own_first_then_around_the_ring(ranks):
+    assert ranks(4).run(arrivals) == [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]]
+
+
+def many_with_late_ranks() -> None:
+    """Gathers under reductions, one after another, ranks out of step: no message may be taken for another's."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    for step in range(12):
+        if step % size == rank:
+            time.sleep(0.003)
+        x = torch.full((1, 4), 10.0 * step + rank)
+        first = start_all_gather(x, group)
+        output = x.new_empty(size, 4)
+        gathered = [output[rows].clone() for rows in gather_chunks(x, output, group)]
+        reduced = reduce_scatter_chunks(lambda rows, out, x=x: out.copy_(x), (size, 4), x, group)
+        everywhere = all_reduce_chunks(lambda rows, out, x=x: out.copy_(x), (1, 4), x, group)
+        expected = torch.stack([torch.full((4,), 10.0 * step + r) for r in range(size)])
+        assert torch.equal(first(), expected) and torch.equal(output, expected)
+        assert torch.equal(torch.cat(gathered), expected.roll(-rank, 0))
+        assert torch.equal(reduced[0], expected.sum(0)) and torch.equal(everywhere, reduced)
+
+
+def test_messages_of_operations_in_flight_do_not_mix(ranks):
+    ranks(3).run(many_with_late_ranks)
+
+
+def in_pairs(transport: str):
+    """The groups {0, 2} and {1, 3} of a world of 4: ranks of the group are not ranks of the world."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[dist.get_rank() % 2]
+    values = make(dist.get_rank(), torch.float64, x=(2, 6), wide=(4, 6), narrow=(6, 4))
+    x, wide, narrow = (value.requires_grad_() for value in values.values())
+    with record_collectives() as calls:
+        hidden = ops.column_linear(x, wide, group=group, transport=transport)
+        y = ops.row_linear(hidden, narrow, activation="silu", group=group, transport=transport)
+        y.square().sum().backward()
+    return sorted(calls), [y.detach(), x.grad, wide.grad, narrow.grad]
+
+
+def test_sub_groups(ranks):
+    results = [ranks(4).run(in_pairs, transport) for transport in ("pipelined", "sequential")]
+    for (calls, tensors), (expected_calls, expected) in zip(*results, strict=True):
+        assert calls == expected_calls
+        torch.testing.assert_close(tensors, expected, rtol=1e-12, atol=1e-12)
+
+
+def interrupted() -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))  # of its own: a message is left on the way
+    x = torch.ones(2, 3)
+    output = x.new_empty(2 * dist.get_world_size(), 3)
+    references = [weakref.ref(output)]
+    with pytest.raises(ZeroDivisionError):
+        for _ in gather_chunks(x, output, group):
+            raise ZeroDivisionError
+
+    def fill(rows, out):
+        references.append(weakref.ref(out))
+        if len(references) == 3:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        reduce_scatter_chunks(fill, (4, 3), x, group)
+    del output
+    assert len(references) == 3 and [reference() for reference in references] == [None] * 3
+
+
+def test_an_error_leaves_nothing_behind(ranks):
+    ranks(2).run(interrupted)
+
+
+def test_indivisible_tokens(ranks):
+    with pytest.raises(RankFailure, match=r"ValueError: .*2 ranks.*5 rows.*pad"):
+        OnTransport(ranks, "pipelined")(2).run(row.indivisible)

@@ -1,0 +1,220 @@
+"""The choice of a transport: by device, topology, dtype, shape, measured times or by hand; its reasons and errors."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import device
+
+from tpformer import ops
+from tpformer.kernels.cost import (
+    MACHINES,
+    break_even_width,
+    communication_bytes,
+    gemm_seconds,
+    machine_for,
+    overlapped_seconds,
+)
+from tpformer.ops import transport
+from tpformer.ops.transports.interface import ALL, GATHER, SCATTER, Request, record_transport
+
+H100 = "NVIDIA H100 80GB HBM3"
+CUDA, CPU = device("cuda"), device("cpu")
+BF16 = torch.bfloat16
+
+
+def request(op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, choice="auto") -> Request:
+    return Request(op, m, n, k, dtype, where, SimpleNamespace(size=lambda: ranks), choice)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A node with fused kernels, unless a test says otherwise: node(fused=reason, backend=..., name=...)."""
+
+    def describe(fused: str | None = None, backend: str = "nccl", name: str = H100) -> None:
+        monkeypatch.setattr(transport, "why_not_fused", lambda _: fused)
+        monkeypatch.setattr(transport, "backend_of", lambda group, kind: backend)
+        monkeypatch.setattr(transport, "device_name", lambda _: name)
+
+    describe()
+    yield describe
+    ops.use_measured_table(None)
+
+
+def choice(*args, **options) -> tuple[str, str]:
+    return transport.choose_transport(request(*args, **options))
+
+
+def test_one_rank_and_cpu():
+    assert ops.choose_transport(Request(GATHER, 8, 8, 8, BF16, CPU, None)) == ("local", "one rank")
+    for name in ops.TRANSPORTS:
+        assert choice(ranks=1, choice=name)[0] == "local"
+    assert choice(where=CPU) == ("sequential", "on cpu the collective, then the GEMM")
+    assert choice(where=CPU, m=10**6)[0] == "sequential"  # never the interpreter, whatever the shape
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("fused", "break-even 1612, yours 1792: hidden")),
+        ({"n": 806}, ("fused", "break-even 1612, yours 806: 50% hidden")),
+        # the width of a reduction is its K; an all-reduce moves twice as much
+        ({"op": SCATTER, "n": 4096, "k": 1792}, ("fused", "break-even 1612, yours 1792: hidden")),
+        ({"op": ALL, "n": 4096, "k": 1792}, ("fused", "break-even 3224, yours 1792: 56% hidden")),
+        ({"ranks": 2}, ("fused", "break-even 921, yours 1792: hidden")),
+        # far from the break-even one of the two times is all there is
+        ({"n": 128}, ("sequential", "break-even 1612, yours 128: at most 8% to gain")),
+        ({"n": 20000}, ("sequential", "break-even 1612, yours 20000: at most 8% to gain")),
+        ({"m": 1023}, ("sequential", "1023 rows < 1024: too few to overlap")),
+        ({"op": SCATTER, "m": 8, "n": 4096, "k": 1792}, ("sequential", "8 rows < 1024: too few to overlap")),
+        ({"op": ALL, "m": 16, "n": 8192}, ("fused", "one-shot: 256 KiB <= 256 KiB")),
+        ({"op": ALL, "m": 17, "n": 8192}, ("sequential", "17 rows < 1024: too few to overlap")),
+        ({"dtype": torch.float32}, ("sequential", "float32 is for verification, not for speed")),
+        ({"dtype": torch.float64}, ("sequential", "float64 is for verification, not for speed")),
+        ({"dtype": torch.float16}, ("fused", "break-even 1612, yours 1792: hidden")),
+    ],
+)
+def test_auto_with_nvlink(node, options, expected):
+    assert choice(**options) == expected
+
+
+def test_auto_on_a_device_without_a_model(node):
+    node(name="NVIDIA T4")
+    assert choice() == ("fused", "no performance model of NVIDIA T4")
+
+
+def test_auto_without_nvlink(node):
+    node(fused="ranks 0 and 4 are on two hosts")
+    reason = "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts"
+    assert choice(m=8192) == ("pipelined", reason)
+    assert choice(m=8191) == ("sequential", "1023 rows per rank < 1024; not fused: ranks 0 and 4 are on two hosts")
+    assert choice(op=ALL, m=64, n=8)[0] == "sequential"
+    assert choice(dtype=torch.float32)[0] == "sequential"
+    node(fused="no peer access", backend="gloo")
+    assert choice() == ("sequential", "the group's backend for cuda is gloo; not fused: no peer access")
+
+
+@pytest.mark.parametrize("name", ["sequential", "pipelined", "fused"])
+def test_an_explicit_choice_is_kept(node, name):
+    """Also where auto would choose otherwise."""
+    assert choice(choice=name, m=8, dtype=torch.float32) == (name, "as asked for")
+
+
+def test_an_explicit_choice_that_cannot_run_raises(node):
+    node(fused="rank 3 has no peer access to rank 0", backend="gloo")
+    with pytest.raises(ValueError, match="fused needs a CUDA device with NVLink .*: rank 3 has no peer access.*auto"):
+        choice(choice="fused")
+    with pytest.raises(ValueError, match="pipelined needs a backend that sends .*: the group's backend for cuda is gl"):
+        choice(choice="pipelined")
+    assert choice(choice="pipelined", where=CPU)[0] == "pipelined"
+    with pytest.raises(ValueError, match="'magic' cannot run here; choose one of 'auto', 'sequential', 'pipelined'"):
+        choice(choice="magic")
+
+
+def test_where_fused_kernels_do_not_exist(node, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(transport, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1 for tests on CPU\): .* not available in this version"):
+        choice(choice="fused", where=CPU)
+
+
+def row(**changes) -> dict:
+    base = {"op": GATHER, "ranks": 8, "dtype": "bfloat16", "m": 8192, "n": 1792, "k": 4096}
+    return {**base, "sequential_us": 300.0, "pipelined_us": 250, "fused_us": 200.0, **changes}
+
+
+@pytest.fixture
+def table(tmp_path):
+    def write(*rows) -> str:
+        path = tmp_path / "table.json"
+        path.write_text(json.dumps(rows))
+        return str(path)
+
+    return write
+
+
+def test_measured_times_override_the_model(node, table):
+    far = row(m=4096, fused_us=1.0)
+    path = table(far, row(fused_us=400.5), row(op=SCATTER, fused_us=1), row(ranks=4, fused_us=1))
+    ops.use_measured_table(path)
+    times = "pipelined 250 us, sequential 300 us, fused 400.5 us"
+    assert choice() == ("pipelined", f"{path} row 1 (8192x1792x4096): {times}")
+    assert choice(m=8000, n=2000)[0] == "pipelined"  # nearest
+    assert choice(m=4096)[0] == "fused"
+    assert choice(m=16384, n=3584, k=8192)[0] == "pipelined"  # a factor 2 in each still counts
+    for beyond in ({"m": 16385}, {"n": 3585}, {"k": 2047}, {"dtype": torch.float16}, {"ranks": 2}):
+        assert "break-even" in choice(**beyond)[1], beyond
+    assert choice(where=CPU) == ("sequential", "on cpu the collective, then the GEMM")
+    assert choice(choice="sequential") == ("sequential", "as asked for")
+    ops.use_measured_table(None)
+    assert choice()[0] == "fused"
+
+
+def test_measured_times_of_what_cannot_run_do_not_count(node, table):
+    ops.use_measured_table(table(row()))
+    node(fused="no peer access")
+    assert choice() == ("pipelined", f"{table(row())} row 0 (8192x1792x4096): pipelined 250 us, sequential 300 us")
+    ops.use_measured_table(table(row(sequential_us=None, pipelined_us=None)))
+    assert choice()[1].endswith("not fused: no peer access")  # nothing left of the row: the model decides
+    node()
+    assert choice()[0] == "fused"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", ["not valid JSON"]),
+        ("{}", ["list of rows", "dict"]),
+        ("[3]", ["row 0", "object"]),
+        (json.dumps([row(), {"op": GATHER, "m": 1}]), ["row 1 lacks dtype, ranks, n, k, sequential_us", "null"]),
+        (json.dumps([row(op="matmul")]), ["row 0", "'matmul'", GATHER]),
+        (json.dumps([row(dtype="nn")]), ["dtype 'nn'", "bfloat16"]),
+        (json.dumps([row(n=0)]), ["n 0", "whole number"]),
+        (json.dumps([row(m=True)]), ["m True"]),
+        (json.dumps([row(fused_us=-1)]), ["fused_us -1", "or null"]),
+        (json.dumps([row(fused_us="fast")]), ["fused_us 'fast'"]),
+    ],
+)
+def test_a_table_that_is_none(tmp_path, content, words):
+    path = tmp_path / "table.json"
+    path.write_text(content)
+    with pytest.raises(ValueError) as error:
+        ops.use_measured_table(path)
+    for word in ("table.json", *words):
+        assert word in str(error.value)
+    with pytest.raises(FileNotFoundError, match="nothing.json"):
+        ops.use_measured_table(tmp_path / "nothing.json")
+
+
+def test_recording_ends_with_its_context():
+    with ops.record_transports() as outer:
+        record_transport(GATHER, "fused")
+        with pytest.raises(ZeroDivisionError), ops.record_transports() as inner:
+            record_transport(ALL, "sequential")
+            raise ZeroDivisionError
+    record_transport(SCATTER, "pipelined")
+    assert outer == [(GATHER, "fused"), (ALL, "sequential")] and inner == [(ALL, "sequential")]
+
+
+def test_performance_model():
+    """Against figures worked out by hand: bf16 on 8 H100."""
+    h100 = machine_for(H100)
+    assert h100 is not None and machine_for("NVIDIA T4") is None
+    assert [machine_for(f"NVIDIA {machine.name}") for machine in MACHINES] == list(MACHINES)
+    assert [round(break_even_width(t, h100, 2)) for t in (2, 4, 8)] == [921, 1382, 1612]
+    assert break_even_width(8, h100, 4) == 2 * break_even_width(8, h100, 2)
+    assert break_even_width(1, h100, 2) == 0
+    sizes = (8192, 1792, 4096)
+    compute = gemm_seconds(*sizes, 2, h100)
+    assert compute == 2 * 8192 * 1792 * 4096 / 700e12
+    assert gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory  # one row: weights
+    assert communication_bytes(GATHER, *sizes, 8, 2) == 7 * 8192 * 4096 * 2 // 8
+    assert communication_bytes(ALL, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
+    # at the break-even width, with enough chunks, the two times are the same
+    width = break_even_width(8, h100, 2)
+    assert 2 * 8192 * width * 4096 / h100.flops == pytest.approx(
+        communication_bytes(GATHER, *sizes, 8, 2) / h100.link, rel=1e-6
+    )
+    assert overlapped_seconds(8.0, 2.0, 8) == 8.0
+    assert overlapped_seconds(8.0, 9.0, 8, tail=0.5) == 10.5

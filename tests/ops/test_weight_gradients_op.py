@@ -1,0 +1,208 @@
+"""Queued weight gradients: the bits, collectives and GEMMs of the ordinary backward, later, by microbatch.
+
+On 1 and 2 ranks, with DTensor parameters, microbatches in flight, and through every transport that runs on a CPU.
+"""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils.flop_counter import FlopCounterMode
+
+from tpformer import ops
+from tpformer.distributed import build_mesh, record_collectives
+from tpformer.layers import ColumnParallelLinear, Positions, RowParallelLinear, TransformerBlock
+from tpformer.ops import WeightGradientQueue, active_queue
+
+HIDDEN, BATCH, SEQ, MICROBATCHES = 24, 2, 4, 3
+# torch counts mm and addmm, not addmm's in-place form: (self, a, b)
+FLOPS = {torch.ops.aten.addmm_: lambda _, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
+
+
+class Blocks(nn.Module):
+    """A grouped-query block whose keys and values are replicated at 2 ranks (used_rows), and a gated one."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        gpt = TransformerBlock(HIDDEN, 4, n_kv_heads=1, **options)
+        llama = TransformerBlock(HIDDEN, 4, norm="rmsnorm", activation="swiglu", rope_base=1e4, bias=False, **options)
+        self.blocks = nn.ModuleList([gpt, llama])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, positions=Positions(BATCH, SEQ))
+        return x
+
+
+def build(transport: str, sequence_parallel: bool) -> tuple[Blocks, list[Tensor]]:
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    model = Blocks(tp_mesh=mesh, sequence_parallel=sequence_parallel, transport=transport)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(BATCH * SEQ, HIDDEN, generator=generator) for _ in range(MICROBATCHES)]
+    if sequence_parallel:
+        inputs = [x.chunk(mesh.size())[mesh.get_local_rank()].clone() for x in inputs]
+    return model, [x.requires_grad_() for x in inputs]
+
+
+def gradients(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
+    found = {f"x{i}": x.grad for i, x in enumerate(inputs)}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor) and parameter.grad.shape == parameter.shape
+        found[f"{name} {parameter.grad.placements}"] = parameter.grad.to_local()
+    return found
+
+
+def backward(y: Tensor) -> None:
+    y.square().sum().backward()
+
+
+def ordinary(transport: str, sequence_parallel: bool) -> tuple[dict, list, int]:
+    model, inputs = build(transport, sequence_parallel)
+    outputs = [model(x) for x in inputs]
+    with record_collectives() as calls, FlopCounterMode(display=False, custom_mapping=FLOPS) as flops:
+        for y in outputs:
+            backward(y)
+    return gradients(model, inputs), calls, flops.get_total_flops()
+
+
+def queued(transport: str, sequence_parallel: bool) -> tuple[dict, list, int]:
+    model, inputs = build(transport, sequence_parallel)
+    queues = [WeightGradientQueue() for _ in inputs]
+    outputs = []
+    for x, queue in zip(inputs, queues, strict=True):
+        with queue.collect():
+            outputs.append(model(x))
+    with record_collectives() as calls, FlopCounterMode(display=False, custom_mapping=FLOPS) as flops:
+        # two microbatches' backwards pass before the first weight gradients
+        for index, queue in enumerate(queues):
+            backward(outputs[index])
+            assert len(queue) == 8  # 4 linear operations in each block
+            if index:
+                queues[index - 1].run()
+        weights = [p for p in model.parameters() if p.ndim == 2]
+        before = [None if p.grad is None else p.grad.to_local().clone() for p in weights]
+        in_backward = list(calls)
+        queues[-1].run()
+    assert not any(map(len, queues)) and active_queue() is None
+    assert all(b is None or not torch.equal(b, p.grad.to_local()) for b, p in zip(before, weights, strict=True))
+    if sequence_parallel and dist.get_world_size() > 1:
+        # the second gather of a column's input, and nothing else, waits with its weight gradients
+        assert [name for name, _ in calls[len(in_backward) :]] == ["all_gather"] * 4
+    return gradients(model, inputs), calls, flops.get_total_flops()
+
+
+def both(transport: str, sequence_parallel: bool) -> None:
+    expected, calls, flops = ordinary(transport, sequence_parallel)
+    actual, deferred_calls, deferred_flops = queued(transport, sequence_parallel)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert sorted(deferred_calls) == sorted(calls)
+    assert deferred_flops == flops > 0
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("transport", ["sequential", "pipelined"])
+def test_equals_the_ordinary_backward(ranks, t, sequence_parallel, transport):
+    ranks(t).run(both, transport, sequence_parallel)
+
+
+def plain_pair(**options) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(ColumnParallelLinear(6, 8, **options), RowParallelLinear(8, 6, activation="silu", **options))
+
+
+def test_plain_parameters_and_one_queue_for_a_stage():
+    """`take` after each microbatch's backward is what torch.distributed.pipelining's dw_builder is called for."""
+    ours, theirs, queue = plain_pair(), plain_pair(), WeightGradientQueue()
+    runners = []
+    xs = torch.randn(3, 5, 6)
+    with queue.collect():
+        outputs = [ours(x) for x in xs]
+    for y in outputs:
+        backward(y)
+        runners.append(queue.take())
+    assert ours[0].weight.grad is None and ours[0].bias.grad is not None and len(queue) == 0
+    for run, x in zip(runners, xs, strict=True):
+        run()
+        backward(theirs(x))
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            if p.ndim == 2:
+                assert torch.equal(p.grad, q.grad)
+
+
+def test_the_queue_is_the_forwards():
+    """A backward elsewhere, also in another thread, finds it; a forward elsewhere does not."""
+    model, queue = plain_pair(), WeightGradientQueue()
+    with queue.collect():
+        y = model(torch.randn(5, 6))
+        seen: list = []
+        thread = threading.Thread(target=lambda: seen.append(active_queue()))
+        thread.start(), thread.join()
+        inner = WeightGradientQueue()
+        with pytest.raises(ZeroDivisionError), inner.collect():
+            assert active_queue() is inner
+            raise ZeroDivisionError
+        assert active_queue() is queue
+    assert seen == [None] and active_queue() is None
+    thread = threading.Thread(target=backward, args=(y,))
+    thread.start(), thread.join()
+    assert len(queue) == 2
+    other = model(torch.randn(5, 6))
+    backward(other)
+    assert len(queue) == 2 and model[0].weight.grad is not None
+
+
+def test_frozen_weights_queue_nothing():
+    model, queue = plain_pair(), WeightGradientQueue()
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(5, 6, requires_grad=True)
+    with queue.collect():
+        y = model(x)
+    backward(y)
+    assert len(queue) == 1 and x.grad is not None
+    queue.run()
+    assert model[0].weight.grad is None and model[1].weight.grad is not None
+
+
+def test_of_several_weights_only_those_that_want_it():
+    x, a, b = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True), torch.randn(5, 4)
+    queue, got = WeightGradientQueue(), {}
+    sinks = [lambda dw: got.update(a=dw), lambda dw: got.update(b=dw)]
+    ya, yb = ops.column_linear(x, [a, b], deferred=ops.Deferred(queue, sinks))
+    (ya.sum() + yb.sum()).backward()
+    queue.run()
+    assert a.grad is None and got.keys() == {"a"}
+    assert torch.equal(got["a"], torch.ones(3, 2).t() @ x)
+
+
+def test_a_parameter_laid_out_anew_is_refused():
+    model, queue = plain_pair(), WeightGradientQueue()
+    with queue.collect():
+        y = model(torch.randn(5, 6))
+    backward(y)
+    model[0].weight = nn.Parameter(model[0].weight[:4].detach().clone())
+    with pytest.raises(
+        RuntimeError, match=r"weight has the local shape \(4, 6\), its gradient \(8, 6\): keep .*unshar"
+    ):
+        queue.run()
+
+
+def replicated() -> None:
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    layer = ColumnParallelLinear(6, 8, used_rows=slice(2, 5), tp_mesh=mesh)
+    queue = WeightGradientQueue()
+    with queue.collect():
+        y = layer(torch.ones(2, 6))
+    backward(y)
+    queue.run()
+    gradient = layer.weight.grad
+    assert gradient.placements == (Partial(),) and not gradient.to_local()[[0, 1, 5, 6, 7]].any()
+
+
+def test_gradients_of_used_rows_are_partial(ranks):
+    ranks(2).run(replicated)

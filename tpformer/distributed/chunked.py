@@ -1,0 +1,126 @@
+"""Collectives in pieces, so that a caller can compute on one piece while the others travel.
+
+Belongs here: the order of sends and receives, their matching, and the record of one collective per call. The callers
+bring the arithmetic. Any torch.distributed backend that can send tensors of the device; on CUDA its own stream.
+
+Nothing outlives a call that raises: the operations under way are only held by the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from .collectives import all_gather_single, check_divisible, combine, record
+
+ALL_REDUCE_CHUNKS = 4
+# messages match by sender and tag, in order: a gather's never a reduction's, whichever is under way
+GATHER_TAG, REDUCE_TAG = 1 << 10, 1 << 11
+
+
+def _exchange(
+    sent: torch.Tensor, destination: int, received: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """Send to one rank of the group and receive from another, as one batch: the first work ends when it is received.
+
+    NCCL makes one work of a batch and runs batches in order; gloo makes one each and matches them by tag.
+    """
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, received, group=group, group_peer=source, tag=tag),
+            dist.P2POp(dist.isend, sent, group=group, group_peer=destination, tag=tag),
+        ]
+    )
+
+
+def gather_chunks(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) -> Iterator[slice]:
+    """Gather every rank's x (n, ...) into output (ranks * n, ...), yielding the rows that are there: own first.
+
+    Then rank + 1, rank + 2, ... as they arrive. x may be overwritten once the iterator is exhausted.
+    Communicates: one all-gather's bytes, by direct sends; each rank receives (ranks - 1) * x.nbytes.
+    """
+    rank, size, n = group.rank(), group.size(), len(x)
+    x = x.detach().contiguous()
+    record("all_gather", output.numel() * output.dtype.itemsize)
+    parts = output.view(size, *x.shape)
+    steps = []
+    for step in range(1, size):
+        source, destination = (rank + step) % size, (rank - step) % size
+        steps.append((source, _exchange(x, destination, parts[source], source, group, GATHER_TAG + step)))
+    parts[rank].copy_(x)
+    yield slice(rank * n, rank * n + n)
+    for source, works in steps:
+        works[0].wait()
+        yield slice(source * n, source * n + n)
+    for _, works in steps:
+        for work in works[1:]:
+            work.wait()
+
+
+def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin to concatenate every rank's x (n, ...) along dim 0; the function returned waits for (ranks * n, ...).
+
+    x must not be overwritten before. Communicates: one all-gather; each rank receives (ranks - 1) * x.nbytes.
+    """
+    x = x.detach().contiguous()
+    output = x.new_empty((group.size() * len(x), *x.shape[1:]))
+    record("all_gather", output.numel() * output.dtype.itemsize)
+    under_way = all_gather_single(output, x, group=group, async_op=True), x  # x is read until the work ends
+
+    def wait() -> torch.Tensor:
+        under_way[0].wait()
+        return output
+
+    return wait
+
+
+Fill = Callable[[slice, torch.Tensor], object]
+
+
+def reduce_scatter_chunks(
+    fill: Fill, shape: tuple[int, ...], like: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The sum over ranks of a tensor of this shape (rows, ...), this rank's share of the rows; dtype, device as `like`.
+
+    fill(rows, out) writes this rank's summand of those rows. It is asked for the rows of rank + 1, rank + 2, ..., own
+    last; each is on its way to its owner while the next is made. The owner adds in rank order, floating point in at
+    least float32, and rounds once: deterministic.
+    Communicates: one reduce-scatter's bytes, by direct sends; each rank receives (ranks - 1) / ranks of them.
+    Raises ValueError if the ranks do not divide the rows.
+    """
+    rank, size = group.rank(), group.size()
+    check_divisible(shape[0], size)
+    n = shape[0] // size
+    record("reduce_scatter", math.prod(shape) * like.dtype.itemsize)
+    parts = [like.new_empty(n, *shape[1:]) for _ in range(size)]
+    sent, works = [], []
+    for step in range(1, size):
+        owner, source = (rank + step) % size, (rank - step) % size
+        sent.append(like.new_empty(n, *shape[1:]))
+        fill(slice(owner * n, owner * n + n), sent[-1])
+        works += _exchange(sent[-1], owner, parts[source], source, group, REDUCE_TAG + step)
+    fill(slice(rank * n, rank * n + n), parts[rank])
+    for work in works:
+        work.wait()
+    return combine(parts, torch.add)
+
+
+def all_reduce_chunks(fill: Fill, shape: tuple[int, ...], like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks of a tensor of this shape (rows, ...), any number of rows; dtype, device as `like`.
+
+    fill(rows, out) writes this rank's summand of those rows; while it writes the next ones, the last ones are reduced.
+    Communicates: one all-reduce's bytes, in at most ALL_REDUCE_CHUNKS all-reduces.
+    """
+    y = like.new_empty(shape)
+    record("all_reduce", y.numel() * y.dtype.itemsize)
+    works, first = [], 0
+    for chunk in y.tensor_split(max(1, min(ALL_REDUCE_CHUNKS, shape[0]))):
+        fill(slice(first, first + len(chunk)), chunk)
+        first += len(chunk)
+        works.append(dist.all_reduce(chunk, group=group, async_op=True))
+    for work in works:
+        work.wait()
+    return y

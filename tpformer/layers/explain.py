@@ -1,0 +1,188 @@
+"""What carries each linear of a model, and why: the table behind GPT.explain() and the log of a run."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tpformer import ops
+from tpformer.kernels.cost import communication_bytes, gemm_seconds, machine_for
+from tpformer.ops.transport import break_even, column_request, device_name, row_request
+from tpformer.ops.transports.interface import ALL, Request
+
+from .embedding import LMHead
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .module import ParallelModule
+
+HEADER = (
+    "linear",
+    "operation",
+    "M x N x K",
+    "of one rank",
+    "transport",
+    "GEMM us",
+    "comm us",
+    "max us",
+    "break-even",
+    "width",
+    "reason",
+)
+LOSS_REASON = "the chunked loss has collectives of its own: one gather, one reduction"
+
+
+class LinearPlan(NamedTuple):
+    """One linear operation of a model: a layer, or layers that share a gather ("mlp.gate_proj+up_proj").
+
+    operation: what it runs in the forward: one of the transports' operations (ops.record_transports), "matmul" where
+    only the backward communicates, or "linear_cross_entropy". request: the GEMM that communicates. shape: M, N, K of
+    the forward's whole GEMM; local: of one rank's (where ranks differ, of the one with most).
+    """
+
+    path: str
+    operation: str
+    request: Request
+    shape: tuple[int, int, int]
+    local: tuple[int, int, int]
+    decision: ops.Decision
+
+
+def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) -> list[LinearPlan]:
+    """Every linear operation in a module tree, for `tokens` rows in a forward, in the order of registration.
+
+    dtype: that of the computation; unset: that of the parameters. Communicates only if a group's first use does.
+    ValueError where a transport was asked for that cannot run.
+    """
+    parameter = next(module.parameters())
+    dtype, device = dtype or parameter.dtype, parameter.device
+    plans: list[LinearPlan] = []
+    shared: set[nn.Module] = set()
+    for path, layer in module.named_modules():
+        if not isinstance(layer, ParallelModule) or layer in shared:
+            continue
+        place = torch.device(layer.tp_mesh.device_type if layer.tp_mesh else "cpu") if device.type == "meta" else device
+        where = _Place(tokens, dtype, place)
+        if layer.shares_gather:
+            columns = [layer.get_submodule(name) for name in layer.shares_gather]
+            shared.update(columns)
+            plans.append(_columns(f"{path}." * bool(path) + "+".join(layer.shares_gather), columns, where))
+        elif isinstance(layer, ColumnParallelLinear):
+            plans.append(_columns(path, [layer], where))
+        elif isinstance(layer, RowParallelLinear):
+            plans.append(_row(path, layer, where))
+        elif isinstance(layer, LMHead):
+            plans += _head(path, layer, where)
+    return plans
+
+
+class _Place(NamedTuple):
+    tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _column(path: str, layer: ParallelModule, where: _Place, n: int, width: int, k: int) -> LinearPlan:
+    """The plan of column-parallel GEMMs of n output features together, `width` of them on one rank."""
+    rows = where.tokens // layer.tp_size if layer.sequence_parallel else where.tokens
+    request = column_request(
+        rows, k, width, where.dtype, where.device, layer.group, layer.sequence_parallel, layer.transport
+    )
+    operation = "matmul" if request.op == ALL or layer.tp_size == 1 else request.op
+    shape, local = (where.tokens, n, k), (where.tokens, width, k)
+    return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
+
+
+def _columns(path: str, layers: list[ColumnParallelLinear], where: _Place) -> LinearPlan:
+    n, width = sum(layer.out_features for layer in layers), sum(layer.width for layer in layers)
+    return _column(path, layers[0], where, n, width, layers[0].in_features)
+
+
+def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
+    n, width = layer.out_features, layer.width
+    request = row_request(
+        where.tokens, width, n, where.dtype, where.device, layer.group, layer.sequence_parallel, layer.transport
+    )
+    operation = "matmul" if layer.tp_size == 1 else request.op
+    shape, local = (where.tokens, n, layer.in_features), (where.tokens, n, width)
+    return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
+
+
+def _head(path: str, layer: LMHead, where: _Place) -> list[LinearPlan]:
+    """Logits, and the loss, which never makes them all at once."""
+    logits = _column(f"{path} (logits)", layer, where, layer.rows, layer.width, layer.hidden_size)
+    decision = logits.decision if layer.tp_size == 1 else ops.Decision("sequential", LOSS_REASON)
+    return [logits, logits._replace(path=f"{path} (loss)", operation="linear_cross_entropy", decision=decision)]
+
+
+def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) -> str:
+    """A table of every tensor-parallel linear in a module: shapes, transport and its reason, predicted times.
+
+    One line per linear operation; equal lines of numbered layers are one ("layers.0-23.mlp.fc1"). tokens, dtype as in
+    `linear_plans`. The times are the model's (kernels/cost.py), not measured: "-" where it does not know the device.
+    break-even: the width from which the communication hides under the GEMM, beside the layer's own.
+    All ranks call it: the first question about a group may communicate.
+    """
+    plans = linear_plans(module, tokens, dtype)
+    lines = [(plan.path, _cells(plan)) for plan in plans]
+    table = [HEADER, *((path, *cells) for path, cells in _fold(lines))]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    text = [
+        "  ".join(
+            cell.rjust(width) if 5 <= column <= 9 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+    return "\n".join([*text, *_footnote(plans)])
+
+
+def _cells(plan: LinearPlan) -> tuple[str, ...]:
+    request, (transport, reason) = plan.request, plan.decision
+    operation = plan.operation
+    if operation == "matmul" and request.ranks > 1:
+        operation = f"matmul, backward {request.op}"
+    numbers = ["-"] * 4
+    machine = machine_for(device_name(request.device))
+    if machine is not None and operation != "linear_cross_entropy":
+        sizes = (request.m, request.n, request.k)
+        compute = gemm_seconds(*sizes, request.dtype.itemsize, machine)
+        moved = communication_bytes(request.op, *sizes, request.ranks, request.dtype.itemsize)
+        communication = moved / machine.link
+        numbers[:3] = [f"{1e6 * seconds:.0f}" for seconds in (compute, communication, max(compute, communication))]
+        if request.ranks > 1:
+            numbers[3] = f"{break_even(request):.0f}"
+    shapes = (" x ".join(map(str, shape)) for shape in (plan.shape, plan.local))
+    width = str(request.width) if operation != "linear_cross_entropy" else "-"
+    return (operation, *shapes, transport, *numbers, width, reason)
+
+
+def _fold(lines: list[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Lines that differ only in the first number of their path as one, at the place of the first."""
+    folded: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    for path, cells in lines:
+        found = re.search(r"(?<![^.])\d+(?![^.])", path)
+        before, after = (path[: found.start()], path[found.end() :]) if found else (path, "")
+        folded.setdefault((before, after, cells), []).extend([int(found[0])] if found else [])
+    return [(before + _span(numbers) + after, cells) for (before, after, cells), numbers in folded.items()]
+
+
+def _span(numbers: list[int]) -> str:
+    """ "0-23" for consecutive numbers, else "0,3,4"."""
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))
+
+
+def _footnote(plans: list[LinearPlan]) -> list[str]:
+    if not plans:
+        return ["no tensor-parallel linear in this module"]
+    name = device_name(plans[0].request.device)
+    machine = machine_for(name)
+    if machine is None:
+        return [f"times and break-even: no performance model of {name}"]
+    return [
+        f"times and break-even are predictions for {name} ({machine.flops / 1e12:.0f} TFLOP/s, "
+        f"{machine.link / 1e9:.0f} GB/s), not measurements; max: GEMM and communication ideally overlapped"
+    ]

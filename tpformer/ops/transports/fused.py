@@ -1,0 +1,180 @@
+"""GEMMs fused with their communication in one Triton kernel over symmetric memory; imports triton."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.distributed.collectives import check_divisible, record
+from tpformer.distributed.kernel_workspace import KernelWorkspace, kernel_workspace
+from tpformer.kernels import finish as kernel_finish
+from tpformer.kernels.all_gather_matmul.kernel import (
+    all_gather_matmul,
+    all_gather_matmul_derivative,
+    all_gather_matmul_space,
+    await_gathered,
+    gathered_copy,
+    gathered_view,
+)
+from tpformer.kernels.configurations import select_tile
+from tpformer.kernels.launch import packed
+from tpformer.kernels.matmul.kernel import MAXIMUM_WEIGHTS
+from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space
+from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
+from tpformer.kernels.protocol import Channel
+
+from .interface import ALL, GATHER, SCATTER, Finish, record_transport
+
+# Shards from here on go by the copy engines, which leave all SMs to the GEMM but need large pieces: on other machines
+# they reach half of a link's bandwidth at about 4 MB. A prediction for NVLink, not measured here.
+COPY_ENGINE_BYTES = 4 << 20
+
+
+class Fused:
+    """One kernel per method, the group's `gather` or `reduce` workspace under it.
+
+    Numerics: partial sums travel in the inputs' dtype and are added in rank order in float32; what follows a reduction
+    is applied in float32 before the one rounding.
+    """
+
+    name = "fused"
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def _gather(self, x: Tensor, launch: Callable[[Channel, bool], object]) -> tuple[Channel, KernelWorkspace]:
+        """Begin a gather of x, run `launch(channel, push)` on it, and end it."""
+        record_transport(GATHER, self.name)
+        channel, workspace, push = self._begin_gather("all_gather_matmul", x)
+        launch(channel, push)
+        workspace.join()
+        workspace.check()
+        return channel, workspace
+
+    def _begin_gather(self, operation: str, x: Tensor) -> tuple[Channel, KernelWorkspace, bool]:
+        """(channel, workspace, whether the kernel is to push the shard: otherwise copies are on their way)."""
+        world = self.group.size()
+        record("all_gather", world * x.nbytes)
+        workspace = kernel_workspace(self.group, "gather", x.device)
+        channel = workspace.begin(operation, *all_gather_matmul_space(*x.shape, world, x.element_size()))
+        whole = packed(x)
+        push = not workspace.copies_allowed or whole.nbytes < COPY_ENGINE_BYTES
+        if not push:
+            workspace.copy_gather(whole)
+            gathered_view(channel, workspace.epoch & 1, x).chunk(world)[self.group.rank()].copy_(x)
+        return channel, workspace, push
+
+    def _gathered(self, channel: Channel, workspace: KernelWorkspace, x: Tensor) -> Tensor:
+        """The gathered rows until the next gather: in their slot, or copied where only the device knows the parity."""
+        if workspace.captured:
+            return gathered_copy(channel, x)
+        return gathered_view(channel, workspace.epoch & 1, x)
+
+    def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
+            biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
+        outputs: list[Tensor] = []
+        first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
+        more = len(weights) > MAXIMUM_WEIGHTS
+
+        def launch(channel: Channel, push: bool) -> None:
+            outputs.extend(
+                all_gather_matmul(x, weights[first], channel, biases[first], push=push, keep=push and more)
+            )  # fmt: skip
+
+        channel, workspace = self._gather(x, launch)
+        if more:
+            gathered = self._gathered(channel, workspace, x)
+            outputs += [F.linear(gathered, w, bias) for w, bias in zip(weights[rest], biases[rest], strict=True)]
+        return outputs
+
+    def gather_matmul_derivative(
+        self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        results: list[Tensor | None] = []
+        dy = dy.contiguous()
+
+        def launch(channel: Channel, push: bool) -> None:
+            if activation is None:
+                da = all_gather_matmul(dy, [weight], channel, b_transposed=True, push=push, keep=push)
+                results.extend((da[0], None, x))
+                return
+            rows = (x.contiguous(), None if gate is None else gate.contiguous())
+            results.extend(
+                all_gather_matmul_derivative(
+                    dy, weight, channel, rows[0], activation, rows[1], push=push, keep=push
+                )
+            )  # fmt: skip
+
+        channel, workspace = self._gather(dy, launch)
+        gathered = gathered_copy(channel, dy) if keep else self._gathered(channel, workspace, dy)
+        dx, dgate, a = results
+        assert dx is not None and a is not None
+        return dx, dgate, a, gathered
+
+    def matmul_reduce(
+        self,
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        *,
+        transposed: bool,
+        scatter: bool,
+        finish: Finish | None = None,
+    ) -> Tensor:
+        record_transport(SCATTER if scatter else ALL, self.name)
+        inputs, weights = _at_most_three(inputs, weights, transposed)
+        x, world = inputs[0], self.group.size()
+        m, n = len(x), weights[0].shape[0 if transposed else 1]
+        if scatter:
+            check_divisible(m, world)
+        record("reduce_scatter" if scatter else "all_reduce", m * n * x.element_size())
+        workspace = kernel_workspace(self.group, "reduce", x.device)
+        rows = m // world if scatter else m
+        tile = select_tile(x.device, x.dtype, rows, n)
+        end = _kernel_finish(finish, rows, n, x.device)
+        if scatter:
+            space = matmul_reduce_scatter_space(rows, n, world, x.dtype, tile)
+            channel = workspace.begin(SCATTER, *space)
+            y = matmul_reduce_scatter(inputs, weights, channel, end, b_transposed=not transposed, tile=tile)
+        else:
+            space = matmul_all_reduce_space(m, n, world, x.dtype, x.dtype, tile)
+            channel = workspace.begin(ALL, *space)
+            y = matmul_all_reduce(inputs, weights, channel, end, b_transposed=not transposed, tile=tile)
+        workspace.check()
+        return y
+
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Copy engines carry large shards under the reduction that follows; others are pushed when waited for."""
+        channel, workspace, push = self._begin_gather("all_gather", x)
+
+        def wait() -> Tensor:
+            await_gathered(channel, x, push)
+            workspace.join()
+            workspace.check()
+            return self._gathered(channel, workspace, x)
+
+        return wait
+
+
+def _at_most_three(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], transposed: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The kernels take three pairs; more become one longer pair."""
+    last = MAXIMUM_WEIGHTS - 1
+    if len(inputs) <= MAXIMUM_WEIGHTS:
+        return inputs, weights
+    return (
+        [*inputs[:last], torch.cat(list(inputs[last:]), 1)],
+        [*weights[:last], torch.cat(list(weights[last:]), 1 if transposed else 0)],
+    )
+
+
+def _kernel_finish(finish: Finish | None, rows: int, columns: int, device: torch.device) -> kernel_finish.Finish:
+    if finish is None:
+        return kernel_finish.NOTHING
+    site = finish.dropout
+    dropout = None if site is None else kernel_finish.Dropout(site.starts(rows, columns, device), site.key, site.p)
+    residual = None if finish.residual is None else finish.residual.contiguous()
+    return kernel_finish.Finish(finish.bias, dropout, residual)

@@ -1,0 +1,84 @@
+"""Measured times of the transports by shape: the table that overrides the performance model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .interface import OPERATIONS
+
+TIMES = {"sequential": "sequential_us", "pipelined": "pipelined_us", "fused": "fused_us"}
+SIZES = ("ranks", "m", "n", "k")
+FARTHEST = 1.0  # log2: a row speaks for shapes up to a factor 2 away in each of m, n and k
+
+
+class MeasuredRow(NamedTuple):
+    """One row: an operation, its shape (interface.Request) and microseconds by transport, without those unmeasured."""
+
+    number: int
+    op: str
+    ranks: int
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    times: dict[str, float]
+
+
+class MeasuredTable(NamedTuple):
+    path: str
+    rows: list[MeasuredRow]
+
+    def nearest(self, op: str, ranks: int, dtype: torch.dtype, m: int, n: int, k: int) -> MeasuredRow | None:
+        """The row of the same op, ranks and dtype that is nearest in log m + log n + log k; None beyond a factor 2."""
+        best, distance = None, math.inf
+        for row in self.rows:
+            if (row.op, row.ranks, row.dtype) != (op, ranks, dtype):
+                continue
+            apart = [abs(math.log2(a / b)) for a, b in zip((m, n, k), (row.m, row.n, row.k), strict=True) if a]
+            if len(apart) == 3 and max(apart) <= FARTHEST and sum(apart) < distance:
+                best, distance = row, sum(apart)
+        return best
+
+
+def read_measured_table(path: str | Path) -> MeasuredTable:
+    """The table in a JSON file: a list of {op, ranks, dtype, m, n, k, sequential_us, pipelined_us, fused_us}.
+
+    Times may be null (not measured); other keys are ignored. FileNotFoundError, or ValueError naming file, row and key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no table of measured transports {path}")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, list):
+        raise ValueError(f"{path}: expected a list of rows, not {type(values).__name__}")
+    return MeasuredTable(str(path), [_row(path, number, row) for number, row in enumerate(values)])
+
+
+def _row(path: Path, number: int, row: Any) -> MeasuredRow:
+    where = f"{path} row {number}"
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object, not {row!r}")
+    missing = [key for key in ("op", "dtype", *SIZES, *TIMES.values()) if key not in row]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}; a time that was not measured is null")
+    if row["op"] not in OPERATIONS:
+        raise ValueError(f"{where}: op {row['op']!r}, expected one of {', '.join(OPERATIONS)}")
+    dtype = getattr(torch, str(row["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{where}: dtype {row['dtype']!r}, expected a name such as bfloat16")
+    for key in SIZES:
+        if type(row[key]) is not int or row[key] < 1:
+            raise ValueError(f"{where}: {key} {row[key]!r}, expected a whole number from 1")
+    times = {name: row[key] for name, key in TIMES.items() if row[key] is not None}
+    for name, time in times.items():
+        if type(time) not in (int, float) or not 0 < time < math.inf:
+            raise ValueError(f"{where}: {TIMES[name]} {time!r}, expected microseconds above 0, or null")
+    return MeasuredRow(number, row["op"], row["ranks"], dtype, row["m"], row["n"], row["k"], times)

@@ -1,0 +1,73 @@
+"""GEMMs in chunks, rank by rank, under the chunks of their communication: plain torch, any backend and device."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduce_scatter_chunks, start_all_gather
+from tpformer.kernels.activation.reference import activation_backward
+
+from .interface import ALL, GATHER, SCATTER, Finish, record_transport
+
+
+class Pipelined:
+    """Gathers multiply the own rows first, then each peer's as they arrive; reductions make the own rows last.
+
+    Scattered sums are added in rank order in at least float32 and rounded once; all-reduced ones as the backend does.
+    """
+
+    name = "pipelined"
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def _rows(self, x: Tensor) -> int:
+        return len(x) * self.group.size()
+
+    def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        record_transport(GATHER, self.name)
+        gathered = x.new_empty(self._rows(x), x.shape[1])
+        outputs = [x.new_empty(self._rows(x), len(weight)) for weight in weights]
+        for rows in gather_chunks(x, gathered, self.group):
+            for y, weight, bias in zip(outputs, weights, biases, strict=True):
+                if bias is None:
+                    torch.mm(gathered[rows], weight.t(), out=y[rows])
+                else:
+                    torch.addmm(bias, gathered[rows], weight.t(), out=y[rows])
+        return outputs
+
+    def gather_matmul_derivative(
+        self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        record_transport(GATHER, self.name)
+        gathered = dy.new_empty(self._rows(dy), dy.shape[1])
+        da = x.new_empty(x.shape)
+        for rows in gather_chunks(dy, gathered, self.group):
+            torch.mm(gathered[rows], weight, out=da[rows])
+        return *activation_backward(da, x, activation, gate), gathered
+
+    def matmul_reduce(
+        self,
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        *,
+        transposed: bool,
+        scatter: bool,
+        finish: Finish | None = None,
+    ) -> Tensor:
+        record_transport(SCATTER if scatter else ALL, self.name)
+        factors = [weight.t() if transposed else weight for weight in weights]
+        shape = (len(inputs[0]), factors[0].shape[1])
+
+        def fill(rows: slice, out: Tensor) -> None:
+            torch.mm(inputs[0][rows], factors[0], out=out)
+            for x, factor in zip(inputs[1:], factors[1:], strict=True):
+                torch.addmm(out, x[rows], factor, out=out)
+
+        y = (reduce_scatter_chunks if scatter else all_reduce_chunks)(fill, shape, inputs[0], self.group)
+        return y if finish is None else finish.apply(y)
+
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        return start_all_gather(x, self.group)

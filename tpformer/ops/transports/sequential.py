@@ -1,0 +1,60 @@
+"""The collective, then the GEMM, or the other way round: the specification of every other transport."""
+
+from collections.abc import Callable, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from tpformer.kernels.activation.reference import activation_backward
+
+from .interface import ALL, GATHER, SCATTER, Finish, record_transport
+
+
+class Sequential:
+    """Any backend, dtype and device. Without a group ("local") nothing is communicated and each linear is F.linear."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.name = "local" if group is None else "sequential"
+
+    def _record(self, op: str) -> None:
+        if self.group is not None:
+            record_transport(op, self.name)
+
+    def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        self._record(GATHER)
+        gathered = all_gather(x, self.group)
+        return [F.linear(gathered, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def gather_matmul_derivative(
+        self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        self._record(GATHER)
+        gathered = all_gather(dy, self.group)
+        return *activation_backward(gathered @ weight, x, activation, gate), gathered
+
+    def matmul_reduce(
+        self,
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        *,
+        transposed: bool,
+        scatter: bool,
+        finish: Finish | None = None,
+    ) -> Tensor:
+        if self.group is None and transposed and finish is not None and len(inputs) == 1:
+            # bias inside the GEMM: bit-identical to nn.Linear
+            return finish._replace(bias=None).apply(F.linear(inputs[0], weights[0], finish.bias))
+        self._record(SCATTER if scatter else ALL)
+        first, *rest = (weight.t() if transposed else weight for weight in weights)
+        y = inputs[0] @ first
+        for x, weight in zip(inputs[1:], rest, strict=True):
+            y.addmm_(x, weight)
+        y = (reduce_scatter if scatter else all_reduce)(y, self.group)
+        return y if finish is None else finish.apply(y)
+
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Gathers when it is waited for, so that only one collective is under way at a time."""
+        return lambda: all_gather(x, self.group)
