@@ -1,0 +1,69 @@
+"""What is compiled: every kernel, for every architecture, dtype and shipped tile configuration.
+
+Belongs here: cases, and nothing about how they are judged. One function per kernel yields its cases; it stands in
+KERNELS. Launchers are called with tensors of device meta, of sizes like a model's: integers that are multiples of 16
+there are multiples of 16 to the compiler.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tpformer.kernels.launch import Tile
+
+CAPABILITIES = (80, 90, 100)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One specialisation of one kernel, and what its code must show."""
+
+    name: str
+    """The variant of the kernel: which operands, real or virtual ranks, which epilogue."""
+    kernel: str
+    """The jitted function's name. Others that the launcher starts have cases of their own."""
+    dtype: torch.dtype
+    capability: int
+    """80, 90 or 100."""
+    launch: Callable[[], object]
+    """Calls the launcher."""
+    tile: Tile | None = None
+    """Of a GEMM; a kernel without one multiplies nothing."""
+    releases: int = 0
+    """Exact number of system-scope releases: of calls of publish, a static loop's counted as often as it runs."""
+    acquires: int = 0
+    """Exact number of system-scope acquires: two per call of wait, before its loop and in it."""
+    local_atomics: int = 0
+    """Exact number of atomics that stay inside of one rank, and so need no system scope."""
+    narrow_stores: int = 0
+    """If it releases: how many stores of blocks may move less than 16 bytes per thread."""
+    own: frozenset[str] = frozenset()
+    """Pointer and descriptor arguments that no other rank writes: loads from them may stand before a wait."""
+    waived: frozenset[str] = frozenset()
+    """Rules (rules.py) that do not apply, with the reason in a comment beside it."""
+
+    @property
+    def tile_text(self) -> str:
+        return "" if self.tile is None else f"{self.tile.m}x{self.tile.n}x{self.tile.k}"
+
+    @property
+    def key(self) -> str:
+        """Unique among the cases; what --only is matched with."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        tile = "" if self.tile is None else f" {self.tile_text} s{self.tile.stages} w{self.tile.warps}"
+        return f"{self.kernel} {self.name} sm_{self.capability} {dtype}{tile}"
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+KERNELS: tuple[Callable[[], Iterator[Case]], ...] = ()
+
+
+def cases() -> list[Case]:
+    return [case for kernel in KERNELS for case in kernel()]

@@ -1,0 +1,233 @@
+"""The command: all cases in worker processes, results kept by content, a table, a JSON file, the exit code.
+
+Belongs here: nothing that knows a kernel (cases.py) or a rule (rules.py).
+"""
+
+import argparse
+import ast
+import functools
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from . import compiler
+from .cases import Case
+from .rules import Row, evaluate
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = 1
+HEADINGS = {  # shorter than the columns' names, so that a row fits a line
+    "registers": "regs",
+    "spills": "spill",
+    "shared": "smem",
+    "tcgen05": "tcgen",
+    "tma_loads": "tma",
+    "cp_async": "cp.async",
+    "releases": "rel",
+    "acquires": "acq",
+    "wide_stores": "st 16B",
+    "narrow_stores": "narrow",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is checked, and where results go."""
+
+    cases: str = "bench.compile.cases:cases"
+    """module:function that returns the list of cases; worker processes call it, too."""
+    kernels: Path = ROOT / "kernels"
+    """Every jitted function in this folder whose name ends in _kernel needs a case."""
+    cache: Path = ROOT / ".compile-cache"
+    results: Path = ROOT / "bench" / "results" / "compile" / "compile.json"
+
+
+DEFAULT = Check()
+
+
+@functools.cache
+def load_cases(source: str) -> dict[str, Case]:
+    """Cases by key, in their order."""
+    module, _, function = source.partition(":")
+    found = getattr(importlib.import_module(module), function)()
+    by_key = {case.key: case for case in found}
+    if len(by_key) < len(found):
+        keys = [case.key for case in found]
+        raise ValueError(f"cases of one key: {sorted({key for key in keys if keys.count(key) > 1})}")
+    return by_key
+
+
+def work(source: str, key: str) -> Row:
+    """In a worker process: evaluate one case."""
+    return evaluate(load_cases(source)[key])
+
+
+def versions() -> dict[str, str]:
+    import triton
+
+    return {
+        "triton": triton.__version__,
+        **{f"ptxas, sm_{arch}": compiler.ptxas_version(arch) for arch in (80, 90, 100)},
+    }
+
+
+def fingerprint(check: Check) -> str:
+    """Hash of what every result depends on: the kernels, this tool, the module of the cases, the compilers."""
+    module = importlib.import_module(check.cases.partition(":")[0])
+    files = {*check.kernels.rglob("*.py"), *Path(__file__).parent.glob("*.py"), Path(str(module.__file__))}
+    digest = hashlib.sha256(json.dumps(versions()).encode())
+    for path in sorted(file.resolve() for file in files):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+class Cache:
+    """One file per case, overwritten when what it depends on has changed."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self.folder, self.fingerprint = folder, fingerprint
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+    def get(self, key: str) -> Row | None:
+        try:
+            content = json.loads(self.path(key).read_text())
+            return content["row"] if (content["key"], content["fingerprint"]) == (key, self.fingerprint) else None
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def put(self, key: str, row: Row) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.path(key).with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"key": key, "fingerprint": self.fingerprint, "row": row}))
+        temporary.replace(self.path(key))
+
+
+def compile_all(source: str, keys: Sequence[str], jobs: int) -> Iterator[tuple[str, Row | None]]:
+    """(key, row) as they are ready; None for a case on which the compiler takes its process down.
+
+    At most `jobs` cases are handed out at once, so that after a crash few are suspects; if several, each runs alone.
+    """
+    pending = list(keys)[::-1]
+    while pending:
+        suspects = []
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            running: dict[Future[Row], str] = {}
+            while (pending and not suspects) or running:
+                while pending and not suspects and len(running) < jobs:
+                    key = pending.pop()
+                    running[pool.submit(work, source, key)] = key
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    key = running.pop(future)
+                    try:
+                        yield key, future.result()
+                    except BrokenProcessPool:
+                        suspects.append(key)
+        for key in suspects:
+            yield key, alone(source, key) if len(suspects) > 1 else None
+
+
+def alone(source: str, key: str) -> Row | None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(work, source, key).result()
+        except BrokenProcessPool:
+            return None
+
+
+def crashed(case: Case) -> Row:
+    row = dict.fromkeys(Row.__annotations__)
+    row |= {"kernel": case.kernel, "name": case.name, "arch": f"sm_{case.capability}", "tile": case.tile_text}
+    row |= {"dtype": str(case.dtype).removeprefix("torch."), "violations": ["fails: the process died"]}
+    return row  # type: ignore[return-value]
+
+
+def evaluate_all(check: Check, cases: dict[str, Case], jobs: int, console: Console) -> dict[str, Row]:
+    """Rows by key, in the order of the cases."""
+    cache = Cache(check.cache, fingerprint(check))
+    rows: dict[str, Row] = {key: row for key in cases if (row := cache.get(key)) is not None}
+    missing = [key for key in cases if key not in rows]
+    console.print(f"{len(cases)} cases, {len(missing)} to compile", highlight=False)
+    if missing:
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("compiling", total=len(missing))
+            for key, row in compile_all(check.cases, missing, max(1, min(jobs, len(missing)))):
+                if row is not None:
+                    cache.put(key, row)
+                rows[key] = row or crashed(cases[key])
+                progress.advance(task)
+    return {key: rows[key] for key in cases}
+
+
+def uncovered(check: Check, cases: dict[str, Case]) -> list[str]:
+    """A violation for each kernel that no case compiles."""
+    covered = {case.kernel for case in cases.values()}
+    missing = []
+    for path in sorted(check.kernels.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.name not in covered:
+                if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                    missing.append(f"no case compiles {node.name} of {path.relative_to(check.kernels.parent)}")
+    return missing
+
+
+def table(rows: Sequence[Row]) -> Table:
+    columns = [column for column in Row.__annotations__ if column != "violations"]
+    result = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        text = column in ("kernel", "name", "arch", "dtype", "tile")
+        result.add_column(HEADINGS.get(column, column), justify="left" if text else "right", no_wrap=True)
+    result.add_column("verdict", no_wrap=True)
+    for row in rows:
+        cells = ["" if row[column] is None else str(row[column]) for column in columns]  # type: ignore[literal-required]
+        result.add_row(*cells, "WRONG" if row["violations"] else "ok")
+    return result
+
+
+def write(check: Check, rows: Sequence[Row]) -> None:
+    """No date and no machine: an unchanged result is an unchanged file."""
+    check.results.parent.mkdir(parents=True, exist_ok=True)
+    content = {"schema": SCHEMA, "bench": "compile", "versions": versions(), "rows": list(rows)}
+    check.results.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
+    """`python -m bench.compile [--only PATTERN] [--jobs N]`; the exit code: 1 for a violation, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compile", description=sys.modules[__package__].__doc__)
+    parser.add_argument("--only", metavar="PATTERN", help="cases whose key this regular expression is found in")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes (2)")
+    options = parser.parse_args(arguments)
+    if reason := compiler.unavailable():
+        print(reason, file=sys.stderr)
+        return 2
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    every = load_cases(check.cases)
+    cases = {key: case for key, case in every.items() if re.search(options.only or "", key)}
+    if not cases:
+        print(f"no case matches {options.only!r}" if options.only else "there are no cases", file=sys.stderr)
+        return 2
+    rows = evaluate_all(check, cases, options.jobs, console)
+    console.print(table(list(rows.values())), highlight=False)
+    wrong = [f"{key}: {violation}" for key, row in rows.items() for violation in row["violations"]]
+    if not options.only:
+        wrong += uncovered(check, every)
+        write(check, list(rows.values()))
+        console.print(f"written: {check.results}", highlight=False, soft_wrap=True)
+    for violation in wrong:
+        console.print(violation, highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{len(rows)} cases, {len(wrong)} violations", highlight=False)
+    return 1 if wrong else 0

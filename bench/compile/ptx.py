@@ -1,0 +1,217 @@
+"""PTX as events on a control-flow graph, and what must hold of them for the protocol between ranks.
+
+Belongs here: what is read from PTX. Loops and program order are read from TTGIR (ttgir.py): the order of PTX's blocks
+is not the program's, so whatever is said about order here follows the branches.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+WIDE = 16  # bytes of a store that uses the whole width of a memory transaction of one thread
+
+# kinds of events by the beginning of an instruction; the first that matches
+KINDS = {
+    "barrier": r"bar(rier)?(\.cta)?\.sync",
+    "warp barrier": r"bar\.warp\.sync",
+    "proxy fence": r"fence\.proxy\.async",
+    "tma load": r"cp\.async\.bulk\.\S*shared::c(ta|luster)\.global",
+    "tma store": r"cp\.(reduce\.)?async\.bulk\.\S*global\.shared::c",
+    "cp.async": r"cp\.async\.c[ag]\.",
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+    "mma": r"mma\.sync",
+    "atomic": r"(atom|red)\.(?!\S*shared)|(ld|st)\.\S*(acquire|release)",
+    "store": r"st\.global",
+    "load": r"ld\.global",
+}
+
+
+class Event(NamedTuple):
+    kind: str
+    opcode: str
+    source: str
+    """The Python line, as file.py:12."""
+
+    @property
+    def order(self) -> str:
+        """release, acquire, acq_rel or relaxed, of an atomic."""
+        found = re.search(r"release|acquire|acq_rel", self.opcode) if self.kind == "atomic" else None
+        return found.group() if found else "relaxed"
+
+    @property
+    def scope(self) -> str:
+        found = re.search(r"\.(sys|gpu|cluster|cta)\b", self.opcode)
+        return found.group(1) if found else "none"
+
+    @property
+    def releases(self) -> bool:
+        return self.order in ("release", "acq_rel")
+
+    @property
+    def acquires(self) -> bool:
+        return self.order in ("acquire", "acq_rel")
+
+    @property
+    def width(self) -> int:
+        """Bytes that one thread moves, of a load or store."""
+        vector, bits = re.search(r"(?:\.v(\d))?\.[a-z]+(\d+)$", self.opcode).groups()
+        return int(vector or 1) * int(bits) // 8
+
+
+@dataclass
+class Block:
+    """Instructions in a row, and the blocks that may come next."""
+
+    label: str | None = None
+    events: list[Event] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+    falls_through: bool = True
+    successors: list["Block"] = field(default_factory=list, repr=False)
+    predecessors: list["Block"] = field(default_factory=list, repr=False)
+    is_entry: bool = False
+
+
+@dataclass
+class Program:
+    blocks: list[Block]
+
+    @property
+    def events(self) -> list[Event]:
+        """All, in the order of the text."""
+        return [event for block in self.blocks for event in block.events]
+
+    def count(self, kind: str) -> int:
+        return sum(event.kind == kind for event in self.events)
+
+
+def parse(ptx: str) -> Program:
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', ptx, re.M))
+    blocks: list[Block] = []
+    source = "?"
+    for line in ptx.split("\t.section\t.debug")[0].splitlines():
+        text = line.split("//")[0].strip()
+        if text.startswith((".visible .entry", ".entry", ".func", ".visible .func", ".weak .func")):
+            blocks.append(Block(is_entry=True))
+        elif location := re.match(r"\.loc\s+(\d+)\s+(\d+)", text):
+            if location.group(2) != "0":
+                source = f"{files.get(location.group(1), '?')}:{location.group(2)}"
+        elif label := re.match(r"(\$L__BB\w+):", text):
+            blocks.append(Block(label.group(1)))
+        elif blocks:
+            for instruction in text.split(";"):
+                if read_instruction(instruction, source, blocks[-1]):
+                    blocks.append(Block())
+    connect(blocks)
+    return Program(blocks)
+
+
+def read_instruction(text: str, source: str, block: Block) -> bool:
+    """Add to the block what an instruction does; whether it ends the block."""
+    match = re.match(r"[\s{}]*(@!?%?\w+\s+)?([a-z][\w.:]*)\s*(.*)", text)
+    if match is None:
+        return False
+    predicate, opcode, operands = match.groups()
+    if opcode in ("bra", "bra.uni"):
+        if not operands.startswith("$L__BB"):  # a loop inside of inline assembly: it ends where it began
+            return False
+        block.targets.append(operands.strip())
+        block.falls_through = predicate is not None
+        return True
+    if opcode in ("ret", "exit", "trap", "brx.idx", "brx.idx.uni"):
+        if opcode.startswith("brx"):
+            block.targets.append("any")
+        block.falls_through = predicate is not None
+        return True
+    for kind, pattern in KINDS.items():
+        if re.match(pattern, opcode):
+            block.events.append(Event(kind, opcode, source))
+            break
+    return False
+
+
+def connect(blocks: list[Block]) -> None:
+    """Fill successors, and predecessors among what can be reached."""
+    labels = {block.label: block for block in blocks if block.label}
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        for target in block.targets:
+            block.successors += labels.values() if target == "any" else [labels[target]]
+        if block.falls_through and following is not None and not following.is_entry:
+            block.successors.append(following)
+    pending = [block for block in blocks if block.is_entry]
+    reached = set(map(id, pending))
+    while pending:
+        block = pending.pop()
+        for successor in block.successors:
+            successor.predecessors.append(block)
+            if id(successor) not in reached:
+                reached.add(id(successor))
+                pending.append(successor)
+
+
+def search(block: Block, index: int, backwards: bool, stop: Callable[[Event], bool]) -> Iterator[Event | None]:
+    """The first event for which stop(event) on each path from (not including) an event; None for a path that ends."""
+    seen = set()
+    pending = [(block, block.events[:index][::-1] if backwards else block.events[index + 1 :])]
+    while pending:
+        block, events = pending.pop()
+        found = next((event for event in events if stop(event)), None)
+        if found is not None:
+            yield found
+            continue
+        nexts = block.predecessors if backwards else block.successors
+        if not nexts or (backwards and block.is_entry):
+            yield None
+        for following in nexts:
+            if id(following) not in seen:
+                seen.add(id(following))
+                pending.append((following, following.events[::-1] if backwards else following.events))
+
+
+def barrier_before_release(program: Program, warps: int) -> list[str]:
+    """Every thread's stores come before a bar.sync, which comes before the release, on every path.
+
+    A release orders what its own thread did and saw. Local releases count where the kernel releases to other ranks:
+    that is how programs of one rank hand over what one of them then publishes.
+    """
+    barriers = ("barrier", "warp barrier") if warps == 1 else ("barrier",)
+    publishes = any(event.releases and event.scope == "sys" for event in program.events)
+    violations = []
+    for block in program.blocks:
+        for index, event in enumerate(block.events):
+            if not (event.releases and publishes):
+                continue
+            before = search(block, index, True, lambda e: e.kind in (*barriers, "store", "tma store"))
+            for found in before:
+                if found is None or found.kind not in barriers:
+                    what = "nothing" if found is None else f"{found.opcode} ({found.source})"
+                    violations.append(f"{event.opcode} ({event.source}) comes after {what} without a bar.sync between")
+                    break
+    return violations
+
+
+def no_tma_store_before_release(program: Program) -> list[str]:
+    """Before Triton 3.8 a TMA store is not waited for in a way that a release would cover."""
+    stores = [event for event in program.events if event.kind == "tma store"]
+    if stores and any(event.releases and event.scope == "sys" for event in program.events):
+        return [f"{stores[0].opcode} ({stores[0].source}) in a kernel that releases"]
+    return []
+
+
+def fence_before_tma_load(program: Program) -> list[str]:
+    """After an acquire, TMA loads come behind fence.proxy.async: the peer wrote through the generic proxy."""
+
+    def stop(event: Event) -> bool:
+        fence = event.kind == "proxy fence" and event.opcode in ("fence.proxy.async", "fence.proxy.async.global")
+        return fence or event.kind == "tma load"
+
+    violations = []
+    for block in program.blocks:
+        for index, event in enumerate(block.events):
+            if event.acquires and event.scope == "sys":
+                reached = [found for found in search(block, index, False, stop) if found and found.kind == "tma load"]
+                if reached:
+                    where = f"{event.opcode} ({event.source})"
+                    violations.append(f"{where} reaches a TMA load ({reached[0].source}) without fence.proxy.async")
+    return violations

@@ -1,0 +1,152 @@
+"""What is counted and asserted of a case: the row of the table, and the list of what is wrong.
+
+Belongs here: the rules. How a kernel is compiled: compiler.py; what is read from its code: ptx.py and ttgir.py.
+"""
+
+from typing import TypedDict
+
+import torch
+
+from . import ptx, ttgir
+from .cases import Case
+from .compiler import Compiled, compile_only
+
+SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that one program may have
+TENSOR_MEMORY = 512  # columns
+TENSOR_CORE = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # the instruction, by architecture
+TENSOR_CORE_ROWS = 64  # the least BLOCK_M that wgmma takes
+
+
+class Row(TypedDict):
+    """One case. Numbers are None where the kernel did not compile."""
+
+    kernel: str
+    name: str
+    arch: str
+    dtype: str
+    tile: str
+    stages: int | None
+    warps: int | None
+    registers: int | None
+    spills: int | None
+    shared: int | None
+    wgmma: int | None
+    tcgen05: int | None
+    mma: int | None
+    tma_loads: int | None
+    cp_async: int | None
+    releases: int | None
+    acquires: int | None
+    wide_stores: int | None
+    narrow_stores: int | None
+    violations: list[str]
+
+
+def evaluate(case: Case) -> Row:
+    """Compile a case and judge it. Whatever goes wrong in that is a violation, too."""
+    row: Row = {
+        "kernel": case.kernel,
+        "name": case.name,
+        "arch": f"sm_{case.capability}",
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "tile": case.tile_text,
+        **dict.fromkeys(list(Row.__annotations__)[5:-1]),
+        "violations": [],
+    }
+    try:
+        with compile_only(case.capability) as kernels:
+            case.launch()
+        kernel = only([kernel for kernel in kernels if kernel.kernel == case.kernel], case)
+        program, module = ptx.parse(kernel.ptx), ttgir.parse(kernel.ttgir)
+        row.update(counts(kernel, program, module))
+        row["violations"] = violations(case, kernel, program, module, row)
+    except Exception as error:
+        message = str(error).split("Repro command")[0].strip()
+        row["violations"] = [f"fails: {type(error).__name__}: {message[:800]}"]
+    return row
+
+
+def only(kernels: list[Compiled], case: Case) -> Compiled:
+    if len(kernels) != 1:
+        raise ValueError(f"the case launches {len(kernels)} variants of {case.kernel}: one case is one kernel")
+    return kernels[0]
+
+
+def counts(kernel: Compiled, program: ptx.Program, module: ttgir.Module) -> dict[str, int]:
+    events = program.events
+    wide = sum(event.kind == "store" and event.width >= ptx.WIDE for event in events)
+    return {
+        "stages": kernel.stages,
+        "warps": kernel.warps,
+        "registers": kernel.registers,
+        "spills": kernel.spills,
+        "shared": kernel.shared,
+        "wgmma": program.count("wgmma"),
+        "tcgen05": program.count("tcgen05"),
+        "mma": program.count("mma"),
+        "tma_loads": program.count("tma load"),
+        "cp_async": program.count("cp.async"),
+        "releases": sum(event.releases and event.scope == "sys" for event in events),
+        "acquires": sum(event.acquires and event.scope == "sys" for event in events),
+        "wide_stores": wide,
+        "narrow_stores": len(narrow_stores(program, module)),
+    }
+
+
+def narrow_stores(program: ptx.Program, module: ttgir.Module) -> list[ptx.Event]:
+    """Of blocks; stores of scalars are narrow by nature: an expired wait's report."""
+    scalars = module.scalar_stores()
+    stores = [event for event in program.events if event.kind == "store" and event.width < ptx.WIDE]
+    return [store for store in stores if store.source not in scalars]
+
+
+def violations(case: Case, kernel: Compiled, program: ptx.Program, module: ttgir.Module, row: Row) -> list[str]:
+    """Each begins with its rule's name, by which a case may waive it."""
+    found = {
+        "releases": differs(module.releases(), case.releases, row["releases"]),
+        "acquires": differs(module.acquires(), case.acquires, row["acquires"]),
+        "barrier_before_release": ptx.barrier_before_release(program, kernel.warps),
+        "system_scope": ttgir.system_scope(module, case.local_atomics),
+        "no_tma_store_before_release": ptx.no_tma_store_before_release(program),
+        "fence_before_tma_load": ptx.fence_before_tma_load(program),
+        "no_wait_in_dot_loop": ttgir.no_wait_in_dot_loop(module),
+        "no_load_before_wait": ttgir.no_load_before_wait(module, case.own),
+        "wide_stores": too_narrow(case, narrow_stores(program, module)),
+        "tensor_cores": tensor_cores(case, row),
+        "spills": [f"{row['spills']} bytes"] if row["spills"] else [],
+        "shared_memory": too_much(kernel.shared, SHARED_MEMORY[case.capability], "bytes"),
+        "tensor_memory": too_much(kernel.tensor_memory, TENSOR_MEMORY, "columns"),
+        "serialized": list(kernel.warnings),
+    }
+    unknown = case.waived - found.keys()
+    if unknown:
+        raise ValueError(f"waived rules that do not exist: {sorted(unknown)}")
+    texts = [f"{rule}: {text}" for rule, texts in found.items() if rule not in case.waived for text in texts]
+    return list(dict.fromkeys(texts))  # unrolled code breaks a rule several times
+
+
+def differs(seen: int, wanted: int, emitted: int) -> list[str]:
+    """Exact in TTGIR; the PTX has as many, or more where a loop was unrolled."""
+    if seen != wanted:
+        return [f"{seen} instead of {wanted}"]
+    return [f"{wanted}, of which the PTX has {emitted}"] if emitted < wanted else []
+
+
+def too_much(used: int, limit: int, unit: str) -> list[str]:
+    return [f"{used} {unit}, more than {limit}"] if used > limit else []
+
+
+def too_narrow(case: Case, stores: list[ptx.Event]) -> list[str]:
+    """Kernels that send move 16 bytes per store and thread."""
+    if not case.releases or len(stores) <= case.narrow_stores:
+        return []
+    where = ", ".join(sorted({f"{store.opcode} ({store.source})" for store in stores}))
+    return [f"{len(stores)} stores below {ptx.WIDE} bytes, more than {case.narrow_stores}: {where}"]
+
+
+def tensor_cores(case: Case, row: Row) -> list[str]:
+    """A GEMM on 16-bit operands uses its architecture's instruction."""
+    if case.tile is None or case.tile.m < TENSOR_CORE_ROWS or case.dtype == torch.float32:
+        return []
+    instruction = TENSOR_CORE[case.capability]
+    return [] if row[instruction] else [f"no {instruction}"]

@@ -1,0 +1,247 @@
+"""The compile check on a toy kernel: it passes as it should be; each way to break it is caught by the named rule."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from compile_kernels import bad_cases, case, exchange_kernel, good_cases  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from bench.compile import compiler, ptx, ttgir  # noqa: E402
+from bench.compile.check import Cache, Check, fingerprint, load_cases, main  # noqa: E402
+from bench.compile.rules import Row, evaluate  # noqa: E402
+
+UNAVAILABLE = compiler.unavailable()
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+
+
+def broken_rules(row: Row) -> set[str]:
+    return {violation.partition(":")[0] for violation in row["violations"]}
+
+
+@pytest.mark.parametrize("capability, dtype", [(80, "float16"), (90, "bfloat16"), (100, "bfloat16"), (90, "float32")])
+def test_a_kernel_that_follows_the_protocol_passes(capability: int, dtype: str) -> None:
+    row = evaluate(case(capability=capability, dtype=getattr(torch, dtype)))
+    assert row["violations"] == []
+    assert (row["releases"], row["acquires"], row["spills"], row["narrow_stores"]) == (1, 1, 0, 0)
+    assert row["wide_stores"] > 0 and row["registers"] > 32 and row["shared"] > 8192
+    used = {name for name in ("wgmma", "tcgen05", "mma") if row[name]}
+    assert used == ({{80: "mma", 90: "wgmma", 100: "tcgen05"}[capability]} if dtype != "float32" else set())
+    assert bool(row["tma_loads"]) != bool(row["cp_async"])
+    tma = capability >= 90 and dtype != "float32"
+    assert (row["tile"], row["stages"], row["warps"]) == (("128x128x64", 3, 8) if tma else ("64x64x32", 3, 4))
+
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# from 3.9 on Triton puts the barrier there itself
+NO_BARRIER = {"barrier_before_release"} if TRITON < (3, 9) else set()
+MUTATIONS = [
+    ("no barrier", 90, NO_BARRIER),
+    ("no barrier", 80, NO_BARRIER),
+    ("no release", 90, {"releases"}),
+    ("an unasked release", 90, {"releases"}),
+    ("wait after the loads", 90, {"no_load_before_wait"}),
+    ("wait after the loads", 80, {"no_load_before_wait"}),
+    ("wait for every other tile", 90, {"no_load_before_wait"}),
+    ("wait for the first tile, then late", 90, {"no_load_before_wait", "acquires"}),
+    ("wait in the K loop", 90, {"no_wait_in_dot_loop", "fence_before_tma_load"}),
+    ("wait in the K loop", 80, {"no_wait_in_dot_loop"}),
+    ("wait in the K loop", 100, {"no_wait_in_dot_loop", "fence_before_tma_load"}),
+    ("gpu scope", 90, {"system_scope", "releases", "acquires"}),
+    ("no fence", 90, {"fence_before_tma_load"}),
+    ("no alignment hint", 90, {"wide_stores"}),
+]
+
+
+@pytest.mark.parametrize("breakage, capability, rules", MUTATIONS)
+def test_a_mutation_is_caught(breakage: str, capability: int, rules: set[str]) -> None:
+    assert broken_rules(evaluate(case(breakage, capability))) == rules
+
+
+def test_spills_and_shared_memory_are_reported() -> None:
+    row = evaluate(case(dtype=torch.float32, registers=64))
+    assert broken_rules(row) == {"spills"} and row["spills"] > 0 and row["registers"] <= 64
+    assert broken_rules(evaluate(case(stages=8))) == {"shared_memory"}
+
+
+def test_a_case_may_allow_what_is_meant() -> None:
+    assert evaluate(case("no alignment hint", narrow_stores=64))["violations"] == []
+    assert evaluate(case("wait after the loads", own=frozenset({"received", "weight"})))["violations"] == []
+    only_weight = evaluate(case("wait after the loads", own=frozenset({"weight"})))["violations"]
+    assert len(only_weight) == 1 and "from received (compile_kernels.py:" in only_weight[0]
+    assert evaluate(case("no fence", waived=frozenset({"fence_before_tma_load"})))["violations"] == []
+    (violation,) = evaluate(case(waived=frozenset({"no_such_rule"})))["violations"]
+    assert "no_such_rule" in violation
+
+
+def test_what_does_not_compile_is_a_violation() -> None:
+    (violation,) = evaluate(case(registers=32))["violations"]
+    assert violation.startswith("fails: PTXASError") and "Insufficient registers" in violation
+    (violation,) = evaluate(case(kernel="another_kernel"))["violations"]
+    assert "launches 0 variants of another_kernel" in violation
+
+
+def test_compiling_leaves_triton_as_it_was() -> None:
+    run, active = JITFunction.run, triton.runtime.driver._active
+    folder, log = triton.knobs.cache.dir, triton.knobs.nvidia.dump_ptxas_log
+    with pytest.raises(ZeroDivisionError), compiler.compile_only(90) as kernels:
+        case().launch()
+        case().launch()
+        assert [kernel.kernel for kernel in kernels] == ["exchange_kernel"]  # one specialisation
+        raise ZeroDivisionError
+    assert JITFunction.run is run and triton.runtime.driver._active is active
+    assert (triton.knobs.cache.dir, triton.knobs.nvidia.dump_ptxas_log) == (folder, log)
+    assert not any(isinstance(device, compiler.Driver) for device in exchange_kernel.device_caches)
+
+
+def test_the_report_is_read_from_the_log() -> None:
+    class Kernel:
+        class metadata:
+            num_stages, num_warps, shared = 3, 4, 5
+
+        asm = {"ptx": "", "ttgir": ""}
+
+    log = """
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
+ptxas info    : Used 200 registers, used 1 barriers
+"""
+    found = compiler.report("toy", Kernel, log)
+    assert (found.registers, found.spills, found.shared, found.tensor_memory) == (200, 16, 5, 0)
+    assert len(found.warnings) == 1 and found.warnings[0].startswith("(C7515) Potential")
+    with pytest.raises(RuntimeError, match="no report"):
+        compiler.report("toy", Kernel, "")
+
+
+FLOW = """
+.visible .entry toy(
+)
+{
+	st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };
+	@%p1 bra $L__BB0_2;
+	{first}
+	bra.uni $L__BB0_3;
+$L__BB0_2:
+	{second}
+$L__BB0_3:
+	ld.global.b64 { %rd2 }, [ %rd3 + 0 ];
+	@%p2 atom.global.release.sys.exch.b32 %r5, [ %rd2 + 0 ], %r6;
+	ret;
+}
+"""
+
+
+def test_a_barrier_must_be_on_every_path() -> None:
+    def violations(first: str, second: str) -> list[str]:
+        text = FLOW.replace("{first}", first).replace("{second}", second)
+        return ptx.barrier_before_release(ptx.parse(text), warps=4)
+
+    assert violations("bar.sync 0;", "barrier.cta.sync.aligned 0;") == []
+    (missing,) = violations("bar.sync 0;", "add.s32 %r7, %r8, 1;")
+    assert missing.startswith("atom.global.release.sys.exch.b32") and "after st.global.v4.b32" in missing
+    assert violations("bar.sync 0;", "bar.warp.sync 0xffffffff;")  # four warps
+    assert violations("bar.sync 0;", "bar.sync 0;\n\tst.global.b32 [ %rd1 + 4 ], { %r1 };")
+
+
+def test_words_of_the_tensor_map_are_no_release() -> None:
+    program = ptx.parse(
+        ".visible .entry toy(\n)\n{\n"
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd1], [%r1], 128;\n"
+        "fence.proxy.tensormap::generic.acquire.gpu [%rd1], 128;\nred.shared.add.u32 [%r1], 1;\nret;\n}"
+    )
+    assert program.events == []
+
+
+def test_a_pointer_is_followed_to_its_arguments() -> None:
+    text = """
+  tt.func public @toy(%a: !tt.ptr<f32> loc("a"(#loc)), %b: !tt.ptr<f32> loc("b"(#loc)), %n: i32 loc("n"(#loc))) {
+    %0 = scf.if %cond -> (!tt.ptr<f32>) {
+      scf.yield %a : !tt.ptr<f32> loc(#loc1)
+    } else {
+      scf.yield %b : !tt.ptr<f32> loc(#loc1)
+    } loc(#loc1)
+    %1:2 = scf.for %i = %c0 to %n step %c1 iter_args(%p = %0, %q = %b) -> (!tt.ptr<f32>, !tt.ptr<f32>)  : i32 {
+      %2 = tt.load %q : tensor<8x!tt.ptr<f32>> loc(#loc1)
+      %3 = tt.addptr %p, %2 : !tt.ptr<f32>, i32 loc(#loc1)
+      scf.yield %3, %q : !tt.ptr<f32>, !tt.ptr<f32> loc(#loc1)
+    } loc(#loc1)
+    %4 = tt.load %1#0 : tensor<8x!tt.ptr<f32>> loc(#loc1)
+    %5 = tt.int_to_ptr %n : i32 -> !tt.ptr<f32> loc(#loc1)
+    %6 = tt.load %5 : tensor<8x!tt.ptr<f32>> loc(#loc1)
+    tt.return loc(#loc1)
+  } loc(#loc)
+#loc1 = loc("/a/b/toy.py":7:1)
+"""
+    module = ttgir.parse(text)
+    loads = [operation for operation in module.operations() if operation.name == "tt.load"]
+    found = [ttgir.origins(load.operands[0]) for load in loads]
+    assert found == [{"b"}, {"a", "b"}, {ttgir.TABLE}]
+    assert {module.source(load) for load in loads} == {"toy.py:7"}
+
+
+def new_check(folder: Path, cases: str) -> Check:
+    kernels = folder / "kernels"
+    kernels.mkdir()
+    (kernels / "toy.py").write_text("@triton.jit\ndef exchange_kernel():\n    pass\n")
+    return Check(f"compile_kernels:{cases}", kernels, folder / "cache", folder / "results" / "compile.json")
+
+
+def test_results_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    check = new_check(tmp_path, "good_cases")
+    assert main([], check) == 0
+    assert "2 cases, 2 to compile" in (printed := capsys.readouterr().out) and "0 violations" in printed
+    first = check.results.read_text()
+    content = json.loads(first)
+    assert list(content) == ["schema", "bench", "versions", "rows"]
+    assert content["versions"]["triton"] == triton.__version__ and content["versions"]["ptxas, sm_90"]
+    assert [list(row) for row in content["rows"]] == [list(Row.__annotations__)] * 2
+    assert [row["arch"] for row in content["rows"]] == [f"sm_{case.capability}" for case in good_cases()]
+
+    check.results.unlink()
+    assert main([], check) == 0
+    assert "2 cases, 0 to compile" in capsys.readouterr().out
+    assert check.results.read_text() == first
+
+    check.results.unlink()
+    assert main(["--only", "sm_80 float16"], check) == 0
+    assert "1 cases, 0 to compile" in capsys.readouterr().out
+    assert not check.results.exists()  # a part is no result
+    assert main(["--only", "nothing of that name"], check) == 2
+
+    key = good_cases()[0].key
+    before = fingerprint(check)
+    assert Cache(check.cache, before).get(key) == content["rows"][0]
+    (check.kernels / "toy.py").write_text("@triton.jit\ndef another_kernel():\n    pass\n")
+    assert fingerprint(check) != before
+    assert Cache(check.cache, fingerprint(check)).get(key) is None
+
+
+def test_the_command_lists_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    check = new_check(tmp_path, "bad_cases")
+    (check.kernels / "toy.py").write_text(
+        "@triton.jit(repr=f)\ndef another_kernel():\n    pass\ndef to_kernel(): ...\n"
+    )
+    assert main(["--jobs", "1"], check) == 1
+    printed = capsys.readouterr().out
+    assert "4 cases, 4 violations" in printed
+    for text in ("sm_90 bfloat16 128x128x64 s3 w8: releases: 0 instead of 1", "Insufficient registers", "process died"):
+        assert text in printed
+    assert "no case compiles another_kernel of kernels/toy.py" in printed
+    rows = json.loads(check.results.read_text())["rows"]
+    assert [bool(row["violations"]) for row in rows] == [True, True, True, False]
+    assert [list(row) for row in rows] == [list(Row.__annotations__)] * len(bad_cases())
+
+
+def test_two_cases_of_one_key_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compile_kernels.good_cases", lambda: [case(), case()])
+    load_cases.cache_clear()
+    with pytest.raises(ValueError, match="exchange_kernel good sm_90 bfloat16"):
+        load_cases("compile_kernels:good_cases")
