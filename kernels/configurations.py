@@ -18,7 +18,7 @@ TILES = {
     "ampere": Tile(128, 128, 32, 4, 8, False),
     "ampere_small": Tile(64, 64, 64, 3, 4, False),
     # float32: exact products on the CUDA cores, any architecture
-    "exact": Tile(64,32,16,2,8, False),
+    "exact": Tile(64, 32, 16, 2, 8, False),
     # the interpreter: about 10 ms a program whatever the tile, so one program for most test shapes
     "interpreted": Tile(32, 32, 32, 1, 1, False),
 }
@@ -34,7 +34,7 @@ def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
 
 
 def select_tile(device: torch.device, dtype: torch.dtype, rows: int, columns: int, operands: int = 1) -> Tile:
-    """The configuration for an output of rows x columns; operands: tensors that the epilogue reads or writes per tile."""
+    """The configuration for an output of rows x columns, whose epilogue reads or writes so many operands per tile."""
     if is_interpreted():
         return TILES["interpreted"]
     major, minor = torch.cuda.get_device_capability(device)

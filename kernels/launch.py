@@ -69,8 +69,8 @@ def operand(x: Tensor, block: tuple[int, int], tile: Tile, rows: int | None = No
 def persistent_programs(
     device: torch.device, tiles: int, tile: Tile, programs: int | None = None, served: int = 1, reserved: int = 0
 ) -> int:
-    """Programs that walk the tiles: at most one per tile, and what is resident at once besides `reserved` others, shared
-    by the served ranks. programs: this many instead (the interpreter's default is 2)."""
+    """Programs that walk the tiles: at most one per tile, and at most what is resident at once, shared by the served
+    ranks, besides `reserved` others. programs: this many instead (the interpreter's default is 2)."""
     if programs is None:
         programs = 2 if is_interpreted() else resident_programs(device, tile) // served - reserved
     return max(1, min(tiles, programs))
@@ -85,10 +85,15 @@ def resident_programs(device: torch.device, tile: Tile) -> int:
 
 
 def packed(x: Tensor) -> Tensor:
-    """x (R, C) as rows that follow one another without a gap, each a multiple of 16 bytes: x itself or a padded copy."""
+    """x (R, C) as rows without gaps between them, each a multiple of 16 bytes: x itself or a padded copy."""
     multiple = TMA_ALIGNMENT // x.element_size()
     if x.is_contiguous() and x.shape[1] % multiple == 0 and x.data_ptr() % 16 == 0:
         return x
     copy = x.new_zeros(x.shape[0], -(-x.shape[1] // multiple) * multiple)
     copy[:, : x.shape[1]] = x
     return copy
+
+
+def step_rows(tile: Tile, itemsize: int) -> int:
+    """Rows of a tile's width that all threads take together at 16 bytes each: what one reduction step adds."""
+    return min(tile.m, max(1, tile.warps * 32 * TMA_ALIGNMENT // itemsize // tile.n))

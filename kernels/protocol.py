@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ERROR_WORDS = 4  # int32: expired, peer, flag value seen, epoch wanted
+ERROR_WORDS = tl.constexpr(4)  # int32: expired, peer, flag value seen, epoch wanted
 
 
 class Channel(NamedTuple):
@@ -33,6 +33,9 @@ class Channel(NamedTuple):
     """int32 (served,), device memory: the number of the operation in progress; only `bump` moves it."""
     error: Tensor
     """int32 (served, ERROR_WORDS), host memory that the kernel can write: what an expired wait was for."""
+    stopped: Tensor
+    """int32 (served,), device memory: 1 from an expired wait on. A rank that gave up must not push or publish again:
+    it would overwrite slots that others, not waited for, still read."""
     slots: tuple[Tensor, Tensor]
     """The served ranks' own slots of parity 0 and 1, as bytes (served * capacity): what they receive into."""
     parity_stride: int
@@ -42,20 +45,20 @@ class Channel(NamedTuple):
     writer_flags: int
     limit: int
     """Polls after which a wait gives up."""
-    counters: Tensor | None = None
+    counters: Tensor
     """int32 (served, world * writer_flags), device memory of this rank alone: zeros between operations."""
 
-    def require(self, nbytes: int, flags: int) -> None:
-        """ValueError unless slots and flags are large enough for an operation that needs these."""
+    def require(self, operation: str, nbytes: int, flags: int) -> None:
+        """ValueError, before a kernel would write beyond a peer's slot or flags."""
         if nbytes > self.capacity or flags > self.writer_flags:
             raise ValueError(
-                f"the operation needs slots of {nbytes} bytes and {flags} flags per writer, the workspace has "
-                f"{self.capacity} and {self.writer_flags}: begin it with the space that the operation asks for"
+                f"{operation} needs {nbytes} bytes per slot and {flags} flags per writer, but the channel has "
+                f"{self.capacity} and {self.writer_flags}: size it by {operation}_space"
             )
 
     def arguments(self) -> tuple:
         """What a kernel takes, in the order of every communicating kernel's first parameters."""
-        tables = (self.data, self.flags, self.epoch, self.error)
+        tables = (self.data, self.flags, self.epoch, self.error, self.stopped)
         return *tables, self.rank, self.limit, self.parity_stride, self.writer_flags
 
 
@@ -72,6 +75,22 @@ def bump(channel: Channel) -> None:
     it. It lives on the device so that a replayed CUDA graph counts on.
     """
     bump_kernel[(1,)](channel.epoch, channel.served, num_warps=1)
+
+
+@triton.jit
+def serve(data, flags, epoch, error, stopped, rank, limit, WORLD: tl.constexpr):
+    """The arguments as the rank that this program serves has them: its table rows, this operation's epoch, its report
+    for `wait`, its rank, and its limit, 0 once it has given up: what pushes or publishes asks for limit > 0."""
+    row = tl.program_id(1)
+    limit = tl.where(tl.load(stopped + row) == 0, limit, 0)
+    report = (error + row * ERROR_WORDS, stopped + row)
+    return data + row * WORLD, flags + row * WORLD, tl.load(epoch + row), report, rank + row, limit
+
+
+@triton.jit
+def reach(limit, WORLD: tl.constexpr):
+    """How many ranks there are to push to: all, or none once this one has given up."""
+    return tl.where(limit > 0, WORLD, 0)
 
 
 @triton.jit
@@ -98,10 +117,10 @@ def publish(flag, epoch):
 
 
 @triton.jit
-def wait(flag, epoch, error, peer, limit):
+def wait(flag, epoch, report, peer, limit):
     """Spin until the flag has reached this epoch (compared so that int32 may wrap); returns the limit for later waits.
 
-    After `limit` polls it reports to `error` and returns 0, with which every later wait polls once and reports nothing:
+    After `limit` polls it writes the report and returns 0, with which every later wait polls once and reports nothing:
     the kernel drains, and the first peer that did not come is the one named.
     Call it in an outer loop: the software pipeliner moves loads over a wait that stands inside a pipelined loop.
     """
@@ -111,10 +130,13 @@ def wait(flag, epoch, error, peer, limit):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         polls += 1
     if (seen - epoch < 0) & (limit > 0):
-        tl.store(error + 1, peer)
-        tl.store(error + 2, seen)
-        tl.store(error + 3, epoch)
-        tl.store(error, 1)
+        error, stopped = report
+        if tl.load(error) == 0:
+            tl.store(error + 1, peer)
+            tl.store(error + 2, seen)
+            tl.store(error + 3, epoch)
+            tl.store(error, 1)
+        tl.store(stopped, 1)
         limit = 0
     return limit
 

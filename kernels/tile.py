@@ -134,9 +134,7 @@ def finish(
 
 
 @triton.jit
-def store_block(
-    target, block, row, column, row_end, column_end, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def store_block(target, block, row, column, row_end, column_end, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Round a block to the target's dtype and store what lies inside; plain stores, so that a release covers them."""
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)

@@ -10,20 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch_options
-from ..protocol import Channel, flags_of, publish, slot_of, wait
+from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
 
 ALIGNMENT = tl.constexpr(16)  # bytes: of the chunks inside a slot, and of the widest load or store
 COPY_BLOCK_BYTES = 16384  # four 16-byte vectors in flight per thread of WARPS
 NARROW_BLOCK = 1024  # elements, for chunks that end inside of a 16-byte vector: 4096 single loads spilled
 WARPS = 8
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@triton.jit
-def serve(data, flags, epoch, error, rank, WORLD: tl.constexpr):
-    """The same for the one rank that this program serves: its rows of the tables, its epoch, its error words."""
-    row = tl.program_id(1)
-    return data + row * WORLD, flags + row * WORLD, tl.load(epoch + row), error + row * 4, rank + row
 
 
 @triton.jit
@@ -45,21 +38,21 @@ def copy_share(target, source, n, share, shares, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "limit", "parity_stride", "writer_flags", "vectors", "shares"])
 def all_gather_kernel(
-    data, flags, epoch, error, rank, limit, parity_stride, writer_flags,
+    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags,
     x,  # (served, n)
     out,  # (served, t, n)
     vectors, shares,
     WORLD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bands: `shares` pushers, then finishers. VECTOR divides n, so that the compiler sees it: n = vectors * VECTOR."""
-    data, flags, epoch, error, rank = serve(data, flags, epoch, error, rank, WORLD)
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     n = tl.cast(vectors, tl.int64) * VECTOR
     stride = aligned(n, x.dtype.element_ty)
     x += tl.program_id(1) * n
     out += tl.program_id(1) * WORLD * n
     program = tl.program_id(0)
     if program < shares:
-        for step in range(1, WORLD):  # reverse ring order: every link carries one transfer at a time
+        for step in range(1, reach(limit, WORLD)):  # reverse ring order: every link carries one transfer at a time
             peer = (rank + WORLD - step) % WORLD
             slot = slot_of(data, peer, epoch, parity_stride, x.dtype.element_ty)
             copy_share(slot + rank * stride, x, n, program, shares, BLOCK)
@@ -72,7 +65,7 @@ def all_gather_kernel(
             if source == rank:
                 copy_share(out + source * n, x, n, share, shares, BLOCK)
             else:
-                limit = wait(flags_of(flags, rank, source, writer_flags) + share, epoch, error, source, limit)
+                limit = wait(flags_of(flags, rank, source, writer_flags) + share, epoch, report, source, limit)
                 copy_share(out + source * n, arrived + source * stride, n, share, shares, BLOCK)
 
 
@@ -86,15 +79,6 @@ def cut(n: int, itemsize: int, block_bytes: int, programs: int, chunks: int = 1)
     wide = n % vector == 0
     block = block_bytes // itemsize if wide else NARROW_BLOCK
     return vector if wide else 1, block, max(1, min(programs, triton.cdiv(triton.cdiv(n, chunks), block)))
-
-
-def require_space(channel: Channel, space: tuple[int, int], operation: str) -> None:
-    """Raise before a kernel would write beyond a peer's slot or flags."""
-    if space[0] > channel.capacity or space[1] > channel.writer_flags:
-        raise ValueError(
-            f"{operation} needs {space[0]} bytes per slot and {space[1]} flags per writer, but the channel has "
-            f"{channel.capacity} and {channel.writer_flags}"
-        )
 
 
 def all_gather_space(nbytes: int, world: int, programs: int) -> tuple[int, int]:
@@ -117,7 +101,7 @@ def all_gather(x: Tensor, channel: Channel, *, out: Tensor | None = None, progra
               finishers wait for all flags of all ranks, also if x is empty, as parity needs.
     Source:   the push all-gather with epoch flags of quack and Triton-distributed; differs: one flag per share
     """
-    require_space(channel, all_gather_space(x.nbytes // channel.served, channel.world, programs), "all_gather")
+    channel.require("all_gather", *all_gather_space(x.nbytes // channel.served, channel.world, programs))
     if out is None:
         out = x.new_empty(channel.world * x.shape[0], *x.shape[1:])
     x = x.contiguous()

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..configurations import select_tile
 from ..launch import Tile, is_interpreted, launch_options, operand, packed, padded, persistent_programs
 from ..matmul.kernel import blocks, three
-from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, slot_of, wait
+from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
 from ..tile import add_bias, multiply, store_activated, store_derivative, swizzle
 
 PUSH_BLOCK = 4096  # elements that a pusher moves at a time
@@ -17,13 +17,13 @@ PUSHERS = 8  # programs that push the shard when no copy engine does; about 8 SM
 
 
 @triton.jit
-def push_rows(shard, data, flags, epoch, rank, program, pushers, numel, parity_stride, writer_flags,
+def push_rows(shard, data, flags, epoch, rank, peers, program, pushers, numel, parity_stride, writer_flags,
               KEEP: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One pusher's share of the shard into every other rank's slot, in reverse ring order so that each link carries
     one transfer at a time; KEEP: into the own slot first, so that all gathered rows stand in one place."""
     offsets = tl.arange(0, BLOCK)
     at = rank.to(tl.int64) * numel
-    for step in range(0 if KEEP else 1, WORLD):
+    for step in range(0 if KEEP else 1, peers):
         peer = (rank + WORLD - step) % WORLD
         target = slot_of(data, peer, epoch, parity_stride, shard.dtype.element_ty) + at
         for first in range(program * BLOCK, numel, pushers * BLOCK):
@@ -34,39 +34,36 @@ def push_rows(shard, data, flags, epoch, rank, program, pushers, numel, parity_s
 
 @triton.jit(do_not_specialize=["rank", "limit", "writer_flags", "rows", "signals", "slot_rows"])
 def all_gather_matmul_kernel(
-    data, flags, epoch, error, rank, limit, parity_stride, writer_flags,
+    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags,
     shard, a, slot0, slot1, b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate,
     rows, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride, slot_rows, signals,
-    PUSHERS: tl.constexpr, PUSH_BLOCK: tl.constexpr, KEEP: tl.constexpr, B_TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, BIAS: tl.constexpr,
+    PUSHERS: tl.constexpr, PUSH_BLOCK: tl.constexpr, KEEP: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    WEIGHTS: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, WORLD: tl.constexpr, FENCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Bands: PUSHERS programs send the shard (none with a copy engine); the others walk the chunks, own chunk first."""
     virtual = tl.program_id(1)
-    data += virtual * WORLD
-    flags += virtual * WORLD
-    error += virtual * 4
-    rank += virtual
-    e = tl.load(epoch + virtual)
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     program = tl.program_id(0)
     v = virtual.to(tl.int64)
     if program < PUSHERS:
         numel = rows * a_stride
-        push_rows(shard + v * numel, data, flags, e, rank, program, PUSHERS, numel, parity_stride, writer_flags,
-                  KEEP, WORLD, PUSH_BLOCK)  # fmt: skip
+        push_rows(shard + v * numel, data, flags, epoch, rank, reach(limit, WORLD), program,
+                  PUSHERS, numel, parity_stride, writer_flags, KEEP, WORLD, PUSH_BLOCK)  # fmt: skip
     else:
         program -= PUSHERS
         programs = tl.num_programs(0) - PUSHERS
         own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
         slot = slot0
-        if (e & 1) == 1:
+        if (epoch & 1) == 1:
             slot = slot1
         tiles_m = tl.cdiv(rows, BLOCK_M)
         tiles_0 = tl.cdiv(n0, BLOCK_N)
         tiles_1 = tiles_0 + (tl.cdiv(n1, BLOCK_N) if WEIGHTS > 1 else 0)
         tiles_n = tiles_1 + (tl.cdiv(n2, BLOCK_N) if WEIGHTS > 2 else 0)
         tiles = tiles_m * tiles_n
-        # Two tile loops, never one with the source chosen inside: two K loops under an if/else double the shared memory.
+        # Two tile loops, not one with the source chosen inside: K loops under an if/else double the shared memory.
         for tile in tl.range(program, tiles, programs):
             gathered_tile(
                 a, virtual * rows, rank, tile, tiles_m, tiles_0, tiles_1, tiles_n, v,
@@ -77,8 +74,8 @@ def all_gather_matmul_kernel(
         for step in range(1, WORLD):
             chunk = (rank + step) % WORLD
             for signal in range(signals):
-                limit = wait(own_flags + chunk * writer_flags + signal, e, error, chunk, limit)
-            order_tma_after_acquire(e, FENCE)
+                limit = wait(own_flags + chunk * writer_flags + signal, epoch, report, chunk, limit)
+            order_tma_after_acquire(epoch, FENCE)
             # the round of programs goes on where the last chunk's tiles ended
             for tile in tl.range((program + programs - (step * tiles) % programs) % programs, tiles, programs):
                 gathered_tile(
@@ -140,29 +137,26 @@ def copy_slot_kernel(slot0, slot1, out, epoch, numel, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "limit", "writer_flags", "signals"])
 def await_gathered_kernel(
-    data, flags, epoch, error, rank, limit, parity_stride, writer_flags, shard, numel, signals,
+    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags, shard, numel, signals,
     PUSHERS: tl.constexpr, PUSH_BLOCK: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Bands: PUSHERS programs send the shard (none with a copy engine), the last one waits for every other rank's."""
     virtual = tl.program_id(1)
-    data += virtual * WORLD
-    flags += virtual * WORLD
-    rank += virtual
-    e = tl.load(epoch + virtual)
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     program = tl.program_id(0)
     if program < PUSHERS:
-        push_rows(shard + virtual.to(tl.int64) * numel, data, flags, e, rank, program, PUSHERS, numel, parity_stride,
-                  writer_flags, True, WORLD, PUSH_BLOCK)  # fmt: skip
+        push_rows(shard + virtual.to(tl.int64) * numel, data, flags, epoch, rank, reach(limit, WORLD), program,
+                  PUSHERS, numel, parity_stride, writer_flags, True, WORLD, PUSH_BLOCK)  # fmt: skip
     else:
         own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
         for step in range(1, WORLD):
             chunk = (rank + step) % WORLD
             for signal in range(signals):
-                limit = wait(own_flags + chunk * writer_flags + signal, e, error + virtual * 4, chunk, limit)
+                limit = wait(own_flags + chunk * writer_flags + signal, epoch, report, chunk, limit)
 
 
 def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
-    """A gather with no GEMM: when it has run, the gathered rows are in this epoch's slot (gathered_view, gathered_copy).
+    """A gather with no GEMM: when it has run, gathered_view and gathered_copy have the rows.
 
     push: PUSHERS programs send the shard (rows, K); otherwise the caller has begun KernelWorkspace.copy_gather.
     Communication: (t - 1) / t of the gathered bytes sent and received. Protocol and order as in all_gather_matmul.
@@ -218,25 +212,24 @@ def launch(
     columns = [(w.shape[1] if b_transposed else len(w) // served) for w in weights]
     whole = packed(shard)
     stride = whole.shape[1]
-    needed = all_gather_matmul_space(rows, k, world, shard.element_size())
-    channel.require(*needed)
+    channel.require("all_gather_matmul", *all_gather_matmul_space(rows, k, world, shard.element_size()))
     stored = [padded(w) for w in weights]
     slots = [slot_rows(channel, parity, stride, shard) for parity in (0, 1)]
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
-    has_bias = biases is not None and biases[0] is not None
+    given = [bias for bias in biases or () if bias is not None]
     pushers = PUSHERS if push and world > 1 else 0
     tiles = triton.cdiv(rows, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns) * world
     computing = persistent_programs(shard.device, tiles, tile, programs, served, pushers)
     all_gather_matmul_kernel[(pushers + computing, served)](
         *channel.arguments(),
         whole, operand(whole[:, :k], a_block, tile), *[operand(slot[:, :k], a_block, tile) for slot in slots],
-        *three([operand(w, b_block, tile) for w in stored]), *three(biases if has_bias else outputs[:1]),
+        *three([operand(w, b_block, tile) for w in stored]), *three(given or outputs[:1]),
         *(three(outputs) if x is None else outputs), outputs[0] if x is None else x,
         gate if gate is not None else outputs[0],
         rows, *three(columns), k, stride, *three([w.stride(0) for w in stored]), len(slots[0]) // served,
         PUSHERS if push else 1,
         PUSHERS=pushers, PUSH_BLOCK=PUSH_BLOCK, KEEP=keep, B_TRANSPOSED=b_transposed, WEIGHTS=len(weights),
-        BIAS=has_bias, ACTIVATION=activation or "", DERIVATIVE=x is not None, GATED=gate is not None, WORLD=world,
+        BIAS=bool(given), ACTIVATION=activation or "", DERIVATIVE=x is not None, GATED=gate is not None, WORLD=world,
         FENCE=tile.tma and not is_interpreted(),
         **blocks(tile), **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip

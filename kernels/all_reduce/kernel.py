@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..all_gather.kernel import aligned, aligned_bytes, copy_share, cut, require_space, serve
+from ..all_gather.kernel import aligned, aligned_bytes, copy_share, cut
 from ..launch import DTYPES, launch_options
-from ..protocol import Channel, flags_of, publish, slot_of, wait
+from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
 from ..reduce_scatter.kernel import BLOCK_BYTES, WARPS, sum_block, sum_share, wait_for_share
 
 ONE_SHOT_BYTES = 256 * 1024  # for 5 to 8 ranks, and twice that for 3 and 4: see two_shot_pays
@@ -17,21 +17,21 @@ ONE_SHOT_BYTES = 256 * 1024  # for 5 to 8 ranks, and twice that for 3 and 4: see
 
 @triton.jit(do_not_specialize=["rank", "limit", "parity_stride", "writer_flags", "vectors", "shares"])
 def one_shot_all_reduce_kernel(
-    data, flags, epoch, error, rank, limit, parity_stride, writer_flags,
+    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags,
     x,  # (served, n)
     out,  # (served, n)
     vectors, shares,
     WORLD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bands: `shares` pushers, then as many reducers. n = vectors * VECTOR."""
-    data, flags, epoch, error, rank = serve(data, flags, epoch, error, rank, WORLD)
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     n = tl.cast(vectors, tl.int64) * VECTOR
     stride = aligned(n, x.dtype.element_ty)
     x += tl.program_id(1) * n
     out += tl.program_id(1) * n
     program = tl.program_id(0)
     if program < shares:
-        for step in range(1, WORLD):
+        for step in range(1, reach(limit, WORLD)):
             peer = (rank + WORLD - step) % WORLD
             slot = slot_of(data, peer, epoch, parity_stride, x.dtype.element_ty)
             copy_share(slot + rank * stride, x, n, program, shares, BLOCK)
@@ -39,7 +39,7 @@ def one_shot_all_reduce_kernel(
     else:
         arrived = slot_of(data, rank, epoch, parity_stride, x.dtype.element_ty)
         share = program - shares
-        wait_for_share(flags, epoch, error, rank, limit, writer_flags, share, WORLD)
+        wait_for_share(flags, epoch, report, rank, limit, writer_flags, share, WORLD)
         sum_share(out, x, arrived, stride, rank, n, share, shares, WORLD, BLOCK)
 
 
@@ -51,7 +51,7 @@ def chunk_length(n, stride, owner):
 
 @triton.jit(do_not_specialize=["rank", "limit", "parity_stride", "writer_flags", "vectors", "shares"])
 def two_shot_all_reduce_kernel(
-    data, flags, epoch, error, rank, limit, parity_stride, writer_flags,
+    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags,
     x,  # (served, n)
     out,  # (served, n)
     vectors, shares,
@@ -61,7 +61,7 @@ def two_shot_all_reduce_kernel(
 
     Slots hold t chunks of terms, then t chunks of sums; flags [0, shares) announce terms, [shares, 2 shares) sums.
     """
-    data, flags, epoch, error, rank = serve(data, flags, epoch, error, rank, WORLD)
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     n = tl.cast(vectors, tl.int64) * VECTOR
     stride = aligned((n + WORLD - 1) // WORLD, x.dtype.element_ty)
     x += tl.program_id(1) * n
@@ -69,7 +69,7 @@ def two_shot_all_reduce_kernel(
     program = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     if program < shares:
-        for step in range(1, WORLD):
+        for step in range(1, reach(limit, WORLD)):
             owner = (rank + WORLD - step) % WORLD
             slot = slot_of(data, owner, epoch, parity_stride, x.dtype.element_ty)
             copy_share(slot + rank * stride, x + owner * stride, chunk_length(n, stride, owner), program, shares, BLOCK)
@@ -78,17 +78,17 @@ def two_shot_all_reduce_kernel(
         share = program - shares
         arrived = slot_of(data, rank, epoch, parity_stride, x.dtype.element_ty)
         length = chunk_length(n, stride, rank)
-        wait_for_share(flags, epoch, error, rank, limit, writer_flags, share, WORLD)
+        limit = wait_for_share(flags, epoch, report, rank, limit, writer_flags, share, WORLD)
         for block in range(share, (length + BLOCK - 1) // BLOCK, shares):
             first = tl.cast(block, tl.int64) * BLOCK
             mask = offsets < length - first
             total = sum_block(x + rank * stride, arrived, stride, rank, first + offsets, mask, WORLD, BLOCK)
             rounded = total.to(x.dtype.element_ty)  # once: every rank gets these bits
             tl.store(out + rank * stride + first + offsets, rounded, mask=mask)
-            for step in range(1, WORLD):
+            for step in range(1, reach(limit, WORLD)):
                 slot = slot_of(data, (rank + WORLD - step) % WORLD, epoch, parity_stride, x.dtype.element_ty)
                 tl.store(slot + (WORLD + rank) * stride + first + offsets, rounded, mask=mask)
-        for step in range(1, WORLD):
+        for step in range(1, reach(limit, WORLD)):
             publish(flags_of(flags, (rank + WORLD - step) % WORLD, rank, writer_flags) + program, epoch)
     else:
         arrived = slot_of(data, rank, epoch, parity_stride, x.dtype.element_ty)
@@ -96,7 +96,7 @@ def two_shot_all_reduce_kernel(
             owner = (rank + 1 + unit // shares) % WORLD
             share = unit % shares
             flag = flags_of(flags, rank, owner, writer_flags) + shares + share
-            limit = wait(flag, epoch, error, owner, limit)
+            limit = wait(flag, epoch, report, owner, limit)
             length = chunk_length(n, stride, owner)
             copy_share(out + owner * stride, arrived + (WORLD + owner) * stride, length, share, shares, BLOCK)
 
@@ -144,7 +144,7 @@ def all_reduce(
     nbytes = x.nbytes // channel.served
     if two_shot is None:
         two_shot = two_shot_pays(nbytes, channel.world)
-    require_space(channel, all_reduce_space(nbytes, channel.world, programs, two_shot), "all_reduce")
+    channel.require("all_reduce", *all_reduce_space(nbytes, channel.world, programs, two_shot))
     if x.dtype not in DTYPES:
         raise TypeError(f"all_reduce adds bfloat16, float16 and float32, not {x.dtype}")
     if out is None:

@@ -3,21 +3,21 @@
 import triton
 import triton.language as tl
 
-from ..all_gather.kernel import require_space, serve
 from ..launch import launch_options
-from ..protocol import Channel, flags_of, publish, wait
+from ..protocol import Channel, flags_of, publish, serve, wait
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "parity_stride", "writer_flags"])
-def barrier_kernel(data, flags, epoch, error, rank, limit, parity_stride, writer_flags, WORLD: tl.constexpr):
+def barrier_kernel(data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags, WORLD: tl.constexpr):
     """Bands: one program that publishes, one that waits, so that a serial interpreter can serve virtual ranks."""
-    data, flags, epoch, error, rank = serve(data, flags, epoch, error, rank, WORLD)
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     for step in range(1, WORLD):
         peer = (rank + step) % WORLD
         if tl.program_id(0) == 0:
-            publish(flags_of(flags, peer, rank, writer_flags), epoch)
+            if limit > 0:
+                publish(flags_of(flags, peer, rank, writer_flags), epoch)
         else:
-            limit = wait(flags_of(flags, rank, peer, writer_flags), epoch, error, peer, limit)
+            limit = wait(flags_of(flags, rank, peer, writer_flags), epoch, report, peer, limit)
 
 
 def barrier_space() -> tuple[int, int]:
@@ -37,7 +37,7 @@ def barrier(channel: Channel) -> None:
               peers, so it separates phases of kernels that set no flags themselves.
     Source:   the all-to-all flag barrier of torch's symmetric memory; differs: epochs, so nothing is reset
     """
-    require_space(channel, barrier_space(), "barrier")
+    channel.require("barrier", *barrier_space())
     barrier_kernel[(2, channel.served)](
         *channel.arguments(), WORLD=channel.world, **launch_options(1, 1, cooperative=True)
     )

@@ -55,7 +55,7 @@ def gated_matmul_kernel(
     a, gate_weight, up_weight, c, gate, up, m, n, k, a_stride, gate_stride, up_stride,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Two accumulators per tile share A's loads; both projections are stored rounded, and the activation is of those."""
+    """Two accumulators per tile share A's loads; both projections are stored, and the activation is of the rounded."""
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         row_block, column_block = swizzle(tile, tiles_m, tiles_n)
@@ -114,13 +114,13 @@ def matmul(
     b_block = (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     a, stored = padded(a), [padded(w) for w in weights]
     outputs = [a.new_empty(m, n) for n in columns]
-    has_bias = biases is not None and biases[0] is not None
+    given = [bias for bias in biases or () if bias is not None]
     tiles = triton.cdiv(m, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns)
     matmul_kernel[(persistent_programs(a.device, tiles, tile, programs),)](
         operand(a, a_block, tile), *three([operand(w, b_block, tile) for w in stored]),
-        *three(biases if has_bias else outputs), *three(outputs), outputs[0], outputs[0],
+        *three(given or outputs), *three(outputs), outputs[0], outputs[0],
         m, *three(columns), k, a.stride(0), *three([w.stride(0) for w in stored]),
-        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, WEIGHTS=len(weights), BIAS=has_bias,
+        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, WEIGHTS=len(weights), BIAS=bool(given),
         ACTIVATION=activation or "", DERIVATIVE=False, GATED=False,
         **blocks(tile), **launch_options(tile.warps, tile.stages),
     )  # fmt: skip

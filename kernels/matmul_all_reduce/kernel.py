@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ..configurations import select_tile
 from ..finish import NOTHING, Finish
-from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs
+from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
 from ..matmul.kernel import blocks, three
-from ..protocol import Channel, flags_of, publish, slot_of, wait
+from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
 from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sources, swizzle
 
 ONE_SHOT_BYTES = 256 * 1024  # of one partial: above it, moving it to everybody costs more than a second hop
-REDUCE_ROWS = 16  # rows of a tile that one reduction step takes; a whole tile of a wide configuration would spill
 
 
 @triton.jit
@@ -25,15 +24,18 @@ def chunk_place(unit, tiles_m, tiles_n, UNITS: tl.constexpr, STEP: tl.constexpr,
     tile = unit // UNITS
     row_block, column_block = tile // tiles_n, tile % tiles_n
     inner = (unit % UNITS) * STEP
-    return tile, row_block * BLOCK_M + inner, column_block * BLOCK_N, tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + (
-        inner * BLOCK_N
+    return (
+        tile,
+        row_block * BLOCK_M + inner,
+        column_block * BLOCK_N,
+        tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + (inner * BLOCK_N),
     )
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "writer_flags", "rows", "m", "key_low", "key_high", "threshold",
                                "producers", "reducers"])  # fmt: skip
 def matmul_all_reduce_kernel(
-    data, flags, epoch, error, rank, limit, parity_stride, writer_flags,
+    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags,
     a0, a1, a2, b0, b1, b2, out, bias, residual, start, key_low, key_high, threshold, scale,
     m, rows, n, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride, producers, reducers,
     INPUTS: tl.constexpr, B_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -45,11 +47,7 @@ def matmul_all_reduce_kernel(
     One-shot: one chunk of all M rows, which everybody reduces. Two-shot: chunk r, `rows` rows, is rank r's.
     """
     virtual = tl.program_id(1)
-    data += virtual * WORLD
-    flags += virtual * WORLD
-    error += virtual * 4
-    rank += virtual
-    e = tl.load(epoch + virtual)
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     program, programs = tl.program_id(0), tl.num_programs(0)
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -59,7 +57,8 @@ def matmul_all_reduce_kernel(
     own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     rest = virtual.to(tl.int64) * m * n
     if MERGED or program < producers:
-        for index in tl.range(program, (1 if ONE_SHOT else WORLD) * tiles, producers):
+        chunks = reach(limit, 1 if ONE_SHOT else WORLD)
+        for index in tl.range(program, chunks * tiles, producers):
             owner = 0 if ONE_SHOT else (rank + 1 + index // tiles) % WORLD
             row_block, column_block = swizzle(index % tiles, tiles_m, tiles_n)
             tile = row_block * tiles_n + column_block
@@ -73,42 +72,44 @@ def matmul_all_reduce_kernel(
             at = rank * size + tile.to(tl.int64) * (BLOCK_M * BLOCK_N)
             for step in range(WORLD if ONE_SHOT else 1):
                 peer = (rank + 1 + step) % WORLD if ONE_SHOT else owner
-                store_packed(slot_of(data, peer, e, parity_stride, PARTIAL) + at, rounded, BLOCK_N, BLOCK_M, BLOCK_N)
-                publish(flags_of(flags, peer, rank, writer_flags) + tile, e)
+                store_packed(
+                    slot_of(data, peer, epoch, parity_stride, PARTIAL) + at, rounded, BLOCK_N, BLOCK_M, BLOCK_N
+                )
+                publish(flags_of(flags, peer, rank, writer_flags) + tile, epoch)
     if MERGED or (program >= producers and program < producers + reducers):
         worker, workers = program, programs
         if not MERGED:
             worker, workers = program - producers, reducers
         own_first = 0 if ONE_SHOT else rank * rows
         row_end = tl.minimum(rows, m - own_first)
-        mine = slot_of(data, rank, e, parity_stride, PARTIAL)
+        mine = slot_of(data, rank, epoch, parity_stride, PARTIAL)
         for unit in tl.range(worker, tiles * UNITS, workers):
             tile, row, column, at = chunk_place(unit, tiles_m, tiles_n, UNITS, STEP, BLOCK_M, BLOCK_N)
             for source in range(WORLD):
-                limit = wait(own_flags + source * writer_flags + tile, e, error, source, limit)
+                limit = wait(own_flags + source * writer_flags + tile, epoch, report, source, limit)
             total = sum_sources(mine + at, size, WORLD, STEP, BLOCK_N)
-            first = rest + own_first.to(tl.int64) * n if not ONE_SHOT else rest
+            first = rest + tl.cast(own_first, tl.int64) * n
             total = finish(
                 total, bias + virtual * n, residual + first, start + virtual * m + own_first, key_low, key_high,
                 threshold, scale, row, column, row_end, n, BIAS, DROPOUT, RESIDUAL, STEP, BLOCK_N,
             ).to(out.dtype.element_ty)  # fmt: skip
             store_block(out + first, total, row, column, row_end, n, n, STEP, BLOCK_N)
             if not ONE_SHOT:
-                for step in range(1, WORLD):
+                for step in range(1, reach(limit, WORLD)):
                     peer = (rank + step) % WORLD
-                    results = second_area(slot_of(data, peer, e, parity_stride, PARTIAL), size, out, WORLD)
+                    results = second_area(slot_of(data, peer, epoch, parity_stride, PARTIAL), size, out, WORLD)
                     store_packed(results + rank * size + at, total, BLOCK_N, STEP, BLOCK_N)
-                    publish(flags_of(flags, peer, rank, writer_flags) + tiles + unit, e)
+                    publish(flags_of(flags, peer, rank, writer_flags) + tiles + unit, epoch)
     if not ONE_SHOT:
         if MERGED or program >= producers + reducers:
             worker, workers = program, programs
             if not MERGED:
                 worker, workers = program - producers - reducers, programs - producers - reducers
-            arrived = second_area(slot_of(data, rank, e, parity_stride, PARTIAL), size, out, WORLD)
+            arrived = second_area(slot_of(data, rank, epoch, parity_stride, PARTIAL), size, out, WORLD)
             for index in tl.range(worker, (WORLD - 1) * tiles * UNITS, workers):
                 owner = (rank + 1 + index // (tiles * UNITS)) % WORLD
                 unit = index % (tiles * UNITS)
-                limit = wait(own_flags + owner * writer_flags + tiles + unit, e, error, owner, limit)
+                limit = wait(own_flags + owner * writer_flags + tiles + unit, epoch, report, owner, limit)
                 tile, row, column, at = chunk_place(unit, tiles_m, tiles_n, UNITS, STEP, BLOCK_M, BLOCK_N)
                 block = sum_sources(arrived + owner * size + at, size, 1, STEP, BLOCK_N)
                 store_block(out + rest + (owner * rows).to(tl.int64) * n, block, row, column,
@@ -134,7 +135,7 @@ def matmul_all_reduce_space(
 ) -> tuple[int, int]:
     """(bytes of a slot, flags per writer) that the channel must offer for results of (m, n)."""
     one_shot, _, tiles = plan(m, n, world, partial, one_shot, tile)
-    units = tile.m // min(REDUCE_ROWS, tile.m)
+    units = tile.m // step_rows(tile, dtype.itemsize)
     chunks = world * tiles * tile.m * tile.n
     return chunks * (partial.itemsize + (0 if one_shot else dtype.itemsize)), tiles * (1 if one_shot else 1 + units)
 
@@ -161,7 +162,7 @@ def matmul_all_reduce(
               2 (t - 1) / t B. one_shot None: one-shot up to ONE_SHOT_BYTES
     Order:    one-shot: a tile goes to everybody's slot, everybody adds the sources in rank order. Two-shot: chunk r of
               the rows is added by rank r, which pushes the finished values to everybody; every rank waits for all of
-              both. One flag per tile, then one per REDUCE_ROWS rows of a tile. All programs are resident
+              both. One flag per tile, then one per reduction step of a tile. All programs are resident
     Source:   one-shot and two-shot all-reduce of symmetric-memory recipes and Triton-distributed, own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_all_reduce_space)
     """
@@ -173,11 +174,11 @@ def matmul_all_reduce(
     partial = partial or dtype
     tile = tile or select_tile(inputs[0].device, dtype, m, n)
     one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
-    channel.require(*matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot))
+    channel.require("matmul_all_reduce", *matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot))
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     out = inputs[0].new_empty(served * m, n)
-    step = min(REDUCE_ROWS, tile.m)
+    step = step_rows(tile, out.element_size())
     merged = not is_interpreted()
     producers = persistent_programs(out.device, tiles * (1 if one_shot else world), tile, programs, served)
     reducers = 0 if merged else min(producers, tiles * tile.m // step)

@@ -26,6 +26,6 @@ def matmul_all_reduce_reference(
 
 
 def matmul_all_reduce_cost(m: int, n: int, k: int, world: int, itemsize: int, one_shot: bool) -> Cost:
-    """One rank, (M, K) x (K, N): the GEMM; one-shot reads t partials of everything, two-shot of 1 / t and one result."""
+    """One rank, (M, K) x (K, N): the GEMM; one-shot reads t partials of everything, two-shot of 1 / t, and one sum."""
     moved = 2 * world * m * n if one_shot else 4 * m * n
     return Cost(2 * m * n * k + m * n, (m * k + n * k + m * n + moved) * itemsize)

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ..configurations import select_tile
 from ..finish import NOTHING, Finish
-from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs
+from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
 from ..matmul.kernel import blocks, three
-from ..protocol import Channel, flags_of, publish, slot_of, wait
+from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
 from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sources, swizzle
 
-FINISH_ROWS = 8  # rows that one step of the finishing band takes: 8 warps load 16 bytes a thread and source
 
-
-@triton.jit(do_not_specialize=["rank", "limit", "writer_flags", "rows", "key_low", "key_high", "threshold", "producers"])
+@triton.jit(
+    do_not_specialize=["rank", "limit", "writer_flags", "rows", "key_low", "key_high", "threshold", "producers"]
+)
 def matmul_reduce_scatter_kernel(
-    data, flags, epoch, error, rank, limit, parity_stride, writer_flags, counters,
+    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags, counters,
     a0, a1, a2, b0, b1, b2, out, bias, residual, start, key_low, key_high, threshold, scale,
     rows, n, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride, producers,
     INPUTS: tl.constexpr, B_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -28,17 +28,13 @@ def matmul_reduce_scatter_kernel(
 ):  # fmt: skip
     """Bands: `producers` programs compute and push tiles, the rest finish rows; MERGED: all do one, then the other."""
     virtual = tl.program_id(1)
-    data += virtual * WORLD
-    flags += virtual * WORLD
-    error += virtual * 4
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     counters += virtual * WORLD * writer_flags
-    rank += virtual
-    e = tl.load(epoch + virtual)
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles = tiles_m * tiles_n
     if MERGED or program < producers:
-        for tile in tl.range(program, WORLD * tiles, producers):
+        for tile in tl.range(program, reach(limit, WORLD) * tiles, producers):
             owner = (rank + 1 + tile // tiles) % WORLD  # the own chunk last: nobody else waits for it
             row_block, column_block = swizzle(tile % tiles, tiles_m, tiles_n)
             result = multiply_inputs(
@@ -48,12 +44,12 @@ def matmul_reduce_scatter_kernel(
             )  # fmt: skip
             # packed by tile: contiguous, unmasked, 16-byte stores whatever N is
             at = (rank.to(tl.int64) * tiles + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
-            store_packed(slot_of(data, owner, e, parity_stride, PARTIAL) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
+            store_packed(slot_of(data, owner, epoch, parity_stride, PARTIAL) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
             counter = counters + owner * tiles_m + row_block
             tl.debug_barrier()  # the count stands for all warps' stores
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tiles_n - 1:
                 tl.store(counter, 0)
-                publish(flags_of(flags, owner, rank, writer_flags) + row_block, e)
+                publish(flags_of(flags, owner, rank, writer_flags) + row_block, epoch)
     if MERGED or program >= producers:
         finishers = producers
         if not MERGED:
@@ -65,8 +61,8 @@ def matmul_reduce_scatter_kernel(
             row = unit * ROWS
             row_block = row // BLOCK_M
             for source in range(WORLD):
-                limit = wait(own_flags + source * writer_flags + row_block, e, error, source, limit)
-            slot = slot_of(data, rank, e, parity_stride, PARTIAL) + (row % BLOCK_M) * BLOCK_N
+                limit = wait(own_flags + source * writer_flags + row_block, epoch, report, source, limit)
+            slot = slot_of(data, rank, epoch, parity_stride, PARTIAL) + (row % BLOCK_M) * BLOCK_N
             for column_block in range(tiles_n):
                 at = (row_block * tiles_n + column_block).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 total = sum_sources(slot + at, tiles.to(tl.int64) * (BLOCK_M * BLOCK_N), WORLD, ROWS, BLOCK_N)
@@ -106,7 +102,7 @@ def matmul_reduce_scatter(
     Traffic:  matmul_reduce_scatter_cost; this rank sends and receives (t - 1) / t * M * N * partial.itemsize bytes
     Order:    tiles of rank + 1's chunk first, the own chunk last; a tile is stored into its owner's slot, and the
               program that completes a row block's tiles (counted in local memory) sets the block's flag at the owner.
-              The finishing band takes FINISH_ROWS whole rows at a time: waits for every source's flag of their block,
+              The finishing band takes a few whole rows at a time: waits for every source's flag of their block,
               then adds. All programs are resident: one that waits may hold the SM that another tile needs
     Source:   push-based GEMM + reduce-scatter (research: symmetric-memory recipes, Triton-distributed), own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_reduce_scatter_space)
@@ -117,12 +113,12 @@ def matmul_reduce_scatter(
     ks = [a.shape[1] for a in inputs]
     partial = partial or inputs[0].dtype
     tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n)
-    channel.require(*matmul_reduce_scatter_space(rows, n, world, partial, tile))
+    channel.require("matmul_reduce_scatter", *matmul_reduce_scatter_space(rows, n, world, partial, tile))
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     out = inputs[0].new_empty(served * rows, n)
     tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
-    finish_rows = min(FINISH_ROWS, tile.m)
+    finish_rows = step_rows(tile, out.element_size())
     merged = not is_interpreted()
     producers = persistent_programs(out.device, tiles, tile, programs, served)
     finishers = 0 if merged else min(producers, triton.cdiv(rows, finish_rows))

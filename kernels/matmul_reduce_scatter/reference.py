@@ -12,9 +12,7 @@ from ..finish import NOTHING, Finish
 def partial_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], b_transposed: bool) -> Tensor:
     """sum_i A_i B_i^T of one rank (B_i stored (K, N) if b_transposed), in at least float32, not rounded."""
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
-    terms = [
-        a.to(wide) @ (b if b_transposed else b.t()).to(wide) for a, b in zip(inputs, weights, strict=True)
-    ]
+    terms = [a.to(wide) @ (b if b_transposed else b.t()).to(wide) for a, b in zip(inputs, weights, strict=True)]
     return torch.stack(terms).sum(0)
 
 

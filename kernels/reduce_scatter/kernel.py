@@ -7,20 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..all_gather.kernel import aligned, aligned_bytes, copy_share, cut, require_space, serve
+from ..all_gather.kernel import aligned, aligned_bytes, copy_share, cut
 from ..launch import DTYPES, launch_options
-from ..protocol import Channel, flags_of, publish, slot_of, wait
+from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
 
 BLOCK_BYTES = 8192  # half of a copy's: a thread adds 16 elements in float32 while it holds t vectors of them
 WARPS = 8
 
 
 @triton.jit
-def wait_for_share(flags, epoch, error, rank, limit, writer_flags, share, WORLD: tl.constexpr):
-    """Wait until a share of every other rank's chunk has arrived here."""
+def wait_for_share(flags, epoch, report, rank, limit, writer_flags, share, WORLD: tl.constexpr):
+    """Wait until a share of every other rank's chunk has arrived here; the limit for later waits."""
     for step in range(1, WORLD):
         source = (rank + step) % WORLD
-        limit = wait(flags_of(flags, rank, source, writer_flags) + share, epoch, error, source, limit)
+        limit = wait(flags_of(flags, rank, source, writer_flags) + share, epoch, report, source, limit)
+    return limit
 
 
 @triton.jit
@@ -49,21 +50,21 @@ def sum_share(out, own, arrived, stride, rank, n, share, shares, WORLD: tl.const
 
 @triton.jit(do_not_specialize=["rank", "limit", "parity_stride", "writer_flags", "vectors", "shares"])
 def reduce_scatter_kernel(
-    data, flags, epoch, error, rank, limit, parity_stride, writer_flags,
+    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags,
     x,  # (served, t, n)
     out,  # (served, n)
     vectors, shares,
     WORLD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bands: `shares` pushers, then as many reducers. n = vectors * VECTOR."""
-    data, flags, epoch, error, rank = serve(data, flags, epoch, error, rank, WORLD)
+    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     n = tl.cast(vectors, tl.int64) * VECTOR
     stride = aligned(n, x.dtype.element_ty)
     x += tl.program_id(1) * WORLD * n
     out += tl.program_id(1) * n
     program = tl.program_id(0)
     if program < shares:
-        for step in range(1, WORLD):
+        for step in range(1, reach(limit, WORLD)):
             owner = (rank + WORLD - step) % WORLD
             slot = slot_of(data, owner, epoch, parity_stride, x.dtype.element_ty)
             copy_share(slot + rank * stride, x + owner * n, n, program, shares, BLOCK)
@@ -71,7 +72,7 @@ def reduce_scatter_kernel(
     else:
         arrived = slot_of(data, rank, epoch, parity_stride, x.dtype.element_ty)
         share = program - shares
-        wait_for_share(flags, epoch, error, rank, limit, writer_flags, share, WORLD)
+        wait_for_share(flags, epoch, report, rank, limit, writer_flags, share, WORLD)
         sum_share(out, x + rank * n, arrived, stride, rank, n, share, shares, WORLD, BLOCK)
 
 
@@ -97,7 +98,7 @@ def reduce_scatter(x: Tensor, channel: Channel, *, out: Tensor | None = None, pr
     Source:   scatter to the owner and add in fixed order, as in Triton-distributed's and TensorRT-LLM's push forms
     """
     space = reduce_scatter_space(x.nbytes // channel.served, channel.world, programs)
-    require_space(channel, space, "reduce_scatter")
+    channel.require("reduce_scatter", *space)
     if x.dtype not in DTYPES:
         raise TypeError(f"reduce_scatter adds bfloat16, float16 and float32, not {x.dtype}")
     if out is None:

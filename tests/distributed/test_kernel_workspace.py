@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 protocol = pytest.importorskip("tpformer.kernels.protocol")
 slot_of, flags_of, publish, wait = protocol.slot_of, protocol.flags_of, protocol.publish, protocol.wait
+serve = protocol.serve
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 3, 4]
@@ -28,14 +29,26 @@ SIZES = [1, 2, 3, 4]
 
 @triton.jit
 def exchange_kernel(
-    data, flags, epochs, error, first_rank, limit, parity_stride, writer_flags, x, out, world, n, PUSH: tl.constexpr
+    data,
+    flags,
+    epochs,
+    error,
+    stopped,
+    first_rank,
+    limit,
+    parity_stride,
+    writer_flags,
+    x,
+    out,
+    n,
+    PUSH: tl.constexpr,
+    WORLD: tl.constexpr,
 ):
     """out[p] = rank p's x, for every rank: pushed by this kernel, or by copies that were started before it."""
-    rank = first_rank + tl.program_id(1)
-    epoch = tl.load(epochs)
-    for step in range(1, world):
+    data, flags, epoch, report, rank, limit = serve(data, flags, epochs, error, stopped, first_rank, limit, WORLD)
+    for step in range(1, WORLD):
         if PUSH:
-            peer = (rank + world - step) % world
+            peer = (rank + WORLD - step) % WORLD
             slot = slot_of(data, peer, epoch, parity_stride, tl.float32)
             for i in range(n):
                 tl.store(slot + rank * n + i, tl.load(x + i))
@@ -43,9 +56,9 @@ def exchange_kernel(
     own = slot_of(data, rank, epoch, parity_stride, tl.float32)
     for i in range(n):
         tl.store(out + rank * n + i, tl.load(x + i))
-    for step in range(1, world):
-        peer = (rank + step) % world
-        limit = wait(flags_of(flags, rank, peer, writer_flags), epoch, error, peer, limit)
+    for step in range(1, WORLD):
+        peer = (rank + step) % WORLD
+        limit = wait(flags_of(flags, rank, peer, writer_flags), epoch, report, peer, limit)
         for i in range(n):
             tl.store(out + peer * n + i, tl.load(own + peer * n + i))
 
@@ -68,7 +81,7 @@ def exchange(workspace: KernelWorkspace, index: int, copies: bool, n: int = 3, n
     channel = workspace.begin("exchange", max(nbytes, x.nbytes * workspace.world), 1)
     if copies:
         workspace.copy_gather(x)
-    exchange_kernel[(1, 1)](*channel.arguments(), x, out, workspace.world, n, PUSH=not copies)
+    exchange_kernel[(1, 1)](*channel.arguments(), x, out, n, PUSH=not copies, WORLD=workspace.world)
     if copies:
         workspace.join()
     return out
@@ -124,7 +137,7 @@ def both_kinds() -> None:
         channel = reduce.begin("outer", x.nbytes * gather.world, 1)
         for inner in range(index):
             check_exchange(exchange(gather, 10 * index + inner, copies=True), 10 * index + inner)
-        exchange_kernel[(1, 1)](*channel.arguments(), x, out, gather.world, 3, PUSH=True)
+        exchange_kernel[(1, 1)](*channel.arguments(), x, out, 3, PUSH=True, WORLD=gather.world)
         check_exchange(out, index)
     assert (gather.epoch, reduce.epoch) == (6, 4)
     check_all()
@@ -156,6 +169,7 @@ def peer_does_not_come(absent: int, copies: bool) -> tuple[float, list[str]]:
         with pytest.raises(HangError) as caught:
             check_all()
         messages.append(str(caught.value))
+    close(group)  # other tests use the world, too
     return seconds, messages
 
 
@@ -344,7 +358,7 @@ def graph_replays() -> None:
         with pytest.raises(RuntimeError, match="cannot grow while a CUDA graph is captured"):
             workspace.begin("large", 1 << 21, 1)
         channel = workspace.begin("captured", x.nbytes * workspace.world, 1)
-        exchange_kernel[(1, 1)](*channel.arguments(), x, out, workspace.world, 3, PUSH=True)
+        exchange_kernel[(1, 1)](*channel.arguments(), x, out, 3, PUSH=True, WORLD=workspace.world)
     assert workspace.captured and not workspace.copies_allowed
     for index in range(1, 41):
         x.copy_(row(workspace.rank, index, 3, workspace.device))

@@ -40,7 +40,7 @@ def real_channel(memory: SharedMemory, capacity: int, writer_flags: int, epoch: 
         data=memory.pointers.view(1, world).clone(),
         flags=memory.pointers.view(1, world) + 2 * capacity,
         epoch=torch.full((1,), epoch, dtype=torch.int32),
-        error=torch.zeros(1, ERROR_WORDS, dtype=torch.int32),
+        error=torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32),
         slots=(
             memory.peer(rank, (capacity,), torch.uint8),
             memory.peer(rank, (capacity,), torch.uint8, capacity),
@@ -49,6 +49,7 @@ def real_channel(memory: SharedMemory, capacity: int, writer_flags: int, epoch: 
         capacity=capacity,
         writer_flags=writer_flags,
         limit=limit,
+        stopped=torch.zeros(1, dtype=torch.int32),
         counters=torch.zeros(1, world * writer_flags, dtype=torch.int32),
     )
 
@@ -71,7 +72,7 @@ def virtual_channel(
         row = [first.data_ptr() + stride * rank for rank in range(world)]
         return torch.tensor([row] * world, dtype=torch.int64, device=device)
 
-    error = torch.zeros(world, ERROR_WORDS, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
+    error = torch.zeros(world, ERROR_WORDS.value, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
     return Channel(
         rank=0,
         served=world,
@@ -85,6 +86,7 @@ def virtual_channel(
         capacity=capacity,
         writer_flags=writer_flags,
         limit=limit,
+        stopped=torch.zeros(world, dtype=torch.int32, device=device),
         counters=torch.zeros(world, world * writer_flags, dtype=torch.int32, device=device),
     )
 

@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 
 class Gemm(NamedTuple):
     make: Callable[[int, int, int, int, int], Tensors]
-    """(rank, world, rows, N, K) -> shapes by name, as tensors of device meta; "start" holds integers, "a" is always there."""
+    """(rank, world, rows, N, K) -> shapes by name, as tensors of device meta; "start" is of integers, "a" a must."""
     launch: Callable[[Tensors, Channel, Tile], Sequence[Tensor | None]]
     reference: Callable[[list[Tensors]], Sequence[Sequence[Tensor | None]]]
     """All ranks' tensors -> for each rank what `launch` returns."""

@@ -75,7 +75,8 @@ def shapes_and_outputs() -> str:
 
 def test_shapes_outputs_and_too_small_a_slot(interpreted: WorkerPool) -> None:
     assert interpreted(1).run(shapes_and_outputs) == [
-        "all_gather needs 96 bytes per slot and 1 flags per writer, but the channel has 64 and 1"
+        "all_gather needs 96 bytes per slot and 1 flags per writer, but the channel has 64 and 1: "
+        "size it by all_gather_space"
     ]
 
 

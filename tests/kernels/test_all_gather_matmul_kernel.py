@@ -1,4 +1,4 @@
-"""all_gather_matmul equals its reference on processes and on virtual ranks: weights, epilogues, transports, timeouts."""
+"""all_gather_matmul equals its reference on processes and on virtual ranks: weights, epilogues, timeouts."""
 
 from functools import partial
 
@@ -138,7 +138,7 @@ def too_small() -> str:
 
 def test_too_small_a_workspace_is_refused(interpreted: WorkerPool) -> None:
     (message,) = interpreted(1).run(too_small)
-    assert "needs slots of 512 bytes and 8 flags per writer, the workspace has 64 and 8" in message
+    assert "needs 512 bytes per slot and 8 flags per writer, but the channel has 64 and 8" in message
 
 
 def test_cost_counts_the_shards_that_arrive() -> None:

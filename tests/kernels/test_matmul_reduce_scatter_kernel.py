@@ -91,7 +91,7 @@ def too_small() -> str:
 
 def test_too_small_a_workspace_is_refused(interpreted: WorkerPool) -> None:
     (message,) = interpreted(1).run(too_small)
-    assert "needs slots of 3072 bytes and 1 flags per writer, the workspace has 64 and 8" in message
+    assert "needs 3072 bytes per slot and 1 flags per writer, but the channel has 64 and 8" in message
 
 
 def test_cost_counts_partials_once_out_and_once_in() -> None:

@@ -33,6 +33,8 @@ PAGE = 4096
 # interpreter measured with a core to itself; a timeout is as exact as these.
 POLLS_PER_SECOND = {"cuda": 1_000_000, "cpu": 6_000}
 MAXIMUM_LIMIT = 2**31 - 1
+# Flags that no operation of this many epochs has set are half way to being taken for later ones: they are made anew.
+FLAG_AGE = 2**30
 
 
 class KernelWorkspace:
@@ -53,6 +55,7 @@ class KernelWorkspace:
         self.rank, self.world = group.rank(), group.size()
         self.epoch = epoch
         """The epoch last begun from here; once `captured`, no longer the device's."""
+        self._born = epoch  # when the flags were last filled
         self.captured = False
         """Whether a CUDA graph holds operations of this workspace: its epochs then move without `begin`."""
         self.capacity = self.writer_flags = self._flag_bytes = 0
@@ -60,7 +63,8 @@ class KernelWorkspace:
         on_cuda = device.type == "cuda"
         with torch.inference_mode(False):
             self._epoch = torch.full((1,), epoch, dtype=torch.int32, device=device)
-            self._error = torch.zeros(1, ERROR_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
+            self._stopped = torch.zeros(1, dtype=torch.int32, device=device)
+            self._error = torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
         self._words = self._error.numpy()[0]  # reads of the host's own memory: no synchronisation, no dispatch
         self._copy_stream = torch.cuda.Stream(device) if on_cuda else None
         self._memory: SymmetricMemory | None = None
@@ -98,7 +102,8 @@ class KernelWorkspace:
 
         self.state.check()
         capturing = self._capturing()
-        if self._channel is None or nbytes > self.capacity or flags > self.writer_flags:
+        aged = wrap(self.epoch - self._born) >= FLAG_AGE
+        if self._channel is None or nbytes > self.capacity or flags > self.writer_flags or aged:
             if capturing:
                 raise RuntimeError(
                     f"{operation} needs {nbytes} bytes and {flags} flags per writer, the {self.kind} workspace has "
@@ -137,6 +142,7 @@ class KernelWorkspace:
         capacity = max(SLOT_MINIMUM, self.capacity, power_of_two(nbytes))
         writer_flags = max(WRITER_FLAGS_MINIMUM, self.writer_flags, power_of_two(flags))
         self._memory = self._channel = None
+        self._born = self.epoch
         self.capacity = self.writer_flags = 0  # holds if the allocation raises
         with torch.inference_mode(False):
             self._memory, self._channel = self._allocate(group, capacity, writer_flags)
@@ -165,6 +171,7 @@ class KernelWorkspace:
             capacity=capacity,
             writer_flags=writer_flags,
             limit=self.limit,
+            stopped=self._stopped,
             counters=torch.zeros(1, self.world * writer_flags, dtype=torch.int32, device=self.device),
         )
         return memory, channel

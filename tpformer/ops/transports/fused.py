@@ -58,7 +58,8 @@ class Fused:
         world = self.group.size()
         record("all_gather", world * x.nbytes)
         workspace = kernel_workspace(self.group, "gather", x.device)
-        channel = workspace.begin(operation, *all_gather_matmul_space(*x.shape, world, x.element_size()))
+        rows, k = x.shape
+        channel = workspace.begin(operation, *all_gather_matmul_space(rows, k, world, x.element_size()))
         whole = packed(x)
         push = not workspace.copies_allowed or whole.nbytes < COPY_ENGINE_BYTES
         if not push:
