@@ -5,6 +5,7 @@ check, for every kernel and dtype; a configuration that is not here does not run
 """
 
 import torch
+import triton
 
 from .launch import Tile, is_interpreted
 
@@ -23,7 +24,7 @@ TILES = {
     "interpreted": Tile(32, 32, 32, 1, 1, False),
 }
 
-WAVE_ROWS = 64  # at most so many rows: more than half of a taller tile would be padding
+MANY_OPERANDS_ELEMENTS = 128 * 128  # of a tile: an epilogue of several operands fills the registers beyond it
 
 
 def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
@@ -33,16 +34,22 @@ def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
     return ("large", "medium", "small") if capability >= 90 else ("ampere", "ampere_small")
 
 
-def select_tile(device: torch.device, dtype: torch.dtype, rows: int, columns: int, operands: int = 1) -> Tile:
-    """The configuration for an output of rows x columns, whose epilogue reads or writes so many operands per tile."""
+def select_tile(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, *, chunks: int = 1, operands: int = 1
+) -> Tile:
+    """The configuration for `chunks` outputs of rows x columns, whose epilogue reads or writes so many operands per tile.
+
+    The largest that fills every SM and does not pad more than it computes; else the smallest.
+    """
     if is_interpreted():
         return TILES["interpreted"]
     major, minor = torch.cuda.get_device_capability(device)
-    names = tile_names(10 * major + minor, dtype.itemsize)
-    if len(names) == 1:
-        return TILES[names[0]]
-    if rows <= WAVE_ROWS:
-        return TILES[names[-1]]
-    if names[0] == "large" and (operands > 1 or columns <= TILES["large"].n // 2):
-        return TILES["medium"]
-    return TILES[names[0]]
+    *larger, smallest = tile_names(10 * major + minor, dtype.itemsize)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    for name in larger:
+        tile = TILES[name]
+        if (operands > 1 and tile.m * tile.n > MANY_OPERANDS_ELEMENTS) or 2 * rows <= tile.m:
+            continue
+        if chunks * triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n) >= processors:
+            return tile
+    return TILES[smallest]

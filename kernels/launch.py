@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAXIMUM_REGISTERS = 255  # left to itself ptxas spills to fit more programs on an SM than are launched
+REGISTERS = 65536  # of an SM, 32-bit
 TMA_ALIGNMENT = 16  # bytes: base address and row stride of what a descriptor covers
 
 DTYPES = {
@@ -77,10 +78,12 @@ def persistent_programs(
 
 
 def resident_programs(device: torch.device, tile: Tile) -> int:
-    """How many programs of this tile a GPU holds at once: by warps (64 per SM) and by shared memory of the stages."""
+    """How many programs of this tile a GPU holds at once: by registers, of which each thread may take all that it can
+    address, and by the shared memory of the stages."""
     properties = torch.cuda.get_device_properties(device)
     shared = (tile.m + tile.n) * tile.k * 2 * tile.stages
-    per_sm = max(1, min(2, properties.shared_memory_per_multiprocessor // shared, 16 // tile.warps))
+    registers = tile.warps * 32 * (MAXIMUM_REGISTERS + 1)
+    per_sm = max(1, min(properties.shared_memory_per_multiprocessor // shared, REGISTERS // registers))
     return per_sm * properties.multi_processor_count
 
 

@@ -10,8 +10,8 @@ from .philox.kernel import random_words
 
 # columns that an epilogue takes at a time: with more, values between accumulator and store spill
 DERIVATIVE_COLUMNS = tl.constexpr(32)
-ACTIVATION_COLUMNS = tl.constexpr(64)
-PACKED_COLUMNS = tl.constexpr(128)
+ACTIVATION_COLUMNS = tl.constexpr(32)
+PACKED_ELEMENTS = tl.constexpr(128 * 128)
 GROUP_M = tl.constexpr(8)  # row blocks that share their columns' operand in L2
 
 
@@ -206,7 +206,7 @@ def store_activated(
 @triton.jit
 def store_packed(target, block, stride: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A whole block, rounded to the target's dtype, into memory with rows of `stride`: unmasked 16-byte stores."""
-    if COLUMNS > PACKED_COLUMNS:
+    if ROWS * COLUMNS > PACKED_ELEMENTS:
         left, right = halves(block, ROWS, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
         store_packed(target, left, stride, ROWS, HALF)

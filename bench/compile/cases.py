@@ -1,20 +1,15 @@
-"""What is compiled: every kernel, for every architecture, dtype and shipped tile configuration.
+"""What a case of the compile check is: one specialisation of one kernel, and what its code must show.
 
-Belongs here: cases, and nothing about how they are judged. One function per kernel yields its cases; it stands in
-KERNELS. Launchers are called with tensors of device meta, of sizes like a model's: integers that are multiples of 16
-there are multiples of 16 to the compiler.
+Belongs here: the type. The cases of the shipped kernels: shipped.py; how one is judged: rules.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tpformer.kernels.launch import Tile
-
-CAPABILITIES = (80, 90, 100)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +55,3 @@ class Case:
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-KERNELS: tuple[Callable[[], Iterator[Case]], ...] = ()
-
-
-def cases() -> list[Case]:
-    return [case for kernel in KERNELS for case in kernel()]

@@ -1,6 +1,6 @@
 """The command: all cases in worker processes, results kept by content, a table, a JSON file, the exit code.
 
-Belongs here: nothing that knows a kernel (cases.py) or a rule (rules.py).
+Belongs here: nothing that knows a kernel (shipped.py) or a rule (rules.py).
 """
 
 import argparse
@@ -47,7 +47,7 @@ HEADINGS = {  # shorter than the columns' names, so that a row fits a line
 class Check:
     """What is checked, and where results go."""
 
-    cases: str = "bench.compile.cases:cases"
+    cases: str = "bench.compile.shipped:cases"
     """module:function that returns the list of cases; worker processes call it, too."""
     kernels: Path = ROOT / "kernels"
     """Every jitted function in this folder whose name ends in _kernel needs a case."""

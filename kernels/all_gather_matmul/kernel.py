@@ -47,11 +47,12 @@ def all_gather_matmul_kernel(
     data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     program = tl.program_id(0)
     v = virtual.to(tl.int64)
-    if program < PUSHERS:
-        numel = rows * a_stride
-        push_rows(shard + v * numel, data, flags, epoch, rank, reach(limit, WORLD), program,
-                  PUSHERS, numel, parity_stride, writer_flags, KEEP, WORLD, PUSH_BLOCK)  # fmt: skip
-    else:
+    if PUSHERS > 0:
+        if program < PUSHERS:
+            numel = rows * a_stride
+            push_rows(shard + v * numel, data, flags, epoch, rank, reach(limit, WORLD), program,
+                      PUSHERS, numel, parity_stride, writer_flags, KEEP, WORLD, PUSH_BLOCK)  # fmt: skip
+    if program >= PUSHERS:
         program -= PUSHERS
         programs = tl.num_programs(0) - PUSHERS
         own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
@@ -144,10 +145,11 @@ def await_gathered_kernel(
     virtual = tl.program_id(1)
     data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
     program = tl.program_id(0)
-    if program < PUSHERS:
-        push_rows(shard + virtual.to(tl.int64) * numel, data, flags, epoch, rank, reach(limit, WORLD), program,
-                  PUSHERS, numel, parity_stride, writer_flags, True, WORLD, PUSH_BLOCK)  # fmt: skip
-    else:
+    if PUSHERS > 0:
+        if program < PUSHERS:
+            push_rows(shard + virtual.to(tl.int64) * numel, data, flags, epoch, rank, reach(limit, WORLD), program,
+                      PUSHERS, numel, parity_stride, writer_flags, True, WORLD, PUSH_BLOCK)  # fmt: skip
+    if program >= PUSHERS:
         own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
         for step in range(1, WORLD):
             chunk = (rank + step) % WORLD
@@ -266,7 +268,7 @@ def all_gather_matmul(
     m = len(shard) * world // served
     columns = [w.shape[1] if b_transposed else len(w) // served for w in weights]
     outputs = [shard.new_empty(served * m, n) for n in columns]
-    tile = tile or select_tile(shard.device, shard.dtype, m // world, max(columns))
+    tile = tile or select_tile(shard.device, shard.dtype, m // world, sum(columns), chunks=world)
     launch(
         shard, weights, channel, outputs, biases=biases, activation=activation, b_transposed=b_transposed, x=None,
         gate=None, push=push, keep=keep, tile=tile, programs=programs,
@@ -296,7 +298,9 @@ def all_gather_matmul_derivative(
     Source:   as all_gather_matmul; formulas in activation/reference.py
     """
     outputs = (x.new_empty(x.shape), x.new_empty(x.shape if gate is not None else (1, 1)), x.new_empty(x.shape))
-    tile = tile or select_tile(shard.device, shard.dtype, len(shard) // channel.served, x.shape[1], operands=3)
+    tile = tile or select_tile(
+        shard.device, shard.dtype, len(shard) // channel.served, x.shape[1], chunks=channel.world, operands=3
+    )
     launch(
         shard, [weight], channel, outputs, biases=None, activation=activation, b_transposed=True, x=x,
         gate=gate, push=push, keep=keep, tile=tile, programs=programs,

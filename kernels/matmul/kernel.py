@@ -109,7 +109,7 @@ def matmul(
     """
     m, k = a.shape[::-1] if a_transposed else a.shape
     columns = [w.shape[1] if b_transposed else w.shape[0] for w in weights]
-    tile = tile or select_tile(a.device, a.dtype, m, max(columns))
+    tile = tile or select_tile(a.device, a.dtype, m, sum(columns))
     a_block = (tile.k, tile.m) if a_transposed else (tile.m, tile.k)
     b_block = (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     a, stored = padded(a), [padded(w) for w in weights]
@@ -185,7 +185,7 @@ def gated_matmul(
     m, k = a.shape
     n = gate_weight.shape[0]
     tile = tile or select_tile(a.device, a.dtype, m, n, operands=3)
-    if tile.n > 64:
+    if tile.n > 32:
         tile = tile._replace(n=tile.n // 2)
     a, gate_weight, up_weight = padded(a), padded(gate_weight), padded(up_weight)
     outputs = tuple(a.new_empty(m, n) for _ in range(3))

@@ -112,7 +112,7 @@ def matmul_reduce_scatter(
     n = weights[0].shape[1] if b_transposed else len(weights[0]) // served
     ks = [a.shape[1] for a in inputs]
     partial = partial or inputs[0].dtype
-    tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n)
+    tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n, chunks=world)
     channel.require("matmul_reduce_scatter", *matmul_reduce_scatter_space(rows, n, world, partial, tile))
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)

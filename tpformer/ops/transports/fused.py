@@ -133,7 +133,7 @@ class Fused:
         record("reduce_scatter" if scatter else "all_reduce", m * n * x.element_size())
         workspace = kernel_workspace(self.group, "reduce", x.device)
         rows = m // world if scatter else m
-        tile = select_tile(x.device, x.dtype, rows, n)
+        tile = select_tile(x.device, x.dtype, rows, n, chunks=m // rows)
         end = _kernel_finish(finish, rows, n, x.device)
         if scatter:
             space = matmul_reduce_scatter_space(rows, n, world, x.dtype, tile)

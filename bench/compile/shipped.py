@@ -1,0 +1,263 @@
+"""Every kernel, for every architecture, dtype and shipped tile, in each variant that a transport launches.
+
+Belongs here: one function per kernel that yields its cases; it stands in KERNELS. Launchers are called with tensors of
+device meta, of sizes like a model's: integers that are multiples of 16 there are multiples of 16 to the compiler.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tpformer.kernels.all_gather.kernel import all_gather
+from tpformer.kernels.all_gather_matmul.kernel import (
+    all_gather_matmul,
+    all_gather_matmul_derivative,
+    await_gathered,
+    gathered_copy,
+)
+from tpformer.kernels.all_reduce.kernel import all_reduce
+from tpformer.kernels.barrier.kernel import barrier
+from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.launch import Tile
+from tpformer.kernels.matmul.kernel import gated_matmul, matmul, matmul_derivative
+from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
+from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
+from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump
+from tpformer.kernels.reduce_scatter.kernel import reduce_scatter
+
+from .cases import Case, meta
+
+CAPABILITIES = (80, 90, 100)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WORLD = 8
+M, N, K = 8192, 4096, 2048
+ROWS = M // WORLD
+PROGRAMS = 132
+OWN = frozenset(("shard", "a", "x", "gate", "bias", "residual", "start"))
+OPERANDS = OWN | {f"{name}{i}" for name in ("a", "b", "bias") for i in range(3)}
+
+
+def channel(served: int = 1) -> Channel:
+    """A workspace without memory, large enough for anything here; served > 1: virtual ranks."""
+    capacity, flags = 1 << 34, 1 << 16
+    tables, words = partial(meta, dtype=torch.int64), partial(meta, dtype=torch.int32)
+    slots = (meta(served * capacity, dtype=torch.uint8), meta(served * capacity, dtype=torch.uint8))
+    return Channel(
+        rank=0,
+        served=served,
+        world=WORLD,
+        data=tables(served, WORLD),
+        flags=tables(served, WORLD),
+        epoch=words(served),
+        error=words(served, ERROR_WORDS.value),
+        stopped=words(served),
+        slots=slots,
+        parity_stride=served * capacity,
+        capacity=capacity,
+        writer_flags=flags,
+        limit=10**6,
+        counters=words(served, WORLD * flags),
+    )
+
+
+Variant = tuple[str, Callable[[torch.dtype, Tile], object]]
+
+
+def gemm(kernel: str, variants: list[Variant], **expected) -> Iterator[Case]:
+    """A GEMM's variants for every architecture, dtype and configuration."""
+    for capability in CAPABILITIES:
+        for dtype in DTYPES:
+            for tile in (TILES[name] for name in tile_names(capability, dtype.itemsize)):
+                for name, launch in variants:
+                    yield Case(
+                        name=name,
+                        kernel=kernel,
+                        dtype=dtype,
+                        capability=capability,
+                        tile=tile,
+                        launch=partial(launch, dtype, tile),
+                        **expected,
+                    )
+
+
+def weights(dtype: torch.dtype, *, transposed: bool = False, several: bool = False) -> list[Tensor]:
+    widths = (N, N // 4, N // 4) if several else (N,)
+    return [meta(K, n, dtype=dtype) if transposed else meta(n, K, dtype=dtype) for n in widths]
+
+
+def biases(dtype: torch.dtype, several: bool = False) -> list[Tensor]:
+    return [meta(len(w), dtype=dtype) for w in weights(dtype, several=several)]
+
+
+def finish(rows: int, dtype: torch.dtype) -> Finish:
+    dropout = Dropout(meta(rows, dtype=torch.int64), 1 << 63, 0.1)
+    return Finish(meta(N, dtype=dtype), dropout, meta(rows, N, dtype=dtype))
+
+
+def matmul_cases() -> Iterator[Case]:
+    def forward(dtype, tile):
+        matmul(
+            meta(M, K, dtype=dtype), weights(dtype, several=True), biases(dtype, several=True),
+            activation="gelu", tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    def plain(dtype, tile):
+        matmul(meta(M, K, dtype=dtype), weights(dtype), tile=tile, programs=PROGRAMS)
+
+    def dgrad(dtype, tile):
+        w = weights(dtype, transposed=True)
+        matmul(meta(M, K, dtype=dtype), w, b_transposed=True, tile=tile, programs=PROGRAMS)
+
+    def wgrad(dtype, tile):
+        matmul(
+            meta(M, N, dtype=dtype), [meta(M, K, dtype=dtype)],
+            a_transposed=True, b_transposed=True, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    def derivative(dtype, tile, gated):
+        x = meta(M, N, dtype=dtype)
+        w = weights(dtype, transposed=True)[0]
+        matmul_derivative(
+            meta(M, K, dtype=dtype), w, x, "silu" if gated else "gelu", x if gated else None,
+            tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    yield from gemm(
+        "matmul_kernel",
+        [
+            ("plain", plain),
+            ("3 weights, bias, gelu", forward),
+            ("dgrad", dgrad),
+            ("wgrad", wgrad),
+            ("derivative", partial(derivative, gated=False)),
+            ("gated derivative", partial(derivative, gated=True)),
+        ],
+    )
+
+
+def gated_matmul_cases() -> Iterator[Case]:
+    def swiglu(dtype, tile):
+        w = weights(dtype)[0]
+        gated_matmul(meta(M, K, dtype=dtype), w, w, tile=tile, programs=PROGRAMS)
+
+    yield from gemm("gated_matmul_kernel", [("swiglu", swiglu)])
+
+
+def all_gather_matmul_cases() -> Iterator[Case]:
+    def forward(dtype, tile, push, several, served=1):
+        all_gather_matmul(
+            meta(served * ROWS, K, dtype=dtype),
+            [meta(served * len(w), K, dtype=dtype) for w in weights(dtype, several=several)],
+            channel(served), [meta(served * len(b), dtype=dtype) for b in biases(dtype, several)],
+            push=push, keep=push, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    def derivative(dtype, tile, gated):
+        x = meta(M, N, dtype=dtype)
+        all_gather_matmul_derivative(
+            meta(ROWS, K, dtype=dtype), weights(dtype, transposed=True)[0], channel(), x,
+            "silu" if gated else "gelu_tanh", x if gated else None, keep=True, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    def dgrad(dtype, tile):
+        w = weights(dtype, transposed=True)
+        all_gather_matmul(
+            meta(ROWS, K, dtype=dtype), w, channel(), b_transposed=True, keep=True, tile=tile, programs=PROGRAMS
+        )
+
+    kernel, expected = "all_gather_matmul_kernel", {"acquires": 2, "own": OPERANDS}
+    copies = [("copies", partial(forward, push=False, several=False))]
+    yield from gemm(kernel, copies, releases=0, **expected)
+    pushes = [
+        ("3 weights, push", partial(forward, push=True, several=True)),
+        ("virtual ranks", partial(forward, push=True, several=False, served=2)),
+        ("dgrad", dgrad),
+        ("derivative", partial(derivative, gated=False)),
+        ("gated derivative", partial(derivative, gated=True)),
+    ]
+    yield from gemm(kernel, pushes, releases=1, **expected)
+
+
+def matmul_reduce_scatter_cases() -> Iterator[Case]:
+    def forward(dtype, tile, served=1):
+        matmul_reduce_scatter(
+            [meta(served * M, K, dtype=dtype)], [meta(served * N, K, dtype=dtype)], channel(served),
+            finish(served * ROWS, dtype)._replace(bias=meta(served * N, dtype=dtype)), tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    def dgrad(dtype, tile, partial):
+        matmul_reduce_scatter(
+            [meta(M, K, dtype=dtype)] * 3, weights(dtype, transposed=True) * 3, channel(),
+            b_transposed=True, partial=partial, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    variants = [
+        ("finish", forward),
+        ("virtual ranks", partial(forward, served=2)),
+        ("3 inputs", partial(dgrad, partial=None)),
+        ("3 inputs, float32 partials", partial(dgrad, partial=torch.float32)),
+    ]
+    yield from gemm(
+        "matmul_reduce_scatter_kernel", variants, releases=1, acquires=2, local_atomics=1, own=OPERANDS
+    )  # fmt: skip
+
+
+def matmul_all_reduce_cases() -> Iterator[Case]:
+    def forward(dtype, tile, m, one_shot):
+        matmul_all_reduce(
+            [meta(m, K, dtype=dtype)], weights(dtype), channel(), finish(m, dtype),
+            one_shot=one_shot, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    def dgrad(dtype, tile):
+        matmul_all_reduce(
+            [meta(M, K, dtype=dtype)] * 3, weights(dtype, transposed=True) * 3, channel(),
+            b_transposed=True, one_shot=False, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    kernel = "matmul_all_reduce_kernel"
+    one_shot = [("one-shot", partial(forward, m=64, one_shot=True))]
+    yield from gemm(kernel, one_shot, releases=1, acquires=2, own=OPERANDS)
+    two_shot = [("two-shot", partial(forward, m=M, one_shot=False)), ("two-shot, 3 inputs", dgrad)]
+    yield from gemm(kernel, two_shot, releases=2, acquires=4, own=OPERANDS)
+
+
+def collective_cases() -> Iterator[Case]:
+    """What multiplies nothing: stand-alone collectives, and the gather under a reducing GEMM."""
+    for capability in CAPABILITIES:
+        for dtype in DTYPES:
+            x = meta(M, 512, dtype=dtype)
+            launches = {
+                "all_gather_kernel": (partial(all_gather, x, channel(), programs=32), 1),
+                "reduce_scatter_kernel": (partial(reduce_scatter, x, channel(), programs=32), 1),
+                "one_shot_all_reduce_kernel": (partial(all_reduce, x, channel(), programs=32, two_shot=False), 1),
+                "two_shot_all_reduce_kernel": (partial(all_reduce, x, channel(), programs=32, two_shot=True), 2),
+                "await_gathered_kernel": (partial(await_gathered, channel(), x, True), 1),
+                "copy_slot_kernel": (partial(gathered_copy, channel(), x), 0),
+            }
+            for kernel, (launch, count) in launches.items():
+                yield Case(
+                    name="8 ranks", kernel=kernel, dtype=dtype, capability=capability, launch=launch,
+                    releases=count, acquires=2 * count, own=OWN,
+                )  # fmt: skip
+        flags = {"dtype": torch.int32, "capability": capability}
+        launch = partial(barrier, channel())
+        yield Case(name="8 ranks", kernel="barrier_kernel", launch=launch, releases=1, acquires=2, **flags)
+        yield Case(name="1 rank", kernel="bump_kernel", launch=partial(bump, channel()), **flags)
+
+
+KERNELS: tuple[Callable[[], Iterator[Case]], ...] = (
+    matmul_cases,
+    gated_matmul_cases,
+    all_gather_matmul_cases,
+    matmul_reduce_scatter_cases,
+    matmul_all_reduce_cases,
+    collective_cases,
+)
+
+
+def cases() -> list[Case]:
+    return [case for kernel in KERNELS for case in kernel()]
