@@ -37,7 +37,7 @@ def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
 def select_tile(
     device: torch.device, dtype: torch.dtype, rows: int, columns: int, *, chunks: int = 1, operands: int = 1
 ) -> Tile:
-    """The configuration for `chunks` outputs of rows x columns, whose epilogue reads or writes so many operands per tile.
+    """The configuration for `chunks` outputs of rows x columns; operands: what the epilogue reads or writes per tile.
 
     The largest that fills every SM and does not pad more than it computes; else the smallest.
     """

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.distributed import all_reduce, build_mesh, close
+from tpformer.distributed import all_reduce, build_mesh, check_all, close
 from tpformer.kernels.cost import machine_for
 
 from .checkpoint import Checkpointer
@@ -124,6 +124,7 @@ class Trainer:
         step, config = self.step + 1, self.config
         lr = learning_rate(step, config.train.steps, config.optimizer)
         samples, first = self._batch(step)
+        check_all(step)
         loss, norm = train_step(
             self.model,
             self.optimizer,
@@ -136,6 +137,7 @@ class Trainer:
             groups=self.groups,
         )
         row = {"step": step, "loss": float(loss), "grad_norm": float(norm), "lr": lr}
+        check_all()  # a hang ends the run here, before its numbers are logged or saved
         if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
             raise FloatingPointError(
                 f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}; lower optimizer.lr or lengthen "
