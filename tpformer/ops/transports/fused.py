@@ -47,25 +47,25 @@ class Fused:
     def _gather(self, x: Tensor, launch: Callable[[Channel, bool], object]) -> tuple[Channel, KernelWorkspace]:
         """Begin a gather of x, run `launch(channel, push)` on it, and end it."""
         record_transport(GATHER, self.name)
-        channel, workspace, push = self._begin_gather("all_gather_matmul", x)
-        launch(channel, push)
+        channel, workspace, sent = self._begin_gather("all_gather_matmul", x)
+        launch(channel, sent is None)
         workspace.join()
         workspace.check()
         return channel, workspace
 
-    def _begin_gather(self, operation: str, x: Tensor) -> tuple[Channel, KernelWorkspace, bool]:
-        """(channel, workspace, whether the kernel is to push the shard: otherwise copies are on their way)."""
+    def _begin_gather(self, operation: str, x: Tensor) -> tuple[Channel, KernelWorkspace, Tensor | None]:
+        """(channel, workspace, what copies are sending, to be kept until they are joined; None: the kernel pushes)."""
         world = self.group.size()
         record("all_gather", world * x.nbytes)
         workspace = kernel_workspace(self.group, "gather", x.device)
         rows, k = x.shape
         channel = workspace.begin(operation, *all_gather_matmul_space(rows, k, world, x.element_size()))
+        if not workspace.copies_allowed or x.nbytes < COPY_ENGINE_BYTES:
+            return channel, workspace, None
         whole = packed(x)
-        push = not workspace.copies_allowed or whole.nbytes < COPY_ENGINE_BYTES
-        if not push:
-            workspace.copy_gather(whole)
-            gathered_view(channel, workspace.epoch & 1, x).chunk(world)[self.group.rank()].copy_(x)
-        return channel, workspace, push
+        workspace.copy_gather(whole)
+        gathered_view(channel, workspace.epoch & 1, x).chunk(world)[self.group.rank()].copy_(x)
+        return channel, workspace, whole
 
     def _gathered(self, channel: Channel, workspace: KernelWorkspace, x: Tensor) -> Tensor:
         """The gathered rows until the next gather: in their slot, or copied where only the device knows the parity."""
@@ -148,10 +148,10 @@ class Fused:
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Copy engines carry large shards under the reduction that follows; others are pushed when waited for."""
-        channel, workspace, push = self._begin_gather("all_gather", x)
+        channel, workspace, sent = self._begin_gather("all_gather", x)
 
         def wait() -> Tensor:
-            await_gathered(channel, x, push)
+            await_gathered(channel, x, push=sent is None)
             workspace.join()
             workspace.check()
             return self._gathered(channel, workspace, x)
