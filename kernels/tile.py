@@ -242,3 +242,50 @@ def store_derivative(
             value, slope = differentiate(source, ACTIVATION)
             store_block(dx, accumulator * slope, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
             store_block(rebuilt, value, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+
+
+@triton.jit
+def column_blocks(n0, n1, n2, WEIGHTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the column blocks of the first, the second and the third weight end."""
+    end_0 = tl.cdiv(n0, BLOCK_N)
+    end_1 = end_0 + (tl.cdiv(n1, BLOCK_N) if WEIGHTS > 1 else 0)
+    return end_0, end_1, end_1 + (tl.cdiv(n2, BLOCK_N) if WEIGHTS > 2 else 0)
+
+
+@triton.jit
+def linear_tile(
+    source, source_row, chunk, tile, tiles_m, tiles_0, tiles_1, tiles_n, virtual,
+    b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate,
+    rows, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One tile of epilogue(A B_i^T), for up to three weights whose column blocks follow one another in one launch.
+
+    A is the `rows` rows of `source` from source_row on, chunk number `chunk` of WORLD in the output of the virtual-th
+    served rank. Tiles restart at every chunk, so that a row does not depend on how many ranks there are.
+    """
+    row_block, column_block = swizzle(tile, tiles_m, tiles_n)
+    b, bias, c, n, b_stride, first = b0, bias0, c0, n0, b0_stride, 0
+    if WEIGHTS > 1:  # a descriptor chosen by `if` costs one select; a K loop for each would double the shared memory
+        if column_block >= tiles_0:
+            b, bias, c, n, b_stride, first = b1, bias1, c1, n1, b1_stride, tiles_0
+        if WEIGHTS > 2:
+            if column_block >= tiles_1:
+                b, bias, c, n, b_stride, first = b2, bias2, c2, n2, b2_stride, tiles_1
+    row, column = row_block * BLOCK_M, (column_block - first) * BLOCK_N
+    b_row = tl.cast(virtual * (k if B_TRANSPOSED else n), tl.int32)
+    result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    result = multiply(
+        result, source, b, source_row, b_row, row, column, rows, n, k, a_stride, b_stride,
+        A_TRANSPOSED, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+    )  # fmt: skip
+    at = tl.cast(virtual * WORLD + chunk, tl.int64) * rows * n
+    if DERIVATIVE:
+        store_derivative(result, x + at, gate + at, c0 + at, c1 + at, c2 + at, row, column, rows, n,
+                         ACTIVATION, GATED, BLOCK_M, BLOCK_N)  # fmt: skip
+    else:
+        if BIAS:
+            result = add_bias(result, bias + virtual * n, column, n, BLOCK_N)
+        store_activated(c + at, result, row, column, rows, n, n, ACTIVATION, BLOCK_M, BLOCK_N)

@@ -10,7 +10,7 @@ from ..configurations import select_tile
 from ..launch import Tile, is_interpreted, launch_options, operand, packed, padded, persistent_programs
 from ..matmul.kernel import blocks, three
 from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
-from ..tile import add_bias, multiply, store_activated, store_derivative, swizzle
+from ..tile import column_blocks, linear_tile
 
 PUSH_BLOCK = 4096  # elements that a pusher moves at a time
 PUSHERS = 8  # programs that push the shard when no copy engine does; about 8 SMs saturate a link (a prediction)
@@ -60,17 +60,15 @@ def all_gather_matmul_kernel(
         if (epoch & 1) == 1:
             slot = slot1
         tiles_m = tl.cdiv(rows, BLOCK_M)
-        tiles_0 = tl.cdiv(n0, BLOCK_N)
-        tiles_1 = tiles_0 + (tl.cdiv(n1, BLOCK_N) if WEIGHTS > 1 else 0)
-        tiles_n = tiles_1 + (tl.cdiv(n2, BLOCK_N) if WEIGHTS > 2 else 0)
+        tiles_0, tiles_1, tiles_n = column_blocks(n0, n1, n2, WEIGHTS, BLOCK_N)
         tiles = tiles_m * tiles_n
         # Two tile loops, not one with the source chosen inside: K loops under an if/else double the shared memory.
         for tile in tl.range(program, tiles, programs):
-            gathered_tile(
+            linear_tile(
                 a, virtual * rows, rank, tile, tiles_m, tiles_0, tiles_1, tiles_n, v,
                 b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate, rows, n0, n1, n2, k,
-                a_stride, b0_stride, b1_stride, b2_stride, B_TRANSPOSED, WEIGHTS, BIAS, ACTIVATION, DERIVATIVE, GATED,
-                WORLD, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+                a_stride, b0_stride, b1_stride, b2_stride, False, B_TRANSPOSED, WEIGHTS, BIAS, ACTIVATION, DERIVATIVE,
+                GATED, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
             )  # fmt: skip
         for step in range(1, WORLD):
             chunk = (rank + step) % WORLD
@@ -79,50 +77,12 @@ def all_gather_matmul_kernel(
             order_tma_after_acquire(epoch, FENCE)
             # the round of programs goes on where the last chunk's tiles ended
             for tile in tl.range((program + programs - (step * tiles) % programs) % programs, tiles, programs):
-                gathered_tile(
+                linear_tile(
                     slot, virtual * slot_rows + chunk * rows, chunk, tile, tiles_m, tiles_0, tiles_1, tiles_n, v,
                     b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate, rows, n0, n1, n2, k,
-                    a_stride, b0_stride, b1_stride, b2_stride, B_TRANSPOSED, WEIGHTS, BIAS, ACTIVATION, DERIVATIVE,
-                    GATED, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+                    a_stride, b0_stride, b1_stride, b2_stride, False, B_TRANSPOSED, WEIGHTS, BIAS, ACTIVATION,
+                    DERIVATIVE, GATED, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
                 )  # fmt: skip
-
-
-@triton.jit
-def gathered_tile(
-    source, source_row, chunk, tile, tiles_m, tiles_0, tiles_1, tiles_n, virtual,
-    b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate,
-    rows, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride,
-    B_TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    DERIVATIVE: tl.constexpr, GATED: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """One tile of the chunk that starts at source_row: its GEMM, and the epilogue into the chunk's rows of the output.
-
-    Tiles restart at every chunk, so a row never depends on how many ranks there are.
-    """
-    row_block, column_block = swizzle(tile, tiles_m, tiles_n)
-    b, bias, c, n, b_stride, first = b0, bias0, c0, n0, b0_stride, 0
-    if WEIGHTS > 1:
-        if column_block >= tiles_0:
-            b, bias, c, n, b_stride, first = b1, bias1, c1, n1, b1_stride, tiles_0
-        if WEIGHTS > 2:
-            if column_block >= tiles_1:
-                b, bias, c, n, b_stride, first = b2, bias2, c2, n2, b2_stride, tiles_1
-    row, column = row_block * BLOCK_M, (column_block - first) * BLOCK_N
-    b_row = (virtual * (k if B_TRANSPOSED else n)).to(tl.int32)
-    result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    result = multiply(
-        result, source, b, source_row, b_row, row, column, rows, n, k, a_stride, b_stride,
-        False, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
-    )  # fmt: skip
-    at = (virtual * WORLD + chunk) * rows * n
-    if DERIVATIVE:
-        store_derivative(result, x + at, gate + at, c0 + at, c1 + at, c2 + at, row, column, rows, n,
-                         ACTIVATION, GATED, BLOCK_M, BLOCK_N)  # fmt: skip
-    else:
-        if BIAS:
-            result = add_bias(result, bias + virtual * n, column, n, BLOCK_N)
-        store_activated(c + at, result, row, column, rows, n, n, ACTIVATION, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

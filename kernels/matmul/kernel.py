@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..configurations import select_tile
 from ..launch import Tile, launch_options, operand, padded, persistent_programs
-from ..tile import activate, add_bias, load_block, multiply, store_activated, store_block, store_derivative, swizzle
+from ..tile import activate, column_blocks, linear_tile, load_block, store_block, swizzle
 
 MAXIMUM_WEIGHTS = 3  # q, k, v
 
@@ -24,30 +24,13 @@ def matmul_kernel(
 ):  # fmt: skip
     """C_i = epilogue(A B_i^T) for up to three weights, whose column blocks follow one another in one launch."""
     tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_0 = tl.cdiv(n0, BLOCK_N)
-    tiles_1 = tiles_0 + (tl.cdiv(n1, BLOCK_N) if WEIGHTS > 1 else 0)
-    tiles_n = tiles_1 + (tl.cdiv(n2, BLOCK_N) if WEIGHTS > 2 else 0)
+    tiles_0, tiles_1, tiles_n = column_blocks(n0, n1, n2, WEIGHTS, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        row_block, column_block = swizzle(tile, tiles_m, tiles_n)
-        b, bias, c, n, b_stride, first = b0, bias0, c0, n0, b0_stride, 0
-        if WEIGHTS > 1:  # one loop over tiles and a selected descriptor: two loops would double the shared memory
-            if column_block >= tiles_0:
-                b, bias, c, n, b_stride, first = b1, bias1, c1, n1, b1_stride, tiles_0
-            if WEIGHTS > 2:
-                if column_block >= tiles_1:
-                    b, bias, c, n, b_stride, first = b2, bias2, c2, n2, b2_stride, tiles_1
-        row, column = row_block * BLOCK_M, (column_block - first) * BLOCK_N
-        result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        result = multiply(
-            result, a, b, 0, 0, row, column, m, n, k, a_stride, b_stride,
-            A_TRANSPOSED, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+        linear_tile(
+            a, 0, 0, tile, tiles_m, tiles_0, tiles_1, tiles_n, 0, b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate,
+            m, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride, A_TRANSPOSED, B_TRANSPOSED, WEIGHTS, BIAS,
+            ACTIVATION, DERIVATIVE, GATED, 1, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
         )  # fmt: skip
-        if DERIVATIVE:
-            store_derivative(result, x, gate, c0, c1, c2, row, column, m, n, ACTIVATION, GATED, BLOCK_M, BLOCK_N)
-        else:
-            if BIAS:
-                result = add_bias(result, bias, column, n, BLOCK_N)
-            store_activated(c, result, row, column, m, n, n, ACTIVATION, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["m"])
