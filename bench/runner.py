@@ -6,6 +6,7 @@ Belongs here: nothing that knows what is timed. A bench is a `Bench` in a file o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -16,7 +17,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, TypedDict
 
 import torch
@@ -58,6 +61,12 @@ class Bench:
     """cpu or cuda: which device's results these are."""
     check: Callable[[], None]
     run: Callable[[bool], list[Row]]
+    obstacle: Callable[[], str | None] | None = None
+    """What it needs and does not find here, None if nothing. By default it needs its device."""
+    predict: Callable[[], list[Row]] | None = None
+    """Rows that come from a model and not from a measurement: what is shown where the bench cannot run."""
+    note: str = ""
+    """What a reader of the rows must know; printed below them."""
 
 
 def make_row(
@@ -88,6 +97,23 @@ def make_row(
     }
 
 
+def mean_row(rows: Sequence[Row], *, case: str, shape: str, provider: str, bar: float | None = None) -> Row:
+    """The geometric means of rows with one unit and baseline; the range is that of their ratios."""
+    values = [max(row["value"], 0.05) for row in rows]  # a row's 0.0 is a rounded number
+    baselines = [max(row["baseline_value"], 0.05) for row in rows]
+    ratios = [row["ratio"] for row in rows]
+    mean = Comparison(
+        geometric_mean(values), geometric_mean(baselines), geometric_mean(ratios), min(ratios), max(ratios)
+    )
+    common: dict = {"baseline": rows[0]["baseline"], "unit": rows[0]["unit"], "convert": float}
+    return make_row(case=case, shape=shape, provider=provider, comparison=mean, bar=bar, **common)
+
+
+def missing_device(device: str) -> str | None:
+    """What a bench of this device lacks here."""
+    return None if device == "cpu" or torch.cuda.is_available() else "a CUDA device"
+
+
 def machine() -> dict[str, Any]:
     """CPU model, usable cores, torch's threads, memory, GPU. No names of hosts or users."""
     cpu = platform.processor() or platform.machine()
@@ -103,7 +129,10 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["triton"] = metadata.version("triton")
+    return found
 
 
 def machine_line() -> str:
@@ -186,9 +215,24 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"{len(missed)} of {len(required)} bars missed: {where}"
 
 
+def decline(bench: Bench, needed: str, console: Console) -> int:
+    """Say what the bench needs, and show what a model predicts of it; the exit code."""
+    console.print(
+        f"{bench.name} needs {needed}: nothing is measured, nothing is written", highlight=False, soft_wrap=True
+    )
+    if bench.predict is not None:
+        console.print("\nPREDICTION, not a measurement", highlight=False)
+        console.print(table(bench.predict()), highlight=False)
+        console.print(bench.note, highlight=False, soft_wrap=True)
+    return 0
+
+
 def execute(bench: Bench, *, quick: bool, results: Path, console: Console) -> int:
-    """Gate, time, report; the exit code."""
+    """Gate, time, report; the exit code. Of several ranks' consoles one is not quiet: its rank writes the results."""
     console.print(machine_line(), highlight=False, soft_wrap=True)
+    needed = missing_device(bench.device) if bench.obstacle is None else bench.obstacle()
+    if needed is not None:
+        return decline(bench, needed, console)
     try:
         bench.check()
     except Exception:
@@ -200,11 +244,14 @@ def execute(bench: Bench, *, quick: bool, results: Path, console: Console) -> in
     if quick:  # a required ratio is one of full-size shapes
         rows = [{**row, "bar": None, "ok": True} for row in rows]
     console.print(table(rows), highlight=False)
+    if bench.note:
+        console.print(bench.note, highlight=False, soft_wrap=True)
     if quick:
         console.print("--quick: small sizes, few repetitions; nothing is written and no bar applies", highlight=False)
         return 0
-    path = write(bench, rows, results)
-    console.print(f"written: {path} and {path.with_suffix('.svg').name}", highlight=False, soft_wrap=True)
+    if not console.quiet:
+        path = write(bench, rows, results)
+        console.print(f"written: {path} and {path.with_suffix('.svg').name}", highlight=False, soft_wrap=True)
     console.print(f"{bench.name}: {verdict(rows)}", highlight=False, soft_wrap=True)
     return 0 if all(row["ok"] for row in rows) else 1
 
@@ -215,12 +262,13 @@ def main(arguments: Sequence[str], benches: Sequence[Bench], results: Path = RES
     parser.add_argument("name", nargs="?", help="the bench; without it, list them")
     parser.add_argument("--quick", action="store_true", help="small sizes, few repetitions, nothing written")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    first = os.environ.get("RANK", "0") == "0"  # torchrun's variable
+    console = Console(width=None if sys.stdout.isatty() else 180, quiet=not first)
     by_name = {bench.name: bench for bench in benches}
     if options.name in by_name:
         return execute(by_name[options.name], quick=options.quick, results=results, console=console)
     for bench in benches:
-        console.print(f"{bench.name:12} {bench.description}", highlight=False, soft_wrap=True)
+        console.print(f"{bench.name:22} {bench.description}", highlight=False, soft_wrap=True)
     if options.name is not None:
         print(f"there is no bench {options.name!r}", file=sys.stderr)
         return 2

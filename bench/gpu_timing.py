@@ -1,0 +1,74 @@
+"""How a call on one GPU is timed: by CUDA events, every repetition with a cold L2.
+
+Belongs here: the sample that timing.interleave takes. Nothing about what is timed, no CUDA graphs.
+"""
+
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .timing import Sample, interleave
+
+FLUSHED = 4  # times the L2: what a repetition's predecessor left there is gone, also where L2 is in two halves
+HEAD_START = 200_000  # clock cycles per repetition: about 0.1 ms, more than the host needs to enqueue one
+
+
+class Call(NamedTuple):
+    """run is timed; prepare goes before it and is not."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] | None = None
+
+
+class Effort(NamedTuple):
+    """rounds: how often every provider has its turn; repetitions: of a call in each turn."""
+
+    rounds: int
+    repetitions: int
+
+
+FULL, QUICK = Effort(7, 10), Effort(2, 3)
+
+
+def flush_buffer() -> Tensor:
+    """Memory that fills the current device's L2 when it is written."""
+    size = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.empty(FLUSHED * size, dtype=torch.uint8, device="cuda")
+
+
+def cold(call: Call, repetitions: int, flushed: Tensor) -> Sample:
+    """A sample: the median over repetitions, each after the buffer `flushed` has been written and `prepare` has run.
+
+    The GPU first sleeps while the host enqueues: it is never the host's pace that is measured. A call before the
+    sleep, not timed, compiles what there is to compile.
+    """
+
+    def prepare() -> None:
+        flushed.zero_()
+        if call.prepare is not None:
+            call.prepare()
+
+    def sample() -> float:
+        prepare()
+        call.run()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
+        torch.cuda._sleep(HEAD_START * repetitions)
+        for start, end in events:
+            prepare()
+            start.record()
+            call.run()
+            end.record()
+        torch.cuda.synchronize()
+        return median(start.elapsed_time(end) for start, end in events) * 1e-3
+
+    return sample
+
+
+def measure(calls: Mapping[str, Call], effort: Effort) -> dict[str, list[float]]:
+    """Seconds of every call, by rounds: what timing.compare takes."""
+    flushed = flush_buffer()
+    samples = {name: cold(call, effort.repetitions, flushed) for name, call in calls.items()}
+    return interleave(samples, effort.rounds)

@@ -1,0 +1,245 @@
+"""The bench `nvlink`: the transports of tensor-parallel linears on several GPUs, each beside its prediction.
+
+Belongs here: providers, what must agree, rows, the table of measured times. Started by torchrun; rank 0 reports:
+
+    torchrun --nproc-per-node 8 -m bench nvlink
+"""
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpformer.distributed.symmetric import PRIVATE_MODULE
+from tpformer.ops import column_linear, row_linear
+from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
+from tpformer.ops.transports.measured import TIMES
+
+from .accuracy import require_accurate
+from .gpu_timing import FULL, QUICK, Call, Effort, cold, flush_buffer
+from .predict import FUSED as PREDICTED
+from .predict import MODEL, predict, prediction_row, present_machine
+from .runner import RESULTS, Bench, Row, device_directory, make_row, mean_row
+from .shapes import RANKS, Shape, operation_shapes
+from .timing import compare, interleave
+
+DEVICE = "cuda"
+SEQUENTIAL, FUSED, ASYNC_TP = "sequential", "fused", "torch async-TP"
+Seconds = dict[str, list[float]]
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def obstacle() -> str | None:
+    """What is missing here: several GPUs, and torchrun."""
+    devices, world = torch.cuda.device_count(), world_size()
+    if devices < 2:
+        return f"several CUDA devices of one NVLink node (here: {devices}) and torchrun --nproc-per-node N"
+    if world == 1 or "LOCAL_RANK" not in os.environ:
+        return f"several processes: torchrun --nproc-per-node {devices} -m bench nvlink"
+    if RANKS % world or devices < world:
+        return f"a number of processes that divides {RANKS}, one per device of one node (here: {world} on {devices})"
+    return None
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks, joined at first use."""
+    if not dist.is_initialized():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def inputs(shape: Shape, rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's x and W: every rank can draw those of all others."""
+    generator = torch.Generator(DEVICE).manual_seed(rank)
+    rows = shape.m // shape.t if shape.op == GATHER else shape.m
+    options: dict = {"generator": generator, "device": DEVICE, "dtype": torch.bfloat16}
+    x = torch.randn(rows, shape.k, **options)
+    return x, torch.randn(shape.n, shape.k, **options) * shape.k**-0.5
+
+
+def torch_operation(shape: Shape, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor] | None:
+    """The same by torch's own asynchronous tensor parallelism; None where this torch has no such operation."""
+    importlib.import_module(PRIVATE_MODULE)  # registers them
+    name = {GATHER: "fused_all_gather_matmul", SCATTER: "fused_matmul_reduce_scatter"}.get(shape.op)
+    if name is None or not hasattr(torch.ops.symm_mem, name):
+        return None
+    operation = getattr(torch.ops.symm_mem, name)
+    if shape.op == GATHER:
+        return lambda: operation(x, [w.t()], 0, group.group_name)[1][0]
+    return lambda: operation(x, w.t(), "sum", 0, group.group_name)
+
+
+def providers(shape: Shape) -> dict[str, Callable[[], Tensor]]:
+    """By name, the forward of one linear; sequential is always there and comes first."""
+    group = world()
+    x, w = inputs(shape, group.rank())
+
+    def linear(transport: str) -> Tensor:
+        with torch.no_grad():
+            if shape.op == GATHER:
+                return column_linear(x, w, group=group, transport=transport)
+            return row_linear(x, w, group=group, sequence_parallel=shape.op == SCATTER, transport=transport)
+
+    result: dict[str, Callable[[], Tensor]] = {}
+    for transport in TIMES:
+        try:
+            linear(transport)
+        except ValueError as error:  # raised by all ranks or by none
+            if transport == SEQUENTIAL:
+                raise
+            if group.rank() == 0:
+                print(f"{shape}: {error}")
+            continue
+        result[transport] = lambda transport=transport: linear(transport)
+    other = torch_operation(shape, x, w, group)
+    if other is not None:
+        result[ASYNC_TP] = other
+    return result
+
+
+def expected(shape: Shape, rank: int) -> Tensor:
+    """The rank's result in float64, from every rank's inputs."""
+    if shape.op == GATHER:
+        rows = torch.cat([inputs(shape, peer)[0] for peer in range(shape.t)])
+        return rows.double() @ inputs(shape, rank)[1].double().t()
+    own = slice(None)
+    if shape.op == SCATTER:
+        own = slice(rank * shape.m // shape.t, (rank + 1) * shape.m // shape.t)
+    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    for peer in range(shape.t):
+        x, w = inputs(shape, peer)
+        total = total + x[own].double() @ w.double().t()
+    return total
+
+
+def listed(quick: bool) -> list[Shape]:
+    found = [shape for op in OPERATIONS for shape in operation_shapes(op, world_size())]
+    return [shape for shape in found if not quick or (shape.model == "8B" and shape.m in (8, 1024))]
+
+
+def check() -> None:
+    for shape in listed(quick=False):
+        check_shape(shape)
+
+
+def check_shape(shape: Shape) -> None:
+    """Every provider against float64. A rank's mistake is raised by all ranks, before the others would wait for it."""
+    group = world()
+    calls, oracle = providers(shape), expected(shape, group.rank())
+    baseline, failure = calls[SEQUENTIAL](), None
+    for name, call in calls.items():
+        actual = call()
+        try:
+            require_accurate(f"rank {group.rank()} {shape} {name}", actual, oracle, baseline)
+        except AssertionError as error:
+            failure = str(error)
+    failures: list[str | None] = [None] * shape.t
+    dist.all_gather_object(failures, failure, group)
+    if any(failures):
+        raise AssertionError("; ".join(text for text in failures if text))
+
+
+def measure(shape: Shape, effort: Effort) -> Seconds:
+    """Seconds of the slowest rank by provider and round: equal on all ranks."""
+    flushed, together = flush_buffer(), torch.zeros((), device=DEVICE)
+
+    def sample(call: Callable[[], Tensor]) -> Callable[[], float]:
+        own = cold(
+            Call(call, lambda: dist.all_reduce(together)), effort.repetitions, flushed
+        )  # all ranks start at once
+
+        def slowest() -> float:
+            seconds = torch.tensor(own(), device=DEVICE)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            return float(seconds)
+
+        return slowest
+
+    return interleave({name: sample(call) for name, call in providers(shape).items()}, effort.rounds)
+
+
+def rows_of(shape: Shape, seconds: Seconds, predicted: float) -> list[Row]:
+    """Every provider against the sequential transport, and the fused one against its prediction (1: as predicted)."""
+    pairs = [(name, SEQUENTIAL, seconds[SEQUENTIAL]) for name in seconds if name != SEQUENTIAL]
+    if FUSED in seconds:
+        pairs.append((FUSED, PREDICTED, [predicted] * len(seconds[FUSED])))
+    return [
+        make_row(
+            case=shape.op,
+            shape=str(shape),
+            provider=name,
+            baseline=other,
+            unit="us",
+            convert=lambda seconds: 1e6 * seconds,
+            comparison=compare(seconds[name], theirs),
+        )
+        for name, other, theirs in pairs
+    ]
+
+
+def table_row(shape: Shape, seconds: Seconds) -> dict:
+    """One row as tpformer.ops.transports.measured reads it."""
+    sizes = {"op": shape.op, "ranks": shape.t, "dtype": "bfloat16", "m": shape.m, "n": shape.n, "k": shape.k}
+    times = {key: round(1e6 * median(seconds[name]), 1) if name in seconds else None for name, key in TIMES.items()}
+    return sizes | times
+
+
+def write_table(measured: Sequence[dict], directory: Path) -> Path:
+    """The file for parallel.transport_table: by it, "auto" takes the fastest transport of the nearest shape."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"transports_{measured[0]['ranks']}.json"
+    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in measured) + "\n]\n")
+    return path
+
+
+def run(quick: bool) -> list[Row]:
+    machine, rank = present_machine(), world().rank()
+    rows: list[Row] = []
+    measured: list[dict] = []
+    for shape in listed(quick):
+        seconds = measure(shape, QUICK if quick else FULL)
+        rows += rows_of(shape, seconds, predict(shape, machine).fused)
+        measured.append(table_row(shape, seconds))
+    if rank == 0 and not quick:
+        print(f"written: {write_table(measured, RESULTS / device_directory('cuda'))}")
+    dist.destroy_process_group()
+    return rows + means(rows)
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["case"], row["provider"], row["baseline"]), []).append(row)
+    return [
+        mean_row(group, case=f"{case}, geometric mean", shape=f"{len(group)} shapes", provider=provider)
+        for (case, provider, _), group in groups.items()
+    ]
+
+
+def predictions() -> list[Row]:
+    machine = present_machine()
+    return [prediction_row(shape, machine) for op in OPERATIONS for shape in operation_shapes(op)]
+
+
+BENCH = Bench(
+    name="nvlink",
+    description="column and row linears on several GPUs by each transport, beside the prediction; under torchrun",
+    device="cuda",
+    check=check,
+    run=run,
+    obstacle=obstacle,
+    predict=predictions,
+    note=f"Each time is of the slowest rank. Rows against {PREDICTED}: above 1 is faster than predicted. {MODEL}",
+)

@@ -1,0 +1,242 @@
+"""The compile check on the shipped kernels: each way to break the protocol in them is caught by the named rule."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from mutations import Edit, chain, move, replace  # noqa: E402
+from triton.runtime.jit import JITCallable  # noqa: E402
+
+from bench.compile import compiler  # noqa: E402
+from bench.compile.cases import Case  # noqa: E402
+from bench.compile.rules import evaluate  # noqa: E402
+from bench.compile.shipped import cases  # noqa: E402
+from tpformer.kernels import protocol, tile  # noqa: E402
+from tpformer.kernels.all_gather import kernel as all_gather  # noqa: E402
+from tpformer.kernels.all_gather_matmul import kernel as all_gather_matmul  # noqa: E402
+from tpformer.kernels.all_reduce import kernel as all_reduce  # noqa: E402
+from tpformer.kernels.configurations import TILES  # noqa: E402
+from tpformer.kernels.matmul_all_reduce import kernel as matmul_all_reduce  # noqa: E402
+from tpformer.kernels.matmul_reduce_scatter import kernel as matmul_reduce_scatter  # noqa: E402
+from tpformer.kernels.reduce_scatter import kernel as reduce_scatter  # noqa: E402
+
+UNAVAILABLE = compiler.unavailable()
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+
+# of every kernel that talks to other ranks, the variant to break: of GEMMs one that pushes, and both shots
+GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kernel finish"
+ONE_SHOT, TWO_SHOT = "matmul_all_reduce_kernel one-shot", "matmul_all_reduce_kernel two-shot"
+COLLECTIVES = [
+    f"{name} 8 ranks"
+    for name in (
+        "all_gather_kernel",
+        "reduce_scatter_kernel",
+        "one_shot_all_reduce_kernel",
+        "two_shot_all_reduce_kernel",
+        "await_gathered_kernel",
+        "barrier_kernel",
+    )
+]
+ALL = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, *COLLECTIVES]
+RECEIVING = [name for name in ALL if not name.startswith(("await_gathered", "barrier"))]  # loads behind waits
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# from 3.9 on Triton puts the barrier there itself
+NO_BARRIER = {"barrier_before_release"} if TRITON < (3, 9) else set()
+
+
+@cache
+def shipped() -> dict[str, Case]:
+    """sm_90, bfloat16 (the barrier: its flags), one tile; by kernel and variant. float32 by its name, too."""
+    found = {}
+    for case in cases():
+        if case.capability == 90 and case.tile in (None, TILES["small"], TILES["exact"]):
+            if case.dtype in (torch.bfloat16, torch.int32):
+                found[f"{case.kernel} {case.name}"] = case
+            elif case.dtype == torch.float32:
+                found[f"{case.kernel} {case.name} float32"] = case
+    return found
+
+
+def broken_rules(name: str) -> set[str]:
+    violations = evaluate(shipped()[name])["violations"]
+    rules = {violation.partition(":")[0] for violation in violations}
+    assert "fails" not in rules, violations
+    return rules
+
+
+def kernel_modules() -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.startswith("tpformer.kernels.")]
+
+
+@contextlib.contextmanager
+def mutated(function: JITCallable, edit: Edit) -> Iterator[None]:
+    """Within, Triton compiles the function's edited source, in whatever calls it."""
+    source = function.src
+    try:
+        function._unsafe_update_src(edit(source))
+        forget_hashes()
+        yield
+    finally:
+        function._unsafe_update_src(source)
+        forget_hashes()
+
+
+def forget_hashes() -> None:
+    """A function's hash covers those that it calls; Triton finds a compiled kernel by it."""
+    for module in kernel_modules():
+        for value in vars(module).values():
+            if isinstance(value, JITCallable):
+                value.hash = None
+
+
+# function, edit, rules that must be broken, in which kernels
+PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
+    "no barrier before the release": (protocol.publish, replace("tl.debug_barrier()", "pass"), NO_BARRIER, ALL),
+    "no release": (protocol.publish, replace('sem="release"', 'sem="relaxed"'), {"releases"}, ALL),
+    "a plain store": (
+        protocol.publish,
+        replace("tl.atomic_xchg(", "tl.store(flag, epoch)  # "),
+        {"releases"},
+        [SCATTER, "barrier_kernel 8 ranks"],
+    ),
+    "release of gpu scope": (protocol.publish, replace('"sys"', '"gpu"'), {"system_scope", "releases"}, ALL),
+    "wait of gpu scope": (protocol.wait, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, ALL),
+    "no acquire": (protocol.wait, replace('sem="acquire"', 'sem="relaxed"'), {"acquires"}, ALL),
+}
+LATE = {"no_load_before_wait"}
+PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
+    "no proxy fence": (
+        protocol.order_tma_after_acquire,
+        replace("if TMA:", "if False:"),
+        {"fence_before_tma_load"},
+        [GATHER],
+    ),
+    "no barrier before the count of tiles": (  # with 16-bit partials one for the shared memory happens to stand there
+        matmul_reduce_scatter.matmul_reduce_scatter_kernel,
+        replace("tl.debug_barrier()", "pass"),
+        NO_BARRIER,
+        ["matmul_reduce_scatter_kernel finish float32"],
+    ),
+    "wait behind the tiles of the chunk": (
+        all_gather_matmul.all_gather_matmul_kernel,
+        move("for signal in range(signals)", "for tile in tl.range((program"),
+        LATE,
+        [GATHER],
+    ),
+    "finishing wait behind its loads": (
+        matmul_reduce_scatter.matmul_reduce_scatter_kernel,
+        move("for source in range(WORLD)", "for column_block in"),
+        LATE,
+        [SCATTER],
+    ),
+    "reducing wait behind its loads": (
+        matmul_all_reduce.matmul_all_reduce_kernel,
+        move("for source in range(WORLD)", "total = sum_sources("),
+        LATE,
+        [ONE_SHOT, TWO_SHOT],
+    ),
+    "wait for a sum behind its load": (
+        matmul_all_reduce.matmul_all_reduce_kernel,
+        move("limit = wait(own_flags + owner", "store_block(out + rest"),
+        LATE,
+        [TWO_SHOT],
+    ),
+    "wait for a share behind its copy": (
+        all_gather.all_gather_kernel,
+        move("limit = wait(", "copy_share(out + source * n, arrived"),
+        LATE,
+        ["all_gather_kernel 8 ranks"],
+    ),
+    "wait for terms behind their sum": (
+        reduce_scatter.reduce_scatter_kernel,
+        move("wait_for_share(", "sum_share("),
+        LATE,
+        ["reduce_scatter_kernel 8 ranks"],
+    ),
+    "one shot: wait for terms behind their sum": (
+        all_reduce.one_shot_all_reduce_kernel,
+        move("wait_for_share(", "sum_share("),
+        LATE,
+        ["one_shot_all_reduce_kernel 8 ranks"],
+    ),
+    "two shots: wait for terms behind their sum": (
+        all_reduce.two_shot_all_reduce_kernel,
+        move("limit = wait_for_share(", "for block in"),
+        LATE,
+        ["two_shot_all_reduce_kernel 8 ranks"],
+    ),
+    "two shots: wait for a sum behind its copy": (
+        all_reduce.two_shot_all_reduce_kernel,
+        move("limit = wait(", "copy_share(out + owner"),
+        LATE,
+        ["two_shot_all_reduce_kernel 8 ranks"],
+    ),
+}
+MUTATIONS = PROTOCOL | PLACES
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutation_is_caught(mutation: str) -> None:
+    function, edit, rules, names = MUTATIONS[mutation]
+    with mutated(function, edit):
+        found = {name: broken_rules(name) for name in names}
+    for name in names:
+        assert found[name] >= rules and bool(found[name]) == bool(rules), (name, found[name])
+
+
+def test_a_wait_in_the_k_loop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it waits for travels there in the arguments `gate`, unused without a derivative, and `k`."""
+    chunk_wait = "limit = wait(own_flags + chunk * writer_flags + signal, epoch, report, chunk, limit)"
+    to_tile = chain(
+        replace(chunk_wait, "pass"),
+        replace("tiles = tiles_m * tiles_n\n", "tiles = tiles_m * tiles_n\n        chunk = rank\n"),
+        replace("c2, x, gate, rows,", "c2, x, (own_flags + chunk * writer_flags, epoch, report, chunk, limit), rows,"),
+    )
+    to_loop = replace("rows, n, k, a_stride, b_stride,", "rows, n, (k, gate), a_stride, b_stride,")
+    loop = "    for step in range(tl.cdiv(k, BLOCK_K)):\n"
+    in_loop = replace(
+        loop,
+        "    k, arrival = k\n    flag, epoch, report, peer, limit = arrival\n"
+        f"{loop}        limit = wait(flag, epoch, report, peer, limit)\n",
+    )
+    monkeypatch.setattr(tile, "wait", protocol.wait, raising=False)
+    with (
+        mutated(all_gather_matmul.all_gather_matmul_kernel, to_tile),
+        mutated(tile.linear_tile, to_loop),
+        mutated(tile.multiply, in_loop),
+    ):
+        assert "no_wait_in_dot_loop" in broken_rules(GATHER)
+
+
+def test_every_kernel_that_communicates_is_broken_here() -> None:
+    assert {case.kernel for case in cases() if case.releases} == {name.split()[0] for name in ALL}
+
+
+def test_a_mutation_leaves_the_function_as_it_was() -> None:
+    function = protocol.publish
+    caller = all_gather.all_gather_kernel
+    source, keys = function.src, (function.cache_key, caller.cache_key)
+    with pytest.raises(ZeroDivisionError), mutated(function, replace("sys", "gpu")):
+        assert function.src != source and caller.cache_key != keys[1]
+        raise ZeroDivisionError
+    assert function.src == source and (function.cache_key, caller.cache_key) == keys
+    with pytest.raises(AssertionError, match="is not in"), mutated(function, replace("no such text", "")):
+        pass
+
+
+@pytest.mark.parametrize("name", [*ALL, "matmul_reduce_scatter_kernel finish float32"])
+def test_the_kernels_as_they_are_pass(name: str) -> None:
+    """After all mutations."""
+    assert broken_rules(name) == set()

@@ -1,0 +1,126 @@
+"""The bench of several GPUs, without them: what it needs, what its providers compute over gloo, its rows and table."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+from bench import nvlink  # noqa: E402
+from bench.gpu_timing import Effort  # noqa: E402
+from bench.shapes import Shape  # noqa: E402
+from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER  # noqa: E402
+from tpformer.ops.transports.measured import read_measured_table  # noqa: E402
+
+
+def linears_on_processes() -> tuple[list[str], dict[str, list[float]]]:
+    """(providers that agree with float64, seconds of the slowest rank), over gloo, where rank r takes r + 1 seconds."""
+
+    def cold(call, repetitions, flushed):
+        def sample() -> float:
+            call.prepare()
+            call.run()
+            return 1.0 + dist.get_rank()
+
+        return sample
+
+    names = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvlink, "DEVICE", "cpu")
+        patch.setattr(nvlink, "cold", cold)
+        patch.setattr(nvlink, "flush_buffer", lambda: None)
+        patch.setattr(nvlink, "torch_operation", lambda *_: None)
+        for op in OPERATIONS:
+            shape = Shape("tiny", "linear", op, 8, 6, 10, dist.get_world_size())
+            nvlink.check_shape(shape)
+            names += list(nvlink.providers(shape))
+        return names, nvlink.measure(shape, Effort(2, 1))
+
+
+def test_transports_agree_and_the_slowest_rank_counts(ranks: WorkerPool) -> None:
+    seconds = {"sequential": [2.0, 2.0], "pipelined": [2.0, 2.0]}
+    assert ranks(2).run(linears_on_processes) == [(["sequential", "pipelined"] * 3, seconds)] * 2
+
+
+def wrong_on_one_rank() -> str:
+    """Rank 1's "pipelined" is wrong; what this rank raises."""
+    right = nvlink.providers
+
+    def providers(shape: Shape) -> dict:
+        calls = right(shape)
+        if dist.get_rank() == 1:
+            calls["pipelined"] = lambda correct=calls["pipelined"]: correct() * 2
+        return calls
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvlink, "DEVICE", "cpu")
+        patch.setattr(nvlink, "torch_operation", lambda *_: None)
+        patch.setattr(nvlink, "providers", providers)
+        with pytest.raises(AssertionError) as caught:
+            nvlink.check_shape(Shape("tiny", "linear", SCATTER, 8, 6, 10, dist.get_world_size()))
+    return str(caught.value)
+
+
+def test_one_rank_s_mistake_is_raised_by_all(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(wrong_on_one_rank)
+    assert first == second and "rank 1 tiny linear 8x6x10 pipelined: error" in first
+
+
+def torch_shapes() -> list[tuple[int, ...]]:
+    """What torch's operations give for tensors without memory: that they are called as they are declared."""
+    size, shapes = dist.get_world_size(), []
+    for op, rows in ((GATHER, 8 // size), (SCATTER, 8)):
+        x, w = torch.empty(rows, 10, device="meta"), torch.empty(6, 10, device="meta")
+        operation = nvlink.torch_operation(Shape("tiny", "linear", op, 8, 6, 10, size), x, w, nvlink.world())
+        shapes.append(None if operation is None else tuple(operation().shape))
+    return shapes
+
+
+def test_torchs_own_operations_are_called_as_declared(ranks: WorkerPool) -> None:
+    assert ranks(2).run(torch_shapes) == [[(8, 6), (4, 6)]] * 2
+
+
+def test_rows_and_table_of_the_nvlink_bench(tmp_path: Path) -> None:
+    shape = Shape("70B", "down", SCATTER, 8192, 8192, 3584, 8)
+    seconds = {"sequential": [1e-3] * 3, "fused": [8e-4] * 3, "torch async-TP": [9e-4] * 3}
+    rows = nvlink.rows_of(shape, seconds, 7.2e-4)
+    assert [(row["provider"], row["baseline"], row["ratio"]) for row in rows] == [
+        ("fused", "sequential", 1.25),
+        ("torch async-TP", "sequential", 1.111),
+        ("fused", "predicted fused", 0.9),
+    ]
+    assert len(nvlink.means(rows * 2)) == 3
+    path = nvlink.write_table([nvlink.table_row(shape, seconds)], tmp_path)
+    assert path.name == "transports_8.json"
+    (row,) = read_measured_table(path).rows
+    assert (row.op, row.ranks, row.dtype, row.m, row.n, row.k) == (SCATTER, 8, torch.bfloat16, 8192, 8192, 3584)
+    assert row.times == {"sequential": 1000.0, "fused": 800.0}
+    assert json.loads(path.read_text())[0]["pipelined_us"] is None
+
+
+@pytest.mark.parametrize(
+    "devices, environment, needed",
+    [
+        (1, {}, "several CUDA devices of one NVLink node"),
+        (4, {}, "torchrun --nproc-per-node 4 -m bench nvlink"),
+        (4, {"WORLD_SIZE": "3", "LOCAL_RANK": "0"}, r"divides 8, one per device of one node \(here: 3 on 4\)"),
+        (4, {"WORLD_SIZE": "8", "LOCAL_RANK": "0"}, r"\(here: 8 on 4\)"),
+        (4, {"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, None),
+    ],
+)
+def test_the_nvlink_bench_says_what_it_needs(
+    devices: int, environment: dict[str, str], needed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = nvlink.obstacle()
+    assert found is None if needed is None else re.search(needed, str(found))
