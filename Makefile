@@ -3,7 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: train test check proofs bench clean
+# What needs a GPU runs from a clone, with the torch, triton and pytest that the machine has: nothing is installed.
+UNINSTALLED := PYTHONPATH=.:tests $(PYTHON)
+GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce
+
+.PHONY: train test check proofs compile-check gpu nvlink bench clean
 
 # the environment, remade when the pins or the package's metadata change
 .venv/ready: constraints.txt pyproject.toml
@@ -26,11 +30,25 @@ check: .venv/ready  ## format, lint, types, repository rules; under a minute
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_repo.py
 
-proofs: .venv/ready  ## the long checks: every random kill, every README command
+proofs: compile-check  ## the long checks: compiled kernels, protocol model, every random kill, every README command
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --proof
 
-bench: .venv/ready  ## measure; results under bench/results/
-	$(BIN)/python -m bench cpu
+compile-check: .venv/ready  ## every shipped kernel compiled for three GPU architectures, and its code checked; no GPU
+	$(BIN)/python -m bench.compile
+
+gpu:  ## the tests that need a GPU, and their report under bench/results/
+	$(UNINSTALLED) -m pytest -p gpu_report -m gpu --junitxml build/gpu_tests.xml
+
+nvlink:  ## the tests and the bench that need several GPUs, on all that there are
+	@gpus=$$($(PYTHON) -c "import torch; print(torch.cuda.device_count())") || exit 1; \
+	if [ $$gpus -lt 2 ]; then echo "make nvlink does nothing: it needs two CUDA devices, and finds $$gpus"; exit; fi; \
+	$(UNINSTALLED) -m pytest -p gpu_report -m nvlink --junitxml build/nvlink_tests.xml && \
+	$(UNINSTALLED) -m torch.distributed.run --standalone --nproc-per-node $$gpus -m bench nvlink
+
+bench:  ## measure: the kernels where there is a GPU, in what the machine has; else the CPU; results: bench/results/
+	@if $(UNINSTALLED) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; \
+	then status=0; for name in $(GPU_BENCHES); do $(UNINSTALLED) -m bench $$name || status=1; done; exit $$status; \
+	else $(MAKE) .venv/ready && $(BIN)/python -m bench cpu; fi
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -67,16 +67,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in set(deselected)]
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
-                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for marker, (needed, reason) in DEVICES.items():
+        if devices < needed:
+            for item in items:
+                if item.get_closest_marker(marker) is not None:
+                    item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} gpu tests skipped: {NO_GPU}")
+    reports = terminalreporter.stats.get("skipped", [])
+    for marker, (_, reason) in DEVICES.items():
+        number = sum(reason in str(report.longrepr) for report in reports)
+        if number:
+            terminalreporter.write_line(f"{number} {marker} tests skipped: {reason}")
 
 
-NO_GPU = "no CUDA device on this machine"
+# marker -> (how many CUDA devices its tests need, why they are skipped)
+DEVICES = {"gpu": (1, "no CUDA device on this machine"), "nvlink": (2, "fewer than two CUDA devices on this machine")}

@@ -9,15 +9,23 @@ import torch
 import torch.distributed as dist
 from testing import assert_kernel_close
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from tpformer import ops
+
+
+class Here:
+    """Where `make` puts this process's tensors."""
+
+    device = torch.device("cpu")
 
 
 def make(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
     """Named tensors, the same on every rank; made in float64 so that every dtype rounds the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(Here.device, dtype)
+        for name, shape in shapes.items()
     }
 
 
@@ -46,14 +54,31 @@ def with_transport(transport: str, function: Callable[..., Any], *args: Any) -> 
     return result
 
 
-class OnTransport:
-    """The fixture `ranks`, but every linear in what it runs goes through one transport."""
+def on_device(device: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function with its tensors on this device ("cuda": the GPU of this rank's number); CPU tensors back."""
+    place = torch.device("cuda", dist.get_rank()) if device == "cuda" else torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.init()  # before a device mesh would choose a device by LOCAL_RANK
+        torch.cuda.set_device(place)
+    before, Here.device = Here.device, place
+    try:
+        return tree_map_only(Tensor, Tensor.cpu, function(*args))
+    finally:
+        Here.device = before
 
-    def __init__(self, ranks: Any, transport: str) -> None:
-        self.ranks, self.transport = ranks, transport
+
+class OnTransport:
+    """The fixture `ranks`, but every linear in what it runs goes through one transport, on the device of `on_device`.
+
+    timeout: seconds of one run, in which a GPU's first kernels are compiled.
+    """
+
+    def __init__(self, ranks: Any, transport: str, device: str = "cpu", timeout: float = 60) -> None:
+        self.ranks, self.transport, self.device, self.timeout = ranks, transport, device, timeout
 
     def __call__(self, size: int) -> Any:
-        return SimpleNamespace(run=partial(self.ranks(size).run, with_transport, self.transport))
+        run, call = self.ranks(size).run, (on_device, self.device, with_transport, self.transport)
+        return SimpleNamespace(run=partial(run, *call, timeout=self.timeout))
 
 
 def join(parts: list[Tensor], how: int | str) -> Tensor:

@@ -1,0 +1,345 @@
+"""The fused GEMMs on virtual ranks of one GPU: a thousand epochs with every rank late at random, and CUDA graphs.
+
+Late ranks: one launch per rank, each on a stream of its own after a random delay, so that the kernels of all ranks run
+at once and drift apart, as on real devices. Graphs: all ranks in one launch. Both also run without a GPU, in the
+interpreter, as far as one process can: all ranks in one launch, one rank in its own, replays without a graph.
+"""
+
+import contextlib
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from pool import WorkerPool
+
+pytest.importorskip("triton")
+
+import test_all_gather_matmul_kernel as gather
+import test_matmul_all_reduce_kernel as reduce
+import test_matmul_reduce_scatter_kernel as scatter
+from channels import poison, virtual_channel
+from gemms import BEFORE_WRAP, Gemm, Tensors, cast, make_inputs, shapes
+from testing import assert_kernel_close
+
+from tpformer.distributed.kernel_workspace import wrap
+from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul
+from tpformer.kernels.all_gather_matmul.reference import all_gather_matmul_reference
+from tpformer.kernels.configurations import select_tile
+from tpformer.kernels.launch import Tile, launch_options
+from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
+from tpformer.kernels.matmul_all_reduce.reference import matmul_all_reduce_reference
+from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
+from tpformer.kernels.matmul_reduce_scatter.reference import matmul_reduce_scatter_reference
+from tpformer.kernels.protocol import Channel, bump
+
+EPOCHS, REPLAYS = 1000, 100
+BATCH = 25  # epochs between two looks at the results, during which nothing waits for all ranks
+PROGRAMS = 3  # of one rank, besides its pushers: 8 ranks fit on 90 SMs at one program each
+LIMIT = 2 * 10**7  # polls, about 20 s
+PATIENCE = 160  # seconds of a run
+LATE_SHAPE = (130, 200, 64)  # rows per rank, N, K: several tiles each way, sums of K small whole numbers are exact
+GRAPH_SHAPE = (200, 264, 136)
+SMALL_SHAPE = (17, 36, 16)  # for the interpreter
+DELAYS = (5_000, 400_000, 4_000_000)  # a delay is below one of these, in cycles: 2.5 us, 0.2 ms, 2 ms
+HEAD_START = 20_000_000  # cycles by which the host is ahead in a batch, so that its pace is not the ranks'
+KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def linear(launch: Callable, reference: Callable, gathers: bool, rows_of_all: bool) -> Gemm:
+    """One input and one weight through a few programs."""
+
+    def make(rank, world, rows, n, k):
+        return shapes(a=(world * rows if rows_of_all else rows, k), w=(n, k))
+
+    def run(x: Tensors, channel: Channel, tile: Tile):
+        a = x["a"] if gathers else [x["a"]]
+        results = launch(a, [x["w"]], channel, tile=tile, programs=PROGRAMS)
+        return results if gathers else [results]
+
+    def refer(xs):
+        inputs = [x["a"] if gathers else [x["a"]] for x in xs]
+        results = reference(inputs, [[x["w"]] for x in xs])
+        if isinstance(results, torch.Tensor):  # the same on all ranks
+            return [[results]] * len(xs)
+        return results if gathers else [[y] for y in results]
+
+    return Gemm(make, run, refer)
+
+
+LATE = {
+    "all_gather_matmul": linear(all_gather_matmul, all_gather_matmul_reference, True, False),
+    "matmul_reduce_scatter": linear(matmul_reduce_scatter, matmul_reduce_scatter_reference, False, True),
+    "matmul_all_reduce_one_shot": linear(
+        partial(matmul_all_reduce, one_shot=True), matmul_all_reduce_reference, False, False
+    ),
+    "matmul_all_reduce_two_shot": linear(
+        partial(matmul_all_reduce, one_shot=False), matmul_all_reduce_reference, False, False
+    ),
+}
+GRAPHS = {
+    "all_gather_matmul": gather.linear(2, "silu"),
+    "all_gather_matmul_derivative": gather.derivative("gelu_tanh", gated=True),
+    "matmul_reduce_scatter": scatter.gemm(2, finished=True),
+    "matmul_all_reduce_one_shot": reduce.gemm(1, True, True),
+    "matmul_all_reduce_two_shot": reduce.gemm(1, True, False),
+}
+
+
+def smallest_tile(device: str, dtype: torch.dtype, columns: int) -> Tile:
+    return select_tile(torch.device(device), dtype, 1, columns)
+
+
+def channel_for(world: int, k: int, dtype: torch.dtype, device: str, capacity: int) -> Channel:
+    """A TMA descriptor covers all ranks' slots as one matrix: a slot is a whole number of rows."""
+    row = -(-k * dtype.itemsize // 16) * 16
+    return virtual_channel(world, capacity // row * row, 256, epoch=BEFORE_WRAP, limit=LIMIT, device=device)
+
+
+def whole_numbers(gemm: Gemm, world: int, shape: tuple[int, int, int], seed: int, device: str) -> list[Tensors]:
+    """-1, 0 and 1, new ones each time: partial sums stay below 257, so every order of summing gives the same bits."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [gemm.make(rank, world, *shape) for rank in range(world)]
+    draw = [{n: torch.randint(-1, 2, x.shape, generator=generator).double() for n, x in m.items()} for m in made]
+    return cast(draw, torch.float64, device)
+
+
+def flags_of(channel: Channel) -> torch.Tensor:
+    """All flags of a virtual channel, which follow its slots in one allocation."""
+    memory = torch.empty(0, dtype=torch.uint8, device=channel.slots[0].device)
+    memory.set_(channel.slots[0].untyped_storage())
+    return memory[2 * channel.world * channel.capacity :].view(torch.int32)
+
+
+def apart(channel: Channel) -> list[Channel]:
+    """A channel for each rank of a virtual one. No two share a tensor but the memory: as separate allocations all are
+    equally aligned, so that all ranks run one compiled kernel."""
+
+    def own(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        return torch.empty_like(tensor[rank : rank + 1], pin_memory=tensor.is_pinned()).copy_(tensor[rank : rank + 1])
+
+    names = ("data", "flags", "epoch", "error", "stopped", "counters")
+    return [
+        channel._replace(
+            rank=rank,
+            served=1,
+            slots=tuple(slot[rank * channel.capacity : (rank + 1) * channel.capacity] for slot in channel.slots),
+            **{name: own(getattr(channel, name), rank) for name in names},
+        )
+        for rank in range(channel.world)
+    ]
+
+
+class Late:
+    """A part of a virtual channel with its stream (none on a CPU), and the results of a batch."""
+
+    def __init__(self, gemm: Gemm, channel: Channel, tile: Tile) -> None:
+        self.gemm, self.channel, self.tile = gemm, channel, tile
+        self.stream = torch.cuda.Stream() if channel.data.is_cuda else None
+        self.results: list = []
+
+    def operate(self, inputs: Tensors, epoch: int, delays: tuple[int, int]) -> None:
+        """One operation, late before its kernel and before it poisons what it has read: cycles of a GPU's clock."""
+        with torch.cuda.stream(self.stream):  # None: no change
+            self.sleep(delays[0])
+            bump(self.channel)
+            self.results.append(self.gemm.launch(inputs, self.channel, self.tile))
+            self.sleep(delays[1])
+            poison(self.channel, epoch)
+
+    def sleep(self, cycles: int) -> None:
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(cycles)
+
+
+@contextlib.contextmanager
+def concurrent_launches() -> Iterator[None]:
+    """Ordinary launches: a cooperative one may wait until no other one runs, and these are to run at once."""
+
+    def ordinary(warps: int, stages: int, cooperative: bool = False) -> dict:
+        return launch_options(warps, stages)
+
+    with contextlib.ExitStack() as stack:
+        for name in KERNELS:
+            module = importlib.import_module(f"tpformer.kernels.{name}.kernel")
+            stack.enter_context(mock.patch.object(module, "launch_options", ordinary))
+        yield
+
+
+def settle(channel: Channel, parts: list[Late], zeros: Tensors, epoch: int) -> None:
+    """Let each part run a batch alone, its peers' flags being set, then begin anew with this epoch finished.
+
+    Kernels are loaded and memory is reserved here: later, with kernels of other ranks waiting, either could wait for
+    those in turn.
+    """
+    flags_of(channel).fill_(wrap(epoch + BATCH))
+    wait_for_all(channel)
+    for part in parts:
+        for index in range(BATCH):
+            part.operate(zeros, epoch + 1 + index, (1, 1))
+        wait_for_all(channel)
+        part.results.clear()
+        part.channel.epoch.fill_(epoch)
+    for parity in (0, 1):
+        poison(channel, parity)
+    flags_of(channel).fill_(epoch)
+
+
+def wait_for_all(channel: Channel) -> None:
+    if channel.data.is_cuda:
+        torch.cuda.synchronize()
+
+
+def run_late(
+    name: str, world: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, epochs: int, together: bool
+) -> None:
+    """together: all ranks in one launch, which a CPU can run."""
+    gemm, chance = LATE[name], random.Random(world)
+    channel = channel_for(world, shape[2], dtype, device, 1 << 20)
+    tile = smallest_tile(device, dtype, shape[1])
+    parts = [Late(gemm, part, tile) for part in ([channel] if together else apart(channel))]
+    if not together:
+        zeros = {
+            name: torch.zeros_like(x, dtype=dtype, device=device) for name, x in gemm.make(0, world, *shape).items()
+        }
+        settle(channel, parts, zeros, BEFORE_WRAP)
+    for first in range(0, epochs, BATCH):
+        count = min(BATCH, epochs - first)
+        exact = [whole_numbers(gemm, world, shape, first + index, device) for index in range(count)]
+        given = [cast(inputs, dtype, device) for inputs in exact]
+        if together:
+            given = [[{n: torch.cat([x[n] for x in inputs]) for n in inputs[0]}] for inputs in given]
+        wait_for_all(channel)
+        for part in parts:
+            part.sleep(HEAD_START)
+        for index in range(count):
+            for number in chance.sample(range(len(parts)), len(parts)):
+                delays = tuple(chance.randrange(1, chance.choice(DELAYS)) for _ in range(2))
+                parts[number].operate(given[index][number], BEFORE_WRAP + 1 + first + index, delays)
+        wait_for_all(channel)
+        for part in parts:
+            assert not part.channel.error.any(), (name, world, first, part.channel.rank, part.channel.error)
+        for index in range(count):
+            results = [part.results[index] for part in parts]
+            if together:
+                results = [[y.chunk(world)[rank] for y in results[0]] for rank in range(world)]
+            for rank, (outputs, wide) in enumerate(zip(results, gemm.reference(exact[index]), strict=True)):
+                for y, expected in zip(outputs, wide, strict=True):
+                    assert torch.equal(y, expected.to(dtype)), (name, world, first + index, rank)
+        for part in parts:
+            part.results.clear()
+    for part in parts:
+        assert not part.channel.counters.any() and not part.channel.stopped.any()
+        assert bool((part.channel.epoch == wrap(BEFORE_WRAP + epochs)).all())
+
+
+def run_late_at_once(name: str, world: int) -> None:
+    with concurrent_launches():
+        run_late(name, world, LATE_SHAPE, torch.bfloat16, "cuda", EPOCHS, together=False)
+
+
+@pytest.fixture(scope="module")
+def queues() -> Iterator[WorkerPool]:
+    """A process whose streams have hardware queues of their own: with fewer than streams, kernels of two ranks could
+    stand in one, the first one waiting for the second for ever."""
+    pool = WorkerPool({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    yield pool
+    pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("name", LATE)
+def test_a_thousand_epochs_with_late_ranks(queues, name: str, world: int) -> None:
+    queues(1).run(run_late_at_once, name, world, timeout=PATIENCE)
+
+
+def late_in_the_interpreter() -> None:
+    for name in LATE:
+        run_late(name, 2, SMALL_SHAPE, torch.float32, "cpu", 2, together=True)
+    with mock.patch(f"{__name__}.BATCH", 2):
+        run_late("matmul_reduce_scatter", 1, SMALL_SHAPE, torch.float32, "cpu", 3, together=False)
+
+
+def test_late_ranks_in_the_interpreter(interpreted) -> None:
+    interpreted(1).run(late_in_the_interpreter)
+
+
+def run_graph(name: str, world: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, count: int) -> None:
+    """Three operations in a graph, on inputs of their own: parities and slots alternate between replays."""
+    gemm = GRAPHS[name]
+    tile = smallest_tile(device, dtype, shape[1])
+    channel = channel_for(world, shape[2], dtype, device, 1 << 24 if device == "cuda" else 1 << 17)
+
+    def draw(seed: int) -> list[list[Tensors]]:
+        return [cast(make_inputs(gemm, 3 * seed + i, world, shape, False), dtype, device) for i in range(3)]
+
+    def stack(inputs: list[Tensors]) -> Tensors:
+        return {name: torch.cat([x[name] for x in inputs]) for name in inputs[0]}
+
+    static = [stack(inputs) for inputs in draw(count)]
+
+    def operate() -> list:
+        outputs = []
+        for inputs in static:
+            bump(channel)
+            outputs.append(gemm.launch(inputs, channel, tile))
+        return outputs
+
+    operate()  # compiles
+    replay = capture(operate) if device == "cuda" else operate
+    for index in range(count):
+        drawn = draw(index)
+        for parity in (0, 1):
+            poison(channel, parity)
+        for tensors, inputs in zip(static, drawn, strict=True):
+            for key, x in stack(inputs).items():
+                tensors[key].copy_(x)
+        for number, (outputs, inputs) in enumerate(zip(replay(), drawn, strict=True)):
+            compare(outputs, gemm, inputs, f"{name} world {world} replay {index} operation {number}")
+    assert not channel.error.any() and not channel.counters.any()
+    assert bool((channel.epoch == wrap(BEFORE_WRAP + 3 * (count + 1))).all())
+
+
+def capture(operate: Callable[[], list]) -> Callable[[], list]:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = operate()
+
+    def replay() -> list:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def compare(outputs: list, gemm: Gemm, inputs: list[Tensors], where: str) -> None:
+    """Every rank against float64, by the error of plain torch in the inputs' dtype."""
+    world, device = len(inputs), inputs[0]["a"].device.type
+    baselines, oracles = gemm.reference(inputs), gemm.reference(cast(inputs, torch.float64, device))
+    for rank in range(world):
+        for y, oracle, baseline in zip(outputs, oracles[rank], baselines[rank], strict=True):
+            assert (y is None) == (oracle is None), where
+            if y is not None:
+                assert_kernel_close(y.chunk(world)[rank], oracle, baseline, f"{where} rank {rank}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_hundred_graph_replays(name: str, world: int) -> None:
+    run_graph(name, world, GRAPH_SHAPE, torch.bfloat16, "cuda", REPLAYS)
+
+
+def graphs_in_the_interpreter() -> None:
+    for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        run_graph(name, 2, SMALL_SHAPE, torch.float32, "cpu", 1)
+
+
+def test_the_same_operations_in_the_interpreter(interpreted) -> None:
+    interpreted(1).run(graphs_in_the_interpreter)

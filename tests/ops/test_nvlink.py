@@ -1,0 +1,89 @@
+"""The fused transport between real GPUs, one rank each, every peer in memory; run by `make nvlink`.
+
+The same checks as on one shared GPU (test_fused_gpu.py), and what only several can show: gathers by copy engines, and
+one result for fused, pipelined and sequential over NCCL.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("hypothesis", reason="the linears' own tests, whose cases these are, need hypothesis")
+
+import test_fused_gpu as one
+from pool import WorkerPool
+from shards import on_device
+
+pytestmark = pytest.mark.nvlink
+DEVICE = "cuda"  # the GPU of the rank's number
+STEPS = 200
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Callable]:
+    pool = WorkerPool()
+
+    def world(size: int):
+        if size > torch.cuda.device_count():
+            pytest.skip(f"{size} CUDA devices needed, {torch.cuda.device_count()} found")
+        return pool(size)
+
+    yield world
+    pool.close()
+
+
+@pytest.fixture(params=[2, 3, 4, 8])
+def t(request, gpus) -> int:
+    """A group's size, its state fresh."""
+    gpus(request.param).run(one.forget)
+    return request.param
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_column_in_bfloat16(gpus, t, sequence_parallel):
+    one.check_columns(gpus, t, sequence_parallel, DEVICE)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_row_in_bfloat16(gpus, t, sequence_parallel):
+    one.check_rows(gpus, t, sequence_parallel, DEVICE)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
+def test_late_ranks(gpus, t, copies):
+    gpus(t).run(on_device, DEVICE, late_ranks, copies, timeout=one.TIMEOUT)
+
+
+def late_ranks(copies: bool) -> None:
+    from tpformer.ops.transports import fused
+
+    before = fused.COPY_ENGINE_BYTES
+    fused.COPY_ENGINE_BYTES = 0 if copies else 1 << 62
+    try:
+        one.late_ranks("fused", torch.bfloat16, STEPS)
+    finally:
+        fused.COPY_ENGINE_BYTES = before
+
+
+@pytest.mark.parametrize("transport", ["sequential", "pipelined", "fused"])
+def test_transports_agree_over_nccl(gpus, t, transport):
+    """With plain torch in float64, bit for bit: the numbers are whole and small."""
+    gpus(t).run(on_device, DEVICE, one.late_ranks, transport, torch.bfloat16, 20, "nccl", timeout=one.TIMEOUT)
+
+
+def test_graph_replays(gpus, t):
+    gpus(t).run(on_device, DEVICE, one.replays, one.REPLAYS, timeout=one.TIMEOUT)
+
+
+def test_a_peer_that_never_arrives_is_named(gpus, t):
+    one.check_hang(gpus(t).run(on_device, DEVICE, one.absent_peer, 1.0, timeout=one.TIMEOUT), within=20)
+
+
+def test_auto_and_explain(gpus, t):
+    for sequence_parallel, tokens in ((True, 512 * t), (False, 16)):
+        chosen, reasons, table = gpus(t).run(
+            on_device, DEVICE, one.automatic, sequence_parallel, tokens, timeout=one.TIMEOUT
+        )[0]
+        assert {transport for _, transport in chosen} == {"fused"}, (reasons, table)
