@@ -1,0 +1,324 @@
+"""Orders of events between two ranks in which a broken protocol must show, arranged by hand: nothing is left to timing.
+
+Belongs here: the communicating operations of a package of kernels (tpformer.kernels or a mutated copy of it), and the
+schedules, each for one of them. Workers import it, with the interpreter on. What is mutated: the test.
+"""
+
+import contextlib
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from channels import real_channel, region_bytes
+from torch import Tensor
+
+from tpformer.distributed.shared_memory import SharedMemory
+from tpformer.kernels.launch import Tile
+from tpformer.kernels.protocol import Channel
+
+TILE = Tile(16, 16, 16, 1, 1, False)
+ROWS, K, N = 6, 8, 20  # two tiles side by side
+WEIGHT = torch.arange(N * K).view(N, K).remainder(5).float() - 2  # small integers: sums are exact
+PUSH_BLOCK = 4  # elements: so little that every pusher has some
+CAPACITY, WRITER_FLAGS = 1 << 15, 16
+BEFORE = 2**31 - 2  # the epoch before: the first operation's is positive as int32, the second's wraps
+LIMIT = 20  # polls, of waits that are over at once or never
+PATIENCE = 30  # seconds
+FOLDERS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "barrier",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+)
+
+
+class Side(NamedTuple):
+    """One rank's part of a schedule."""
+
+    package: str
+    memory: SharedMemory
+    channel: Channel
+
+    @property
+    def rank(self) -> int:
+        return self.memory.rank
+
+    def kernel(self, folder: str) -> ModuleType:
+        return importlib.import_module(f"{self.package}.{folder}.kernel")
+
+
+class Operation(NamedTuple):
+    launch: Callable[[Side, Tensor], Tensor]
+    expected: Callable[[list[Tensor], int], Tensor]
+    """(all ranks' inputs, rank) -> what `launch` returns."""
+    waits: int = 0
+    """How many waits of a rank come before the last phase: of two."""
+    following: tuple[str, int] | None = None
+    """(operation, rows): whose pushes would overwrite what the last phase reads; by default the same again."""
+
+
+def gathered(inputs: list[Tensor], rank: int) -> Tensor:
+    return torch.cat(inputs)
+
+
+def total(inputs: list[Tensor], rank: int) -> Tensor:
+    return torch.stack(inputs).sum(0)
+
+
+def own_part(inputs: list[Tensor], rank: int) -> Tensor:
+    return total(inputs, rank).chunk(len(inputs))[rank]
+
+
+def barrier(side: Side, x: Tensor) -> Tensor:
+    """What the caller wrote to its peers before the barrier is there behind it; after a report nobody goes on."""
+    channel = side.channel
+    place = (int(channel.epoch) & 1) * channel.parity_stride + side.rank * x.nbytes
+    if not channel.error.any():
+        for peer in range(channel.world):
+            side.memory.peer(peer, x.shape, x.dtype, place).copy_(x)
+    side.kernel("barrier").barrier(channel)
+    return channel.slots[int(channel.epoch) & 1].view(x.dtype)[: channel.world * x.numel()].view(-1, K).clone()
+
+
+def await_gathered(side: Side, x: Tensor) -> Tensor:
+    module = side.kernel("all_gather_matmul")
+    with mock.patch.object(module, "PUSH_BLOCK", PUSH_BLOCK):
+        module.await_gathered(side.channel, x, push=True)
+    return module.gathered_copy(side.channel, x)
+
+
+def all_gather_matmul(side: Side, x: Tensor) -> Tensor:
+    module = side.kernel("all_gather_matmul")
+    with mock.patch.object(module, "PUSH_BLOCK", PUSH_BLOCK):
+        return module.all_gather_matmul(x, [WEIGHT], side.channel, tile=TILE)[0]
+
+
+def matmul_reduce_scatter(side: Side, x: Tensor) -> Tensor:
+    return side.kernel("matmul_reduce_scatter").matmul_reduce_scatter([x], [WEIGHT], side.channel, tile=TILE)
+
+
+def all_reduce(side: Side, x: Tensor, two_shot: bool) -> Tensor:
+    return side.kernel("all_reduce").all_reduce(x, side.channel, programs=3, two_shot=two_shot)
+
+
+def matmul_all_reduce(side: Side, x: Tensor, one_shot: bool) -> Tensor:
+    module = side.kernel("matmul_all_reduce")
+    return module.matmul_all_reduce([x], [WEIGHT], side.channel, one_shot=one_shot, tile=TILE)
+
+
+OPERATIONS = {
+    "all_gather": Operation(
+        lambda side, x: side.kernel("all_gather").all_gather(x, side.channel, programs=2), gathered
+    ),
+    "reduce_scatter": Operation(
+        lambda side, x: side.kernel("reduce_scatter").reduce_scatter(x, side.channel, programs=2), own_part
+    ),
+    "all_reduce, one shot": Operation(lambda side, x: all_reduce(side, x, False), total),
+    "all_reduce, two shots": Operation(
+        lambda side, x: all_reduce(side, x, True), total, waits=1, following=("all_reduce, one shot", 48)
+    ),
+    "barrier": Operation(barrier, gathered),
+    "await_gathered": Operation(await_gathered, gathered),
+    "all_gather_matmul": Operation(
+        all_gather_matmul,
+        lambda inputs, rank: gathered(inputs, rank) @ WEIGHT.T,
+    ),
+    "matmul_reduce_scatter": Operation(
+        matmul_reduce_scatter,
+        lambda inputs, rank: own_part(inputs, rank) @ WEIGHT.T,
+    ),
+    "matmul_all_reduce, one shot": Operation(
+        lambda side, x: matmul_all_reduce(side, x, True), lambda inputs, rank: total(inputs, rank) @ WEIGHT.T
+    ),
+    "matmul_all_reduce, two shots": Operation(
+        lambda side, x: matmul_all_reduce(side, x, False),
+        lambda inputs, rank: total(inputs, rank) @ WEIGHT.T,
+        waits=8,  # 2 tiles, each added in 2 steps, from 2 ranks
+        following=("matmul_all_reduce, one shot", 48),
+    ),
+}
+TWO_PHASES = {name for name, operation in OPERATIONS.items() if operation.waits}
+
+
+def join(package: str, limit: int = 10**8, epoch: int = BEFORE, extra: int = 0) -> Side:
+    """A fresh channel; collective. extra: bytes behind it, zeroed."""
+    importlib.invalidate_caches()
+    nbytes = region_bytes(dist.get_world_size(), CAPACITY, WRITER_FLAGS)
+    memory = SharedMemory(nbytes + extra, dist.group.WORLD, timeout=PATIENCE)
+    return Side(package, memory, real_channel(memory, CAPACITY, WRITER_FLAGS, epoch=epoch, limit=limit))
+
+
+def make_inputs(index: int, world: int, rows: int) -> list[Tensor]:
+    """All ranks' inputs of the index-th operation."""
+    generator = torch.Generator().manual_seed(index)
+    return [torch.randint(-4, 5, (rows, K), generator=generator).float() for _ in range(world)]
+
+
+def run(side: Side, name: str, index: int = 0, rows: int = ROWS) -> str:
+    """Run the index-th operation: "right", "wrong", or "error" if a wait's report says so."""
+    inputs = make_inputs(index, side.channel.world, rows)
+    importlib.import_module(f"{side.package}.protocol").bump(side.channel)
+    out = OPERATIONS[name].launch(side, inputs[side.rank])
+    if side.channel.error.any():
+        return "error"
+    return "right" if torch.equal(out, OPERATIONS[name].expected(inputs, side.rank)) else "wrong"
+
+
+@contextlib.contextmanager
+def hooked(side: Side, name: str, hook: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Within, kernels call hook(function) instead of the device function of that name."""
+    function = getattr(importlib.import_module(f"{side.package}.protocol"), name)
+    with contextlib.ExitStack() as stack:
+        for folder in FOLDERS:
+            if hasattr(side.kernel(folder), name):
+                stack.enter_context(mock.patch.object(side.kernel(folder), name, hook(function)))
+        yield
+
+
+class Baton:
+    """Whose turn it is, in shared memory: a rank that has not the baton stands still."""
+
+    FREE = 7  # everybody's turn
+
+    def __init__(self, word: Tensor, rank: int) -> None:
+        self.word, self.rank = word, rank
+
+    def take(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.word.item() not in (self.rank, Baton.FREE):
+            time.sleep(1e-4)
+            assert time.monotonic() < deadline, f"rank {self.rank} got no turn in {PATIENCE} s"
+
+    def give(self, rank: int) -> None:
+        if self.word.item() != Baton.FREE:
+            self.word.fill_(rank)
+
+
+def late(package: str, name: str) -> str:
+    """Rank 0 moves only while rank 1 cannot, and stands still whenever it has set a flag: rank 1 reads at the first
+    moment that its waits allow."""
+    side = join(package, epoch=BEFORE + 1, extra=16)  # an epoch that wraps
+    word = side.memory.peer(0, (4,), torch.int32, side.memory.nbytes - 16)[:1]
+    if side.rank == 0:
+        word.fill_(1)
+    side.memory.barrier()
+    baton = Baton(word, side.rank)
+
+    def publishing(publish: Callable) -> Callable:
+        def hook(flag, epoch) -> None:
+            publish(flag, epoch)
+            baton.give(1)
+            baton.take()
+
+        return hook
+
+    def waiting(wait: Callable) -> Callable:
+        def hook(flag, epoch, report, peer, limit):
+            while not wait(flag, epoch, report, peer, limit * 0 + 1) > 0:
+                side.channel.error.zero_()
+                side.channel.stopped.zero_()
+                baton.give(0)
+                baton.take()
+            return limit
+
+        return hook
+
+    baton.take()
+    with hooked(side, "wait", waiting) if side.rank == 1 else hooked(side, "publish", publishing):
+        verdict = run(side, name)
+    if side.rank == 1:
+        baton.give(Baton.FREE)
+    side.memory.barrier()
+    return verdict
+
+
+def ahead(package: str, name: str) -> str:
+    """Rank 1 stands still before its last phase until rank 0 has pushed the next operation."""
+    side = join(package)
+    seen = 0
+
+    def pausing(wait: Callable) -> Callable:
+        def hook(flag, epoch, report, peer, limit):
+            nonlocal seen
+            if seen == OPERATIONS[name].waits:
+                side.memory.wait(0)
+            seen += 1
+            return wait(flag, epoch, report, peer, limit if seen <= OPERATIONS[name].waits else limit * 0 + LIMIT)
+
+        return hook
+
+    def pushed(wait: Callable) -> Callable:
+        def hook(flag, epoch, report, peer, limit):
+            nonlocal seen
+            if seen == 0:
+                side.memory.signal(1)
+            seen += 1
+            return limit * 0  # what it would receive is of no interest
+
+        return hook
+
+    if side.rank == 0:
+        verdict = run(side, name)
+        with hooked(side, "wait", pushed):
+            following, rows = OPERATIONS[name].following or (name, ROWS)
+            run(side, following, index=1, rows=rows)
+    else:
+        with hooked(side, "wait", pausing):
+            verdict = run(side, name)
+    side.memory.barrier()
+    return verdict
+
+
+def gave_up(package: str, name: str) -> tuple[str, bool]:
+    """Rank 0 waits in vain for rank 1, then runs two operations more, the second into the same slots; only now rank 1
+    comes. The verdict on the first operation, and whether the two left rank 1's slots and flags as they were."""
+    side = join(package, limit=LIMIT)
+    untouched = True
+    if side.rank == 0:
+        verdict = run(side, name)
+        memory = side.memory.peer(1, (side.memory.nbytes,), torch.uint8)
+        before = memory.clone()
+        for index in (1, 2):
+            run(side, name, index)
+        untouched = torch.equal(memory, before)
+        side.memory.signal(1)
+    else:
+        side.memory.wait(0)
+        verdict = run(side, name)
+    side.memory.barrier()
+    return verdict, untouched
+
+
+def absent(package: str, name: str) -> list[int]:
+    """Rank 0's error words (expired, peer, epoch seen, epoch wanted): of three ranks the last never comes, the other
+    has set all its flags."""
+    side = join(package, limit=LIMIT)
+    if side.rank == 1:
+        at = 2 * CAPACITY + 4 * WRITER_FLAGS  # writer 1's
+        side.memory.peer(0, (WRITER_FLAGS,), torch.int32, at).fill_(BEFORE + 1)
+    side.memory.barrier()
+    if side.rank == 0:
+        run(side, name)
+    side.memory.barrier()
+    return side.channel.error[0].tolist()
+
+
+SCHEDULES: dict[str, Callable[[str, str], object]] = {
+    "late": late,
+    "ahead": ahead,
+    "gave up": gave_up,
+    "absent": absent,
+}
+
+
+def run_all(schedule: str, package: str, names: list[str]) -> dict[str, object]:
+    """This rank's result of a schedule for each operation."""
+    return {name: SCHEDULES[schedule](package, name) for name in names}

@@ -1,0 +1,157 @@
+"""Each way to break the protocol gives wrong values or an error on real ranks, in a schedule that the protocol stands.
+
+The order of events is arranged (schedules.py), so a result never depends on timing. Barriers, releases, fences and
+the place of waits: tests/bench/test_compile_mutations.py; the interpreter runs in order and cannot see them.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pool import WorkerPool
+
+pytest.importorskip("triton")
+
+from mutations import Edit, chain, move, replace
+from schedules import BEFORE, OPERATIONS, TWO_PHASES, run_all
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+ALL = set(OPERATIONS)
+PUSHING = ALL - {"barrier"}
+REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
+
+Mutation = dict[str, list[Edit]]  # by file
+# in matmul_reduce_scatter with the first tile of a block of rows instead of the last
+EARLY_FLAGS: Mutation = {
+    "all_gather/kernel.py": [move("copy_share(slot + rank", "publish(")],
+    "reduce_scatter/kernel.py": [move("copy_share(slot + rank", "publish(")],
+    "all_reduce/kernel.py": [
+        move("copy_share(slot + rank * stride, x, ", "publish(flags_of(flags, peer"),
+        move("copy_share(slot + rank * stride, x + ", "publish(flags_of(flags, owner"),
+    ],
+    "all_gather_matmul/kernel.py": [move("for first in range(program * BLOCK", "publish(")],
+    "matmul_reduce_scatter/kernel.py": [replace("== tiles_n - 1", "== 0")],
+    "matmul_all_reduce/kernel.py": [
+        move("store_packed(\n", "publish(flags_of(flags, peer, rank, writer_flags) + tile, "),
+    ],
+}
+EARLY_SUMS: Mutation = {
+    "all_reduce/kernel.py": [
+        move("for block in range(share, (length", "for step in range(1, reach(limit, WORLD)):\n            publish")
+    ],
+    "matmul_all_reduce/kernel.py": [
+        move("store_packed(results", "publish(flags_of(flags, peer, rank, writer_flags) + tiles + unit")
+    ],
+}
+MUTATIONS: dict[str, Mutation] = {
+    "slot 0 in both parities": {
+        "protocol.py": [replace("(epoch & 1).to(tl.int64)", "(epoch & 0).to(tl.int64)")],
+        "all_gather_matmul/kernel.py": [replace("& 1) == 1", "& 0) == 1")],
+    },
+    "waits accept the epoch before": {"protocol.py": [replace("seen - epoch < 0", "seen - epoch < -1")]},
+    "waits compare without wrap": {"protocol.py": [replace("seen - epoch < 0", "seen < epoch")]},
+    "flags before the payload": EARLY_FLAGS,
+    "flags before the sums": EARLY_SUMS,
+    "flags of terms awaited for sums": {
+        "all_reduce/kernel.py": [replace("+ shares + share", "+ share")],
+        "matmul_all_reduce/kernel.py": [
+            replace("wait(own_flags + owner * writer_flags + tiles + unit", "wait(own_flags + owner * writer_flags")
+        ],
+    },
+    "the last rank is not awaited": {
+        "all_gather/kernel.py": [replace("if source == rank:", "if (source == rank) | (source == WORLD - 1):")],
+        "reduce_scatter/kernel.py": [replace("for step in range(1, WORLD):", "for step in range(1, WORLD - 1):")],
+        "all_reduce/kernel.py": [replace("shares, (WORLD - 1) * shares", "shares, (WORLD - 2) * shares")],
+        "barrier/kernel.py": [replace("else:", "elif step < WORLD - 1:")],
+        "all_gather_matmul/kernel.py": [replace("in range(signals):", "in range(signals if step < WORLD - 1 else 0):")],
+        "matmul_reduce_scatter/kernel.py": [replace("for source in range(WORLD):", "for source in range(WORLD - 1):")],
+        "matmul_all_reduce/kernel.py": [
+            replace("for source in range(WORLD):", "for source in range(WORLD - 1):"),
+            replace("range(worker, (WORLD - 1) * tiles", "range(worker, (WORLD - 2) * tiles"),
+        ],
+    },
+    "a rank that gave up still pushes": {
+        "protocol.py": [replace("tl.where(limit > 0, WORLD, 0)", "WORLD")],
+        "barrier/kernel.py": [replace("if limit > 0:", "if True:")],
+    },
+    "a rank forgets that it gave up": {
+        "protocol.py": [replace("tl.where(tl.load(stopped + row) == 0, limit, 0)", "limit")]
+    },
+}
+
+
+# mutation, schedule, in which operations the watched rank finds something else than without, what it finds
+CAUGHT: list[tuple[str, str, set[str], object]] = [
+    ("slot 0 in both parities", "ahead", PUSHING, "wrong"),
+    ("waits accept the epoch before", "late", ALL, "wrong"),
+    ("waits accept the epoch before", "absent", ALL, [0, 0, 0, 0]),
+    ("waits compare without wrap", "late", ALL, "wrong"),
+    # but for the one whose second flags the operation that follows does not set
+    ("waits compare without wrap", "ahead", ALL - {"all_reduce, two shots"}, "error"),
+    ("flags before the payload", "late", PUSHING, "wrong"),
+    ("flags before the sums", "late", TWO_PHASES, "wrong"),
+    ("flags of terms awaited for sums", "late", TWO_PHASES, "wrong"),
+    ("the last rank is not awaited", "absent", ALL, [0, 0, 0, 0]),
+]
+WORLD = {"late": 2, "ahead": 2, "absent": 3}
+WATCHED = {"late": 1, "ahead": 1, "absent": 0}
+UNMUTATED = {"late": "right", "ahead": "right", "absent": REPORT}
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The importable name of the kernels with each mutation: copies of the whole folder."""
+    folder = tmp_path_factory.mktemp("mutated")
+    names = {}
+    for index, (mutation, edits) in enumerate(MUTATIONS.items()):
+        names[mutation] = f"mutated_kernels_{index}"
+        copy = folder / names[mutation]
+        shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for file, changes in edits.items():
+            source = (copy / file).read_text()
+            (copy / file).write_text(chain(*changes)(source))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield names
+
+
+@pytest.mark.parametrize("schedule", WATCHED)
+def test_the_protocol_stands_every_schedule(interpreted: WorkerPool, schedule: str) -> None:
+    results = interpreted(WORLD[schedule]).run(run_all, schedule, "tpformer.kernels", sorted(ALL))
+    for rank in (0, 1) if schedule != "absent" else (0,):
+        assert results[rank] == dict.fromkeys(ALL, UNMUTATED[schedule])
+
+
+@pytest.mark.parametrize("mutation, schedule, operations, found", CAUGHT, ids=[", ".join(row[:2]) for row in CAUGHT])
+def test_a_mutation_is_caught(
+    interpreted: WorkerPool, packages: dict[str, str], mutation: str, schedule: str, operations: set[str], found: object
+) -> None:
+    results = interpreted(WORLD[schedule]).run(run_all, schedule, packages[mutation], sorted(operations))
+    assert results[WATCHED[schedule]] == dict.fromkeys(operations, found)
+
+
+def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> None:
+    """They have its part of the operation, or miss it and say so: its sums, which need what it did not receive."""
+    results = interpreted(2).run(run_all, "gave up", "tpformer.kernels", sorted(ALL))
+    for name in ALL:
+        assert [result[name] for result in results] == [
+            ("error", True),
+            ("error" if name in TWO_PHASES else "right", True),
+        ], name
+
+
+@pytest.mark.parametrize(
+    "mutation, wrong",
+    [
+        ("a rank that gave up still pushes", PUSHING),
+        ("a rank forgets that it gave up", PUSHING - TWO_PHASES),  # whose second phase still knows
+    ],
+    ids=["it still pushes", "it forgets"],
+)
+def test_a_rank_that_gave_up_and_goes_on_is_caught(
+    interpreted: WorkerPool, packages: dict[str, str], mutation: str, wrong: set[str]
+) -> None:
+    gave_up, healthy = interpreted(2).run(run_all, "gave up", packages[mutation], sorted(ALL))
+    assert gave_up == dict.fromkeys(ALL, ("error", False))
+    assert {name for name, (verdict, _) in healthy.items() if verdict == "wrong"} == wrong

@@ -1,0 +1,59 @@
+"""Ways to break a function's source text, for tests that expect a check to notice.
+
+Belongs here: edits of source text, each a function of it. What is edited and who must notice: the tests.
+"""
+
+import ast
+import textwrap
+from collections.abc import Callable
+
+Edit = Callable[[str], str]
+
+
+def replace(old: str, new: str) -> Edit:
+    """Every occurrence of a text, of which there must be one: a mutation that changes nothing proves nothing."""
+
+    def edit(source: str) -> str:
+        assert old in source, f"{old!r} is not in\n{source}"
+        return source.replace(old, new)
+
+    return edit
+
+
+def move(statement: str, behind: str) -> Edit:
+    """The one statement that begins with a text, to behind the one that begins with another, at its indentation."""
+
+    def edit(source: str) -> str:
+        lines = source.splitlines()
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+
+        def find(beginning: str) -> ast.stmt:
+            found = [node for node in nodes if ast.get_source_segment(source, node).startswith(beginning)]
+            assert len(found) == 1, f"{len(found)} statements begin with {beginning!r} in\n{source}"
+            return found[0]
+
+        moved, target = find(statement), find(behind)
+        block = textwrap.dedent("\n".join(lines[moved.lineno - 1 : moved.end_lineno]))
+        placed = textwrap.indent(block, " " * target.col_offset).splitlines()
+        for first, last, new in sorted(
+            [
+                (moved.lineno - 1, moved.end_lineno, [" " * moved.col_offset + "pass"]),
+                (target.end_lineno, target.end_lineno, placed),
+            ],
+            reverse=True,
+        ):
+            lines[first:last] = new
+        return "\n".join(lines) + "\n"
+
+    return edit
+
+
+def chain(*edits: Edit) -> Edit:
+    """One after another."""
+
+    def edit(source: str) -> str:
+        for each in edits:
+            source = each(source)
+        return source
+
+    return edit
