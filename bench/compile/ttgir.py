@@ -207,12 +207,15 @@ def origins(value: Value, seen: set[int] | None = None) -> set[str]:
 
 
 def system_scope(module: Module, local_atomics: int) -> list[str]:
-    """Atomics are of system scope, but for as many as the case says stay inside of one rank."""
+    """Atomics are of system scope, but for as many as the case says stay inside of one rank: those are acq_rel at gpu
+    scope, because a program's publish stands for what others stored before they counted."""
     local = [atomic for atomic in module.atomics() if re.search(r"\bsys\b", atomic.text) is None]
-    if len(local) == local_atomics:
-        return []
-    lines = ", ".join(module.source(atomic) for atomic in local) or "none"
-    return [f"{len(local)} atomics below system scope instead of {local_atomics}: {lines}"]
+    weak = [atomic for atomic in local if re.search(r"\bacq_rel, gpu\b", atomic.text) is None]
+    violations = [f"not acq_rel at gpu scope: {module.source(atomic)}" for atomic in weak]
+    if len(local) != local_atomics:
+        lines = ", ".join(module.source(atomic) for atomic in local) or "none"
+        violations.append(f"{len(local)} atomics below system scope instead of {local_atomics}: {lines}")
+    return violations
 
 
 def no_wait_in_dot_loop(module: Module) -> list[str]:

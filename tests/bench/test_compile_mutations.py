@@ -123,6 +123,18 @@ PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         {"fence_before_tma_load"},
         [GATHER],
     ),
+    "a relaxed count of tiles": (
+        matmul_reduce_scatter.matmul_reduce_scatter_kernel,
+        replace('sem="acq_rel"', 'sem="relaxed"'),
+        {"system_scope"},
+        [SCATTER],
+    ),
+    "a count of tiles below gpu scope": (
+        matmul_reduce_scatter.matmul_reduce_scatter_kernel,
+        replace('scope="gpu"', 'scope="cta"'),
+        {"system_scope"},
+        [SCATTER],
+    ),
     "no barrier before the count of tiles": (  # with 16-bit partials one for the shared memory happens to stand there
         matmul_reduce_scatter.matmul_reduce_scatter_kernel,
         replace("tl.debug_barrier()", "pass"),
