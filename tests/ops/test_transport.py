@@ -112,11 +112,14 @@ def test_an_explicit_choice_that_cannot_run_raises(node):
         choice(choice="magic")
 
 
-def test_where_fused_kernels_do_not_exist(node, monkeypatch):
+def test_what_stands_against_the_fused_kernels(node, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(transport, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1 for tests on CPU\): .* not available in this version"):
+    monkeypatch.setattr(transport, "why_not", lambda group, device: None if device == CUDA else "no kernels there")
+    assert choice(choice="fused") == ("fused", "as asked for")
+    with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1 for tests on CPU\): no kernels there; use transport"):
         choice(choice="fused", where=CPU)
+    with pytest.raises(ValueError, match="torch.float64 operands: the kernels take bfloat16, float16 and float32"):
+        choice(choice="fused", dtype=torch.float64)
 
 
 def row(**changes) -> dict:
