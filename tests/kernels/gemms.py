@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from channels import poison, real_channel, region_bytes, virtual_channel
@@ -27,6 +28,8 @@ DELAY = 0.05  # seconds
 PATIENCE = 60  # seconds that the shared memory's own barrier waits
 # (rows per rank, N, K): one of everything, primes below and above the tile, several tiles each way
 SHAPES = ((1, 1, 1), (5, 7, 3), (17, 37, 19), (34, 20, 40))
+
+WORLDS = [1, 2, pytest.param(3, marks=pytest.mark.proof), 4]  # ranks; three of them in `make proofs` only
 
 Tensors = dict[str, Tensor]
 

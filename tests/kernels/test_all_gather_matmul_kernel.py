@@ -16,6 +16,7 @@ from gemms import (
     SHAPES,
     TILE,
     TMA_TILE,
+    WORLDS,
     WRITER_FLAGS,
     Gemm,
     run_on_processes,
@@ -87,7 +88,7 @@ def processes() -> None:
     run_on_processes(derivative("silu", gated=True), sizes=SHAPES[2:3] * 2)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_on_processes(interpreted: WorkerPool, world: int) -> None:
     interpreted(world).run(processes, timeout=120)
 

@@ -9,7 +9,17 @@ from pool import WorkerPool
 pytest.importorskip("triton")
 
 from channels import virtual_channel
-from gemms import SHAPES, TILE, TMA_TILE, Gemm, run_on_processes, run_on_virtual_ranks, run_without_peer, shapes
+from gemms import (
+    SHAPES,
+    TILE,
+    TMA_TILE,
+    WORLDS,
+    Gemm,
+    run_on_processes,
+    run_on_virtual_ranks,
+    run_without_peer,
+    shapes,
+)
 
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.finish import NOTHING, Dropout, Finish
@@ -61,7 +71,7 @@ def processes() -> None:
     run_on_processes(gemm(1, finished=False, partial_dtype=torch.float32), dtype=torch.float16, sizes=SHAPES[1:3])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_on_processes(interpreted: WorkerPool, world: int) -> None:
     interpreted(world).run(processes, timeout=120)
 
