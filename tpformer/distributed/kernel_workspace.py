@@ -67,6 +67,7 @@ class KernelWorkspace:
             self._error = torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
         self._words = self._error.numpy()[0]  # reads of the host's own memory: no synchronisation, no dispatch
         self._copy_stream = torch.cuda.Stream(device) if on_cuda else None
+        self._copying = False
         self._memory: SymmetricMemory | None = None
         self._channel: Channel | None = None
         self._kept: list[tuple[SymmetricMemory, Channel]] = []
@@ -194,6 +195,7 @@ class KernelWorkspace:
                 f"a shard of shape {tuple(shard.shape)} must be contiguous, and {self.world} of its {nbytes} bytes "
                 f"must fit a slot of {self.capacity} bytes: give begin() that size"
             )
+        self._copying = True
         payload = shard.detach().reshape(-1).view(torch.uint8)
         offset = self._flag_bytes + parity * self.capacity + self.rank * nbytes
         flag = self.rank * self.writer_flags * FLAG_BYTES
@@ -206,9 +208,13 @@ class KernelWorkspace:
                 self._memory.peer(peer, (1,), torch.int32, flag).copy_(self._epoch, non_blocking=True)
 
     def join(self) -> None:
-        """The current stream waits for the copies: at the end of an operation, before its input may be reused."""
-        if self._copy_stream is not None:
+        """The current stream waits for the copies: at the end of an operation, before its input may be reused.
+
+        Without copies it does nothing: a stream that is captured must not wait for one that is not.
+        """
+        if self._copy_stream is not None and self._copying:
             torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)
+        self._copying = False
 
     def expired(self) -> Expired | None:
         """What the error word says. Host memory: no synchronisation; a kernel still running may yet set it."""
