@@ -68,23 +68,30 @@ def operand(x: Tensor, block: tuple[int, int], tile: Tile, rows: int | None = No
 
 
 def persistent_programs(
-    device: torch.device, tiles: int, tile: Tile, programs: int | None = None, served: int = 1, reserved: int = 0
+    device: torch.device,
+    tiles: int,
+    tile: Tile,
+    programs: int | None = None,
+    served: int = 1,
+    reserved: int = 0,
+    spare: int = 0,
 ) -> int:
     """Programs that walk the tiles: at most one per tile, and at most what is resident at once, shared by the served
-    ranks, besides `reserved` others. programs: this many instead (the interpreter's default is 2)."""
+    ranks, besides `reserved` others and on all SMs but `spare`. programs: this many instead (the interpreter's default
+    is 2)."""
     if programs is None:
-        programs = 2 if is_interpreted() else resident_programs(device, tile) // served - reserved
+        programs = 2 if is_interpreted() else resident_programs(device, tile, spare) // served - reserved
     return max(1, min(tiles, programs))
 
 
-def resident_programs(device: torch.device, tile: Tile) -> int:
-    """How many programs of this tile a GPU holds at once: by registers, of which each thread may take all that it can
-    address, and by the shared memory of the stages."""
+def resident_programs(device: torch.device, tile: Tile, spare: int = 0) -> int:
+    """How many programs of this tile all SMs but `spare` hold at once: by registers, of which each thread may take all
+    that it can address, and by the shared memory of the stages."""
     properties = torch.cuda.get_device_properties(device)
     shared = (tile.m + tile.n) * tile.k * 2 * tile.stages
     registers = tile.warps * 32 * (MAXIMUM_REGISTERS + 1)
     per_sm = max(1, min(properties.shared_memory_per_multiprocessor // shared, REGISTERS // registers))
-    return per_sm * properties.multi_processor_count
+    return per_sm * max(1, properties.multi_processor_count - spare)
 
 
 def packed(x: Tensor) -> Tensor:

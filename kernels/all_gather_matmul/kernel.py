@@ -166,7 +166,7 @@ def gathered_copy(channel: Channel, shard: Tensor) -> Tensor:
 def launch(
     shard: Tensor, weights: Sequence[Tensor], channel: Channel, outputs: Sequence[Tensor], *,
     biases: Sequence[Tensor | None] | None, activation: str | None, b_transposed: bool, x: Tensor | None,
-    gate: Tensor | None, push: bool, keep: bool, tile: Tile, programs: int | None,
+    gate: Tensor | None, push: bool, keep: bool, tile: Tile, programs: int | None, spare: int,
 ) -> None:  # fmt: skip
     """The one launch behind both functions below; tensors of the served ranks are stacked along dim 0."""
     served, world = channel.served, channel.world
@@ -181,7 +181,7 @@ def launch(
     given = [bias for bias in biases or () if bias is not None]
     pushers = PUSHERS if push and world > 1 else 0
     tiles = triton.cdiv(rows, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns) * world
-    computing = persistent_programs(shard.device, tiles, tile, programs, served, pushers)
+    computing = persistent_programs(shard.device, tiles, tile, programs, served, pushers, spare)
     all_gather_matmul_kernel[(pushers + computing, served)](
         *channel.arguments(),
         whole, operand(whole[:, :k], a_block, tile), *[operand(slot[:, :k], a_block, tile) for slot in slots],
@@ -209,6 +209,7 @@ def all_gather_matmul(
     keep: bool = False,
     tile: Tile | None = None,
     programs: int | None = None,
+    spare: int = 0,
 ) -> list[Tensor]:
     """[act(gather(shard) W_i^T + bias_i) for each weight]: one gather, up to three weights.
 
@@ -220,7 +221,8 @@ def all_gather_matmul(
     Order:    push: PUSHERS programs store the shard into the peers' slots and set one flag each; otherwise the caller
               has begun Workspace.copy_gather, which sets one flag per shard. A computing program does its tiles of the
               own chunk, then waits once for each chunk, in ring order from the own one, before its tiles of it.
-              keep: the own rows are put into the own slot too, for gathered_view or gathered_copy
+              keep: the own rows are put into the own slot too, for gathered_view or gathered_copy.
+              spare: SMs to leave free, for collectives of other groups (docs/kernels.md, rule 4)
     Source:   chunked all-gather GEMM of symmetric-memory recipes and quack (research: own chunk first, epochs, parity)
     Errors:   ValueError if the channel's slots or flags are too small (all_gather_matmul_space)
     """
@@ -231,7 +233,7 @@ def all_gather_matmul(
     tile = tile or select_tile(shard.device, shard.dtype, m // world, sum(columns), chunks=world)
     launch(
         shard, weights, channel, outputs, biases=biases, activation=activation, b_transposed=b_transposed, x=None,
-        gate=None, push=push, keep=keep, tile=tile, programs=programs,
+        gate=None, push=push, keep=keep, tile=tile, programs=programs, spare=spare,
     )  # fmt: skip
     return outputs
 
@@ -248,6 +250,7 @@ def all_gather_matmul_derivative(
     keep: bool = False,
     tile: Tile | None = None,
     programs: int | None = None,
+    spare: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dx, dgate or None, act) from da = gather(shard) W: a row-parallel linear's dgrad, derivative in the epilogue.
 
@@ -263,6 +266,6 @@ def all_gather_matmul_derivative(
     )
     launch(
         shard, [weight], channel, outputs, biases=None, activation=activation, b_transposed=True, x=x,
-        gate=gate, push=push, keep=keep, tile=tile, programs=programs,
+        gate=gate, push=push, keep=keep, tile=tile, programs=programs, spare=spare,
     )  # fmt: skip
     return outputs[0], None if gate is None else outputs[1], outputs[2]

@@ -151,6 +151,7 @@ def matmul_all_reduce(
     one_shot: bool | None = None,
     tile: Tile | None = None,
     programs: int | None = None,
+    spare: int = 0,
 ) -> Tensor:
     """finish(sum over ranks of sum_i A_i B_i^T), all rows on all ranks, for up to three pairs (q, k, v's dgrad).
 
@@ -162,7 +163,8 @@ def matmul_all_reduce(
               2 (t - 1) / t B. one_shot None: one-shot up to ONE_SHOT_BYTES
     Order:    one-shot: a tile goes to everybody's slot, everybody adds the sources in rank order. Two-shot: chunk r of
               the rows is added by rank r, which pushes the finished values to everybody; every rank waits for all of
-              both. One flag per tile, then one per reduction step of a tile. All programs are resident
+              both. One flag per tile, then one per reduction step of a tile. All programs are resident; `spare` SMs
+              stay free
     Source:   one-shot and two-shot all-reduce of symmetric-memory recipes and Triton-distributed, own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_all_reduce_space)
     """
@@ -180,7 +182,8 @@ def matmul_all_reduce(
     out = inputs[0].new_empty(served * m, n)
     step = step_rows(tile, out.element_size())
     merged = not is_interpreted()
-    producers = persistent_programs(out.device, tiles * (1 if one_shot else world), tile, programs, served)
+    work = tiles if one_shot else tiles * world
+    producers = persistent_programs(out.device, work, tile, programs, served, spare=spare)
     reducers = 0 if merged else min(producers, tiles * tile.m // step)
     finishers = 0 if merged or one_shot or world == 1 else reducers
     matmul_all_reduce_kernel[(producers + reducers + finishers, served)](

@@ -90,6 +90,7 @@ def matmul_reduce_scatter(
     partial: torch.dtype | None = None,
     tile: Tile | None = None,
     programs: int | None = None,
+    spare: int = 0,
 ) -> Tensor:
     """This rank's rows of finish(sum over ranks of sum_i A_i B_i^T), for up to three pairs (q, k, v's dgrad).
 
@@ -103,7 +104,8 @@ def matmul_reduce_scatter(
     Order:    tiles of rank + 1's chunk first, the own chunk last; a tile is stored into its owner's slot, and the
               program that completes a row block's tiles (counted in local memory) sets the block's flag at the owner.
               The finishing band takes a few whole rows at a time: waits for every source's flag of their block,
-              then adds. All programs are resident: one that waits may hold the SM that another tile needs
+              then adds. All programs are resident: one that waits may hold the SM that another tile needs; `spare` SMs
+              stay free
     Source:   push-based GEMM + reduce-scatter (research: symmetric-memory recipes, Triton-distributed), own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_reduce_scatter_space)
     """
@@ -120,7 +122,7 @@ def matmul_reduce_scatter(
     tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
     finish_rows = step_rows(tile, out.element_size())
     merged = not is_interpreted()
-    producers = persistent_programs(out.device, tiles, tile, programs, served)
+    producers = persistent_programs(out.device, tiles, tile, programs, served, spare=spare)
     finishers = 0 if merged else min(producers, triton.cdiv(rows, finish_rows))
     matmul_reduce_scatter_kernel[(producers + finishers, served)](
         *channel.arguments(), channel.counters,

@@ -1,8 +1,10 @@
 """GEMMs fused with their communication in one Triton kernel over symmetric memory; imports triton."""
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -30,6 +32,7 @@ from .interface import ALL, GATHER, SCATTER, Finish, record_transport
 # Shards from here on go by the copy engines, which leave all SMs to the GEMM but need large pieces: on other machines
 # they reach half of a link's bandwidth at about 4 MB. A prediction for NVLink, not measured here.
 COPY_ENGINE_BYTES = 4 << 20
+NCCL_CTAS = 32  # what NCCL may use where NCCL_MAX_CTAS does not say
 
 
 class Fused:
@@ -43,6 +46,10 @@ class Fused:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
+        # A grid that waits on every SM leaves none to collectives of other groups: ranks that wait for one another
+        # through both would wait for ever. So where there are other groups, their collectives' SMs stay free.
+        alone = group.size() == dist.get_world_size()
+        self.spare = 0 if alone else int(os.environ.get("NCCL_MAX_CTAS", NCCL_CTAS))
 
     def _gather(self, x: Tensor, launch: Callable[[Channel, bool], object]) -> tuple[Channel, KernelWorkspace]:
         """Begin a gather of x, run `launch(channel, push)` on it, and end it."""
@@ -82,7 +89,9 @@ class Fused:
 
         def launch(channel: Channel, push: bool) -> None:
             outputs.extend(
-                all_gather_matmul(x, weights[first], channel, biases[first], push=push, keep=push and more)
+                all_gather_matmul(
+                    x, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
+                )
             )  # fmt: skip
 
         channel, workspace = self._gather(x, launch)
@@ -99,13 +108,13 @@ class Fused:
 
         def launch(channel: Channel, push: bool) -> None:
             if activation is None:
-                da = all_gather_matmul(dy, [weight], channel, b_transposed=True, push=push, keep=push)
+                da = all_gather_matmul(dy, [weight], channel, b_transposed=True, push=push, keep=push, spare=self.spare)
                 results.extend((da[0], None, x))
                 return
             rows = (x.contiguous(), None if gate is None else gate.contiguous())
             results.extend(
                 all_gather_matmul_derivative(
-                    dy, weight, channel, rows[0], activation, rows[1], push=push, keep=push
+                    dy, weight, channel, rows[0], activation, rows[1], push=push, keep=push, spare=self.spare
                 )
             )  # fmt: skip
 
@@ -138,11 +147,15 @@ class Fused:
         if scatter:
             space = matmul_reduce_scatter_space(rows, n, world, x.dtype, tile)
             channel = workspace.begin(SCATTER, *space)
-            y = matmul_reduce_scatter(inputs, weights, channel, end, b_transposed=not transposed, tile=tile)
+            y = matmul_reduce_scatter(
+                inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
+            )
         else:
             space = matmul_all_reduce_space(m, n, world, x.dtype, x.dtype, tile)
             channel = workspace.begin(ALL, *space)
-            y = matmul_all_reduce(inputs, weights, channel, end, b_transposed=not transposed, tile=tile)
+            y = matmul_all_reduce(
+                inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
+            )
         workspace.check()
         return y
 
