@@ -13,7 +13,7 @@ from torch import Tensor
 from .timing import Sample, interleave
 
 FLUSHED = 4  # times the L2: what a repetition's predecessor left there is gone, also where L2 is in two halves
-HEAD_START = 200_000  # clock cycles per repetition: about 0.1 ms, more than the host needs to enqueue one
+HEAD_START = 1_000_000  # clock cycles per repetition: about 0.5 ms, more than the host needs to enqueue one
 
 
 class Call(NamedTuple):

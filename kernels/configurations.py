@@ -31,7 +31,8 @@ def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
     """Names of the configurations that run on an architecture (80, 90, 100) for operands of that size."""
     if itemsize == 4:
         return ("exact",)
-    return ("large", "medium", "small") if capability >= 90 else ("ampere", "ampere_small")
+    datacenter = 90 <= capability < 120  # sm_120 has TMA but not the shared memory that these tiles take
+    return ("large", "medium", "small") if datacenter else ("ampere", "ampere_small")
 
 
 def select_tile(

@@ -59,12 +59,11 @@ def padded(x: Tensor) -> Tensor:
     return copy[:, :columns]
 
 
-def operand(x: Tensor, block: tuple[int, int], tile: Tile, rows: int | None = None) -> Any:
+def operand(x: Tensor, block: tuple[int, int], tile: Tile) -> Any:
     """What a kernel takes for a matrix (rows, columns): a TMA descriptor of this block, or the tensor itself."""
-    if not tile.tma:
-        return x
-    shape = [x.shape[0] if rows is None else rows, x.shape[1]]
-    return TensorDescriptor(x, shape, [x.stride(0), 1], list(block))
+    if 0 in x.shape:
+        raise ValueError(f"the kernels take matrices of at least one row and one column, not {tuple(x.shape)}")
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(block)) if tile.tma else x
 
 
 def persistent_programs(

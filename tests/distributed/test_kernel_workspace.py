@@ -328,9 +328,10 @@ def test_epochs_on_one_device(one_gpu: WorkerPool, size: int, copies: bool) -> N
 
 
 def hang_on_one_device() -> str:
-    workspace = kernel_workspace(world_group(timeout=1), "reduce", cuda())
-    exchange(workspace, 0, copies=False)
+    workspace = kernel_workspace(world_group(timeout=60), "reduce", cuda())
+    exchange(workspace, 0, copies=False)  # compiles first, on one rank perhaps a second later than on the other
     torch.cuda.synchronize()
+    set_timeout(dist.group.WORLD, 1)
     message = ""
     if workspace.rank == 0:
         exchange(workspace, 1, copies=False)

@@ -268,11 +268,16 @@ def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, 
     """The group's workspace of that kind ("gather" or "reduce"), made at first use: then collective over the group.
 
     epoch: where a new workspace starts to count (int32), for tests.
-    Raises RuntimeError with `why_not`'s reason if fused kernels cannot run.
+    Raises RuntimeError with `why_not`'s reason if fused kernels cannot run, ValueError if the device is not current.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
     state, device = state_of(group), indexed(device)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"the tensors are on {device} but the current device is cuda:{torch.cuda.current_device()}, where Triton "
+            f"would launch: call torch.cuda.set_device({device.index}) first"
+        )
     workspace = state.workspaces.get((kind, device))
     if workspace is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -21,7 +21,7 @@ def accumulate_gradients(model: nn.Module, batch: Tensor, first_sample: int, mic
     total = torch.zeros((), device=batch.device)
     for first in range(0, samples, microbatch_size):
         rows = batch[first : first + microbatch_size]
-        index = torch.arange(first_sample + first, first_sample + first + len(rows))
+        index = torch.arange(first_sample + first, first_sample + first + len(rows), device=batch.device)
         loss = model(rows[:, :-1], targets=rows[:, 1:], sample_index=index, step=step) * scale
         if isinstance(model, FSDPModule):
             last = first + microbatch_size >= samples
