@@ -32,7 +32,7 @@ from tpformer.kernels.matmul_reduce_scatter import kernel as matmul_reduce_scatt
 from tpformer.kernels.reduce_scatter import kernel as reduce_scatter  # noqa: E402
 
 UNAVAILABLE = compiler.unavailable()
-pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE)), pytest.mark.proof]
 
 # of every kernel that talks to other ranks, the variant to break: of GEMMs one that pushes, and both shots
 GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kernel finish"

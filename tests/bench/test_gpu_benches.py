@@ -280,6 +280,7 @@ def whole_benches(op: str) -> list[tuple[str, str, str]]:
         return [(row["case"], row["provider"], row["baseline"]) for row in bench.run(False)]
 
 
+@pytest.mark.proof
 def test_the_fused_benches_in_the_interpreter(interpreted: WorkerPool) -> None:
     for op in OPERATIONS:
         (rows,) = interpreted(1).run(whole_benches, op, timeout=120)
