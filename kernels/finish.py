@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-_SIGN = 1 << 31
+from .dropout.reference import dropout_apply
 
 
 class Dropout(NamedTuple):
@@ -39,8 +38,6 @@ class Finish(NamedTuple):
 
     def apply(self, total: Tensor) -> Tensor:
         """The same in torch, for references: in total's dtype, which should be wide."""
-        from .dropout.reference import dropout_apply
-
         if self.bias is not None:
             total = total + self.bias.to(total.dtype)
         if self.dropout is not None:
@@ -50,9 +47,7 @@ class Finish(NamedTuple):
 
 def _signed(word: int) -> int:
     """A 32-bit word as int32, so that every key has one argument type."""
-    return word - 2 * _SIGN if word >= _SIGN else word
+    return word - 2**32 if word >= 2**31 else word
 
 
 NOTHING = Finish()
-
-PARTIALS = (torch.bfloat16, torch.float16, torch.float32)

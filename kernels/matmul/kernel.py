@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -181,12 +180,3 @@ def gated_matmul(
         ACTIVATION=activation, **blocks(tile), **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
     return outputs
-
-
-def check_operands(a: Tensor, others: Sequence[Tensor]) -> None:
-    """ValueError unless all are matrices of one supported dtype on one device."""
-    for x in others:
-        if x.dtype != a.dtype or x.device != a.device:
-            raise ValueError(f"operands differ: {a.dtype} on {a.device} and {x.dtype} on {x.device}")
-    if a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"the Triton kernels take bfloat16, float16 and float32, not {a.dtype}")
