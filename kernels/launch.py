@@ -53,10 +53,22 @@ def padded(x: Tensor) -> Tensor:
     multiple = TMA_ALIGNMENT // x.element_size()
     if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % multiple == 0 and x.data_ptr() % 16 == 0:
         return x
-    rows, columns = x.shape
-    copy = x.new_zeros(rows, -(-columns // multiple) * multiple)
-    copy[:, :columns] = x
-    return copy[:, :columns]
+    return padded_copy(x, multiple)[:, : x.shape[1]]
+
+
+def packed(x: Tensor) -> Tensor:
+    """x (R, C) as rows without gaps between them, each a multiple of 16 bytes: x itself or a padded copy."""
+    multiple = TMA_ALIGNMENT // x.element_size()
+    if x.is_contiguous() and x.shape[1] % multiple == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return padded_copy(x, multiple)
+
+
+def padded_copy(x: Tensor, multiple: int) -> Tensor:
+    """x (R, C) with zero columns added up to a multiple."""
+    copy = x.new_zeros(x.shape[0], -(-x.shape[1] // multiple) * multiple)
+    copy[:, : x.shape[1]] = x
+    return copy
 
 
 def operand(x: Tensor, block: tuple[int, int], tile: Tile) -> Any:
@@ -91,16 +103,6 @@ def resident_programs(device: torch.device, tile: Tile, spare: int = 0) -> int:
     registers = tile.warps * 32 * (MAXIMUM_REGISTERS + 1)
     per_sm = max(1, min(properties.shared_memory_per_multiprocessor // shared, REGISTERS // registers))
     return per_sm * max(1, properties.multi_processor_count - spare)
-
-
-def packed(x: Tensor) -> Tensor:
-    """x (R, C) as rows without gaps between them, each a multiple of 16 bytes: x itself or a padded copy."""
-    multiple = TMA_ALIGNMENT // x.element_size()
-    if x.is_contiguous() and x.shape[1] % multiple == 0 and x.data_ptr() % 16 == 0:
-        return x
-    copy = x.new_zeros(x.shape[0], -(-x.shape[1] // multiple) * multiple)
-    copy[:, : x.shape[1]] = x
-    return copy
 
 
 def step_rows(tile: Tile, itemsize: int) -> int:
