@@ -1,26 +1,49 @@
-"""What follows a reduction, once: bias, dropout, residual. The host side of tile.finish."""
+"""What follows a reduction, once: bias, dropout, residual, and the norm of the next linear. tile.finish's host side."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .dropout.reference import dropout_apply
+from .norm.reference import Norm, Statistics
 
 
 class Dropout(NamedTuple):
-    """start (rows,) int64: the global index of each row's first element; key: 64 bits; p: probability of zeroing."""
+    """start (rows,) int64: the global index of each row's first element, a multiple of 4 where rows are of such a width
+    (as whole rows' indices are); key: 64 bits; p: probability of zeroing."""
 
     start: Tensor
     key: int
     p: float
 
 
+class NormArgument(NamedTuple):
+    """All that a kernel needs of a norm, results included, as one argument; y stands for what there is not."""
+
+    y: Tensor
+    mean: Tensor
+    """(rows, 1) float32, as rstd."""
+    rstd: Tensor
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    @property
+    def statistics(self) -> Statistics:
+        return None if self.mean is self.y else self.mean, self.rstd
+
+
 class Finish(NamedTuple):
-    """y = residual + dropout(sum + bias): bias (N,), residual (rows, N) like the result; None leaves a part out."""
+    """z = residual + dropout(sum + bias): bias (N,), residual (rows, N) like the result; None leaves a part out.
+
+    norm: a second result is y = norm(z), of z as it is stored.
+    """
 
     bias: Tensor | None = None
     dropout: Dropout | None = None
     residual: Tensor | None = None
+    norm: Norm | None = None
 
     def arguments(self, placeholder: Tensor) -> tuple:
         """Kernel arguments from `bias` to `scale`; the placeholder stands for tensors that are not there."""
@@ -36,8 +59,23 @@ class Finish(NamedTuple):
             "RESIDUAL": self.residual is not None,
         }
 
+    def norm_argument(self, z: Tensor) -> NormArgument | None:
+        """With new memory for the norm's results; None is no parameter of the compiled kernel."""
+        if self.norm is None:
+            return None
+        y, rstd = torch.empty_like(z), z.new_empty(len(z), 1, dtype=torch.float32)
+        mean = torch.empty_like(rstd) if self.norm.kind == "layernorm" else y
+        bias = y if self.norm.bias is None else self.norm.bias
+        return NormArgument(y, mean, rstd, self.norm.weight, bias, self.norm.eps)
+
+    def norm_flags(self) -> dict[str, str | bool]:
+        if self.norm is None:
+            return {"NORM": "", "NORM_BIAS": False}
+        kind = self.norm.kind  # an RMSNorm has no bias, whatever there is
+        return {"NORM": kind, "NORM_BIAS": kind == "layernorm" and self.norm.bias is not None}
+
     def apply(self, total: Tensor) -> Tensor:
-        """The same in torch, for references: in total's dtype, which should be wide."""
+        """z in torch, for references: in total's dtype, which should be wide."""
         if self.bias is not None:
             total = total + self.bias.to(total.dtype)
         if self.dropout is not None:

@@ -25,10 +25,12 @@ from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.kernel import gated_matmul, matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
+from tpformer.kernels.norm.reference import Norm
 from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump
 from tpformer.kernels.reduce_scatter.kernel import reduce_scatter
 
 from .cases import Case, meta
+from .memory_bound import MEMORY_BOUND
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -182,10 +184,14 @@ def all_gather_matmul_cases() -> Iterator[Case]:
 
 
 def matmul_reduce_scatter_cases() -> Iterator[Case]:
-    def forward(dtype, tile, served=1):
+    def forward(dtype, tile, norm=None, served=1):
+        row = meta(served * N, dtype=dtype)
+        end = finish(served * ROWS, dtype)._replace(bias=row)
+        if norm:
+            end = end._replace(norm=Norm(norm, row, row if norm == "layernorm" else None, 1e-5))
         matmul_reduce_scatter(
-            [meta(served * M, K, dtype=dtype)], [meta(served * N, K, dtype=dtype)], channel(served),
-            finish(served * ROWS, dtype)._replace(bias=meta(served * N, dtype=dtype)), tile=tile, programs=PROGRAMS,
+            [meta(served * M, K, dtype=dtype)], [meta(served * N, K, dtype=dtype)], channel(served), end,
+            tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
     def dgrad(dtype, tile, partial):
@@ -200,9 +206,11 @@ def matmul_reduce_scatter_cases() -> Iterator[Case]:
         ("3 inputs", partial(dgrad, partial=None)),
         ("3 inputs, float32 partials", partial(dgrad, partial=torch.float32)),
     ]
-    yield from gemm(
-        "matmul_reduce_scatter_kernel", variants, releases=1, acquires=2, local_atomics=1, own=OPERANDS
-    )  # fmt: skip
+    kernel, expected = "matmul_reduce_scatter_kernel", {"releases": 1, "acquires": 2, "local_atomics": 1}
+    yield from gemm(kernel, variants, own=OPERANDS, **expected)
+    for norm, statistics in (("layernorm", 2), ("rmsnorm", 1)):  # a value per row each
+        variants = [(f"finish, {norm}", partial(forward, norm=norm))]
+        yield from gemm(kernel, variants, narrow_stores=statistics, own=OPERANDS, **expected)
 
 
 def matmul_all_reduce_cases() -> Iterator[Case]:
@@ -256,6 +264,7 @@ KERNELS: tuple[Callable[[], Iterator[Case]], ...] = (
     matmul_reduce_scatter_cases,
     matmul_all_reduce_cases,
     collective_cases,
+    *MEMORY_BOUND,
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cost import Cost
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 
 # gelu_tanh(x) = x * sigmoid(x * (_LINEAR + _CUBIC * x**2)): the tanh form with sigmoid(2z) = (1 + tanh z) / 2, whose
 # exponential is several times faster than tanh on a CPU
@@ -45,9 +45,18 @@ def _gelu_tanh_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return da, a
 
 
+def _relu2_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, act(x)); dx takes the place of da."""
+    positive = F.relu(x)
+    torch.addcmul(da.new_zeros(()), da, positive, value=2, out=da)
+    return da, positive.square_()
+
+
 def _apply(x: Tensor, name: str) -> Tensor:
     if name == "gelu_tanh":
         return _gelu_tanh(x)
+    if name == "relu2":
+        return F.relu(x).square_()
     return F.silu(x) if name == "silu" else F.gelu(x)
 
 
@@ -55,6 +64,8 @@ def _backward(da: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """(dx, act(x)); da may be overwritten."""
     if name == "gelu_tanh":
         return _gelu_tanh_backward(da, x)
+    if name == "relu2":
+        return _relu2_backward(da, x)
     derivative = torch.ops.aten.silu_backward if name == "silu" else torch.ops.aten.gelu_backward
     return derivative(da, x), _apply(x, name)
 
@@ -62,11 +73,13 @@ def _backward(da: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) -> Tensor:
     """act(x), or act(gate) * x when a gate is given; x itself for name None.
 
-    Math:     gelu x * Phi(x); gelu_tanh x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))); silu x * sigmoid(x)
+    Math:     gelu x * Phi(x); gelu_tanh x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))); silu x * sigmoid(x);
+              relu2 max(x, 0)**2
     Shapes:   x, gate and the result all (M, F), one dtype
     Numerics: evaluated in promote_types(x.dtype, float32), rounded at the store
     Traffic:  see activation_cost
-    Source:   Hendrycks & Gimpel 2016 (arXiv:1606.08415); gated: Shazeer 2020 (arXiv:2002.05202)
+    Source:   Hendrycks & Gimpel 2016 (arXiv:1606.08415); relu2: So et al. 2021, Primer (arXiv:2109.08668);
+              gated: Shazeer 2020 (arXiv:2002.05202)
     """
     if name is None:
         return x

@@ -1,9 +1,12 @@
 """Cross entropy over a slice of the vocabulary: the specification (torch only), in the steps between which tensor
-parallel ranks exchange three numbers per token.
+parallel ranks exchange three numbers per token, four with label smoothing.
 
-Letters: T tokens, V the vocabulary entries in this slice (0 for one of padding only); `first` is the global index of
-the slice's first entry. Wide dtype: promote_types(logits.dtype, float32).
+Letters: T tokens; V columns of the logits, that is the slice's entries, maybe followed by padding. Wide dtype:
+promote_types(logits.dtype, float32). Steps: slice_statistics, exchange, combine_statistics, slice_gradient. Logits are
+seen through differences only, except by the z-loss: a large offset costs no precision.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,49 +14,139 @@ from torch import Tensor
 from ..cost import Cost
 
 
-def slice_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Per token: maximum, sum of exp(logit - maximum), the target's logit (0 if elsewhere); and the exponentials.
+class VocabSlice(NamedTuple):
+    """Which entries of the vocabulary are here: those from `first` on, at most `width` of all its `entries`.
 
-    Shapes:   logits (T, V); targets (T,) int64 global ids; results (3, T) and (T, V) in the wide dtype. An empty slice
-              gives (-inf, 0, 0).
+    Slices follow one another: the s-th has first = s * width, and only the last ones may have fewer (or no) entries.
+    """
+
+    first: int
+    width: int
+    entries: int
+
+    @property
+    def valid(self) -> int:
+        """How many entries are here; columns of logits after them are padding."""
+        return max(0, min(self.width, self.entries - self.first))
+
+
+class LossTerms(NamedTuple):
+    """loss = (1 - e) (lse - x_target) + e (lse - mean(x)) + z lse**2, 0 where the target is ignore_index.
+
+    e: label_smoothing, as torch.nn.functional.cross_entropy defines it; z: z_loss; lse: log(sum(exp(x))) over all
+    entries.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Numbers per token that slices exchange."""
+        return 4 if self.label_smoothing else 3
+
+
+Work = tuple[Tensor, Tensor]  # exp(logit - shift) (T, V), 0 in the padding; shift (T,)
+
+
+def slice_statistics(
+    logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: LossTerms
+) -> tuple[Tensor, Work | None]:
+    """Per token what other slices must know of this one, and work that slice_gradient may take over.
+
+    Math:     maximum; sum of exp(logit - maximum); the target's logit, 0 if it is elsewhere; with label smoothing the
+              sum of maximum - logit. A slice without entries gives (-inf, 0, 0, 0), one of only -inf (-inf, 0, 0, inf)
+    Shapes:   logits (T, V), of any row stride, only read; targets (T,) int64 global ids; result (3 or 4, T), wide
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if wide.shape[1] == 0:
-        nothing = wide.new_zeros(len(wide))
-        return torch.stack([nothing - torch.inf, nothing, nothing]), wide
-    maximum = wide.amax(-1)
-    exponentials = (wide - maximum[:, None]).exp_()
-    local, here = _target(targets, first, wide.shape[1])
-    target = torch.where(here, wide.gather(1, local)[:, 0], 0)
-    return torch.stack([maximum, exponentials.sum(-1), target]), exponentials
+    nothing = wide.new_zeros(len(wide))
+    if vocab.valid == 0:
+        statistics = torch.stack([nothing - torch.inf, *[nothing] * (terms.rows - 1)])
+        return statistics, (torch.zeros_like(wide), nothing)
+    maximum = wide[:, : vocab.valid].amax(-1)
+    shift = _finite(maximum)
+    exponentials = torch.empty_like(wide)
+    exponentials[:, vocab.valid :] = 0
+    shifted = torch.sub(wide[:, : vocab.valid], shift[:, None], out=exponentials[:, : vocab.valid])
+    deficit = [-shifted.sum(-1)] if terms.label_smoothing else []
+    total = shifted.exp_().sum(-1)
+    local, here = _target(targets, vocab)
+    target = torch.where(here, wide.gather(1, local)[:, 0], nothing)
+    return torch.stack([maximum, total, target, *deficit]), (exponentials, shift)
 
 
-def combine_statistics(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum of exp(logit - maximum) and loss, each (T,), from all slices' statistics (slices, 3, T) in order."""
-    maximum = parts[:, 0].amax(0)
-    total = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0)
-    # maximum - target first: the logarithm must not be rounded away by a large maximum
-    return maximum, total, total.log() + (maximum - parts[:, 2].sum(0))
+def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms: LossTerms) -> tuple[Tensor, Tensor]:
+    """Maximum and sum of exp(logit - maximum) over the whole vocabulary, (2, T), and the losses (T,).
 
-
-def slice_gradient(exponentials: Tensor, factor: Tensor, targets: Tensor, scale: Tensor, first: int) -> Tensor:
-    """dlogits (T, V) = scale * (exponentials * factor - onehot(target)), in the memory of exponentials.
-
-    Shapes:   exponentials (T, V), exp(logit - m) for some m (T,); factor (T,), exp(m - maximum) / total, so that the
-              product is the softmax; scale (T,), the upstream gradient, 0 for ignored tokens; all in the wide dtype
-    Source:   Megatron's vocab-parallel cross entropy (arXiv:1909.08053, section 3), written from its formula
+    Shapes:   parts (slices, 3 or 4, T), all slices' statistics in order; vocab: any slice's
     """
-    gradient = exponentials.mul_((factor * scale)[:, None])
-    if gradient.shape[1] == 0:
-        return gradient
-    local, here = _target(targets, first, gradient.shape[1])
-    return gradient.scatter_add_(1, local, -(scale * here)[:, None])
+    maximum = parts[:, 0].amax(0)
+    shift = _finite(maximum)
+    total = (parts[:, 1] * (parts[:, 0] - shift).exp()).sum(0)
+    # maximum - target first: the logarithm must not be rounded away by a large maximum
+    loss = shift - parts[:, 2].sum(0)
+    if terms.label_smoothing:
+        starts = torch.arange(len(parts), device=parts.device)[:, None] * vocab.width
+        sizes = (vocab.entries - starts).clamp(0, vocab.width)
+        raised = torch.where(sizes > 0, sizes * (shift - _finite(parts[:, 0])), 0)
+        deficit = (parts[:, 3] + raised).sum(0)
+        loss = (1 - terms.label_smoothing) * loss + terms.label_smoothing / vocab.entries * deficit
+    loss = total.log() + loss
+    if terms.z_loss:
+        loss = loss + terms.z_loss * (shift + total.log()).square()
+    return torch.stack([maximum, total]), loss.masked_fill(targets == terms.ignore_index, 0)
 
 
-def _target(targets: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+def slice_gradient(
+    logits: Tensor,
+    normalisers: Tensor,
+    targets: Tensor,
+    scale: Tensor | None,
+    vocab: VocabSlice,
+    terms: LossTerms,
+    *,
+    work: Work | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """dlogits (T, V), like logits: 0 in the padding and for ignored tokens.
+
+    Math:     scale * (softmax * (1 + 2 z lse) - (1 - e) onehot(target) - e / entries)
+    Shapes:   normalisers (2, T) of combine_statistics; scale (T,), the upstream gradient, None for ones
+    Memory:   work, from slice_statistics, is consumed; without it the exponentials are made again. in_place: the result
+              may take the logits' memory (the kernel's does, this one never)
+    Source:   Megatron's vocab-parallel cross entropy (arXiv:1909.08053, section 3), label smoothing (arXiv:1512.00567),
+              z-loss (PaLM, arXiv:2204.02311, section 5), written from their formulas
+    """
+    maximum, total = _finite(normalisers[0]), normalisers[1]
+    exponentials, shift = (None, maximum) if work is None else work
+    counted = targets != terms.ignore_index
+    scale = counted.to(total.dtype) if scale is None else scale.masked_fill(~counted, 0)
+    factor = scale * (shift - maximum).exp() / total
+    if terms.z_loss:
+        factor = factor * (1 + 2 * terms.z_loss * (maximum + total.log()))
+    factor = factor.masked_fill(~counted, 0)  # where nothing but -inf is 0 / 0
+    if exponentials is None:
+        exponentials = torch.zeros_like(logits, dtype=total.dtype)
+        torch.sub(logits[:, : vocab.valid], maximum[:, None], out=exponentials[:, : vocab.valid]).exp_()
+    gradient = exponentials.mul_(factor[:, None])
+    if vocab.valid:
+        if terms.label_smoothing:
+            gradient[:, : vocab.valid] -= (scale * (terms.label_smoothing / vocab.entries))[:, None]
+        local, here = _target(targets, vocab)
+        gradient.scatter_add_(1, local, -((1 - terms.label_smoothing) * scale * here)[:, None])
+    return gradient.to(logits.dtype)
+
+
+def _finite(maximum: Tensor) -> Tensor:
+    """Something to subtract from logits of this maximum: -inf - -inf would be NaN."""
+    return maximum.clamp(min=torch.finfo(maximum.dtype).min)
+
+
+def _target(targets: Tensor, vocab: VocabSlice) -> tuple[Tensor, Tensor]:
     """Each target's column (T, 1) in this slice, clamped, and whether it is there (T,)."""
-    local = targets - first
-    return local.clamp(0, size - 1)[:, None], (local >= 0) & (local < size)
+    local = targets - vocab.first
+    return local.clamp(0, vocab.valid - 1)[:, None], (local >= 0) & (local < vocab.valid)
 
 
 def cross_entropy_cost(tokens: int, vocab: int, itemsize: int, backward: bool = False) -> Cost:

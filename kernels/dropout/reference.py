@@ -1,9 +1,22 @@
-"""Dropout whose mask is drawn again wherever it is needed, never stored: the specification (torch only)."""
+"""Dropout whose mask is drawn again wherever it is needed, never stored, and what a row-parallel linear adds beside it:
+the specification (torch only)."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
 from ..cost import Cost
 from ..philox.reference import random_words
+
+if TYPE_CHECKING:
+    from ..finish import Dropout, Finish
+
+
+def _dropped(start: Tensor, key: int, p: float, width: int) -> Tensor:
+    return random_words(key, start, width) < round(p * 2**32)
 
 
 def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
@@ -15,10 +28,52 @@ def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
     Traffic:  see dropout_cost; no mask in memory between forward and backward
     Source:   Philox (kernels/philox); mask by comparison of the 32-bit word, as integers
     """
-    keep = random_words(key, start, x.shape[-1]) >= round(p * 2**32)
-    return x * keep * (1.0 / (1.0 - p))
+    return (x * (1.0 / (1.0 - p))).masked_fill_(_dropped(start, key, p, x.shape[-1]), 0)
+
+
+def finish_forward(x: Tensor, finish: Finish) -> Tensor:
+    """residual + dropout(x + bias), whichever of them are given (finish.norm is not looked at); else x itself.
+
+    Shapes:   x (M, N), which may be overwritten: the result can take its place; finish as in kernels/finish.py
+    Numerics: in promote_types(x.dtype, float32), rounded once to x.dtype
+    Traffic:  see finish_cost
+    """
+    if all(part is None for part in (finish.bias, finish.dropout, finish.residual)):
+        return x
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if finish.bias is not None:
+        y += finish.bias
+    if finish.dropout is not None:
+        start, key, p = finish.dropout
+        y.mul_(1.0 / (1.0 - p)).masked_fill_(_dropped(start, key, p, y.shape[-1]), 0)
+    if finish.residual is not None:
+        y += finish.residual
+    return y.to(x.dtype)
+
+
+def finish_backward(dz: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Tensor, Tensor | None]:
+    """(dx, dbias or None) of finish_forward; the residual's gradient is dz.
+
+    Math:     dx = dropout(dz), dz itself without dropout; dbias = sum_m dx as rounded, if `bias`
+    Shapes:   dz, dx (M, N); dbias (N,)
+    Numerics: dx as dropout_apply; dbias accumulated in at least float32, rounded once to dz.dtype
+    Traffic:  see finish_cost
+    """
+    dx = dz if dropout is None else dropout_apply(dz, *dropout)
+    return dx, dx.sum(0) if bias else None
 
 
 def dropout_cost(m: int, n: int, itemsize: int) -> Cost:
     """x in, y out; about 20 integer operations per element for Philox are not counted as flops."""
-    return Cost(m * n, 2 * m * n * itemsize + 8 * m)
+    return finish_cost(m, n, itemsize, dropout=True)
+
+
+def finish_cost(
+    m: int, n: int, itemsize: int, *, bias: bool = False, dropout: bool = False, residual: bool = False,
+    backward: bool = False,
+) -> Cost:  # fmt: skip
+    """Forward reads x, the residual and the bias and writes z; backward reads dz, writes dx if there is dropout (it is
+    dz otherwise), and dbias. 8 bytes of start a row with dropout."""
+    rows = (1 + dropout if backward else 2 + residual) * m * n
+    flops = (bias + dropout + (residual and not backward)) * m * n
+    return Cost(flops, (rows + bias * n) * itemsize + dropout * 8 * m)

@@ -3,16 +3,34 @@
 Letters: M rows (tokens), N columns (hidden).
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..cost import Cost
+from ..dropout.reference import finish_forward
+
+if TYPE_CHECKING:
+    from ..finish import Finish
+
+
+class Norm(NamedTuple):
+    """A norm over rows of N: kind "layernorm" or "rmsnorm", weight (N,), bias (N,) or None (unused by rmsnorm), eps."""
+
+    kind: str
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
 
 # The second statistic of RMSNorm does not exist, so `mean` is None there; everything else has one shape for both.
 Statistics = tuple[Tensor | None, Tensor]
 
 
-def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> tuple[Tensor, Statistics]:
+def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     """Normalise each row of x, then scale (and shift).
 
     Math:     layernorm y = (x - mean) * rstd * weight + bias, rstd = (var + eps)**-0.5 (biased variance);
@@ -22,6 +40,7 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps:
     Traffic:  see norm_cost
     Source:   Ba et al. 2016 (arXiv:1607.06450); Zhang & Sennrich 2019 (arXiv:1910.07467), eps inside the root
     """
+    kind, weight, bias, eps = norm
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)  # before native_layer_norm too: on a CPU it would keep bfloat16 statistics for bfloat16 rows
     if kind == "layernorm":
@@ -32,32 +51,57 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps:
     return (wide * rstd * weight).to(x.dtype), (None, rstd)
 
 
+def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Statistics]:
+    """(z, norm(z), statistics of z) of z = residual + dropout(x + bias), whichever of them are given.
+
+    Shapes:   as norm_forward; x may be overwritten: z can take its place, and is x if nothing is given
+    Numerics: z as finish_forward; the norm is of z as rounded to x.dtype
+    Traffic:  see norm_cost
+    """
+    assert finish.norm is not None
+    z = finish_forward(x, finish)
+    return z, *norm_forward(z, finish.norm)
+
+
 def norm_backward(
-    dy: Tensor, x: Tensor, statistics: Statistics, weight: Tensor, bias: Tensor | None, kind: str
+    dy: Tensor, x: Tensor, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients (dx, dweight, dbias) of norm_forward from its input and statistics; the output is not needed.
 
     Math:     with xhat the normalised row and g = dy * weight:
               dx = rstd * (g - mean(g) - xhat * mean(g * xhat))   (no mean(g) term for rmsnorm)
               dweight = sum_m dy * xhat, dbias = sum_m dy
+              dresidual (M, N), the gradient that reaches x along a residual path, is added to dx before it is rounded
     """
-    mean, rstd = statistics
+    (mean, rstd), (kind, weight, bias, _) = statistics, norm
     dtype = torch.promote_types(x.dtype, torch.float32)
     if kind == "layernorm":
         shift, wanted = (None, [True, True, False]) if bias is None else (bias.to(dtype), [True, True, True])
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dy.to(dtype), x.to(dtype), (x.shape[-1],), mean, rstd, weight.to(dtype), shift, wanted
         )
-        return dx.to(x.dtype), dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
-    normalised = x.to(dtype) * rstd
-    g = dy.to(dtype) * weight
-    dx = rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (dy.to(dtype) * normalised).sum(0).to(weight.dtype), None
+    else:
+        normalised = x.to(dtype) * rstd
+        g = dy.to(dtype) * weight
+        dx = rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))
+        dweight, bias = (dy.to(dtype) * normalised).sum(0), None
+    if dresidual is not None:
+        dx += dresidual
+    return dx.to(x.dtype), dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
 
 
-def norm_cost(m: int, n: int, itemsize: int, kind: str = "layernorm", backward: bool = False) -> Cost:
-    """Forward reads x, writes y and the statistics; backward reads x, dy and writes dx (weights: one row each)."""
+def norm_cost(
+    m: int, n: int, itemsize: int, kind: str = "layernorm", backward: bool = False,
+    *, bias: bool = False, dropout: bool = False, residual: bool = False,
+) -> Cost:  # fmt: skip
+    """Forward reads x, writes y and the statistics; backward reads x, dy and writes dx (weights: one row each).
+
+    bias, dropout, residual: finish_norm_forward with these, which reads them and writes z as well; for a backward,
+    residual is dresidual, and the others have no part in it.
+    """
     statistics = 4 * m * (2 if kind == "layernorm" else 1)
-    rows = (3 if backward else 2) * m * n * itemsize
+    added = residual if backward else bias + dropout + residual
+    operands = 3 + residual if backward else 2 + residual + bool(added)
     flops_per_element = (11 if backward else 7) if kind == "layernorm" else (9 if backward else 4)
-    return Cost(flops_per_element * m * n, rows + statistics + 2 * n * itemsize)
+    vectors = (2 + (bias and not backward)) * n * itemsize + (8 * m if dropout and not backward else 0)
+    return Cost((flops_per_element + added) * m * n, operands * m * n * itemsize + statistics + vectors)

@@ -1,37 +1,67 @@
-"""Rotary position embedding: the specification (torch only), table, rotation (its own inverse's mirror) and cost."""
+"""Rotary position embedding: the specification (torch only), table, rotation (its own inverse's mirror) and cost.
+
+Letters: T tokens, d elements of a head.
+"""
 
 import torch
 from torch import Tensor
 
 from ..cost import Cost
 
+Table = tuple[Tensor, Tensor]  # cos and sin, each (length, d / 2); a row is a position
 
-def rope_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (tokens, head_dim / 2) of position * base**(-2i / head_dim), in promote_types(dtype, float32)."""
+
+def rope_table(length: int, head_dim: int, base: float, dtype: torch.dtype, device: torch.device | str) -> Table:
+    """cos and sin of position * base**(-2i / d) for positions 0 to length - 1, in promote_types(dtype, float32).
+
+    Angles are float64, rounded once: far positions in float32 would be off by thousandths of a radian.
+    """
     wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
-    angle = positions.double()[:, None] * torch.pow(torch.tensor(base, dtype=torch.float64), -exponent)
+    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    angle = torch.arange(length, device=device, dtype=torch.float64)[:, None] * base**-exponent
     return angle.cos().to(wide), angle.sin().to(wide)
 
 
-def rope_rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate each pair (x[i], x[i + head_dim/2]) by its position's angle; inverse rotates back (the backward).
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second of every pair, as views."""
+    return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
 
-    Math:     y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin, halves of the head dim ("half" convention, as in Llama)
-    Shapes:   x (T, heads, head_dim); cos, sin (T, head_dim / 2); y like x, contiguous
+
+def rope_rotate(
+    q: Tensor, k: Tensor, table: Table, positions: Tensor, interleaved: bool = False, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate each pair of elements of every head by its token's angle; inverse rotates back (the backward).
+
+    Math:     y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin. Pairs are (i, i + d/2) ("half", as in Hugging Face's Llama),
+              or (2i, 2i + 1) if interleaved (as in GPT-J)
+    Shapes:   q (T, heads, d), k (T, kv_heads, d), any strides, d even; table: cos and sin (length, d / 2) in
+              promote_types(q.dtype, float32); positions (T,) int64 or int32 in [0, length), the table's rows, in any
+              order: documents restart, samples may start anywhere; results like q and k, contiguous
     Numerics: in the table's dtype, rounded once at the store
     Traffic:  see rope_cost
-    Source:   Su et al. 2021 (arXiv:2104.09864); pairing of Hugging Face Llama checkpoints
+    Source:   Su et al. 2021 (arXiv:2104.09864); half: Hugging Face Llama checkpoints
     """
-    cos, sin = cos[:, None], -sin[:, None] if inverse else sin[:, None]
-    first, second = x.chunk(2, -1)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    y1, y2 = y.chunk(2, -1)
-    y1.copy_(first * cos - second * sin)
-    y2.copy_(second * cos + first * sin)
-    return y
+    cos, sin = (rows.index_select(0, positions)[:, None] for rows in table)
+    sign = -1 if inverse else 1
+    results = []
+    for x in (q, k):
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        x1, x2 = _pairs(x, interleaved)
+        y1, y2 = _pairs(y, interleaved)
+        if x.dtype == cos.dtype:
+            torch.addcmul(torch.mul(x1, cos, out=y1), x2, sin, value=-sign, out=y1)
+            torch.addcmul(torch.mul(x2, cos, out=y2), x1, sin, value=sign, out=y2)
+        else:
+            y1.copy_((x1 * cos).addcmul_(x2, sin, value=-sign))
+            y2.copy_((x2 * cos).addcmul_(x1, sin, value=sign))
+        results.append(y)
+    return results[0], results[1]
 
 
-def rope_cost(tokens: int, heads: int, head_dim: int, itemsize: int) -> Cost:
-    """x in, y out, and the float32 table once."""
-    return Cost(3 * tokens * heads * head_dim, 2 * tokens * heads * head_dim * itemsize + 4 * tokens * head_dim)
+def rope_cost(tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Cost:
+    """q and k in and out, 3 flops an element; positions (int64) and the table's row (float32) once per token.
+
+    The heads of a token find that row in the cache, and so do samples at equal positions: memory sees less.
+    """
+    elements = tokens * (heads + kv_heads) * head_dim
+    return Cost(3 * elements, 2 * elements * itemsize + tokens * (4 * head_dim + 8))

@@ -1,102 +1,269 @@
-"""Cross entropy from slices of the vocabulary, however uneven, equals F.cross_entropy of the whole in float64."""
+"""Cross entropy from slices of the vocabulary, however uneven, equals F.cross_entropy of the whole in float64: the
+reference by itself, and the kernels, whose logits stand between NaNs, in the interpreter and on a GPU."""
+
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import WorkerPool
 from testing import assert_kernel_close
 from torch import Tensor
 
-from tpformer.kernels.cross_entropy.reference import (
-    combine_statistics,
-    cross_entropy_cost,
-    slice_gradient,
-    slice_statistics,
-)
+from tpformer.kernels.cross_entropy import reference
+from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice, cross_entropy_cost
+
+PLAIN = LossTerms()
+TERMS = (PLAIN, LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2), LossTerms(5, 0.3, 1e-3))
+NAN = float("nan")
 
 
-def in_slices(logits: Tensor, targets: Tensor, scale: Tensor, per_slice: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """(losses, dlogits) from slices of per_slice entries, of which those from `vocab` on are padding."""
-    losses, gradients, statistics, exponentials = None, [], [], []
-    starts = range(0, logits.shape[1], per_slice)
-    for first in starts:
-        mine, exps = slice_statistics(logits[:, first : min(first + per_slice, vocab)], targets, first)
-        statistics.append(mine)
-        exponentials.append(exps)
-    maximum, total, losses = combine_statistics(torch.stack(statistics))
-    for first, mine, exps in zip(starts, statistics, exponentials, strict=True):
-        factor = (mine[0] - maximum).exp() / total
-        gradient = slice_gradient(exps, factor, targets, scale[:, 0].to(exps.dtype), first)
-        padding = min(per_slice, logits.shape[1] - first) - gradient.shape[1]
-        gradients.append(F.pad(gradient, (0, padding)).to(logits.dtype))
+def slices(columns: int, per_slice: int, vocab: int) -> list[VocabSlice]:
+    return [VocabSlice(first, per_slice, vocab) for first in range(0, columns, per_slice)]
+
+
+def strided(x: Tensor) -> Tensor:
+    """x between NaNs, in rows that start at multiples of 16 elements if x's width is such a multiple."""
+    wide = x.new_full((x.shape[0], x.shape[1] + 32), NAN)
+    wide[:, 16:-16] = x
+    return wide[:, 16:-16]
+
+
+def in_slices(
+    kernels: Any, logits: Tensor, targets: Tensor, scale: Tensor | None, per_slice: int, vocab: int,
+    terms: LossTerms = PLAIN, rebuild: bool = False, in_place: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(losses, dlogits) from slices of per_slice columns, of which those from `vocab` on are padding."""
+    pieces = slices(logits.shape[1], per_slice, vocab)
+    inputs = [strided(logits[:, piece.first : piece.first + per_slice]) for piece in pieces]
+    for x, piece in zip(inputs, pieces, strict=True):
+        x[:, piece.valid :] = NAN
+    before = [x.clone() for x in inputs]
+    steps = [kernels.slice_statistics(x, targets, piece, terms) for x, piece in zip(inputs, pieces, strict=True)]
+    parts = torch.stack([statistics for statistics, _ in steps])
+    assert parts.shape == (len(pieces), terms.rows, len(targets))
+    normalisers, losses = kernels.combine_statistics(parts, targets, pieces[0], terms)
+    assert all(torch.equal(x, y) for x, y in zip(map(bits, inputs), map(bits, before), strict=True))
+    scale = None if scale is None else scale.to(losses.dtype)
+    gradients = [
+        kernels.slice_gradient(
+            x, normalisers, targets, scale, piece, terms, work=None if rebuild else work, in_place=in_place
+        )
+        for x, piece, (_, work) in zip(inputs, pieces, steps, strict=True)
+    ]
+    for x, gradient, own in zip(inputs, gradients, before, strict=True):
+        assert gradient.dtype == x.dtype and gradient.shape == x.shape
+        if not in_place:
+            assert torch.equal(bits(x), bits(own))
+        whole = x._base
+        assert bool(whole[:, :16].isnan().all()) and bool(whole[:, -16:].isnan().all())  # nothing written beside
     return losses, torch.cat(gradients, 1)
 
 
-def by_torch(logits: Tensor, targets: Tensor, scale: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def bits(x: Tensor) -> Tensor:
+    """NaN differs from itself; integers do not."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def by_torch(
+    logits: Tensor, targets: Tensor, scale: Tensor | None, vocab: int, terms: LossTerms = PLAIN
+) -> tuple[Tensor, Tensor]:
     leaf = logits.detach().requires_grad_()
-    losses = F.cross_entropy(leaf[:, :vocab], targets, reduction="none")
-    (gradient,) = torch.autograd.grad(losses, leaf, scale[:, 0].to(losses.dtype))
+    valid, ignore, smoothing = leaf[:, :vocab], terms.ignore_index, terms.label_smoothing
+    losses = F.cross_entropy(valid, targets, reduction="none", ignore_index=ignore, label_smoothing=smoothing)
+    if terms.z_loss:
+        losses = losses + terms.z_loss * valid.logsumexp(-1).square() * (targets != ignore)
+    upstream = torch.ones_like(losses) if scale is None else scale.to(losses.dtype)
+    (gradient,) = torch.autograd.grad(losses, leaf, upstream)
     return losses.detach(), gradient
 
 
-# padding may fill part of the last slice, all of it, or several slices
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 7), st.integers(1, 20), st.integers(0, 12), st.integers(1, 12), st.integers(0, 1000))
-def test_slices_equal_the_whole(tokens, vocab, padding, per_slice, seed):
+def draw(
+    seed: int, tokens: int, vocab: int, padding: int, dtype: torch.dtype, device: str = "cpu", ignore: int = -100
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits with padding that would dominate if it were counted, targets of which every third is ignored, scale."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, vocab + padding, generator=generator, dtype=torch.float64) * 3
-    logits[:, vocab:] = 50.0  # would dominate if it were counted
+    logits[:, vocab:] = 50.0
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    scale = torch.randn(tokens, 1, generator=generator, dtype=torch.float64)
-    losses, gradient = in_slices(logits, targets, scale, per_slice, vocab)
-    expected_losses, expected_gradient = by_torch(logits, targets, scale, vocab)
+    targets[2::3] = ignore
+    scale = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    return logits.to(device, dtype), targets.to(device), scale.to(device)
+
+
+def check(kernels: Any, case: tuple[Tensor, Tensor, Tensor | None], per_slice: int, vocab: int, terms, **how) -> None:
+    """Losses and gradients against float64; the baseline is torch in float32, rounded once."""
+    logits, targets, scale = case
+    losses, gradient = in_slices(kernels, logits, targets, scale, per_slice, vocab, terms, **how)
+    oracle = by_torch(logits.double(), targets, scale, vocab, terms)
+    baseline = by_torch(logits.float(), targets, scale, vocab, terms)
+    name = f"{tuple(logits.shape)} {logits.dtype} by {per_slice}, {terms}, {how}"
+    assert_kernel_close(losses, oracle[0], baseline[0], f"losses {name}")
+    assert_kernel_close(gradient, oracle[1], baseline[1].to(logits.dtype), f"dlogits {name}")
+    assert not bool(gradient[:, vocab:].any()), name
+    assert not bool(gradient[targets == terms.ignore_index].any()), name
+
+
+# padding may fill part of the last slice, all of it, or several slices
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 7), st.integers(1, 20), st.integers(0, 12), st.integers(1, 12), st.integers(0, 1000),
+    st.sampled_from(TERMS), st.booleans(),
+)  # fmt: skip
+def test_slices_equal_the_whole(tokens, vocab, padding, per_slice, seed, terms, rebuild):
+    ignore = min(terms.ignore_index, vocab - 1)
+    terms = terms._replace(ignore_index=ignore)
+    logits, targets, scale = draw(seed, tokens, vocab, padding, torch.float64, ignore=ignore)
+    losses, gradient = in_slices(reference, logits, targets, scale, per_slice, vocab, terms, rebuild=rebuild)
+    expected_losses, expected_gradient = by_torch(logits, targets, scale, vocab, terms)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-13)
     assert torch.equal(gradient[:, vocab:], torch.zeros(tokens, padding, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("per_slice", [1, 3, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_and_huge_logits(per_slice, dtype):
-    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
-    logits[0] *= 1e4
-    logits[1, 3], logits[2, 3] = 3e38, -3e38
-    targets, scale = torch.tensor([8, 3, 0, 4, 0]), torch.ones(5, 1)
-    losses, gradient = in_slices(logits, targets, scale, per_slice, 9)
-    oracle = by_torch(logits.double(), targets, scale.double(), 9)
-    baseline = by_torch(logits.to(torch.float32), targets, scale, 9)
-    assert losses.dtype == torch.float32 and gradient.dtype == dtype
-    assert_kernel_close(losses, oracle[0], baseline[0], "losses")
-    assert_kernel_close(gradient, oracle[1], baseline[1].to(dtype), "dlogits")
+def huge_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+    logits, _, scale = draw(0, 5, 9, 0, dtype, device)
+    largest = 6e4 if dtype == torch.float16 else 3e38
+    logits[0] *= 1e3
+    logits[1, 3], logits[2, 3] = largest, -largest
+    targets = torch.tensor([8, 3, 0, 4, 0], device=device)
+    for per_slice in (4, 9):
+        check(kernels, (logits, targets, scale), per_slice, 9, PLAIN)
 
 
-@pytest.mark.parametrize("offset", [1e4, 1e30])
-def test_large_offset_costs_the_loss_nothing(offset):
-    """Losses see differences of logits only; nine equal ones are log 9, whatever they are equal to."""
-    logits = torch.full((2, 9), offset)
-    losses, _ = in_slices(logits, torch.tensor([0, 8]), torch.ones(2, 1), 4, 9)
-    torch.testing.assert_close(losses, torch.full((2,), 9.0).log(), rtol=1e-6, atol=0)
+def equal_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Losses and gradients see differences only; nine equal logits are log 9 and 1/9, whatever they are equal to.
+
+    Slices of 4, 4, 1 and none of them.
+    """
+    for offset in (1e4, 6e4) if dtype == torch.float16 else (1e4, 3e38):
+        logits = torch.full((2, 13), offset, dtype=dtype, device=device)
+        targets = torch.tensor([0, 8], device=device)
+        for terms in TERMS[:2]:
+            losses, gradient = in_slices(kernels, logits, targets, None, 4, 9, terms)
+            torch.testing.assert_close(losses, torch.full_like(losses, 9.0).log(), rtol=1e-6, atol=0)
+            others, expected = gradient[0, 1:9].float(), (1 - terms.label_smoothing) / 9
+            torch.testing.assert_close(
+                others, torch.full_like(others, expected), rtol=4 * torch.finfo(dtype).eps, atol=0
+            )
 
 
-def test_equal_huge_logits_share_the_probability():
-    """The gradient sees differences only, too: nine equal logits have probability 1/9 each."""
-    _, gradient = in_slices(torch.full((1, 9), 1e30), torch.tensor([0]), torch.ones(1, 1), 4, 9)
-    torch.testing.assert_close(gradient[0, 1:], torch.full((8,), 1 / 9), rtol=1e-6, atol=0)
+def infinite_logits(kernels: Any, device: str = "cpu") -> None:
+    """Entries of -inf have probability 0; a slice may hold nothing else."""
+    logits, targets, scale = draw(1, 4, 8, 0, torch.float32, device)
+    logits[0, :4] = logits[1, 4:] = logits[3, ::3] = -torch.inf
+    targets[:4] = torch.tensor([6, 1, -100, 1], device=device)
+    for per_slice in (4, 8):
+        check(kernels, (logits, targets, scale), per_slice, 8, PLAIN)
+    statistics, _ = kernels.slice_statistics(logits[:, :4], targets, VocabSlice(0, 4, 8), PLAIN)
+    assert statistics[:, 0].tolist() == [-torch.inf, 0, 0]
+    # the mean of the logits is -inf: so says the definition, and torch; the gradient is finite nonetheless
+    smooth = LossTerms(label_smoothing=0.1)
+    losses, gradient = in_slices(kernels, logits, targets, scale, 4, 8, smooth)
+    assert losses.tolist() == [torch.inf, torch.inf, 0, torch.inf]
+    oracle, baseline = (by_torch(x, targets, scale, 8, smooth)[1] for x in (logits.double(), logits))
+    assert_kernel_close(gradient, oracle, baseline, "dlogits")
+    # nothing but -inf: an ignored row is 0 all the same
+    nothing = torch.full((1, 8), -torch.inf, device=device)
+    losses, gradient = in_slices(kernels, nothing, targets[2:3], None, 4, 8)
+    assert losses.tolist() == [0] and not bool(gradient.any())
 
 
-def test_empty_slice_takes_no_part():
-    logits, targets = torch.empty(3, 0), torch.tensor([0, 1, 2])
-    statistics, exponentials = slice_statistics(logits, targets, 8)
-    assert torch.equal(statistics, torch.tensor([[-torch.inf] * 3, [0.0] * 3, [0.0] * 3]))
-    assert slice_gradient(exponentials, torch.zeros(3), targets, torch.ones(3), 8).shape == (3, 0)
+def empty(kernels: Any, device: str = "cpu") -> None:
+    """A slice without entries takes no part, with columns of padding or with none; no tokens are no error."""
+    targets = torch.tensor([0, 1, 2], device=device)
+    for terms in TERMS[:2]:
+        for columns in (0, 3):
+            logits, vocab = torch.full((3, columns), NAN, device=device), VocabSlice(8, 4, 8)
+            statistics, work = kernels.slice_statistics(logits, targets, vocab, terms)
+            assert statistics.tolist() == [[-torch.inf] * 3, *[[0.0] * 3] * (terms.rows - 1)]
+            for taken in (work, None):
+                normalisers = torch.ones(2, 3, device=device)
+                gradient = kernels.slice_gradient(logits, normalisers, targets, None, vocab, terms, work=taken)
+                assert torch.equal(gradient, torch.zeros(3, columns, device=device))
+        logits, vocab = torch.zeros(0, 4, device=device), VocabSlice(0, 4, 4)
+        statistics, work = kernels.slice_statistics(logits, targets[:0], vocab, terms)
+        normalisers, losses = kernels.combine_statistics(statistics[None], targets[:0], vocab, terms)
+        gradient = kernels.slice_gradient(logits, normalisers, targets[:0], None, vocab, terms, work=work)
+        assert (normalisers.shape, losses.shape, gradient.shape) == ((2, 0), (0,), (0, 4))
 
 
-def test_ignored_tokens_have_no_gradient():
-    logits = torch.randn(2, 4, dtype=torch.float64)
-    targets, scale = torch.tensor([-100, 2]), torch.tensor([[0.0], [1.0]], dtype=torch.float64)
-    _, gradient = in_slices(logits, targets, scale, 2, 4)
-    assert torch.equal(gradient[0], torch.zeros(4, dtype=torch.float64)) and bool(gradient[1].any())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reference_in_low_precision(dtype):
+    huge_logits(reference, dtype)
+    equal_logits(reference, dtype)
+    for terms in TERMS:
+        check(reference, draw(2, 7, 40, 3, dtype, ignore=terms.ignore_index), 16, 40, terms)
+
+
+def test_reference_at_the_edges():
+    infinite_logits(reference)
+    empty(reference)
+
+
+def kernel() -> Any:
+    return import_module("tpformer.kernels.cross_entropy.kernel")
+
+
+def widths_and_terms(dtype: torch.dtype, device: str = "cpu", turn: int | None = None) -> None:
+    """All terms at every width, or with `turn` one of them, another at each width and turn.
+
+    One entry, odd ones, rows of 16-byte vectors, several blocks; slices with some, much or nothing but padding.
+    """
+    for seed, (vocab, padding, per_slice) in enumerate(
+        [(1, 0, 1), (3, 2, 2), (17, 0, 17), (64, 0, 64), (60, 4, 64), (33, 31, 16), (1000, 24, 1024), (1001, 0, 501)]
+    ):
+        for terms in TERMS if turn is None else [TERMS[(seed + turn) % len(TERMS)]]:
+            if vocab == 1:  # other terms' gradients are what is left of 1 - 1: no measure of what rounding is right
+                terms = terms._replace(label_smoothing=0.0, z_loss=0.0)
+            ignore = min(terms.ignore_index, vocab - 1)
+            case = draw(seed, 3, vocab, padding, dtype, device, ignore)
+            check(kernel(), case, per_slice, vocab, terms._replace(ignore_index=ignore), in_place=seed % 2 == 0)
+
+
+def memory_and_repeats(device: str = "cpu") -> None:
+    """What is read, copied, kept and overwritten, with rows of whole blocks and a rest; the same bits every time."""
+    vocab, terms = VocabSlice(0, 600, 600), TERMS[3]
+    logits, targets, scale = draw(3, 3, 600, 0, torch.float32, device, terms.ignore_index)
+    results = []
+    for x in (logits, logits.t().contiguous().t(), logits):
+        statistics, _ = kernel().slice_statistics(x, targets, vocab, terms)
+        normalisers, losses = kernel().combine_statistics(statistics[None], targets, vocab, terms)
+        given = (normalisers, targets, scale.float(), vocab, terms)
+        results.append((statistics, losses, kernel().slice_gradient(x, *given)))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    # an upstream gradient of ones is one number without strides, or none
+    ones = (torch.ones((), device=device).expand(3), None)
+    one, other = (kernel().slice_gradient(logits, normalisers, targets, scale, vocab, terms) for scale in ones)
+    assert torch.equal(one, other)
+    logits[2] = NAN  # ignored, so the gradient does not read it
+    gradient = kernel().slice_gradient(logits, *given, in_place=True)
+    assert gradient.data_ptr() == logits.data_ptr() and torch.equal(gradient, results[0][2])
+
+
+def in_the_interpreter(short: bool) -> None:
+    torch.use_deterministic_algorithms(True)  # torch fills what it allocates with NaNs
+    try:
+        assert bool(torch.empty(3).isnan().all()) and bool(torch.zeros(1).new_empty(3).isnan().all())
+        for turn, dtype in enumerate((torch.float32, torch.float16)):
+            widths_and_terms(dtype, turn=turn if short else None)
+            huge_logits(kernel(), dtype)
+            equal_logits(kernel(), dtype)
+        infinite_logits(kernel())
+        empty(kernel())
+        memory_and_repeats()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.proof)])
+def test_kernels_in_the_interpreter(interpreted: WorkerPool, short: bool) -> None:
+    pytest.importorskip("triton")
+    interpreted(1).run(in_the_interpreter, short, timeout=150)
 
 
 # by hand: the logits once (twice backward), three float32 a token
@@ -106,3 +273,39 @@ def test_ignored_tokens_have_no_gradient():
 )
 def test_cost(arguments, expected):
     assert cross_entropy_cost(*arguments) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_gpu(dtype: torch.dtype) -> None:
+    widths_and_terms(dtype, "cuda")
+    huge_logits(kernel(), dtype, "cuda")
+    equal_logits(kernel(), dtype, "cuda")
+    for vocab, padding, per_slice in ((50257, 47, 25152), (50257, 0, 50257), (128256, 0, 128256), (128256, 0, 16032)):
+        for terms in TERMS:
+            case = draw(9, 131, vocab, padding, dtype, "cuda", terms.ignore_index)
+            check(kernel(), case, per_slice, vocab, terms, in_place=terms is PLAIN)
+
+
+@pytest.mark.gpu
+def test_edges_on_gpu() -> None:
+    infinite_logits(kernel(), "cuda")
+    empty(kernel(), "cuda")
+    memory_and_repeats("cuda")
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits_on_gpu() -> None:
+    tokens, vocab = 2**31 // 50304 + 9, VocabSlice(0, 50304, 50304)
+    logits = torch.zeros(tokens, 50304, dtype=torch.bfloat16, device="cuda")
+    targets = torch.arange(tokens, device="cuda")
+    logits[-1] = torch.randn(50304, generator=torch.Generator().manual_seed(0))
+
+    def run(x: Tensor, targets: Tensor, **memory: bool) -> tuple[Tensor, Tensor]:
+        statistics, _ = kernel().slice_statistics(x, targets, vocab, TERMS[1])
+        normalisers, losses = kernel().combine_statistics(statistics[None], targets, vocab, TERMS[1])
+        return losses, kernel().slice_gradient(x, normalisers, targets, None, vocab, TERMS[1], **memory)
+
+    alone = run(logits[-1:].clone(), targets[-1:])
+    losses, gradient = run(logits, targets, in_place=True)
+    assert torch.equal(losses[-1:], alone[0]) and torch.equal(gradient[-1:], alone[1])

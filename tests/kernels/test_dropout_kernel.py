@@ -1,19 +1,27 @@
-"""Dropout keeps the promised fraction at the promised scale, from the mask of the global index alone."""
+"""Dropout keeps the promised fraction at the promised scale, from the mask of the global index alone; so does its
+kernel, bit for bit. What a row-parallel linear adds beside it is right, forward and backward."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import WorkerPool
+from row_checks import BEYOND_32_BITS, HIGH_KEY, check_finished, draw, draw_dropout, poisoned_memory
+from testing import assert_kernel_close
+from torch import Tensor
 
-from tpformer.kernels.dropout.reference import dropout_apply, dropout_cost
+from tpformer.kernels.dropout import reference
+from tpformer.kernels.dropout.reference import dropout_apply, dropout_cost, finish_cost, finish_forward
+from tpformer.kernels.finish import NOTHING, Dropout, Finish
 from tpformer.kernels.philox.reference import random_words
 
 KEY = 12345
 
 
-def starts(rows: int, width: int) -> torch.Tensor:
+def starts(rows: int, width: int) -> Tensor:
     return torch.arange(rows) * width
 
 
@@ -62,9 +70,158 @@ def test_masks_of_different_keys_and_tokens_differ():
         assert abs(float((a == b).double().mean()) - 0.5) < 5 * 0.5 / math.sqrt(a.numel())
 
 
+def check_finish(module, rows: int, n: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """finish_forward and finish_backward with every choice of bias, dropout and residual."""
+    x, residual, dz, bias = draw(n, dtype, device, (rows, n), (rows, n), (rows, n), (n,))
+    dropout = draw_dropout(rows, n, 0.4, device)
+    for parts in itertools.product((None, bias), (None, dropout), (None, residual)):
+        finish, given = Finish(*parts), x.clone()  # which may be overwritten
+        name = f"{module.__name__} ({rows}, {n}) {dtype} {[part is not None for part in parts]}"
+        with poisoned_memory():
+            z = module.finish_forward(given, finish)
+        assert (z is given) or finish != NOTHING, name
+        check_finished(z, x, finish, f"z {name}")
+        if parts[2] is None:
+            check_finish_backward(module, dz, parts[1], parts[0] is not None, name)
+
+
+def check_finish_backward(module, dz: Tensor, dropout: Dropout | None, bias: bool, name: str) -> None:
+    with poisoned_memory():
+        dx, dbias = module.finish_backward(dz, dropout, bias)
+    if dropout is None:
+        assert dx is dz, name
+    else:
+        # by the definition: words, compared as integers; one multiplication, rounded once
+        keep = random_words(dropout.key, dropout.start, dz.shape[1]) >= round(dropout.p * 2**32)
+        assert torch.equal(dx, torch.where(keep, dz * (1 / (1 - dropout.p)), 0)), f"dx {name}"
+    assert (dbias is None) != bias, name
+    if bias:  # the sum of what is stored, not of what was before its rounding
+        wide = dx.to(torch.promote_types(dx.dtype, torch.float32))
+        assert_kernel_close(dbias, dx.double().sum(0), wide.sum(0).to(dx.dtype), f"dbias {name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_finish(dtype):
+    for rows, n in ((5, 12), (1, 7)):
+        check_finish(reference, rows, n, dtype)
+
+
+def test_wide_rows_are_finished_in_place():
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    finish = Finish(torch.randn(8), draw_dropout(3, 8, 0.4), residual)
+    expected = finish.apply(x)
+    z = finish_forward(x, finish)
+    assert z.data_ptr() == x.data_ptr() and torch.equal(z, expected)
+
+
+def interpreted_finishes() -> None:
+    from tpformer.kernels.dropout import kernel
+
+    for (rows, n), dtype in itertools.product(((1, 1), (5, 7), (3, 36)), (torch.float32, torch.float16)):
+        check_finish(kernel, rows, n, dtype)
+
+
+def test_kernels_finish(interpreted: WorkerPool) -> None:
+    interpreted(1).run(interpreted_finishes, timeout=120)
+
+
+# the first is 2**32 as an integer: nothing is kept; the last is 0: everything is
+PROBABILITIES = (1 - 2.0**-34, 1 - 1e-9, 0.9, 0.5, 0.1, 1e-9, 0.0)
+
+
+def check_bits(kernel, rows: int, widths: tuple[int, ...], device: str = "cpu") -> None:
+    """The kernel's dropout is the reference's on a CPU, bit for bit; what is dropped may be infinite."""
+    for n, key in itertools.product(widths, (0, 1, HIGH_KEY, 2**64 - 1)):
+        first = BEYOND_32_BITS if n % 4 == 0 else BEYOND_32_BITS + 3
+        start = first + torch.arange(rows).flip(0) * n * 2**20  # rows in any order
+        for p in PROBABILITIES:
+            (x,) = draw(n, torch.float32, "cpu", (rows, n))
+            expected = dropout_apply(x, start, key, p)
+            x[expected == 0] = math.inf
+            with poisoned_memory():
+                y = kernel.dropout_apply(x.to(device), start.to(device), key, p)
+            assert torch.equal(y.cpu(), expected), (n, key, p)
+    for dtype in (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,):
+        (x,) = draw(0, dtype, "cpu", (rows, widths[0]))
+        start = torch.arange(rows) * widths[0] * 4
+        y = kernel.dropout_apply(x.to(device), start.to(device), KEY, 0.3)
+        assert torch.equal(y.cpu(), dropout_apply(x, start, KEY, 0.3)), dtype
+
+
+def interpreted_bits() -> None:
+    from tpformer.kernels.dropout import kernel
+
+    check_bits(kernel, 3, (5, 8, 36))
+    # wider than a tile, and of two kinds of strides
+    (x,) = draw(0, torch.float32, "cpu", (2, 1100))
+    start = torch.arange(2) * 1100
+    expected = dropout_apply(x, start, KEY, 0.3)
+    apart = torch.full((2, 1200), float("nan"))[:, 7:1107].copy_(x)
+    for given_ in (x, apart, x.t().contiguous().t()):
+        assert torch.equal(kernel.dropout_apply(given_, start, KEY, 0.3), expected)
+
+
+def test_kernel_bits_are_the_reference_bits(interpreted: WorkerPool) -> None:
+    interpreted(1).run(interpreted_bits, timeout=120)
+
+
+def interpreted_sums() -> None:
+    """Small integers sum exactly however rows are shared among programs; no rows sum to zero."""
+    from tpformer.kernels.dropout import kernel
+
+    for rows, n in ((1100, 5), (20, 300)):
+        dz = torch.randint(-2, 3, (rows, n)).float()
+        dropout = draw_dropout(rows, n, 0.5)
+        for programs in (1, 2, 100):
+            with poisoned_memory():
+                dx, dbias = kernel.finish_backward(dz, dropout, True, programs=programs)
+            assert torch.equal(dbias, dropout_apply(dz, *dropout).sum(0)), (rows, n, programs)
+    with poisoned_memory():
+        dx, dbias = kernel.finish_backward(dz[:0], draw_dropout(0, 300, 0.5), True)
+        z = kernel.finish_forward(dz[:0], Finish(bias=torch.ones(300)))
+    assert dx.shape == z.shape == (0, 300) and torch.equal(dbias, torch.zeros(300))
+
+
+def test_kernels_sum_over_all_programs(interpreted: WorkerPool) -> None:
+    interpreted(1).run(interpreted_sums, timeout=120)
+
+
 @pytest.mark.parametrize(
     "arguments, expected", [((2, 3, 4), (6, 64)), ((1, 8, 2), (8, 40)), ((10, 10, 8), (100, 1680))]
 )
 def test_cost(arguments, expected):
     """x in and y out, and 8 bytes of start a row."""
     assert dropout_cost(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"bias": True, "dropout": True, "residual": True}, (18, 3 * 24 + 12 + 16)),  # x, residual, z; bias; starts
+        ({"residual": True}, (6, 3 * 24)),
+        ({"bias": True, "dropout": True, "backward": True}, (12, 2 * 24 + 12 + 16)),  # dz, dx; dbias; starts
+        ({"bias": True, "residual": True, "backward": True}, (6, 24 + 12)),  # dz; dbias
+    ],
+)
+def test_finish_cost(options, expected):
+    assert finish_cost(2, 3, 4, **options) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (10000, 64), (8192, 4096), (17, 32768), (1000, 5120), (100, 5001)])
+def test_on_gpu(shape, dtype) -> None:
+    from tpformer.kernels.dropout import kernel
+
+    check_finish(kernel, *shape, dtype, "cuda")
+    (dz,) = draw(1, dtype, "cuda", shape)
+    dropout = draw_dropout(*shape, 0.1, "cuda")
+    (_, first), (_, second) = (kernel.finish_backward(dz, dropout, True) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+def test_bits_on_gpu() -> None:
+    from tpformer.kernels.dropout import kernel
+
+    check_bits(kernel, 9, (5, 64, 1100, 4096, 5001), "cuda")

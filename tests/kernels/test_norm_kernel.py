@@ -1,109 +1,270 @@
-"""LayerNorm and RMSNorm references equal float64 autograd of their formulas, forward and every gradient."""
+"""LayerNorm and RMSNorm, reference and kernel, equal float64 autograd of their formulas, forward and every gradient."""
+
+import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing import assert_kernel_close
+from pool import WorkerPool
+from row_checks import (
+    BEYOND_32_BITS,
+    EPS,
+    HIGH_KEY,
+    by_autograd,
+    check_finished,
+    check_norm,
+    check_normalised,
+    draw,
+    draw_dropout,
+    draw_norm,
+    formula,
+    poisoned_memory,
+)
 from torch import Tensor
 
-from tpformer.kernels.norm.reference import norm_backward, norm_cost, norm_forward
+from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.norm import reference
+from tpformer.kernels.norm.reference import Norm, norm_backward, norm_cost, norm_forward
 
-EPS = 1e-5
-KINDS = st.sampled_from(["layernorm", "rmsnorm"])
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-
-
-def formula(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    if kind == "rmsnorm":
-        return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
-    centred = x - x.mean(-1, keepdim=True)
-    y = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
-    return y if bias is None else y + bias
-
-
-def by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    return F.rms_norm(x, x.shape[1:], weight, EPS) if kind == "rmsnorm" else F.layer_norm(x, x.shape[1:], weight, bias)
-
-
-def by_autograd(norm, x, weight, bias, dy, kind: str, compute: torch.dtype, store: torch.dtype) -> list[Tensor]:
-    """y, dx, dweight (, dbias) of `norm`, computed in one dtype and rounded once to another."""
-    inputs = [t.detach().to(compute).requires_grad_() for t in (x, weight, bias) if t is not None]
-    y = norm(inputs[0], inputs[1], inputs[2] if bias is not None else None, kind)
-    return [t.detach().to(store) for t in (y, *torch.autograd.grad(y, inputs, dy.to(compute)))]
-
-
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, kind: str) -> None:
-    y, statistics = norm_forward(x, weight, bias, kind, EPS)
-    mean, rstd = statistics
-    wide = torch.promote_types(x.dtype, torch.float32)
-    assert rstd.shape == (len(x), 1) and rstd.dtype == wide
-    assert (mean is None) if kind == "rmsnorm" else (mean.shape == (len(x), 1) and mean.dtype == wide)
-    actual = [y, *(t for t in norm_backward(dy, x, statistics, weight, bias, kind) if t is not None)]
-    oracle = by_autograd(formula, x, weight, bias, dy, kind, torch.float64, torch.float64)
-    # the baseline computes in float32 and rounds once, which is what the reference promises for 16-bit rows
-    baseline = by_autograd(by_torch, x, weight, bias, dy, kind, wide, x.dtype)
-    assert len(actual) == len(oracle) == (4 if bias is not None else 3)
-    for name, a, o, b in zip(("y", "dx", "dweight", "dbias"), actual, oracle, baseline, strict=False):
-        assert_kernel_close(a, o, b, f"{kind} {name} {tuple(x.shape)} {x.dtype}")
-
-
-def make(rows: int, columns: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(rows, columns), (columns,), (columns,), (rows, columns)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+KINDS = ("layernorm", "rmsnorm")
+# large offset: cancellation in the variance; tiny: eps dominates; huge: squares near float32's range; constant rows
+EXTREMES = [(1.0, 300.0), (1e-6, 0.0), (1e15, 0.0), (0.0, 5.0), (0.0, 0.0)]
+TILE = 16  # columns: wider rows are then looped over
 
 
 # 1 row, odd and prime widths. Not width 1: dx is then the rounding error of an exact cancellation, see below.
 # The same cases every run: a gradient that happens to cancel nearly whole has no meaningful relative error.
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(1, 9), st.integers(3, 67), KINDS, DTYPES, st.booleans(), st.integers(0, 1000))
-def test_equals_float64_autograd(rows, columns, kind, dtype, with_bias, seed):
-    x, weight, bias, dy = make(rows, columns, dtype, seed)
-    check(x, weight, bias if with_bias and kind == "layernorm" else None, dy, kind)
+@given(
+    st.integers(1, 9), st.integers(3, 67), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(), st.booleans(), st.integers(0, 1000),
+)  # fmt: skip
+def test_equals_float64_autograd(rows, columns, kind, dtype, with_bias, with_residual, seed):
+    x, dy, dresidual = draw(seed, dtype, "cpu", *[(rows, columns)] * 3)
+    norm = draw_norm(seed, columns, kind, dtype, with_bias=with_bias)
+    check_norm(reference, x, norm, dy, dresidual if with_residual else None)
 
 
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [1, 2])
 def test_narrow_rows(kind, columns):
-    x, weight, bias, dy = make(3, columns, torch.float64, 0)
-    bias = bias if kind == "layernorm" else None
-    y, statistics = norm_forward(x, weight, bias, kind, EPS)
-    actual = [y, *(t for t in norm_backward(dy, x, statistics, weight, bias, kind) if t is not None)]
-    expected = by_autograd(formula, x, weight, bias, dy, kind, torch.float64, torch.float64)
+    x, dy = draw(0, torch.float64, "cpu", *[(3, columns)] * 2)
+    norm = draw_norm(0, columns, kind, torch.float64)
+    y, statistics = norm_forward(x, norm)
+    actual = [y, *(t for t in norm_backward(dy, x, statistics, norm) if t is not None)]
+    expected = by_autograd(formula, x, norm, dy, None, torch.float64, torch.float64)
     # layernorm's rstd is up to eps**-0.5 = 316 here
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-# large offset: cancellation in the variance; tiny: eps dominates; huge: squares near float32's range; constant row
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("scale, offset", [(1.0, 300.0), (1e-6, 0.0), (1e15, 0.0), (0.0, 5.0), (0.0, 0.0)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale, offset", EXTREMES)
 def test_extreme_values(kind, scale, offset):
     for dtype in (torch.float32, torch.bfloat16):
-        x, weight, bias, dy = make(5, 33, dtype, 0)
-        check((x * scale + offset).to(dtype), weight, bias if kind == "layernorm" else None, dy, kind)
+        x, dy = draw(0, dtype, "cpu", *[(5, 33)] * 2)
+        check_norm(reference, (x * scale + offset).to(dtype), draw_norm(0, 33, kind, dtype), dy)
 
 
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_rmsnorm_has_no_bias():
+    x, dy = draw(0, torch.float32, "cpu", *[(3, 5)] * 2)
+    norm = draw_norm(0, 5, "rmsnorm", torch.float32)
+    unused = norm._replace(bias=torch.full((5,), float("nan")))
+    check_norm(reference, x, norm, dy)
+    y, statistics = norm_forward(x, unused)
+    assert torch.equal(y, norm_forward(x, norm)[0]) and norm_backward(dy, x, statistics, unused)[2] is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_rows_and_rows_that_are_not_contiguous(kind):
-    x, weight, bias, dy = make(8, 6, torch.float32, 1)
-    bias = bias if kind == "layernorm" else None
-    check(x.t().contiguous().t(), weight, bias, dy, kind)
-    y, statistics = norm_forward(x[:0], weight, bias, kind, EPS)
-    dx, dweight, _ = norm_backward(dy[:0], x[:0], statistics, weight, bias, kind)
+    x, dy = draw(1, torch.float32, "cpu", *[(8, 6)] * 2)
+    norm = draw_norm(1, 6, kind, torch.float32)
+    check_norm(reference, x.t().contiguous().t(), norm, dy)
+    y, statistics = norm_forward(x[:0], norm)
+    dx, dweight, _ = norm_backward(dy[:0], x[:0], statistics, norm)
     assert y.shape == dx.shape == (0, 6)
     assert torch.equal(dweight, torch.zeros(6))
 
 
+def finishes(rows: int, n: int, dtype: torch.dtype, norm: Norm, device: str = "cpu"):
+    """Every choice of bias, dropout and residual."""
+    bias, residual = draw(n, dtype, device, (n,), (rows, n))
+    dropout = draw_dropout(rows, n, 0.4, device)
+    for parts in itertools.product((None, bias), (None, dropout), (None, residual)):
+        yield Finish(*parts, norm)
+
+
+def check_finish_norm(module, x: Tensor, finish: Finish, dy: Tensor, dz: Tensor, **options) -> None:
+    """z from x, then all of the norm from z as it is stored."""
+    given = x.clone()  # x may be overwritten
+    with poisoned_memory():
+        z, y, statistics = module.finish_norm_forward(given, finish, **options)
+    name = f"z {tuple(x.shape)} {x.dtype} {options} {[part is not None for part in finish]}"
+    assert (z is given) or any(part is not None for part in finish[:3]), name
+    check_finished(z, x, finish, name)
+    check_normalised(module, z, y, statistics, finish.norm, dy, dz, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_finish_norm(kind, dtype):
+    x, dy, dz = draw(2, dtype, "cpu", *[(5, 12)] * 3)
+    for finish in finishes(5, 12, dtype, draw_norm(2, 12, kind, dtype)):
+        check_finish_norm(reference, x, finish, dy, dz)
+
+
+def interpreted_norms() -> None:
+    from tpformer.kernels.norm import kernel
+
+    shapes = [((1, 3), (5, 7), (1, 33), (5, 33), (3, 64)), ((1, 33), (5, 33), (3, 64))]
+    cases = [(*shape, {}) for shape in shapes[0]] + [(*shape, {"widest": TILE}) for shape in shapes[1]]
+    for (rows, n, options), kind, dtype in itertools.product(cases, KINDS, (torch.float32, torch.float16)):
+        x, dy, dresidual = draw(n, dtype, "cpu", *[(rows, n)] * 3)
+        norm = draw_norm(n, n, kind, dtype, with_bias=rows > 1)
+        check_norm(kernel, x, norm, dy, dresidual if rows > 1 else None, **options)
+
+
+def test_kernels_equal_float64_autograd(interpreted: WorkerPool) -> None:
+    interpreted(1).run(interpreted_norms, timeout=120)
+
+
+def interpreted_finishes() -> None:
+    from tpformer.kernels.norm import kernel
+
+    wide, half = torch.float32, torch.float16
+    looped = {"widest": TILE}
+    for n, kind, dtype, options in (
+        (33, "layernorm", wide, {}),
+        (20, "rmsnorm", half, {}),
+        (32, "layernorm", half, looped),
+    ):
+        x, dy, dz = draw(n, dtype, "cpu", *[(3, n)] * 3)
+        for finish in finishes(3, n, dtype, draw_norm(n, n, kind, dtype)):
+            check_finish_norm(kernel, x, finish, dy, dz, **options)
+
+
+def test_kernels_finish_and_normalise(interpreted: WorkerPool) -> None:
+    interpreted(1).run(interpreted_finishes, timeout=120)
+
+
+def interpreted_extremes() -> None:
+    """Of values; and rows apart from one another with NaNs between them, columns that are not contiguous, no rows."""
+    from tpformer.kernels.norm import kernel
+
+    looped = {"widest": TILE}
+    for kind, (number, (scale, offset)) in itertools.product(KINDS, enumerate(EXTREMES)):
+        for options in ({}, looped) if number in (0, 2, 3) else ({},):
+            x, dy = draw(0, torch.float32, "cpu", *[(4, 33)] * 2)
+            check_norm(kernel, x * scale + offset, draw_norm(0, 33, kind, torch.float32), dy, **options)
+    for kind, options in (("layernorm", {}), ("rmsnorm", looped)):
+        x, dy = draw(0, torch.float16, "cpu", *[(5, 33)] * 2)
+        norm = draw_norm(0, 33, kind, torch.float16)
+        check_norm(kernel, x * 1e4, norm, dy, **options)  # up to 4e4, whose squares are beyond float16
+        apart = torch.full((3, 5, 40), float("nan"), dtype=torch.float16)[:, :, 2:35]
+        apart[0], apart[1], apart[2] = x, dy, x
+        check_norm(kernel, *apart[:1], norm, *apart[1:], **options)
+        check_norm(kernel, x.t().contiguous().t(), norm, dy.t().contiguous().t(), x.t().contiguous().t(), **options)
+        with poisoned_memory():
+            y, statistics = kernel.norm_forward(x[:0], norm, **options)
+            dx, *parameters = kernel.norm_backward(dy[:0], x[:0], statistics, norm, **options)
+        assert y.shape == dx.shape == (0, 33)
+        assert all(torch.equal(p, torch.zeros_like(p)) for p in parameters if p is not None)
+    # of one column layernorm keeps nothing: exactly the bias and the residual's gradient
+    x, dy, dresidual = draw(3, torch.float32, "cpu", *[(4, 1)] * 3)
+    norm = draw_norm(3, 1, "layernorm", torch.float32)
+    y, statistics = kernel.norm_forward(x, norm)
+    dx, dweight, dbias = kernel.norm_backward(dy, x, statistics, norm, dresidual)
+    assert torch.equal(y, norm.bias.expand(4, 1)) and torch.equal(dx, dresidual)
+    assert torch.equal(dweight, torch.zeros(1)) and torch.allclose(dbias, dy.sum(0))
+
+
+def test_kernels_take_extreme_values_and_any_strides(interpreted: WorkerPool) -> None:
+    interpreted(1).run(interpreted_extremes, timeout=120)
+
+
+def interpreted_sums() -> None:
+    """Small integers sum exactly, however the rows are shared among programs."""
+    from tpformer.kernels.norm import kernel
+
+    for n, options in ((8, {}), (40, {"widest": TILE})):
+        rows = 700 if n == 8 else 20  # a tile of such short rows has 128 of them, one of the looped sums 8
+        x, dy = torch.randint(-2, 3, (2, rows, n)).float().unbind()
+        statistics = (torch.ones(rows, 1), torch.full((rows, 1), 2.0))
+        norm = Norm("layernorm", torch.ones(n), torch.ones(n), EPS)
+        for programs in (1, 2, 100):
+            with poisoned_memory():
+                _, dweight, dbias = kernel.norm_backward(dy, x, statistics, norm, programs=programs, **options)
+            assert torch.equal(dweight, (dy * (x - 1) * 2).sum(0)) and torch.equal(dbias, dy.sum(0)), (n, programs)
+
+
+def test_kernels_sum_weight_gradients_over_all_programs(interpreted: WorkerPool) -> None:
+    interpreted(1).run(interpreted_sums, timeout=120)
+
+
 # by hand. (2, 4, 4): rows 2*8*4 = 64 bytes, statistics 4*2*2 = 16, weights 2*4*4 = 32, flops 7*8
 @pytest.mark.parametrize(
-    "arguments, expected",
+    "arguments, options, expected",
     [
-        ((2, 4, 4), (56, 112)),
-        ((3, 10, 2, "rmsnorm"), (120, 172)),  # 2*30*2 + 4*3 + 2*10*2
-        ((3, 10, 2, "layernorm", True), (330, 244)),  # 3*30*2 + 8*3 + 2*10*2
+        ((2, 4, 4), {}, (56, 112)),
+        ((3, 10, 2, "rmsnorm"), {}, (120, 172)),  # 2*30*2 + 4*3 + 2*10*2
+        ((3, 10, 2, "layernorm", True), {}, (330, 244)),  # 3*30*2 + 8*3 + 2*10*2
+        ((3, 10, 2, "layernorm", True), {"residual": True}, (360, 304)),  # dresidual: 30*2 more
+        # x, residual, z, y: 4*8*4, statistics 16, weight, bias and the linear's bias 3*4*4, starts 8*2
+        ((2, 4, 4), {"bias": True, "dropout": True, "residual": True}, (80, 208)),
+        ((3, 10, 2, "rmsnorm"), {"bias": True}, (150, 252)),  # x, z, y: 3*30*2, 4*3, 3*10*2
     ],
 )
-def test_cost(arguments, expected):
-    assert norm_cost(*arguments) == expected
+def test_cost(arguments, options, expected):
+    assert norm_cost(*arguments, **options) == expected
+
+
+# short rows, several of which make a tile; a tile of one or two; not a power of two; the widest in registers, wider
+# ones; a width that loads no vectors
+GPU_SHAPES = [(3, 5), (10000, 64), (8192, 4096), (1000, 5120), (300, 8192), (200, 12288), (50, 16384), (17, 32768),
+              (100, 5001)]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_on_gpu(shape, kind, dtype) -> None:
+    from tpformer.kernels.norm import kernel
+
+    n = shape[1]
+    x, dy, dz, residual, bias = draw(n, dtype, "cuda", shape, shape, shape, shape, (n,))
+    norm = draw_norm(n, n, kind, dtype, "cuda")
+    check_norm(kernel, x, norm, dy)
+    check_finish_norm(kernel, x, Finish(bias, draw_dropout(*shape, 0.1, "cuda"), residual, norm), dy, dz)
+    y, statistics = kernel.norm_forward(x, norm)
+    first, second = (kernel.norm_backward(dy, x, statistics, norm, dz) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [33, 4096, 32768])
+def test_extreme_values_on_gpu(n, kind) -> None:
+    from tpformer.kernels.norm import kernel
+
+    for scale, offset in EXTREMES:
+        x, dy = draw(0, torch.float32, "cuda", *[(200, n)] * 2)
+        check_norm(kernel, x * scale + offset, draw_norm(0, n, kind, torch.float32, "cuda"), dy)
+    x, dy = draw(0, torch.float16, "cuda", *[(200, n)] * 2)
+    check_norm(kernel, x * 1e4, draw_norm(0, n, kind, torch.float16, "cuda"), dy)
+
+
+@pytest.mark.gpu
+def test_dropout_bits_on_gpu() -> None:
+    """The mask in finish_norm_forward is that of the reference on a CPU: of whole blocks, and of single elements."""
+    from tpformer.kernels.norm import kernel
+
+    for n in (4096, 20000, 5001):
+        start = torch.arange(6) * n + BEYOND_32_BITS
+        norm = draw_norm(0, n, "rmsnorm", torch.float32)
+        x = torch.ones(6, n)
+        expected = reference.finish_norm_forward(x.clone(), Finish(dropout=Dropout(start, HIGH_KEY, 0.3), norm=norm))
+        finish = Finish(dropout=Dropout(start.cuda(), HIGH_KEY, 0.3), norm=norm._replace(weight=norm.weight.cuda()))
+        z, _, _ = kernel.finish_norm_forward(x.cuda(), finish)
+        assert torch.equal(z.cpu(), expected[0]), n

@@ -1,91 +1,265 @@
-"""Rotary embedding is complex multiplication by exp(i position theta): orthogonal, invertible, relative."""
+"""Rotary embedding, reference and kernel, is complex multiplication by exp(i position theta): orthogonal, relative."""
+
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import poisoned
+from pool import WorkerPool
 from testing import assert_kernel_close
 from torch import Tensor
 
+pytest.importorskip("triton")
+
+from tpformer.kernels.rope import kernel, reference
 from tpformer.kernels.rope.reference import rope_cost, rope_rotate, rope_table
+from tpformer.ops import rope
 
 BASE = 10000.0
-SHAPES = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 8).map(lambda half: 2 * half), st.integers(0, 1000))
+LENGTH = 50
+SIZES = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 8).map(lambda half: 2 * half), st.integers(0, 1000))
+CONVENTIONS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 
-def by_complex_numbers(x: Tensor, positions: Tensor, base: float) -> Tensor:
+def by_complex_numbers(x: Tensor, positions: Tensor, base: float, interleaved: bool = False) -> Tensor:
+    """x in float64."""
     half = x.shape[-1] // 2
-    frequency = torch.tensor([base ** (-2 * i / (2 * half)) for i in range(half)], dtype=torch.float64)
+    frequency = torch.tensor([base ** (-2 * i / (2 * half)) for i in range(half)], dtype=torch.float64, device=x.device)
     angle = positions.double()[:, None, None] * frequency
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    turn = torch.polar(torch.ones_like(angle), angle)
+    if interleaved:
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * turn).flatten(-2)
+    turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def make(tokens: int, heads: int, head_dim: int, seed: int) -> tuple[Tensor, Tensor]:
+def make(
+    tokens: int, heads: int, head_dim: int, seed: int, length: int = LENGTH, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k with one head less, positions."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, heads, head_dim, generator=generator, dtype=torch.float64)
-    return x, torch.randint(5000, (tokens,), generator=generator)
+    q, k = (
+        torch.randn(tokens, n, head_dim, generator=generator, dtype=torch.float64) for n in (heads, max(1, heads - 1))
+    )
+    return q.to(device), k.to(device), torch.randint(length, (tokens,), generator=generator).to(device)
 
 
+@CONVENTIONS
 @settings(max_examples=40, deadline=None)
-@given(*SHAPES, st.sampled_from([10000.0, 500000.0]))
-def test_equals_complex_multiplication(tokens, heads, head_dim, seed, base):
-    x, positions = make(tokens, heads, head_dim, seed)
-    actual = rope_rotate(x, *rope_table(positions, head_dim, base, torch.float64))
-    torch.testing.assert_close(actual, by_complex_numbers(x, positions, base), rtol=0, atol=1e-11)
+@given(*SIZES, st.sampled_from([10000.0, 500000.0]))
+def test_equals_complex_multiplication(interleaved, tokens, heads, head_dim, seed, base):
+    q, k, positions = make(tokens, heads, head_dim, seed)
+    table = rope_table(LENGTH, head_dim, base, torch.float64, "cpu")
+    for x, y in zip((q, k), rope_rotate(q, k, table, positions, interleaved), strict=True):
+        expected = by_complex_numbers(x, positions, base, interleaved)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
 
 
+@CONVENTIONS
 @settings(max_examples=40, deadline=None)
-@given(*SHAPES)
-def test_rotation_is_orthogonal_and_inverse_undoes_it(tokens, heads, head_dim, seed):
-    x, positions = make(tokens, heads, head_dim, seed)
-    cos, sin = rope_table(positions, head_dim, BASE, torch.float64)
-    y = rope_rotate(x, cos, sin)
-    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
-    torch.testing.assert_close(rope_rotate(y, cos, sin, inverse=True), x, rtol=0, atol=1e-14)
-    # the backward is the transpose of the forward: <R x, z> = <x, R^T z>
-    z = make(tokens, heads, head_dim, seed + 1)[0]
-    torch.testing.assert_close((y * z).sum(), (x * rope_rotate(z, cos, sin, inverse=True)).sum())
+@given(*SIZES)
+def test_rotation_is_orthogonal_and_inverse_undoes_it(interleaved, tokens, heads, head_dim, seed):
+    q, k, positions = make(tokens, heads, head_dim, seed)
+    options = (rope_table(LENGTH, head_dim, BASE, torch.float64, "cpu"), positions, interleaved)
+    turned = rope_rotate(q, k, *options)
+    for x, y, back in zip((q, k), turned, rope_rotate(*turned, *options, inverse=True), strict=True):
+        torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
+        torch.testing.assert_close(back, x, rtol=0, atol=1e-14)
 
 
+@CONVENTIONS
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500), st.integers(0, 1000))
-def test_scores_depend_on_the_distance_only(query_at, key_at, shift, seed):
-    q, k = make(2, 1, 16, seed)[0]
+def test_scores_depend_on_the_distance_only(interleaved, query_at, key_at, shift, seed):
+    q, k, _ = make(1, 1, 16, seed)
+    table = rope_table(1001, 16, BASE, torch.float64, "cpu")
 
     def score(offset: int) -> Tensor:
-        table = rope_table(torch.tensor([query_at + offset, key_at + offset]), 16, BASE, torch.float64)
-        turned = rope_rotate(torch.stack([q, k]), *table)
-        return (turned[0] * turned[1]).sum()
+        query, _ = rope_rotate(q, k, table, torch.tensor([query_at + offset]), interleaved)
+        _, key = rope_rotate(q, k, table, torch.tensor([key_at + offset]), interleaved)
+        return (query * key).sum()
 
     torch.testing.assert_close(score(shift), score(0), rtol=0, atol=1e-11)
+
+
+def close(actual: Tensor, x: Tensor, positions: Tensor, what: str, interleaved: bool = False) -> None:
+    """Rounded once at the store: the float64 result in this dtype is the best there is."""
+    oracle = by_complex_numbers(x.double(), positions, BASE, interleaved)
+    assert actual.is_contiguous()
+    assert_kernel_close(actual, oracle, oracle.to(x.dtype), f"{what} {x.dtype} {tuple(x.shape)} {interleaved}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_far_positions(dtype):
     """Angles are made in float64: position 100000 in float32 would be off by thousandths of a radian."""
-    x = torch.randn(3, 2, 8, dtype=torch.float64).to(dtype)
+    q, k, _ = (x.to(dtype) for x in make(3, 2, 8, 0))
     positions = torch.tensor([0, 1, 100_000])
-    cos, sin = rope_table(positions, 8, BASE, dtype)
-    assert cos.dtype == sin.dtype == torch.float32
-    oracle = by_complex_numbers(x.double(), positions, BASE)
-    # rounded once at the store: the float64 result in this dtype is the best there is
-    assert_kernel_close(rope_rotate(x, cos, sin), oracle, oracle.to(dtype), f"rope {dtype}")
+    table = rope_table(100_001, 8, BASE, dtype, "cpu")
+    assert table[0].dtype == table[1].dtype == torch.float32
+    for x, y in zip((q, k), rope_rotate(q, k, table, positions), strict=True):
+        close(y, x, positions, "reference")
 
 
-def test_strided_input_gives_contiguous_output():
-    wide = torch.randn(4, 3, 32, dtype=torch.float64)
-    table = rope_table(torch.arange(4), 8, BASE, torch.float64)
-    x = wide[:, :, 8:16]
-    y = rope_rotate(x, *table)
-    assert y.is_contiguous()
-    assert torch.equal(y, rope_rotate(x.contiguous(), *table))
+def test_a_shorter_table_is_the_beginning_of_a_longer_one():
+    """So that an offset changes nothing but the rows that are read."""
+    short, long = (rope_table(n, 12, BASE, torch.float32, "cpu") for n in (5, 9))
+    assert all(torch.equal(a, b[:5]) for a, b in zip(short, long, strict=True))
 
 
-# by hand: 3 flops an element; in and out, and cos + sin of head_dim / 2 float32 each
+# tokens, heads, key-value heads, head dim: the least; odd halves; halves that are no power of two; heads that do not
+# divide a block's rows, so that a block begins inside of a token
+SHAPES = ((1, 1, 1, 2), (3, 2, 1, 6), (4, 5, 2, 90), (7, 3, 3, 80), (11, 7, 1, 128), (70, 1, 1, 64))
+QUARTERS = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]])  # cos and sin
+
+
+def check(module: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> None:
+    """Results and inverses of both conventions against float64; quarter turns of integers exactly."""
+    tokens, heads, kv_heads, head_dim = shape
+    positions = make(tokens, 1, 2, tokens, device=device)[2]
+    whole = {n: make(tokens, n, head_dim, n, device=device)[0].to(dtype) for n in {heads, kv_heads}}
+    q, k = whole[heads], whole[kv_heads].flip(0)
+    table = rope_table(LENGTH, head_dim, BASE, dtype, device)
+    indices = torch.arange(LENGTH)[:, None] + torch.arange(head_dim // 2)
+    quarters = QUARTERS[indices % 4].to(device, torch.float32).movedim(-1, 0).contiguous()
+    for interleaved in (False, True):
+        with poisoned():
+            turned = module.rope_rotate(q, k, table, positions, interleaved)
+            back = module.rope_rotate(q, k, table, positions.int(), interleaved, inverse=True)
+            integers = [(x * 7).round() for x in (q, k)]
+            exact = module.rope_rotate(*integers, (quarters[0], quarters[1]), positions, interleaved)
+        for x, y, z in zip((q, k), turned, back, strict=True):
+            close(y, x, positions, "rotated", interleaved)
+            close(z, x, -positions, "rotated back", interleaved)
+        for x, y in zip(integers, exact, strict=True):
+            c, s = (rows[positions][:, None].to(dtype) for rows in quarters)
+            first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+            pair = (first * c - second * s, second * c + first * s)
+            assert torch.equal(y, torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference(shape, dtype):
+    if dtype != torch.float64:
+        return check(reference, shape, dtype)
+    q, k, positions = make(*shape[:2], shape[3], 0)
+    for inverse in (False, True):
+        turned = rope_rotate(q, k, rope_table(LENGTH, shape[3], BASE, dtype, "cpu"), positions, inverse=inverse)
+        expected = by_complex_numbers(q, -positions if inverse else positions, BASE)
+        torch.testing.assert_close(turned[0], expected, rtol=0, atol=1e-12)
+
+
+def kernel_cases() -> None:
+    for dtype in (torch.float32, torch.float16):
+        for shape in SHAPES:
+            check(kernel, shape, dtype)
+
+
+def test_kernel(interpreted: WorkerPool) -> None:
+    interpreted(1).run(kernel_cases)
+
+
+def layouts(module: ModuleType, device: str = "cpu") -> None:
+    """Columns of one wide projection with NaNs beside them, other strides, an expanded gradient, no tokens at all."""
+    table = rope_table(LENGTH, 6, BASE, torch.float32, device)
+    positions = torch.tensor([3, 0, 1, 2, 49], device=device)
+    wide = torch.full((5, 40), float("nan"), device=device)
+    wide[:, 4:34] = torch.randn(5, 30)
+    q, k = wide[:, 4:22].unflatten(1, (3, 6)), wide[:, 22:34].unflatten(1, (2, 6))
+    packed = [x.contiguous() for x in (q, k)]
+    headwise = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k)]
+    for interleaved in (False, True):
+        expected = module.rope_rotate(*packed, table, positions, interleaved)
+        for given_q, given_k in ((q, k), headwise, (packed[0], k)):
+            actual = module.rope_rotate(given_q, given_k, table, positions, interleaved)
+            assert all(y.is_contiguous() for y in actual)
+            assert all(torch.equal(y, z) for y, z in zip(actual, expected, strict=True))
+        one = [x[:1] for x in packed]
+        expanded = module.rope_rotate(*(x.expand(5, -1, -1) for x in one), table, positions, interleaved)
+        repeated = module.rope_rotate(*(x.repeat(5, 1, 1) for x in one), table, positions, interleaved)
+        assert all(torch.equal(y, z) for y, z in zip(expanded, repeated, strict=True))
+        nothing = module.rope_rotate(q[:0], k[:0], table, positions[:0], interleaved)
+        assert [tuple(y.shape) for y in nothing] == [(0, 3, 6), (0, 2, 6)]
+
+
+def test_layouts_of_the_reference() -> None:
+    layouts(reference)
+
+
+def kernel_layouts() -> None:
+    layouts(kernel)
+
+
+def test_layouts_of_the_kernel(interpreted: WorkerPool) -> None:
+    interpreted(1).run(kernel_layouts)
+
+
+def extreme(module: ModuleType, dtype: torch.dtype, device: str = "cpu") -> None:
+    """The largest values of a format, at position 0 exactly what they were; equal rows at the table's last position."""
+    largest = torch.finfo(dtype).max
+    x = torch.full((2, 3, 8), largest, dtype=dtype, device=device)
+    table = rope_table(LENGTH, 8, BASE, dtype, device)
+    zero = torch.zeros(2, dtype=torch.int64, device=device)
+    for interleaved in (False, True):
+        for inverse in (False, True):
+            assert all(torch.equal(y, x) for y in module.rope_rotate(x, x, table, zero, interleaved, inverse))
+        last = zero + LENGTH - 1
+        for y in module.rope_rotate(x / 2, -x / 2, table, last, interleaved):
+            assert y.isfinite().all() and torch.equal(y, y[:1, :1].expand_as(y))
+
+
+def extreme_cases() -> None:
+    for dtype in (torch.float32, torch.float16):
+        extreme(kernel, dtype)
+
+
+def test_extreme_values(interpreted: WorkerPool) -> None:
+    extreme(reference, torch.bfloat16)
+    interpreted(1).run(extreme_cases)
+
+
+def gradients_through_the_op() -> None:
+    """dq and dk, also where only one of the results is used, against float64 autograd of the complex formula."""
+    q, k, positions = make(5, 3, 10, 3)
+    dq, dk, _ = make(5, 3, 10, 4)
+    table = rope_table(LENGTH, 10, BASE, torch.float32, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        # the package's attribute of that name is the function
+        patch.setattr(import_module("tpformer.ops.rope"), "implementation", lambda op, x: kernel)
+        for interleaved in (False, True):
+            for used in ((0, 1), (0,), (1,)):
+                narrow = [x.float().requires_grad_() for x in (q, k)]
+                wide = [x.detach().double().requires_grad_() for x in narrow]
+                y = rope(*narrow, table, positions, interleaved)
+                z = [by_complex_numbers(x, positions, BASE, interleaved) for x in wide]
+                grads = [d.float() for d in (dq, dk)]
+                torch.autograd.backward([y[i] for i in used], [grads[i] for i in used])
+                torch.autograd.backward([z[i] for i in used], [grads[i].double() for i in used])
+                for i in (0, 1):
+                    oracle = wide[i].grad if i in used else torch.zeros_like(wide[i])
+                    assert_kernel_close(narrow[i].grad, oracle, oracle.float(), f"gradient {i} of {used}")
+
+
+def test_gradients_through_the_op(interpreted: WorkerPool) -> None:
+    interpreted(1).run(gradients_through_the_op)
+
+
+# by hand: 3 flops an element; q and k in and out, and 8 bytes of position and cos + sin of d / 2 float32 a token
 @pytest.mark.parametrize(
     "arguments, expected",
-    [((2, 3, 4, 2), (72, 128)), ((5, 1, 8, 4), (120, 480)), ((1, 2, 2, 8), (12, 72))],
+    [((2, 3, 1, 4, 2), (96, 176)), ((5, 1, 1, 8, 4), (240, 840)), ((1, 2, 2, 2, 8), (24, 144))],
 )
 def test_cost(arguments, expected):
     assert rope_cost(*arguments) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_gpu(dtype: torch.dtype) -> None:
+    for shape in (*SHAPES, (4096, 32, 8, 128), (1000, 12, 12, 64)):
+        check(kernel, shape, dtype, "cuda")
+    layouts(kernel, "cuda")
+    extreme(kernel, dtype, "cuda")

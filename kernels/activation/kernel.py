@@ -1,0 +1,120 @@
+"""MLP activations, plain and gated, as element-wise kernels: forward, and the backward that rebuilds the activation.
+
+Belongs here: passes over flat arrays. The formulas of one element, which GEMM epilogues share, are in tile.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import launch_options
+from ..tile import activate, differentiate
+
+FORWARD_BYTES = 8192  # of each operand in a block: two 16-byte vectors in flight per thread of WARPS
+BACKWARD_BYTES = 4096  # one vector: two took up to 213 registers, so that fewer threads had loads in flight
+WARPS = 8
+
+
+@triton.jit
+def forward_block(x, gate, y, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of y; the pointers are to its first element, mask None where the block is whole."""
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=mask).to(tl.float32)
+    if GATED:
+        value *= activate(tl.load(gate + at, mask=mask).to(tl.float32), KIND)
+    else:
+        value = activate(value, KIND)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_block(da, x, gate, dx, dgate, a, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of dx, a (and dgate); dx may be da, as a thread reads its elements before it writes them."""
+    at = tl.arange(0, BLOCK)
+    gradient = tl.load(da + at, mask=mask).to(tl.float32)
+    source = tl.load(x + at, mask=mask).to(tl.float32)
+    if GATED:
+        value, slope = differentiate(tl.load(gate + at, mask=mask).to(tl.float32), KIND)
+        tl.store(dgate + at, (gradient * source * slope).to(dgate.dtype.element_ty), mask=mask)
+        tl.store(dx + at, (gradient * value).to(dx.dtype.element_ty), mask=mask)
+        tl.store(a + at, (value * source).to(a.dtype.element_ty), mask=mask)
+    else:
+        value, slope = differentiate(source, KIND)
+        tl.store(dx + at, (gradient * slope).to(dx.dtype.element_ty), mask=mask)
+        tl.store(a + at, value.to(a.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n"])
+def activation_forward_kernel(x, gate, y, n, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """y[:n]. Whole blocks take no mask, so that their accesses are 16 bytes wide for any n."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    if first + BLOCK <= n:
+        forward_block(x + first, gate + first, y + first, None, KIND, GATED, BLOCK)
+    else:
+        mask = tl.arange(0, BLOCK) < n - first
+        forward_block(x + first, gate + first, y + first, mask, KIND, GATED, BLOCK)
+
+
+@triton.jit(do_not_specialize=["n"])
+def activation_backward_kernel(
+    da, x, gate, dx, dgate, a, n, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """dx[:n], dgate[:n] and a[:n], block by block as in the forward."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    da, x, gate, dx, dgate, a = da + first, x + first, gate + first, dx + first, dgate + first, a + first
+    if first + BLOCK <= n:
+        backward_block(da, x, gate, dx, dgate, a, None, KIND, GATED, BLOCK)
+    else:
+        backward_block(da, x, gate, dx, dgate, a, tl.arange(0, BLOCK) < n - first, KIND, GATED, BLOCK)
+
+
+def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) -> Tensor:
+    """act(x), or act(gate) * x when a gate is given; x itself for name None.
+
+    Math:     activation_forward of reference.py
+    Shapes:   x, gate and the result of one shape and dtype (bf16, fp16, fp32), any number of elements; inputs that are
+              not contiguous are copied first
+    Numerics: float32 between load and store, also for act(gate) * x: one rounding
+    Traffic:  activation_cost; 16-byte accesses if the inputs' memory starts at multiples of 16 bytes, whatever the size
+    Order:    each element by itself; no communication, deterministic
+    Source:   as in reference.py
+    """
+    if name is None:
+        return x
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        block = FORWARD_BYTES // x.element_size()
+        activation_forward_kernel[(triton.cdiv(x.numel(), block),)](
+            x, x if gate is None else gate.contiguous(), y, x.numel(),
+            KIND=name, GATED=gate is not None, BLOCK=block, **launch_options(WARPS, 1),
+        )  # fmt: skip
+    return y
+
+
+def activation_backward(
+    da: Tensor, x: Tensor, name: str | None, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients (dx, dgate) of activation_forward and its result, rebuilt, from its inputs alone.
+
+    Math:     activation_backward of reference.py
+    Shapes:   da, x, gate and the results of one shape and dtype (bf16, fp16, fp32). dx takes the place of a contiguous
+              da; what is not contiguous is copied first
+    Numerics: float32 between loads and stores, each result rounded once
+    Traffic:  activation_cost with backward=True, in one pass; accesses as in activation_forward
+    Order:    each element by itself; no communication, deterministic
+    Source:   as in reference.py
+    """
+    if name is None:
+        return da, None, x
+    da, x = da.contiguous(), x.contiguous()
+    a = torch.empty_like(x)
+    dgate = None if gate is None else torch.empty_like(x)
+    if x.numel():
+        block = BACKWARD_BYTES // x.element_size()
+        activation_backward_kernel[(triton.cdiv(x.numel(), block),)](
+            da, x, x if gate is None else gate.contiguous(), da, da if dgate is None else dgate, a, x.numel(),
+            KIND=name, GATED=gate is not None, BLOCK=block, **launch_options(WARPS, 1),
+        )  # fmt: skip
+    return da, dgate, a

@@ -1,0 +1,142 @@
+"""dropout_apply, finish_forward and finish_backward: Philox dropout with the bias and the residual beside it, one pass.
+
+Letters: M rows (tokens), N columns (hidden).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..finish import Dropout, Finish
+from ..rows import (
+    drop_tile,
+    finished_tile,
+    load_tile,
+    row_options,
+    shares,
+    store_tile,
+    sum_partials,
+    tile_mask,
+    vectorised,
+    with_contiguous_columns,
+)
+
+WARPS = 4
+FORWARD_COLUMNS = 1024  # of a tile, so that 4 rows share the bias
+FORWARD_ELEMENTS = 4096  # of a tile
+BACKWARD_COLUMNS = 256
+BACKWARD_ELEMENTS = 2048
+
+
+@triton.jit(do_not_specialize=["m", "key_low", "key_high", "threshold", "scale"])
+def finish_forward_kernel(
+    x, bias, residual, start, key_low, key_high, threshold, scale, z, m, n, x_stride, residual_stride,
+    BIAS: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile per program; those of the same rows follow one another."""
+    blocks = tl.cdiv(n, COLUMNS)
+    rows = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % blocks * COLUMNS
+    value = finished_tile(
+        x, bias, residual, start, key_low, key_high, threshold, scale, rows, column, m, n, x_stride, residual_stride,
+        BIAS, DROPOUT, RESIDUAL, ALIGNED, ROWS, COLUMNS,
+    )  # fmt: skip
+    columns = column + tl.arange(0, COLUMNS)
+    store_tile(z, value, rows, columns, tile_mask(rows, columns, m, n), n)
+
+
+@triton.jit(do_not_specialize=["m", "key_low", "key_high", "threshold", "scale", "share"])
+def finish_backward_kernel(
+    dz, start, key_low, key_high, threshold, scale, dx,
+    partials,  # (programs of axis 0, n): dbias of each one's rows
+    m, n, dz_stride, share,
+    DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Axis 0 of the grid has the shares of rows, axis 1 the blocks of columns; sums stay in registers."""
+    first = tl.program_id(0) * share
+    column = tl.program_id(1) * COLUMNS
+    columns = column + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for row in tl.range(first, tl.minimum(first + share, m), ROWS):
+        rows = row + tl.arange(0, ROWS)
+        mask = tile_mask(rows, columns, m, n)
+        value = load_tile(dz, rows, columns, mask, dz_stride)
+        if DROPOUT:
+            value = drop_tile(
+                value, start, key_low, key_high, threshold, scale, rows, column, m, ALIGNED, ROWS, COLUMNS
+            )  # fmt: skip
+            store_tile(dx, value, rows, columns, mask, n)
+            value = value.to(dx.dtype.element_ty).to(tl.float32)
+        total += value
+    tl.store(partials + tl.program_id(0).to(tl.int64) * n + columns, tl.sum(total, 0), mask=columns < n)
+
+
+def finish_forward(x: Tensor, finish: Finish) -> Tensor:
+    """residual + dropout(x + bias), whichever of them are given (finish.norm is not looked at).
+
+    Math:     finish_forward of reference.py
+    Shapes:   x, residual, result (M, N), any N >= 1, rows of the inputs may lie apart; bias (N,); dropout start (M,)
+    Numerics: bfloat16, float16 or float32 in, float32 between, one rounding; dropout bits as in torch
+    Traffic:  finish_cost; nothing, and x itself, if nothing is given
+    Order:    one program per tile; no communication, deterministic
+    Source:   Philox (kernels/philox), drawn a block of four words at a time where rows begin at multiples of 4
+    """
+    if not any(finish.flags().values()):
+        return x
+    x = with_contiguous_columns(x)
+    residual = None if finish.residual is None else with_contiguous_columns(finish.residual)
+    finish = finish._replace(residual=residual)
+    m, n = x.shape
+    z = x.new_empty(m, n)
+    columns = min(triton.next_power_of_2(n), FORWARD_COLUMNS)
+    rows = FORWARD_ELEMENTS // columns if vectorised(n) else FORWARD_ELEMENTS // 2 // columns
+    if m:
+        finish_forward_kernel[(triton.cdiv(m, rows) * triton.cdiv(n, columns),)](
+            x, *finish.arguments(z), z, m, n, x.stride(0), n if residual is None else residual.stride(0),
+            **finish.flags(), ALIGNED=n % 4 == 0, ROWS=rows, COLUMNS=columns, **row_options(WARPS),
+        )  # fmt: skip
+    return z
+
+
+def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
+    """x with each element zeroed with probability p and the rest scaled by 1 / (1 - p); its own backward.
+
+    Math, Numerics: dropout_apply of reference.py, bit for bit; all else as finish_forward, which this is, but traffic:
+    dropout_cost.
+    """
+    return finish_forward(x, Finish(dropout=Dropout(start, key, p)))
+
+
+def finish_backward(
+    dz: Tensor, dropout: Dropout | None, bias: bool, *, programs: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(dx, dbias or None) of finish_forward; the residual's gradient is dz.
+
+    Math:     finish_backward of reference.py: dx is dz itself without dropout
+    Shapes:   dz, dx (M, N), rows of dz may lie apart; dbias (N,)
+    Numerics: dx as dropout_apply; dbias the float32 sum of dx as rounded, itself rounded once to dz.dtype
+    Traffic:  finish_cost, and 4 N bytes per share of rows, written and read once
+    Order:    programs take contiguous shares of rows, whose sums are added in an order given by M and the number of
+              programs alone: bitwise repeatable on one device
+    Source:   as finish_forward; the two-stage sum of norm_backward
+    """
+    if not bias:
+        return dz if dropout is None else dropout_apply(dz, *dropout), None
+    m, n = dz.shape
+    source = with_contiguous_columns(dz)
+    dx = dz if dropout is None else dz.new_empty(m, n)
+    dbias = dz.new_empty(n)
+    if m == 0:
+        return dx, dbias.zero_()
+    columns = min(triton.next_power_of_2(n), BACKWARD_COLUMNS)
+    rows, blocks = BACKWARD_ELEMENTS // columns, triton.cdiv(n, columns)
+    count, share = shares(m, rows, dz.device, WARPS, programs, blocks)
+    partials = dz.new_empty(1, count, n, dtype=torch.float32)
+    finish_backward_kernel[(count, blocks)](
+        source, *Finish(dropout=dropout).arguments(dbias)[2:], dx, partials, m, n, source.stride(0), share,
+        DROPOUT=dropout is not None, ALIGNED=n % 4 == 0, ROWS=rows, COLUMNS=columns, **row_options(WARPS),
+    )  # fmt: skip
+    sum_partials(partials, [dbias])
+    return dx, dbias

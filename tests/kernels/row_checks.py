@@ -1,0 +1,112 @@
+"""What the tests of norm and dropout share: memory that shows what was not written, operands, oracles of the norms.
+
+Belongs here: checks that run on a reference, on a kernel in Triton's interpreter and on a GPU alike. No tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from testing import assert_kernel_close
+from torch import Tensor
+
+from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.norm.reference import Norm
+
+EPS = 1e-5
+BEYOND_32_BITS = 5 * 2**33
+HIGH_KEY = 2**63 + 12345
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within, memory that torch allocates without writing to it holds NaNs."""
+    torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on by default
+    try:
+        assert bool(torch.empty(3).isnan().all())
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def draw(seed: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def draw_norm(seed: int, n: int, kind: str, dtype: torch.dtype, device: str = "cpu", with_bias: bool = True) -> Norm:
+    weight, bias = draw(seed + 1000, dtype, device, (n,), (n,))
+    return Norm(kind, weight, bias if with_bias and kind == "layernorm" else None, EPS)
+
+
+def draw_dropout(rows: int, n: int, p: float, device: str = "cpu", key: int = HIGH_KEY) -> Dropout:
+    """Whole rows of a large tensor, so that starts are multiples of 4 where n is one."""
+    return Dropout((BEYOND_32_BITS // 4 + torch.arange(rows, device=device)) * n, key, p)
+
+
+def formula(x: Tensor, norm: Norm) -> Tensor:
+    if norm.kind == "rmsnorm":
+        return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    return y if norm.bias is None else y + norm.bias
+
+
+def by_torch(x: Tensor, norm: Norm) -> Tensor:
+    if norm.kind == "rmsnorm":
+        return F.rms_norm(x, x.shape[1:], norm.weight, norm.eps)
+    return F.layer_norm(x, x.shape[1:], norm.weight, norm.bias, norm.eps)
+
+
+def by_autograd(
+    function, x: Tensor, norm: Norm, dy: Tensor, dresidual: Tensor | None, compute: torch.dtype, store: torch.dtype
+) -> list[Tensor]:
+    """y, dx (+ dresidual), dweight (, dbias) of a norm, computed in one dtype and rounded once to another."""
+    inputs = [t.detach().to(compute).requires_grad_() for t in (x, norm.weight, norm.bias) if t is not None]
+    y = function(inputs[0], norm._replace(weight=inputs[1], bias=inputs[2] if norm.bias is not None else None))
+    dx, *parameters = torch.autograd.grad(y, inputs, dy.to(compute))
+    if dresidual is not None:
+        dx = dx + dresidual.to(compute)
+    return [t.detach().to(store) for t in (y, dx, *parameters)]
+
+
+def check_norm(
+    module: ModuleType, x: Tensor, norm: Norm, dy: Tensor, dresidual: Tensor | None = None, **options
+) -> None:
+    """norm_forward and norm_backward of a module against float64 autograd, every output and gradient."""
+    with poisoned_memory():
+        y, statistics = module.norm_forward(x, norm, **options)
+    check_normalised(module, x, y, statistics, norm, dy, dresidual, **options)
+
+
+def check_normalised(
+    module: ModuleType, x: Tensor, y: Tensor, statistics, norm: Norm, dy: Tensor, dresidual: Tensor | None, **options
+) -> None:
+    """y and its statistics, which a module made of x, and its norm_backward."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    mean, rstd = statistics
+    assert rstd.shape == (len(x), 1) and rstd.dtype == wide
+    assert (mean is None) if norm.kind == "rmsnorm" else (mean.shape == (len(x), 1) and mean.dtype == wide)
+    with poisoned_memory():
+        gradients = module.norm_backward(dy, x, statistics, norm, dresidual, **options)
+    actual = [y, *(t for t in gradients if t is not None)]
+    oracle = by_autograd(formula, x, norm, dy, dresidual, torch.float64, torch.float64)
+    # the baseline computes in float32 and rounds once, which is what is promised for 16-bit rows
+    baseline = by_autograd(by_torch, x, norm, dy, dresidual, wide, x.dtype)
+    assert len(actual) == len(oracle) == (4 if norm.bias is not None else 3)
+    names = ("y", "dx", "dweight", "dbias")
+    for name, a, o, b in zip(names, actual, oracle, baseline, strict=False):
+        assert_kernel_close(a, o, b, f"{norm.kind} {name} {tuple(x.shape)} {x.dtype} {options}")
+
+
+def check_finished(z: Tensor, x: Tensor, finish: Finish, name: str) -> None:
+    """z = residual + dropout(x + bias), whose dropped elements are exactly the residual's."""
+    oracle, baseline = finish.apply(x.double()), finish.apply(x.to(torch.promote_types(x.dtype, torch.float32)))
+    assert_kernel_close(z, oracle, baseline.to(x.dtype), name)
+    if finish.dropout is not None and finish.residual is not None:
+        dropped = (finish.apply(x.double()) - finish.residual.double()) == 0
+        assert torch.equal(z[dropped], finish.residual[dropped]), name
