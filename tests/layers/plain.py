@@ -1,5 +1,7 @@
 """A transformer block in plain PyTorch, written from the formulas and fed with our state_dict: the layers' oracle."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,16 +14,26 @@ def norm(x: Tensor, p: dict[str, Tensor], name: str, kind: str) -> Tensor:
     return F.layer_norm(x, size, p[f"{name}.weight"], p[f"{name}.bias"], 1e-5)
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
-    """x (batch, heads, seq, d), pairs (i, i + d/2) as complex numbers."""
+def rotate(x: Tensor, base: float, interleaved: bool = False, offset: int = 0) -> Tensor:
+    """x (batch, heads, seq, d) from position `offset` on; pairs (i, i + d/2) or (2i, 2i + 1) as complex numbers."""
     half = x.shape[-1] // 2
     frequency = base ** -(torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * frequency
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag], -1)
+    angle = torch.arange(offset, offset + x.shape[2], dtype=torch.float64)[:, None] * frequency
+    wide = x.double()
+    first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    pairs = [turned.real, turned.imag]
+    return (torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)).to(x.dtype)
 
 
-def attention(x: Tensor, p: dict[str, Tensor], heads: int, kv_heads: int, rope_base: float | None) -> Tensor:
+def attention(
+    x: Tensor,
+    p: dict[str, Tensor],
+    heads: int,
+    kv_heads: int,
+    rope_base: float | None,
+    rope_interleaved: bool = False,
+) -> Tensor:
     batch, seq, hidden = x.shape
     d = hidden // heads
 
@@ -31,11 +43,14 @@ def attention(x: Tensor, p: dict[str, Tensor], heads: int, kv_heads: int, rope_b
 
     q, k, v = project("q_proj", heads), project("k_proj", kv_heads), project("v_proj", kv_heads)
     if rope_base is not None:
-        q, k = rotate(q, rope_base), rotate(k, rope_base)
+        q, k = (rotate(y, rope_base, rope_interleaved) for y in (q, k))
     k, v = (y.repeat_interleave(heads // kv_heads, 1) for y in (k, v))
-    scores = (q @ k.transpose(-1, -2)) / d**0.5
-    scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -torch.inf)
-    y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, seq, hidden)
+    if x.dtype == torch.float64:  # the oracle, by the formula
+        scores = (q @ k.transpose(-1, -2)) / d**0.5
+        y = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -torch.inf).softmax(-1) @ v
+    else:  # the baseline of what PyTorch attains in a lower precision
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    y = y.transpose(1, 2).reshape(batch, seq, hidden)
     return F.linear(y, p["o_proj.weight"], p.get("o_proj.bias"))
 
 
@@ -47,6 +62,8 @@ def mlp(x: Tensor, p: dict[str, Tensor], activation: str) -> Tensor:
         gate = linear("gate_proj", x)
         gate = F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")
         return linear("down_proj", gate * linear("up_proj", x))
+    if activation == "relu2":
+        return linear("fc2", F.relu(linear("fc1", x)).square())
     return linear("fc2", F.gelu(linear("fc1", x), approximate="tanh" if activation == "gelu_tanh" else "none"))
 
 
@@ -63,8 +80,12 @@ def block(
     norm_kind: str = "layernorm",
     activation: str = "gelu_tanh",
     rope_base: float | None = None,
+    rope_interleaved: bool = False,
+    masks: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """x (batch, seq, hidden) with the parameters p of a TransformerBlock."""
+    """x (batch, seq, hidden) with the parameters p of a TransformerBlock; masks: both branches' dropout as factors."""
     h = norm(x, p, "input_layernorm", norm_kind)
-    x = x + attention(h, under(p, "self_attn."), heads, n_kv_heads or heads, rope_base)
-    return x + mlp(norm(x, p, "post_attention_layernorm", norm_kind), under(p, "mlp."), activation)
+    first, second = masks or (1, 1)
+    rope = (rope_base, rope_interleaved)
+    x = x + first * attention(h, under(p, "self_attn."), heads, n_kv_heads or heads, *rope)
+    return x + second * mlp(norm(x, p, "post_attention_layernorm", norm_kind), under(p, "mlp."), activation)

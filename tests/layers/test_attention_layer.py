@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from plain import attention as plain_attention
+from plain import rotate
 from torch.distributed.tensor import Replicate, Shard
 
+from tpformer import ops
 from tpformer.distributed import build_mesh
-from tpformer.layers import SelfAttention
+from tpformer.layers import Positions, SelfAttention
 from tpformer.layers.attention import check_heads
 
 BATCH, SEQ, D = 2, 5, 4
@@ -75,6 +77,22 @@ def test_equals_plain_attention(ranks, heads, kv_heads, t):
             queries = range(rank * heads // t, (rank + 1) * heads // t)
             wanted = {query // (heads // kv_heads) for query in queries}
             assert set(used.nonzero()[:, 0].tolist()) == wanted
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
+    """Seen in what attends: scores depend on distances only, so the result is the same at any offset."""
+    seen = []
+    attend = ops.causal_attention
+    monkeypatch.setattr(ops, "causal_attention", lambda q, k, *rest: seen.append((q, k)) or attend(q, k, *rest))
+    layer = SelfAttention(16, 4, n_kv_heads=2, rope_base=50.0, rope_interleaved=interleaved, dtype=torch.float64)
+    x = torch.randn(1, 4, 16, dtype=torch.float64)
+    results = [layer(x, positions=Positions(1, 4, offset=offset)) for offset in (0, 3)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    for actual, project in zip(seen[1], (layer.q_proj, layer.k_proj), strict=True):
+        heads = project(x[0]).view(1, 4, -1, D).transpose(1, 2)
+        expected = rotate(heads, 50.0, interleaved, offset=3)
+        torch.testing.assert_close(actual, expected.transpose(1, 2)[0], rtol=1e-12, atol=1e-12)
 
 
 def test_state_dict_names_and_shapes():

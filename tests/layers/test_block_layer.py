@@ -27,6 +27,7 @@ KINDS = {
     "geglu": {"activation": "geglu", "ffn_hidden_size": 36},
     # with 2 or 3 ranks every rank holds the one key-value head
     "mqa": {"n_kv_heads": 1, "rope_base": 500.0},
+    "relu2-rope-interleaved": {"activation": "relu2", "rope_base": 500.0, "rope_interleaved": True},
 }
 
 
@@ -55,7 +56,8 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def expected(kind: str) -> dict[str, torch.Tensor]:
     x, dy = inputs()
     p = {name: p.detach().clone().requires_grad_() for name, p in make_block(kind).named_parameters()}
-    options = {key: value for key, value in KINDS[kind].items() if key in ("n_kv_heads", "activation", "rope_base")}
+    named = ("n_kv_heads", "activation", "rope_base", "rope_interleaved")
+    options = {key: value for key, value in KINDS[kind].items() if key in named}
     x.requires_grad_()
     y = plain_block(x, p, HEADS, norm_kind=KINDS[kind].get("norm", "layernorm"), **options)
     y.backward(dy)
@@ -185,7 +187,9 @@ def test_dropout_differs_between_layers_and_sites():
 def test_unknown_names():
     with pytest.raises(ValueError, match="unknown norm 'batchnorm'; choose one of layernorm, rmsnorm"):
         TransformerBlock(8, 2, norm="batchnorm")
-    with pytest.raises(ValueError, match="unknown activation 'relu'; choose one of gelu, gelu_tanh, swiglu, geglu"):
+    with pytest.raises(
+        ValueError, match="unknown activation 'relu'; choose one of gelu, gelu_tanh, swiglu, geglu, relu2"
+    ):
         TransformerBlock(8, 2, activation="relu")
 
 

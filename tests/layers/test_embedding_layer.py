@@ -61,6 +61,26 @@ def test_tied_embedding_and_head_equal_plain_torch(ranks, t, sequence_parallel):
     torch.testing.assert_close(whole, logits.detach().flatten(0, 1), rtol=1e-11, atol=1e-11)
 
 
+def smoothed_loss() -> torch.Tensor:
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    torch.manual_seed(0)
+    head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, tp_mesh=mesh, sequence_parallel=False, dtype=torch.float64)
+    x = torch.randn(BATCH * SEQ, HIDDEN, dtype=torch.float64)
+    return head(x, targets=TARGETS.reshape(-1), label_smoothing=0.1, z_loss=1e-3).detach()
+
+
+@pytest.mark.parametrize("t", [1, 3])
+def test_head_smooths_over_the_whole_vocabulary_and_not_its_padding(ranks, t):
+    torch.manual_seed(0)
+    head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, dtype=torch.float64)
+    logits = (torch.randn(BATCH * SEQ, HIDDEN, dtype=torch.float64) @ head.weight.t())[:, :VOCAB].detach()
+    targets = TARGETS.reshape(-1)
+    expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+    expected += 1e-3 * (logits.logsumexp(-1).square() * (targets != -100)).sum()
+    for loss in ranks(t).run(smoothed_loss):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
 def test_padding_gets_no_gradient():
     _, parameters, _ = tied_model(None, True)
     assert torch.equal(parameters["table"].grad[VOCAB:], torch.zeros(ROWS - VOCAB, HIDDEN, dtype=torch.float64))
@@ -77,6 +97,13 @@ def test_ids_out_of_range(ids, span):
     """19 is a row of the table, but padding."""
     with pytest.raises(ValueError, match=rf"token ids span {span}, outside the vocabulary \[0, 18\]"):
         VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS)(torch.tensor(ids))
+
+
+def test_learned_positions_begin_at_the_offset():
+    embedding = PositionEmbedding(7, HIDDEN)
+    x = torch.zeros(2 * 4, HIDDEN)
+    assert torch.equal(embedding(x, Positions(2, 4, offset=3)), embedding.weight[3:].repeat(2, 1))
+    assert torch.equal(embedding(x, Positions(2, 4)), embedding.weight[:4].repeat(2, 1))
 
 
 def test_no_ids():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
+from tpformer.models.gpt import selected_layers
 
 TINY = {"vocab_size": 50, "vocab_multiple": 16, "seq_length": 8, "n_layers": 2, "hidden_size": 24, "n_heads": 6}
 LLAMA = {
@@ -101,6 +102,17 @@ def test_loss_is_the_cross_entropy_of_the_logits(config):
     assert bool((logits[..., 50:] == 0).all())  # padding rows of the table are zero
 
 
+def test_label_smoothing_and_z_loss_are_of_training_only():
+    model = build(TINY, label_smoothing=0.1, z_loss=1e-2)
+    ids, targets = tokens(2, 8)
+    logits, flat = model(ids)[..., :50].flatten(0, 1), targets.flatten()
+    plain = F.cross_entropy(logits, flat, reduction="sum")
+    smooth = F.cross_entropy(logits, flat, reduction="sum", label_smoothing=0.1)
+    smooth = smooth + 1e-2 * logits.logsumexp(-1).square().sum()
+    torch.testing.assert_close(model(ids, targets=targets), smooth, rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.eval()(ids, targets=targets), plain, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
 def test_no_token_sees_a_later_one(config):
     model = build(config).eval()
@@ -121,6 +133,19 @@ def test_packed_documents_equal_documents_apart(config):
     for sample, first, last in ((0, 0, 5), (1, 0, 2), (1, 2, 5)):
         alone = model(ids[sample : sample + 1, first:last])[0]
         torch.testing.assert_close(packed[sample, first:last], alone, rtol=1e-11, atol=1e-11)
+
+
+def test_rope_conventions_differ_by_the_order_of_a_heads_features():
+    """Neighbours (2i, 2i + 1) in place of (i, i + d / 2): the same model once the rows of q and k are reordered."""
+    half, interleaved = build(LLAMA), build({**LLAMA, "rope_interleaved": True})
+    ids, _ = tokens(2, 8)
+    wanted = half(ids)
+    assert not torch.allclose(interleaved(ids), wanted)
+    with torch.no_grad():
+        for name, p in interleaved.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                p.copy_(p.view(-1, 2, 2, p.shape[1]).transpose(1, 2).reshape(p.shape))  # head dim 4: two halves of 2
+    torch.testing.assert_close(interleaved(ids), wanted, rtol=1e-12, atol=1e-12)
 
 
 def on_rank(config: dict, batch: int, seq: int, packed: bool, training: bool):
@@ -169,6 +194,26 @@ def test_dropout_without_sample_index_is_refused():
     index = torch.arange(2)
     one, again, later = (model(ids, targets=targets, sample_index=index, step=step) for step in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, later)
+
+
+@pytest.mark.parametrize(
+    "pattern, layers",
+    [("", range(6)), ("0:2", [0, 1]), ("::2", [0, 2, 4]), ("5", [5]), ("-1, 0", [0, 5]), ("4:,0:1", [0, 4, 5])],
+)
+def test_recomputed_layers_are_selected_as_python_selects(pattern, layers):
+    assert selected_layers(pattern, 6) == set(layers)
+    model = GPT(GPTConfig(**{**TINY, "n_layers": 6}), recompute="mlp", recompute_layers=pattern, device="meta")
+    modes = [layer.recompute for layer in model.layers.values()]
+    assert modes == ["mlp" if index in layers else "none" for index in range(6)]
+
+
+@pytest.mark.parametrize(
+    "pattern, part",
+    [("6", "6"), ("0,two", "two"), ("1:2:3:4", "1:2:3:4"), ("3:3", "3:3"), ("::0", "::0"), (",", "")],
+)
+def test_patterns_that_select_nothing(pattern, part):
+    with pytest.raises(ValueError, match=f"recompute_layers='{pattern}': '{part}' selects none of the 6 layers"):
+        selected_layers(pattern, 6)
 
 
 def test_built_on_meta_then_filled_equals_built():

@@ -23,7 +23,7 @@ LLAMA = {
     "position": "rope",
     "bias": False,
 }
-# name -> (config, tensor_parallel, sequence_parallel)
+# name -> (config, tensor_parallel, sequence_parallel); other options of GPT: OPTIONS
 LAYOUTS = {
     "tp2": (GELU, 2, True),
     "tp2-no-sp": (GELU, 2, False),
@@ -41,6 +41,12 @@ LAYOUTS = {
     "tp3-6-heads-4-kv": ({**LLAMA, "hidden_size": 48, "n_heads": 12, "n_kv_heads": 4}, 3, True),
     "tp2-vocab-50257": ({**GELU, "n_layers": 1, "vocab_size": 50257}, 2, True),
     "tp3-uneven-vocab": ({**GELU, "n_heads": 6, "vocab_size": 300, "vocab_multiple": 100, "position": "rope"}, 3, True),
+    "tp2-dropout-mlp-recomputed": ({**GELU, "dropout": 0.1}, 2, True),
+    "tp4-llama-one-layer-recomputed-dropout": ({**LLAMA, "dropout": 0.1}, 4, True),
+}
+OPTIONS = {
+    "tp2-dropout-mlp-recomputed": {"recompute": "mlp"},
+    "tp4-llama-one-layer-recomputed-dropout": {"recompute": "full", "recompute_layers": "1"},
 }
 
 
@@ -48,12 +54,15 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def run_training(config: dict, tp: int, sequence_parallel: bool, dtype: torch.dtype, steps: int) -> dict:
+def run_training(
+    config: dict, tp: int, sequence_parallel: bool, dtype: torch.dtype, steps: int, options: dict | None = None
+) -> dict:
     """Train on random tokens; per step the loss and norm, at the first step every gradient, at the end parameters."""
     mesh = build_mesh("cpu", tensor_parallel=tp)["tp"] if tp > 1 else None
-    model = GPT(GPTConfig(**config), tp_mesh=mesh, sequence_parallel=sequence_parallel, seed=7, dtype=dtype)
-    options = OptimizerSection(lr=LR, warmup_steps=2)
-    optimizer = build_optimizer(model, options)
+    layout: dict = {"tp_mesh": mesh, "sequence_parallel": sequence_parallel, **(options or {})}
+    model = GPT(GPTConfig(**config), seed=7, dtype=dtype, **layout)
+    optimization = OptimizerSection(lr=LR, warmup_steps=2)
+    optimizer = build_optimizer(model, optimization)
     generator = torch.Generator().manual_seed(0)
     record: dict = {"loss": [], "norm": [], "gradients": {}}
     groups = [mesh.get_group() if mesh is not None else None]
@@ -76,7 +85,7 @@ def run_training(config: dict, tp: int, sequence_parallel: bool, dtype: torch.dt
             first_sample=first,
             microbatch_size=BATCH // 2,
             step=step,
-            lr=learning_rate(step, steps, options),
+            lr=learning_rate(step, steps, optimization),
             clip_norm=1.0,
             groups=groups,
         )
@@ -96,7 +105,7 @@ def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 def test_float64_equals_one_process(ranks, name):
     config, tp, sequence_parallel = LAYOUTS[name]
     expected = run_training(config, 1, True, torch.float64, STEPS)
-    records = ranks(tp).run(run_training, config, tp, sequence_parallel, torch.float64, STEPS)
+    records = ranks(tp).run(run_training, config, tp, sequence_parallel, torch.float64, STEPS, OPTIONS.get(name))
     for record in records:
         torch.testing.assert_close(record["loss"], expected["loss"], rtol=1e-9, atol=0)
         torch.testing.assert_close(record["norm"], expected["norm"], rtol=1e-9, atol=0)
@@ -112,6 +121,6 @@ def test_float64_equals_one_process(ranks, name):
 def test_float32_equals_one_process(ranks, name):
     config, tp, sequence_parallel = LAYOUTS[name]
     expected = run_training(config, 1, True, torch.float32, STEPS)
-    record = ranks(tp).run(run_training, config, tp, sequence_parallel, torch.float32, STEPS)[0]
+    record = ranks(tp).run(run_training, config, tp, sequence_parallel, torch.float32, STEPS, OPTIONS.get(name))[0]
     torch.testing.assert_close(record["loss"], expected["loss"], rtol=1e-5, atol=0)
     torch.testing.assert_close(record["norm"], expected["norm"], rtol=1e-5, atol=0)

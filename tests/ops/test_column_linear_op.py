@@ -14,11 +14,14 @@ from torch import Tensor
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
+from tpformer.kernels.norm.reference import norm_forward
 
 EPS = 1e-5
 
 
-def case(tokens=12, k=10, widths=(12,), kind=None, norm_bias=False, bias=True, sequence_parallel=True, seed=0) -> dict:
+def case(
+    tokens=12, k=10, widths=(12,), kind=None, norm_bias=False, bias=True, sequence_parallel=True, seed=0, carry=False
+) -> dict:
     return locals()
 
 
@@ -33,12 +36,12 @@ def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
         # of several weights only the first has a bias: None must stay None
         if case["bias"] and i == 0:
             shapes[f"bias{i}"] = (width,)
-    return make(case["seed"], dtype, **shapes)
+    return make(case["seed"], dtype, **shapes, dcarried=shapes["x"])
 
 
 def plain(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
     values = tensors(case, dtype)
-    dys = [values.pop(f"dy{i}") for i in range(len(case["widths"]))]
+    dys, dcarried = [values.pop(f"dy{i}") for i in range(len(case["widths"]))], values.pop("dcarried")
     inputs = leaves(values)
     normed, size = inputs["x"], (case["k"],)
     if case["kind"] == "layernorm":
@@ -46,13 +49,14 @@ def plain(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
     elif case["kind"] == "rmsnorm":
         normed = F.rms_norm(normed, size, inputs["norm_weight"], EPS)
     ys = [F.linear(normed, inputs[f"weight{i}"], inputs.get(f"bias{i}")) for i in range(len(dys))]
-    torch.autograd.backward(ys, dys)
+    carried = [(inputs["x"].clone(), dcarried)] if case["carry"] else []
+    torch.autograd.backward(*zip(*zip(ys, dys, strict=True), *carried, strict=True))
     return {f"y{i}": y.detach() for i, y in enumerate(ys)} | {f"d{n}": x.grad for n, x in inputs.items()}
 
 
 def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, list]:
     values, n = tensors(case, dtype), len(case["widths"])
-    dys = [mine(values.pop(f"dy{i}"), 1) for i in range(n)]
+    dys, dcarried = [mine(values.pop(f"dy{i}"), 1) for i in range(n)], values.pop("dcarried")
     shard = {"x": 0} if case["sequence_parallel"] else {}
     shard |= {name: 0 for name in values if name.startswith(("weight", "bias"))}
     inputs = leaves({name: mine(x, shard[name]) if name in shard else x for name, x in values.items()})
@@ -67,13 +71,18 @@ def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, li
             weights[0] if single else weights,
             biases[0] if single else biases,
             norm=norm,
+            carry=case["carry"],
             group=dist.group.WORLD,
             sequence_parallel=case["sequence_parallel"],
         )
-    ys = (ys,) if single else ys
+    ys = (ys,) if single and not case["carry"] else ys
+    if case["carry"]:
+        *ys, carried = ys
+        assert carried.data_ptr() == inputs["x"].data_ptr()
+        ys, dys = [*ys, carried], [*dys, mine(dcarried, 0) if case["sequence_parallel"] else dcarried]
     with record_collectives() as backward:
         torch.autograd.backward(ys, dys)
-    results = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {f"d{name}": x.grad for name, x in inputs.items()}
+    results = {f"y{i}": y.detach() for i, y in enumerate(ys[:n])} | {f"d{name}": x.grad for name, x in inputs.items()}
     return results, list(forward), list(backward)
 
 
@@ -112,11 +121,10 @@ def test_equals_plain_torch(ranks, t):
         st.integers(3, 9),
         st.lists(st.integers(1, 5).map(lambda n: n * t), min_size=1, max_size=3),
         st.sampled_from([(None, False), ("layernorm", True), ("layernorm", False), ("rmsnorm", False)]),
-        st.booleans(),
-        st.booleans(),
+        *[st.booleans()] * 3,
     )
-    def run(tokens, k, widths, norm, bias, sequence_parallel):
-        check(ranks, t, case(tokens, k, widths, *norm, bias, sequence_parallel), torch.float64)
+    def run(tokens, k, widths, norm, bias, sequence_parallel, carry):
+        check(ranks, t, case(tokens, k, widths, *norm, bias, sequence_parallel, carry=carry), torch.float64)
 
     run()
 
@@ -128,7 +136,7 @@ def test_low_precision_by_the_error_of_plain_torch(ranks, t, sequence_parallel, 
     check(ranks, t, case(12, 33, (12,), None, False, True, sequence_parallel), dtype)
     if dtype == torch.float32:
         check(ranks, t, case(12, 33, (12, 6), "rmsnorm", False, True, sequence_parallel), dtype)
-        check(ranks, t, case(12, 33, (12, 6), "layernorm", True, True, sequence_parallel), dtype)
+        check(ranks, t, case(12, 33, (12, 6), "layernorm", True, True, sequence_parallel, carry=True), dtype)
 
 
 def test_frozen_input_moves_no_gradient(ranks):
@@ -153,6 +161,21 @@ def test_unused_output_of_several():
     used, _ = ops.column_linear(x, [a, b])
     used.sum().backward()
     assert torch.equal(b.grad, torch.zeros_like(b)) and a.grad.any()
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_normed_rows_take_the_place_of_the_norm(kind):
+    """Given norm(x), the same bits; and it is what the GEMM reads, as other rows in its place show."""
+    values = leaves(make(0, torch.float64, x=(6, 5), weight=(4, 5), norm_weight=(5,), dy=(6, 4)))
+    norm = ops.Norm(kind, values["norm_weight"], None, EPS)
+    y, (mean, rstd) = norm_forward(values["x"].detach(), norm._replace(weight=norm.weight.detach()))
+    inputs = [values[name] for name in ("x", "weight", "norm_weight")]
+    results = []
+    for normed in (None, ops.Normed(y, mean, rstd)):
+        out = ops.column_linear(values["x"], values["weight"], norm=norm, normed=normed)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, values["dy"].detach())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not ops.column_linear(values["x"], values["weight"], norm=norm, normed=ops.Normed(0 * y, mean, rstd)).any()
 
 
 def test_errors():

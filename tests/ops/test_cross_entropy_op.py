@@ -1,7 +1,12 @@
 """Vocabulary-parallel cross entropy, from logits and fused with the projection, equals F.cross_entropy in float64.
 
-Loss, per-token losses and every gradient, on 1 to 3 ranks with an uneven, padded last slice, for several chunk sizes.
+Loss, per-token losses and every gradient, on 1 to 3 ranks with an uneven, padded last slice, for several chunk sizes,
+with label smoothing and z-loss.
 """
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
+from tpformer.ops import cross_entropy
 
 EPS = 1e-5
+SMOOTH = {"label_smoothing": 0.2, "z_loss": 1e-2}
 
 
-def case(tokens=12, k=5, vocab=20, rows=24, kind="layernorm", sp=True, chunk: int | None = 5, scale=1.0) -> dict:
+def case(
+    tokens=12, k=5, vocab=20, rows=24, kind="layernorm", sp=True, chunk: int | None = 5, scale=1.0, terms=None
+) -> dict:
     """rows: of the padded table, split as DTensor splits it; uneven where t does not divide it."""
-    return locals()
+    return {**locals(), "terms": terms or {}}
+
+
+def plain_losses(logits: Tensor, targets: Tensor, label_smoothing=0.0, z_loss=0.0, ignore_index=-100) -> Tensor:
+    losses = F.cross_entropy(
+        logits, targets, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
+    )
+    return losses + z_loss * logits.logsumexp(-1).square() * (targets != ignore_index)
 
 
 def tensors(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
@@ -35,15 +51,17 @@ def tensors(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
     return values, targets
 
 
-def plain(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
-    values, targets = tensors(case, dtype)
-    inputs = leaves(values)
+def plain(case: dict, dtype: torch.dtype, rounded: torch.dtype | None = None) -> dict[str, Tensor]:
+    """In dtype, the loss of 16-bit logits in float32; from inputs as `rounded` has them."""
+    values, targets = tensors(case, rounded or dtype)
+    inputs = leaves({name: x.to(dtype) for name, x in values.items()})
     normed, size = inputs["x"], (case["k"],)
     if case["kind"] == "layernorm":
         normed = F.layer_norm(normed, size, inputs["norm_weight"], inputs["norm_bias"], EPS)
     elif case["kind"] == "rmsnorm":
         normed = F.rms_norm(normed, size, inputs["norm_weight"], EPS)
-    loss = F.cross_entropy((normed @ inputs["weight"].t())[:, : case["vocab"]], targets, reduction="sum")
+    logits = (normed @ inputs["weight"].t())[:, : case["vocab"]]
+    loss = plain_losses(logits.to(torch.promote_types(dtype, torch.float32)), targets, **case["terms"]).sum()
     (loss * case["scale"]).backward()
     return {"loss": loss.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}
 
@@ -52,7 +70,7 @@ def vocab_slice(case: dict) -> tuple[int, int, ops.VocabSlice]:
     per_rank = -(-case["rows"] // dist.get_world_size())
     first = dist.get_rank() * per_rank
     last = min(first + per_rank, case["rows"])
-    return first, last, ops.VocabSlice(first, max(0, min(last, case["vocab"]) - first))
+    return first, last, ops.VocabSlice(first, per_rank, case["vocab"])
 
 
 def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, list]:
@@ -75,14 +93,27 @@ def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, li
             group=dist.group.WORLD,
             sequence_parallel=case["sp"],
             chunk_tokens=case["chunk"],
+            **case["terms"],
         )
     with record_collectives() as backward:
         (loss * case["scale"]).backward()
     return {"loss": loss.detach()} | {f"d{n}": x.grad for n, x in inputs.items()}, list(forward), list(backward)
 
 
-def check(ranks, t: int, case: dict, dtype: torch.dtype) -> list[tuple]:
-    results = ranks(t).run(on_rank, case, dtype)
+def with_kernels(function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function with the kernels in place of the reference, as on a GPU; here in Triton's interpreter."""
+    before = cross_entropy.implementation
+    kernels = import_module("tpformer.kernels.cross_entropy.kernel")
+    cross_entropy.implementation = lambda op, x: kernels if op == "cross_entropy" else before(op, x)
+    try:
+        return function(*args)
+    finally:
+        cross_entropy.implementation = before
+
+
+def check(ranks, t: int, case: dict, dtype: torch.dtype, *call: Callable[..., Any]) -> list[tuple]:
+    """call: what is to call on_rank, if not the worker itself."""
+    results = ranks(t).run(*call, on_rank, case, dtype)
     sums: int | str = "sum" if case["sp"] else "equal"
     how = {"loss": "equal", "dx": 0 if case["sp"] else "equal", "dweight": 0, "dnorm_weight": sums, "dnorm_bias": sums}
     actual = {name: join([result[0][name] for result in results], how[name]) for name in results[0][0]}
@@ -100,26 +131,29 @@ def test_fused_equals_plain_torch(ranks, t):
         st.sampled_from([None, "layernorm", "rmsnorm"]),
         st.booleans(),
         st.sampled_from([1, 2, 7, 100, None]),
+        st.sampled_from([{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, SMOOTH]),
     )
-    def run(tokens, vocab_and_rows, kind, sp, chunk):
+    def run(tokens, vocab_and_rows, kind, sp, chunk, terms):
         vocab, rows = vocab_and_rows
-        check(ranks, t, case(tokens, 5, vocab, rows, kind, sp, chunk, scale=0.25), torch.float64)
+        check(ranks, t, case(tokens, 5, vocab, rows, kind, sp, chunk, 0.25, terms), torch.float64)
 
     run()
 
 
 @pytest.mark.parametrize("t", [1, 2, 3])
 @pytest.mark.parametrize("sp", [True, False])
-def test_fused_float32(ranks, t, sp):
-    check(ranks, t, case(12, 5, 19, 22, "rmsnorm", sp, 5), torch.float32)
+@pytest.mark.parametrize("terms", [{}, SMOOTH], ids=["plain", "smooth"])
+def test_fused_float32(ranks, t, sp, terms):
+    check(ranks, t, case(12, 5, 19, 22, "rmsnorm", sp, 5, terms=terms), torch.float32)
 
 
 @pytest.mark.parametrize("sp", [True, False])
-def test_fused_communication(ranks, sp):
+@pytest.mark.parametrize("terms, numbers", [({}, 3), ({"z_loss": 1e-2}, 3), (SMOOTH, 4)])
+def test_fused_communication(ranks, sp, terms, numbers):
     t, nbytes = 2, 12 * 5 * 8
-    for _, forward, backward in check(ranks, t, case(tokens=12, k=5, sp=sp, chunk=5), torch.float64):
-        # three chunks of 5, 5, 2 tokens: three numbers per token and rank
-        statistics = [("all_gather", 3 * tokens * t * 8) for tokens in (5, 5, 2)]
+    for _, forward, backward in check(ranks, t, case(tokens=12, k=5, sp=sp, chunk=5, terms=terms), torch.float64):
+        # three chunks of 5, 5, 2 tokens: three numbers per token and rank, four with label smoothing
+        statistics = [("all_gather", numbers * tokens * t * 8) for tokens in (5, 5, 2)]
         if sp:
             assert forward == [("all_gather", nbytes), *statistics, ("reduce_scatter", nbytes)]
         else:
@@ -130,10 +164,18 @@ def test_fused_communication(ranks, sp):
 def without_gradients():
     with torch.no_grad(), record_collectives() as calls:
         ops.linear_cross_entropy(
-            torch.randn(2, 3), torch.randn(4, 3), torch.arange(4), ops.VocabSlice(4 * dist.get_rank(), 4),
+            torch.randn(2, 3), torch.randn(4, 3), torch.arange(4), ops.VocabSlice(4 * dist.get_rank(), 4, 8),
             group=dist.group.WORLD,
         )  # fmt: skip
     return [name for name, _ in calls]
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("terms", [{}, SMOOTH], ids=["plain", "smooth"])
+def test_fused_with_kernels(interpreted, t, terms):
+    """What the reference never does: logits become their gradient in the memory that all chunks share."""
+    pytest.importorskip("triton")
+    check(interpreted, t, case(8, 5, 19, 22, "rmsnorm", True, 3, terms=terms), torch.float32, with_kernels)
 
 
 def test_without_gradients_nothing_is_reduced(ranks):
@@ -147,7 +189,7 @@ def uneven_default_chunks():
     x, weight = torch.full((5030, 1), 0.5), torch.zeros(rows, 1)
     with torch.no_grad():
         loss = ops.linear_cross_entropy(
-            x, weight, torch.zeros(5030, dtype=torch.int64), ops.VocabSlice(rank * per_rank, rows),
+            x, weight, torch.zeros(5030, dtype=torch.int64), ops.VocabSlice(rank * per_rank, per_rank, 2500),
             group=dist.group.WORLD, sequence_parallel=False,
         )  # fmt: skip
     return float(loss)
@@ -178,7 +220,7 @@ def test_logits_exist_a_chunk_at_a_time():
     targets = torch.arange(tokens)
     with LargestOutput() as fused:
         ops.linear_cross_entropy(
-            **values, targets=targets, vocab=ops.VocabSlice(0, vocab), chunk_tokens=chunk
+            **values, targets=targets, vocab=ops.VocabSlice(0, vocab, vocab), chunk_tokens=chunk
         ).backward()
     assert fused.numel == chunk * vocab
     with LargestOutput() as plain:  # the meter does see logits where they exist
@@ -186,37 +228,160 @@ def test_logits_exist_a_chunk_at_a_time():
     assert plain.numel == tokens * vocab
 
 
-def from_logits(vocab: int, rows: int, ignore_index: int) -> tuple[Tensor, Tensor, list, list]:
-    logits, targets, upstream = logits_case(vocab, rows, ignore_index)
+def from_logits(
+    vocab: int, rows: int, ignore_index: int, terms: dict, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, list, list]:
+    logits, targets, upstream = logits_case(vocab, rows, ignore_index, dtype)
     first, last, piece = vocab_slice({"rows": rows, "vocab": vocab})
     local = logits[:, first:last].clone().requires_grad_()
     with record_collectives() as forward:
         losses = ops.vocab_parallel_cross_entropy(
-            local, targets, piece, group=dist.group.WORLD, ignore_index=ignore_index
+            local, targets, piece, group=dist.group.WORLD, ignore_index=ignore_index, **terms
         )
     with record_collectives() as backward:
         losses.backward(upstream)
     return losses.detach(), local.grad, list(forward), list(backward)
 
 
-def logits_case(vocab: int, rows: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    values = make(7, torch.float64, logits=(9, rows), upstream=(9,))
+def logits_case(
+    vocab: int, rows: int, ignore_index: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    values = make(7, dtype, logits=(9, rows), upstream=(9,))
     values["logits"][:, vocab:] = 100.0
     targets = torch.arange(9) % vocab
     targets[3] = ignore_index
     return values["logits"], targets, values["upstream"]
 
 
+def plain_from_logits(vocab: int, rows: int, ignore_index: int, terms: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    logits, targets, upstream = logits_case(vocab, rows, ignore_index, dtype)
+    leaf = logits.requires_grad_()
+    losses = plain_losses(leaf[:, :vocab], targets, ignore_index=ignore_index, **(SMOOTH if terms else {}))
+    losses.backward(upstream)
+    return {"losses": losses.detach(), "dlogits": leaf.grad}
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("terms", [{}, SMOOTH, {**SMOOTH, "in_place": True}], ids=["plain", "smooth", "in place"])
+def test_from_logits_with_kernels(interpreted, t, terms):
+    pytest.importorskip("triton")
+    results = interpreted(t).run(with_kernels, from_logits, 19, 22, 2, terms, torch.float32)
+    actual = {"losses": join([r[0] for r in results], "equal"), "dlogits": join([r[1] for r in results], 1)}
+    oracle, baseline = (plain_from_logits(19, 22, 2, terms, dtype) for dtype in (torch.float64, torch.float32))
+    assert_same(actual, oracle, baseline)
+
+
 @pytest.mark.parametrize("t", [1, 2, 3])
 @pytest.mark.parametrize("vocab, rows", [(22, 22), (19, 22), (16, 22)])
 @pytest.mark.parametrize("ignore_index", [-100, 2])  # 2 is also a real entry of the vocabulary
-def test_from_logits_equals_plain_torch(ranks, t, vocab, rows, ignore_index):
-    logits, targets, upstream = logits_case(vocab, rows, ignore_index)
-    leaf = logits.requires_grad_()
-    losses = F.cross_entropy(leaf[:, :vocab], targets, reduction="none", ignore_index=ignore_index)
-    losses.backward(upstream)
-    results = ranks(t).run(from_logits, vocab, rows, ignore_index)
-    torch.testing.assert_close(join([r[0] for r in results], "equal"), losses.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(join([r[1] for r in results], 1), leaf.grad, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("terms", [{}, SMOOTH, {**SMOOTH, "in_place": True}], ids=["plain", "smooth", "in place"])
+def test_from_logits_equals_plain_torch(ranks, t, vocab, rows, ignore_index, terms):
+    results = ranks(t).run(from_logits, vocab, rows, ignore_index, terms)
+    actual = {"losses": join([r[0] for r in results], "equal"), "dlogits": join([r[1] for r in results], 1)}
+    oracle = plain_from_logits(vocab, rows, ignore_index, terms, torch.float64)
+    assert_same(actual, oracle, oracle)
     for *_, forward, backward in results:
-        assert forward == ([] if t == 1 else [("all_gather", 3 * 9 * 8 * t)]) and backward == []
+        numbers = 4 if terms else 3
+        assert forward == ([] if t == 1 else [("all_gather", numbers * 9 * 8 * t)]) and backward == []
+
+
+def logits_of_a_linear(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    values = {name: x.to(device, dtype) for name, x in make(8, torch.float64, x=(6, 4), weight=(32, 4)).items()}
+    weight = values["weight"].requires_grad_()
+    return weight, values["x"] @ weight.t(), torch.arange(6, device=device)
+
+
+def taken_memory(device: str, dtype: torch.dtype) -> None:
+    vocab = ops.VocabSlice(0, 32, 32)
+    weight, logits, targets = logits_of_a_linear(device, dtype)
+    kept = ops.vocab_parallel_cross_entropy(logits, targets, vocab).sum()
+    (expected,) = torch.autograd.grad(kept, weight, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(kept, weight)[0], expected)  # once more: nothing was overwritten
+    weight, logits, targets = logits_of_a_linear(device, dtype)
+    squares = logits.square().sum()  # keeps the logits, too
+    loss = ops.vocab_parallel_cross_entropy(logits, targets, vocab, in_place=True).sum()
+    assert torch.equal(torch.autograd.grad(loss, weight, retain_graph=True)[0], expected)
+    for other in (loss, squares):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()
+
+
+def test_in_place_gradient_is_seen_by_autograd():
+    taken_memory("cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "terms, words",
+    [
+        ({"label_smoothing": 1.0}, r"label_smoothing=1.0 is outside \[0, 1\)"),
+        ({"label_smoothing": -0.1}, r"label_smoothing=-0.1 is outside \[0, 1\)"),
+        ({"z_loss": -1e-4}, "z_loss=-0.0001 is negative"),
+        ({"z_loss": float("nan")}, "z_loss=nan is negative"),
+    ],
+)
+def test_impossible_terms_are_refused(terms, words):
+    targets, vocab = torch.arange(2), ops.VocabSlice(0, 4, 4)
+    with pytest.raises(ValueError, match=words):
+        ops.vocab_parallel_cross_entropy(torch.randn(2, 4), targets, vocab, **terms)
+    with pytest.raises(ValueError, match=words):
+        ops.linear_cross_entropy(torch.randn(2, 3), torch.randn(4, 3), targets, vocab, **terms)
+
+
+def test_no_tokens():
+    x, weight = torch.randn(0, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    loss = ops.linear_cross_entropy(x, weight, torch.zeros(0, dtype=torch.int64), ops.VocabSlice(0, 4, 4))
+    loss.backward()
+    assert float(loss.detach()) == 0 and torch.equal(weight.grad, torch.zeros(4, 3)) and x.grad.shape == (0, 3)
+
+
+def test_the_upstream_gradient_is_not_rounded_to_16_bits():
+    """1 / 6000 is 0.1 % off in bfloat16, and every parameter's gradient would be."""
+    factor = torch.tensor(1 / 6000)
+    x, weight = torch.randn(8, 4).bfloat16().requires_grad_(), torch.randn(32, 4).bfloat16().requires_grad_()
+    loss = ops.linear_cross_entropy(x, weight, torch.arange(8), ops.VocabSlice(0, 32, 32))
+    raw = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    (loss * factor).backward()
+    for gradient, unscaled in zip((x.grad, weight.grad), raw, strict=True):
+        assert torch.equal(gradient, (unscaled.float() * factor).bfloat16())
+
+
+def on_gpu(dtype: torch.dtype, tokens: int, k: int, vocab: int, rows: int, kind: str | None, terms: dict) -> None:
+    """One rank's fused loss and gradients in four chunks, and those from logits, in place."""
+    how = case(tokens, k, vocab, rows, kind, terms=terms)
+    values, targets = tensors(how, dtype)
+    inputs = {name: x.detach().cuda().requires_grad_() for name, x in values.items()}
+    norm = ops.Norm(kind, inputs["norm_weight"], inputs.get("norm_bias"), EPS) if kind else None
+    loss = ops.linear_cross_entropy(
+        inputs["x"], inputs["weight"], targets.cuda(), ops.VocabSlice(0, rows, vocab),
+        norm=norm, chunk_tokens=-(-tokens // 4), **terms,
+    )  # fmt: skip
+    loss.backward()
+    actual = {"loss": loss.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}
+    oracle = plain(how, torch.float64, dtype)
+    assert_same({name: x.cpu() for name, x in actual.items()}, oracle, plain(how, dtype))
+    assert not bool(inputs["weight"].grad[vocab:].any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fused_on_gpu(dtype):
+    on_gpu(dtype, 37, 24, 250, 256, "layernorm", {})
+    on_gpu(dtype, 64, 64, 1000, 1024, "rmsnorm", SMOOTH)
+    on_gpu(dtype, 129, 128, 50257, 50304, None, {"label_smoothing": 0.1, "z_loss": 1e-4})
+    on_gpu(dtype, 16, 128, 128256, 128256, "rmsnorm", {"z_loss": 1e-4})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_in_place_on_gpu(dtype):
+    taken_memory("cuda", dtype)
+    logits = torch.randn(64, 128256, device="cuda", dtype=dtype, requires_grad=True)
+    targets, vocab = torch.arange(64, device="cuda"), ops.VocabSlice(0, 128256, 128256)
+    results = []
+    for in_place in (False, True):
+        inner = logits.clone()
+        losses = ops.vocab_parallel_cross_entropy(inner, targets, vocab, in_place=in_place, **SMOOTH)
+        (gradient,) = torch.autograd.grad(losses.sum(), inner)
+        assert (gradient.data_ptr() == inner.data_ptr()) == in_place
+        results.append((losses.detach(), gradient.clone()))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))

@@ -10,16 +10,15 @@ from tpformer import ops
 SEQ, HIDDEN = 6, 5
 
 
-def site(samples: list[int], first_token: int = 0, key: int = 7) -> ops.Dropout:
-    return ops.Dropout(
-        p=0.4, key=key, sample_index=torch.tensor(samples), seq_length=SEQ, first_token=first_token
-    )  # fmt: skip
+def site(samples: list[int], rows: slice | None = None, key: int = 7) -> ops.Dropout:
+    rows = rows or slice(0, len(samples) * SEQ)
+    return ops.Dropout(ops.dropout_starts(torch.tensor(samples), SEQ, HIDDEN, rows), key, 0.4)
 
 
 def on_rank():
     t, rank = dist.get_world_size(), dist.get_rank()
     x = torch.ones(4 * SEQ, HIDDEN).chunk(t)[rank].requires_grad_()
-    y = ops.dropout(x, site([3, 9, 0, 4], first_token=rank * len(x)))
+    y = ops.dropout(x, site([3, 9, 0, 4], slice(rank * len(x), (rank + 1) * len(x))))
     y.sum().backward()
     return y.detach(), x.grad
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
+from tpformer.kernels.norm.reference import norm_forward
 
 P, KEY, SEQ = 0.3, 99, 4
 
@@ -38,10 +39,12 @@ def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
     return make(1, dtype, **shapes)
 
 
-def site(case: dict, first: int) -> ops.Dropout | None:
+def site(case: dict, rank: int, rows: int) -> ops.Dropout | None:
     """Samples 5, 3, 8, ...: their order in the batch must not matter to the bits."""
+    if not case["drop"]:
+        return None
     samples = torch.tensor([5, 3, 8, 1, 0, 2])
-    return ops.Dropout(p=P, key=KEY, sample_index=samples, seq_length=SEQ, first_token=first) if case["drop"] else None
+    return ops.Dropout(ops.dropout_starts(samples, SEQ, case["n"], slice(rank * rows, (rank + 1) * rows)), KEY, P)
 
 
 def plain(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -58,7 +61,7 @@ def plain(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
     a = activation(inputs["gate"]) * inputs["x"] if case["gated"] else activation(inputs["x"])
     y = F.linear(a, inputs["weight"], inputs.get("bias"))
     if case["drop"]:
-        y = y * site(case, 0).apply(torch.ones_like(y))
+        y = ops.dropout(y, site(case, 0, len(y)))
     if case["residual"]:
         y = y + inputs["residual"]
     y.backward(dy)
@@ -79,7 +82,7 @@ def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, li
             activation=case["activation"],
             gate=inputs.get("gate"),
             residual=inputs.get("residual"),
-            dropout=site(case, dist.get_rank() * len(dy) if case["sp"] else 0),
+            dropout=site(case, dist.get_rank() if case["sp"] else 0, len(dy)),
             group=dist.group.WORLD,
             sequence_parallel=case["sp"],
         )
@@ -128,6 +131,33 @@ def test_float32_by_the_error_of_plain_torch(ranks, t, sp, activation):
     check(ranks, t, case(12, 60, 7, *activation, sp=sp), torch.float32)
 
 
+def normed_too(kind: str, transport: str, sp: bool) -> None:
+    """next_norm adds the norm of what is stored, outside of autograd, and changes nothing else."""
+    values = make(0, torch.float32, x=(12, 4), weight=(5, 4), bias=(5,), norm=(5,), dy=(12, 5))
+    dy = mine(values["dy"], 0) if sp else values["dy"]
+    inputs = leaves({name: values[name] for name in ("x", "weight", "bias", "norm")})
+    norm = ops.Norm(kind, inputs["norm"], None, 1e-5)
+    how: dict = {"residual": dy, "group": dist.group.WORLD, "sequence_parallel": sp, "transport": transport}
+    how["dropout"] = site({"drop": True, "n": 5}, dist.get_rank() if sp else 0, len(dy))
+    plainly = ops.row_linear(inputs["x"], inputs["weight"], inputs["bias"], **how)
+    y, normed = ops.row_linear(inputs["x"], inputs["weight"], inputs["bias"], next_norm=norm, **how)
+    rows, (mean, rstd) = norm_forward(y.detach(), norm)
+    assert torch.equal(y, plainly) and torch.equal(normed.y, rows) and torch.equal(normed.rstd, rstd)
+    assert (normed.mean is None) if kind == "rmsnorm" else torch.equal(normed.mean, mean)
+    assert y.requires_grad and not any(part.requires_grad for part in normed if part is not None)
+    wanted = [inputs[name] for name in ("x", "weight", "bias")]
+    for one, other in zip(*(torch.autograd.grad(z, wanted, dy) for z in (plainly, y)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("transport", ["sequential", "pipelined"])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norm_of_the_result(ranks, t, kind, transport, sp):
+    ranks(t).run(normed_too, kind, transport, sp)
+
+
 def test_inputs_are_left_alone():
     """The epilogue adds in place: into its own result, never into the caller's tensors."""
     values = make(0, torch.float64, x=(3, 4), weight=(5, 4), bias=(5,), residual=(3, 5))
@@ -140,7 +170,7 @@ def test_errors():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="'telepathy'.*choose one of 'auto', 'sequential'"):
         ops.row_linear(x, weight, transport="telepathy")
-    with pytest.raises(ValueError, match="unknown activation 'swiglu'; choose one of gelu, gelu_tanh, silu"):
+    with pytest.raises(ValueError, match="unknown activation 'swiglu'; choose one of gelu, gelu_tanh, silu, relu2"):
         ops.row_linear(x, weight, activation="swiglu")
     with pytest.raises(ValueError, match=r"a gate needs an activation: act\(gate\) \* x"):
         ops.row_linear(x, weight, gate=x)

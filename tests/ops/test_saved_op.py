@@ -37,7 +37,7 @@ def row(sequence_parallel: bool) -> None:
     t = dist.get_world_size()
     rows = TOKENS // t if sequence_parallel else TOKENS
     weight, bias, residual = rand(N, K), rand(N), rand(rows, N)
-    site = ops.Dropout(p=0.5, key=1, sample_index=torch.arange(3), seq_length=4)
+    site = ops.Dropout(ops.dropout_starts(torch.arange(3), 4, N, slice(0, rows)), 1, 0.5)
     for activation, gated in ((None, False), ("gelu_tanh", False), ("silu", True)):
         x, gate = rand(TOKENS, K), rand(TOKENS, K) if gated else None
         with record_saved(weight, bias) as saved:
@@ -65,14 +65,15 @@ def test_linears(ranks, t, sequence_parallel, operation):
 
 
 def test_dropout_saves_nothing_and_rope_its_table():
-    site = ops.Dropout(p=0.5, key=1, sample_index=torch.arange(3), seq_length=4)
+    site = ops.Dropout(ops.dropout_starts(torch.arange(3), 4, K, slice(0, TOKENS)), 1, 0.5)
     with record_saved() as saved:
         ops.dropout(rand(TOKENS, K), site)
     assert saved == {}
-    cos, sin = rope_table(torch.arange(TOKENS), 4, 10000.0, torch.float32)
+    cos, sin = rope_table(TOKENS, 4, 10000.0, torch.float32, "cpu")
+    positions = torch.arange(TOKENS)
     with record_saved() as saved:
-        ops.rope(rand(TOKENS, 2, 4), cos, sin)
-    assert saved == {address(cos): 4 * TOKENS * 2, address(sin): 4 * TOKENS * 2}
+        ops.rope(rand(TOKENS, 2, 4), rand(TOKENS, 1, 4), (cos, sin), positions)
+    assert saved == {address(cos): 4 * TOKENS * 2, address(sin): 4 * TOKENS * 2, address(positions): 8 * TOKENS}
 
 
 def test_norm_saves_its_input_and_statistics():
@@ -86,15 +87,15 @@ def test_norm_saves_its_input_and_statistics():
 def test_cross_entropy_saves_the_logits_and_two_numbers_a_token():
     logits, targets = rand(TOKENS, 20), torch.arange(TOKENS)
     with record_saved() as saved:
-        ops.vocab_parallel_cross_entropy(logits, targets, ops.VocabSlice(0, 20))
+        ops.vocab_parallel_cross_entropy(logits, targets, ops.VocabSlice(0, 20, 20))
     assert saved == {address(logits): 4 * TOKENS * 20, address(targets): 8 * TOKENS} | saved
-    assert sorted(saved.values()) == [4 * TOKENS, 4 * TOKENS, 8 * TOKENS, 4 * TOKENS * 20]
+    assert sorted(saved.values()) == [2 * 4 * TOKENS, 8 * TOKENS, 4 * TOKENS * 20]
 
 
 def test_fused_cross_entropy_saves_gradients_only():
     x, weight, targets = rand(TOKENS, K), rand(200, K), torch.arange(TOKENS)
     with record_saved(weight) as saved:
-        ops.linear_cross_entropy(x, weight, targets, ops.VocabSlice(0, 200), chunk_tokens=4)
+        ops.linear_cross_entropy(x, weight, targets, ops.VocabSlice(0, 200, 200), chunk_tokens=4)
     # the gradient of x and that of W; not x itself, and nothing with tokens x vocabulary elements
     assert address(x) not in saved
     assert sorted(saved.values()) == [4 * TOKENS * K, 4 * 200 * K]

@@ -15,11 +15,12 @@ from .positions import Positions
 class SelfAttention(ParallelModule):
     """Causal attention: one gather, q/k/v projections of this rank's heads, SDPA, output projection.
 
-    Layout:  x, residual and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
+    Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
              on all ranks; leading dims are flattened batch-major. q_proj, k_proj, v_proj are Shard(0) by heads, o_proj
              Shard(1). When t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key
              and value heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
+    forward: norm, of x, goes before it; residual adds x; next_norm makes the result (y, its norm as rows).
     `positions` is needed when x is not (batch, seq, hidden_size), and for packed documents.
     Errors:  ValueError when heads do not divide over ranks or key-value heads, or a position is asked for twice.
     """
@@ -31,6 +32,7 @@ class SelfAttention(ParallelModule):
         *,
         n_kv_heads: int | None = None,
         rope_base: float | None = None,
+        rope_interleaved: bool = False,
         bias: bool = True,
         init_std: float | None = None,
         output_init_std: float | None = None,
@@ -42,7 +44,7 @@ class SelfAttention(ParallelModule):
     ) -> None:
         super().__init__(tp_mesh, sequence_parallel, transport)
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
-        self.rope_base = rope_base
+        self.rope_base, self.rope_interleaved = rope_base, rope_interleaved
         check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp_size, rope=rope_base is not None)
         self.head_dim = hidden_size // n_heads
         common: dict = {
@@ -88,19 +90,22 @@ class SelfAttention(ParallelModule):
         *,
         positions: Positions | None = None,
         norm: ops.Norm | None = None,
-        residual: Tensor | None = None,
+        residual: bool = False,
         dropout: ops.Dropout | None = None,
-    ) -> Tensor:
+        next_norm: ops.Norm | None = None,
+    ) -> Tensor | tuple[Tensor, ops.Normed]:
         if positions is None:
             positions = positions_of(x, sharded=self.sharded)
-        q, k, v = project(x.reshape(-1, x.shape[-1]), [self.q_proj, self.k_proj, self.v_proj], norm)
+        columns = [self.q_proj, self.k_proj, self.v_proj]
+        (q, k, v), carried = project(x.reshape(-1, x.shape[-1]), columns, norm, carry=residual)
         q, k, v = (rearrange(y, "tokens (heads d) -> tokens heads d", d=self.head_dim) for y in (q, k, v))
         if self.rope_base is not None:
-            table = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
-            q, k = ops.rope(q, *table), ops.rope(k, *table)
+            table, ids = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
+            q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
         y = ops.causal_attention(q, self._spread(k), self._spread(v), positions.batch, positions.documents(q.device))
-        y = self.o_proj(rearrange(y, "tokens heads d -> tokens (heads d)"), residual=residual, dropout=dropout)
-        return y.view(x.shape)
+        heads = rearrange(y, "tokens heads d -> tokens (heads d)")
+        y = self.o_proj(heads, residual=carried, dropout=dropout, next_norm=next_norm)
+        return y.view(x.shape) if next_norm is None else (y[0].view(x.shape), y[1])
 
 
 def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool) -> None:

@@ -1,7 +1,8 @@
 """The pre-norm transformer block, and the dropout key that travels with a microbatch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,6 +15,8 @@ from .module import ParallelModule
 from .norm import NORMS
 from .positions import Positions
 
+RECOMPUTE = ("none", "mlp", "full")
+
 
 @dataclass(frozen=True)
 class DropoutKey:
@@ -22,16 +25,20 @@ class DropoutKey:
     seed: int
     step: int
     sample_index: Tensor
+    _starts: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def site(self, p: float, layer: int | str, name: str, rows: int, positions: Positions, shard: int) -> ops.Dropout:
-        """The dropout of one site for `rows` rows that are the shard-th such slice of the batch's tokens."""
-        return ops.Dropout(
-            p=p,
-            key=philox_key(self.seed, self.step, layer, name),
-            sample_index=self.sample_index,
-            seq_length=positions.seq_length,
-            first_token=shard * rows,
-        )
+    def site(self, p: float, layer: int | str, name: str, x: Tensor, positions: Positions, shard: int) -> ops.Dropout:
+        """The dropout of one site for rows x (rows, hidden), the shard-th such slice of the batch's tokens.
+
+        Sites of rows of one shape share the starts: 8 bytes a row, once for a model.
+        """
+        rows, hidden = x.shape
+        key = (rows, hidden, positions.seq_length, shard)
+        if key not in self._starts:
+            slice_of_batch = slice(shard * rows, (shard + 1) * rows)
+            index = self.sample_index.to(x.device)
+            self._starts[key] = ops.dropout_starts(index, positions.seq_length, hidden, slice_of_batch)
+        return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, layer, name), p)
 
 
 class TransformerBlock(ParallelModule):
@@ -42,6 +49,10 @@ class TransformerBlock(ParallelModule):
     Communication, per rank, B = tokens * hidden_size * itemsize: with sequence_parallel forward 2 all-gathers and
              2 reduce-scatters of B, backward the same plus 2 all-gathers (column inputs gathered again); otherwise
              forward 2 all-reduces, backward 2 all-reduces of B.
+    Keeps for the backward, in 16 bits with MHA, GELU and ffn = 4 * hidden, in bytes / (tokens * hidden / t), besides
+             statistics of each row (16 / hidden + 4 / head_dim): 20, with no GEMM done twice; recompute="mlp" 12, with
+             one more fc1 GEMM and its all-gather; recompute="full" 2, with the forward again but for its last GEMM
+             and reduction. `python -m bench memory` counts them.
     Dropout (in training, p > 0) needs `dropout_key`; `positions` as in SelfAttention.
     """
 
@@ -56,9 +67,11 @@ class TransformerBlock(ParallelModule):
         norm_eps: float = 1e-5,
         activation: str = "gelu_tanh",
         rope_base: float | None = None,
+        rope_interleaved: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
         layer_index: int = 0,
+        recompute: str = "none",
         init_std: float | None = None,
         output_init_std: float | None = None,
         tp_mesh: DeviceMesh | None = None,
@@ -70,7 +83,9 @@ class TransformerBlock(ParallelModule):
         super().__init__(tp_mesh, sequence_parallel, transport)
         if norm not in NORMS:
             raise ValueError(f"unknown norm {norm!r}; choose one of {', '.join(NORMS)}")
-        self.dropout, self.layer_index = dropout, layer_index
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"unknown recompute {recompute!r}; choose one of {', '.join(RECOMPUTE)}")
+        self.dropout, self.layer_index, self.recompute = dropout, layer_index, recompute
         place: dict = {
             "tp_mesh": tp_mesh,
             "sequence_parallel": sequence_parallel,
@@ -85,7 +100,8 @@ class TransformerBlock(ParallelModule):
             **place,
         }
         self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
-        self.self_attn = SelfAttention(hidden_size, n_heads, n_kv_heads=n_kv_heads, rope_base=rope_base, **linear)
+        rope: dict = {"rope_base": rope_base, "rope_interleaved": rope_interleaved}
+        self.self_attn = SelfAttention(hidden_size, n_heads, n_kv_heads=n_kv_heads, **rope, **linear)
         self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
         self.mlp = MLP(hidden_size, ffn_hidden_size=ffn_hidden_size, activation=activation, **linear)
 
@@ -94,20 +110,35 @@ class TransformerBlock(ParallelModule):
     ) -> Tensor:
         positions = positions or positions_of(x, sharded=self.sharded)
         rows = x.reshape(-1, x.shape[-1])
-        sites: list[ops.Dropout | None] = [None, None]
-        if self.training and self.dropout > 0:
-            if dropout_key is None:
-                raise ValueError(
-                    f"dropout={self.dropout} in training needs dropout_key=DropoutKey(seed, step, sample_index): "
-                    f"without it every step would drop the same elements"
-                )
-            shard = self.tp_rank if self.sharded else 0
-            sites = [
-                dropout_key.site(self.dropout, self.layer_index, name, len(rows), positions, shard)
-                for name in ("attention", "mlp")
-            ]
-        rows = self.self_attn(
-            rows, positions=positions, norm=self.input_layernorm.prologue(), residual=rows, dropout=sites[0]
-        )
-        rows = self.mlp(rows, norm=self.post_attention_layernorm.prologue(), residual=rows, dropout=sites[1])
+        sites = self._dropout_sites(rows, positions, dropout_key)
+        if self.recompute == "full" and torch.is_grad_enabled():
+            rows = ops.recompute(self._layer, rows, positions, sites)
+        else:
+            rows = self._layer(rows, positions, sites)
         return rows.view(x.shape)
+
+    def _dropout_sites(self, rows: Tensor, positions: Positions, key: DropoutKey | None) -> list[ops.Dropout | None]:
+        """Of the attention's branch and of the MLP's."""
+        if not self.training or self.dropout == 0:
+            return [None, None]
+        if key is None:
+            raise ValueError(
+                f"dropout={self.dropout} in training needs dropout_key=DropoutKey(seed, step, sample_index): "
+                f"without it every step would drop the same elements"
+            )
+        shard = self.tp_rank if self.sharded else 0
+        layer = self.layer_index
+        return [key.site(self.dropout, layer, name, rows, positions, shard) for name in ("attention", "mlp")]
+
+    def _layer(self, rows: Tensor, positions: Positions, sites: list[ops.Dropout | None]) -> Tensor:
+        norm = self.input_layernorm.prologue()
+        attention: dict = {"positions": positions, "norm": norm, "residual": True, "dropout": sites[0]}
+        if self.recompute == "mlp" and torch.is_grad_enabled():
+            return ops.recompute(self._mlp, self.self_attn(rows, **attention), None, sites[1])
+        rows, normed = self.self_attn(rows, next_norm=self.post_attention_layernorm.prologue(), **attention)
+        return self._mlp(rows, normed, sites[1])
+
+    def _mlp(self, rows: Tensor, normed: ops.Normed | None, site: ops.Dropout | None) -> Tensor:
+        norm = self.post_attention_layernorm.prologue()
+        ends_region = self.recompute != "none"
+        return self.mlp(rows, norm=norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)

@@ -47,8 +47,7 @@ class _VocabParallel(ParallelModule):
 
     def vocab_slice(self) -> ops.VocabSlice:
         """Which entries of the vocabulary this rank holds."""
-        first = self.tp_rank * self.width
-        return ops.VocabSlice(first, max(0, min(self.width, self.vocab_size - first)))
+        return ops.VocabSlice(self.tp_rank * self.width, self.width, self.vocab_size)
 
     def check_ids(self, ids: Tensor, what: str) -> None:
         """ValueError, on a CPU, for an id outside the vocabulary: no rank would hold it, and none would notice."""
@@ -106,7 +105,7 @@ class PositionEmbedding(ParallelModule):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         weight: Tensor = self.local("weight", partial=self.sequence_parallel)
-        if positions.ids is None and not self.sharded and positions.seq_length <= len(weight):
+        if positions.ids is None and not positions.offset and not self.sharded and positions.seq_length <= len(weight):
             return (x.unflatten(0, (positions.batch, -1)) + weight[: positions.seq_length]).flatten(0, 1)
         ids = positions.flat_ids(x.device)
         if self.sharded:
@@ -121,18 +120,26 @@ class LMHead(_VocabParallel):
     Layout:  weight as VocabParallelEmbedding's, or none of its own (`weight=False`): tied, given at each call.
              x (tokens / t, hidden_size) or (tokens, hidden_size). Without targets the result is this rank's logits
              (tokens, V_local); with targets (tokens,), IGNORE_INDEX where no loss is wanted, it is the summed loss, a
-             scalar equal on all ranks.
+             scalar equal on all ranks, with label_smoothing and z_loss as ops.vocab_parallel_cross_entropy has them.
     Communication, per rank: that of ops.column_linear (logits, carried by `transport`) or ops.linear_cross_entropy
              (loss, whose collectives are its own).
-    Errors:  ValueError on a CPU for a target outside [0, vocab_size).
+    Errors:  ValueError on a CPU for a target outside [0, vocab_size), and as ops.linear_cross_entropy.
     """
 
     def forward(
-        self, x: Tensor, *, norm: ops.Norm | None = None, targets: Tensor | None = None, tied: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        norm: ops.Norm | None = None,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> Tensor:
         weight = self.local("weight") if tied is None else tied
         where = {"norm": norm, "group": self.group, "sequence_parallel": self.sequence_parallel}
         if targets is None:
-            return ops.column_linear(x, weight, transport=self.transport, width=self.width, **where)  # type: ignore
+            return ops.column_linear(x, weight, transport=self.transport, width=self.width, **where)
         self.check_ids(targets.masked_fill(targets == IGNORE_INDEX, 0), "targets")
-        return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **where)  # type: ignore
+        terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **terms, **where)

@@ -81,28 +81,39 @@ class ColumnParallelLinear(ParallelModule):
         self.accumulate("weight", gradient, rows=self.used_rows)
 
     def forward(self, x: Tensor, *, norm: ops.Norm | None = None) -> Tensor:
-        (y,) = project(_to_rows(x, self.sequence_dim), [self], norm)
+        (y,), _ = project(_to_rows(x, self.sequence_dim), [self], norm)
         return _from_rows(y, x, self.sequence_dim)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp_size}"
 
 
-def project(rows: Tensor, layers: Sequence[ColumnParallelLinear], norm: ops.Norm | None) -> tuple[Tensor, ...]:
-    """The outputs of several column-parallel layers on one mesh for the same rows (tokens, K): one gather for all."""
+def project(
+    rows: Tensor,
+    layers: Sequence[ColumnParallelLinear],
+    norm: ops.Norm | None,
+    normed: ops.Normed | None = None,
+    *,
+    carry: bool = False,
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The outputs of column-parallel layers on one mesh for the same rows (tokens, K), one gather for all; and, with
+    carry, the rows themselves for the residual path (ops.column_linear)."""
     parameters = [layer.local_parameters() for layer in layers]
     queue = ops.active_queue()
-    return ops.column_linear(
+    outputs = ops.column_linear(
         rows,
         [weight for weight, _ in parameters],
         [bias for _, bias in parameters],
         norm=norm,
+        normed=normed,
+        carry=carry,
         group=layers[0].group,
         sequence_parallel=layers[0].sequence_parallel,
         transport=layers[0].transport,
         width=sum(layer.width for layer in layers),
         deferred=None if queue is None else ops.Deferred(queue, [layer.take_weight_gradient for layer in layers]),
     )
+    return (outputs[:-1], outputs[-1]) if carry else (outputs, None)
 
 
 class RowParallelLinear(ParallelModule):
@@ -113,6 +124,7 @@ class RowParallelLinear(ParallelModule):
              with sequence_parallel, else (tokens, out_features), equal on all ranks. `sequence_dim` as in
              ColumnParallelLinear.
     Communication, per rank: that of ops.row_linear, carried by `transport` (ops.choose_transport).
+    forward: next_norm makes the result (y, its norm as rows), ends_region is for recomputation (ops.row_linear).
     With sequence_parallel the bias gradient is a partial sum over the tp axis.
     tp_mesh None, or of size 1: bit-identical to nn.Linear.
     """
@@ -155,7 +167,9 @@ class RowParallelLinear(ParallelModule):
         gate: Tensor | None = None,
         residual: Tensor | None = None,
         dropout: ops.Dropout | None = None,
-    ) -> Tensor:
+        next_norm: ops.Norm | None = None,
+        ends_region: bool = False,
+    ) -> Tensor | tuple[Tensor, ops.Normed]:
         queue = ops.active_queue()
         y = ops.row_linear(
             _to_rows(x, self.sequence_dim),
@@ -165,13 +179,17 @@ class RowParallelLinear(ParallelModule):
             gate=None if gate is None else _to_rows(gate, self.sequence_dim),
             residual=None if residual is None else _to_rows(residual, self.sequence_dim),
             dropout=dropout,
+            next_norm=next_norm,
+            ends_region=ends_region,
             group=self.group,
             sequence_parallel=self.sequence_parallel,
             transport=self.transport,
             width=self.width,
             deferred=None if queue is None else ops.Deferred(queue, [self.take_weight_gradient]),
         )
-        return _from_rows(y, x, self.sequence_dim)
+        if next_norm is None:
+            return _from_rows(y, x, self.sequence_dim)
+        return _from_rows(y[0], x, self.sequence_dim), y[1]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp_size}"

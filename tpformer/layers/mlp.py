@@ -1,4 +1,4 @@
-"""The transformer's MLP, plain (GELU) or gated (SwiGLU, GeGLU), hidden features sharded over tensor-parallel ranks."""
+"""The transformer's MLP, plain (GELU, squared ReLU) or gated (SwiGLU, GeGLU), hidden features sharded over tp ranks."""
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +14,7 @@ MLP_ACTIVATIONS = {
     "gelu_tanh": ("gelu_tanh", False),
     "swiglu": ("silu", True),
     "geglu": ("gelu_tanh", True),
+    "relu2": ("relu2", False),
 }
 
 
@@ -23,11 +24,13 @@ def default_ffn_size(hidden_size: int, activation: str) -> int:
 
 
 class MLP(ParallelModule):
-    """fc2(act(fc1(x))), or down_proj(act(gate_proj(x)) * up_proj(x)).
+    """[x + dropout](fc2(act(fc1(x)))), or with down_proj(act(gate_proj(x)) * up_proj(x)).
 
-    Layout:  x, residual and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
+    Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
              on all ranks; leading dims are flattened. fc1, gate_proj, up_proj are Shard(0); fc2, down_proj Shard(1).
     Communication, per rank: one ops.column_linear (one gather for gate and up) and one ops.row_linear.
+    forward: norm, of x, goes before it (normed: where it has been made already); residual adds x; ends_region as in
+    ops.recompute.
     Errors:  ValueError for an unknown activation.
     """
 
@@ -75,12 +78,14 @@ class MLP(ParallelModule):
         x: Tensor,
         *,
         norm: ops.Norm | None = None,
-        residual: Tensor | None = None,
+        normed: ops.Normed | None = None,
+        residual: bool = False,
         dropout: ops.Dropout | None = None,
+        ends_region: bool = False,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if not self.gated:
-            y = self.fc2(self.fc1(rows, norm=norm), residual=residual, dropout=dropout)
-            return y.view(x.shape)
-        gate, up = project(rows, [self.gate_proj, self.up_proj], norm)
-        return self.down_proj(up, gate=gate, residual=residual, dropout=dropout).view(x.shape)
+        columns = [self.gate_proj, self.up_proj] if self.gated else [self.fc1]
+        outputs, carried = project(x.reshape(-1, x.shape[-1]), columns, norm, normed, carry=residual)
+        row = self.down_proj if self.gated else self.fc2
+        gate = outputs[0] if self.gated else None
+        y = row(outputs[-1], gate=gate, residual=carried, dropout=dropout, ends_region=ends_region)
+        return y.view(x.shape)

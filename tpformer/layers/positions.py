@@ -11,10 +11,13 @@ class Positions:
 
     batch, seq_length: the flattened tokens are (batch * seq_length,), batch-major.
     ids (batch, seq_length) int64: position of each token in its document, restarting at 0 where a packed document
-    begins; None when every sample is one document. ValueError when they do not count up from 0 in that way.
+    begins; None when every sample is one document. Its first token is at position `offset`: the rest of a longer text.
+    Errors: ValueError when ids do not count up from 0 in that way, or come with an offset.
     """
 
-    def __init__(self, batch: int, seq_length: int, ids: Tensor | None = None) -> None:
+    def __init__(self, batch: int, seq_length: int, ids: Tensor | None = None, offset: int = 0) -> None:
+        if ids is not None and offset:
+            raise ValueError(f"offset={offset} is where whole samples begin: with ids, every document begins at 0")
         if ids is not None:
             follows = (ids[:, 1:] == ids[:, :-1] + 1) | (ids[:, 1:] == 0)
             if bool((ids[:, 0] != 0).any()) or not bool(follows.all()):
@@ -22,15 +25,20 @@ class Positions:
                     "position_ids must start at 0 in every sample and count up by 1 until the next document's 0: "
                     "a document cannot span two samples"
                 )
-        self.batch, self.seq_length, self.ids = batch, seq_length, ids
+        self.batch, self.seq_length, self.ids, self.offset = batch, seq_length, ids, offset
+        self._flat_ids: dict[torch.device, Tensor] = {}
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._documents: tuple[Tensor, int] | None = None
 
     def flat_ids(self, device: torch.device) -> Tensor:
-        """(tokens,) int64 positions."""
-        if self.ids is not None:
-            return self.ids.reshape(-1).to(device)
-        return torch.arange(self.seq_length, device=device).repeat(self.batch)
+        """(tokens,) int64 positions, one storage for all layers."""
+        if device not in self._flat_ids:
+            if self.ids is not None:
+                flat = self.ids.reshape(-1).to(device)
+            else:
+                flat = torch.arange(self.offset, self.offset + self.seq_length, device=device).repeat(self.batch)
+            self._flat_ids[device] = flat
+        return self._flat_ids[device]
 
     def documents(self, device: torch.device) -> tuple[Tensor, int] | None:
         """(boundaries (n + 1,) int32, longest), or None when every sample is one document."""
@@ -44,9 +52,11 @@ class Positions:
             self._documents = boundaries, int(boundaries.diff().max())
         return self._documents
 
-    def rope(self, head_dim: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin (tokens, head_dim / 2), one storage for all layers."""
+    def rope(
+        self, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """What ops.rope takes: (cos, sin) of all positions up to the last, and flat_ids; shared by all layers."""
         key = (head_dim, base, device, dtype)
         if key not in self._tables:
-            self._tables[key] = rope_table(self.flat_ids(device), head_dim, base, dtype)
-        return self._tables[key]
+            self._tables[key] = rope_table(self.offset + self.seq_length, head_dim, base, dtype, device)
+        return self._tables[key], self.flat_ids(device)

@@ -29,10 +29,12 @@ class GPTConfig:
     """layernorm or rmsnorm."""
     norm_eps: float = 1e-5
     activation: str = "gelu_tanh"
-    """gelu, gelu_tanh, swiglu or geglu."""
+    """gelu, gelu_tanh, swiglu, geglu or relu2 (squared ReLU)."""
     position: str = "learned"
     """learned or rope."""
     rope_base: float = 10000.0
+    rope_interleaved: bool = False
+    """Pair neighbouring elements (GPT-J) instead of the two halves of a head (Llama)."""
     bias: bool = True
     """Biases in the linear layers."""
     tie_embeddings: bool = True

@@ -1,6 +1,8 @@
 """GPT: token embedding, transformer blocks, output head; one module for every preset and tensor-parallel layout."""
 
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +28,37 @@ from tpformer.layers.norm import NORMS
 from .config import GPTConfig
 
 
+def selected_layers(pattern: str, n_layers: int) -> set[int]:
+    """Layers by comma-separated indexes or slices as in Python: "0:8", "::2", "0,5,-1"; "" selects all.
+
+    ValueError for what is neither, and for an index or a slice that selects nothing.
+    """
+    layers, found = range(n_layers), set[int]()
+    chosen: Sequence[int]
+    for part in pattern.split(",") if pattern else ["::"]:
+        try:
+            numbers = [int(number) if number.strip() else None for number in part.split(":")]
+            chosen = layers[slice(*numbers)] if len(numbers) > 1 else [layers[numbers[0]]]  # type: ignore[index]
+        except (ValueError, TypeError, IndexError):
+            chosen = ()
+        if not chosen:
+            raise ValueError(
+                f"recompute_layers={pattern!r}: {part!r} selects none of the {n_layers} layers; write comma-separated "
+                f'indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"'
+            )
+        found.update(chosen)
+    return found
+
+
 class GPT(ParallelModule):
     """A decoder-only transformer.
 
     Parameters are DTensors on the tp axis (plain with tp_mesh=None), with global shapes and initial values that do not
     depend on it. Inside, activations are flattened tokens: (batch * seq / t, hidden_size) with sequence_parallel.
+    recompute: what the backward of each of `recompute_layers` (selected_layers) computes again instead of keeping it
+    (TransformerBlock); offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
+    label_smoothing and z_loss (ops.vocab_parallel_cross_entropy) are of the loss in training mode only: in evaluation it
+    is the plain cross entropy.
     device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`.
     Errors: ValueError, before anything is allocated, for heads or a vocabulary that the layout cannot hold.
     """
@@ -42,6 +70,11 @@ class GPT(ParallelModule):
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = True,
         transport: str = "auto",
+        recompute: str = "none",
+        recompute_layers: str = "",
+        offload_activations: bool = False,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
         seed: int = 0,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -50,7 +83,9 @@ class GPT(ParallelModule):
         if config.vocab_size is None:
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
         check_heads(config.hidden_size, config.n_heads, config.kv_heads, self.tp_size, rope=config.position == "rope")
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.offload_activations = config, seed, offload_activations
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        recomputed = selected_layers(recompute_layers, config.n_layers)
         std, output_std = config.init_std, config.init_std / math.sqrt(2 * config.n_layers)
         # built on meta, so that values are made once, by global index
         place: dict = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel, "device": "meta", "dtype": dtype}
@@ -73,9 +108,11 @@ class GPT(ParallelModule):
                     norm_eps=config.norm_eps,
                     activation=config.activation,
                     rope_base=config.rope_base if config.position == "rope" else None,
+                    rope_interleaved=config.rope_interleaved,
                     bias=config.bias,
                     dropout=config.dropout,
                     layer_index=index,
+                    recompute=recompute if index in recomputed else "none",
                     init_std=std,
                     output_init_std=output_std,
                     transport=transport,
@@ -144,17 +181,20 @@ class GPT(ParallelModule):
         x = x.reshape(-1, x.shape[-1])
         if self.embed_positions is not None:
             x = self.embed_positions(x, positions)
-        x = ops.dropout(x, self._embedding_dropout(key, len(x), positions))
+        x = ops.dropout(x, self._embedding_dropout(key, x, positions))
+        offload = ops.Offload() if self.offload_activations and torch.is_grad_enabled() else None
         for layer in self.layers.values():
-            x = layer(x, positions=positions, dropout_key=key)
+            with nullcontext() if offload is None else offload.layer(layer):
+                x = layer(x, positions=positions, dropout_key=key)
         tied = self.embed_tokens.local("weight") if self.config.tie_embeddings else None
         norm = self.norm.prologue()
         if targets is not None:
-            return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied)
+            terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
+            return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied, **terms)
         return self.lm_head(x, norm=norm, tied=tied).view(*ids.shape, -1)[:, :seq]
 
-    def _embedding_dropout(self, key: DropoutKey | None, rows: int, positions: Positions) -> ops.Dropout | None:
+    def _embedding_dropout(self, key: DropoutKey | None, x: Tensor, positions: Positions) -> ops.Dropout | None:
         if key is None or not self.training or self.config.dropout == 0:
             return None
         shard = self.tp_rank if self.sharded else 0
-        return key.site(self.config.dropout, "embedding", "output", rows, positions, shard)
+        return key.site(self.config.dropout, "embedding", "output", x, positions, shard)

@@ -3,9 +3,11 @@
 from .attention import causal_attention
 from .column_linear import column_linear
 from .cross_entropy import VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
-from .dropout import Dropout, dropout
+from .dropout import Dropout, dropout, dropout_starts
 from .embedding import vocab_parallel_embedding
-from .norm import Norm, norm
+from .norm import Norm, Normed, norm
+from .offload import Offload
+from .recompute import recompute
 from .rope import rope
 from .row_linear import row_linear
 from .sequence import gather_rows, reduce_rows, scatter_rows
@@ -18,6 +20,8 @@ __all__ = [
     "Deferred",
     "Dropout",
     "Norm",
+    "Normed",
+    "Offload",
     "TRANSPORTS",
     "VocabSlice",
     "WeightGradientQueue",
@@ -26,10 +30,12 @@ __all__ = [
     "choose_transport",
     "column_linear",
     "dropout",
+    "dropout_starts",
     "gather_rows",
     "linear_cross_entropy",
     "norm",
     "record_transports",
+    "recompute",
     "reduce_rows",
     "rope",
     "row_linear",

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.kernels.norm.reference import norm_backward, norm_forward
-
-from .norm import Norm
+from .implementation import implementation
+from .norm import Norm, Normed
 from .transport import LOCAL, column_request, open_transport
 from .transports.interface import Transport
 from .weight_gradients import Deferred
@@ -18,8 +17,8 @@ from .weight_gradients import Deferred
 class _Layout(NamedTuple):
     transport: Transport
     sequence_parallel: bool
-    norm_kind: str | None
-    eps: float
+    norm: tuple[str, float] | None  # kind, eps
+    carry: bool
     deferred: Deferred | None
 
     @property
@@ -30,39 +29,51 @@ class _Layout(NamedTuple):
 
 class ColumnLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, layout: _Layout, *weights_and_biases):
+    def forward(ctx, x, norm_weight, norm_bias, layout: _Layout, normed: Normed | None, *weights_and_biases):
         n = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
-        normed, (mean, rstd) = x, (None, None)
-        if layout.norm_kind:
-            normed, (mean, rstd) = norm_forward(x, norm_weight, norm_bias, layout.norm_kind, layout.eps)
+        mean = rstd = None
+        rows = x
+        if normed is not None:
+            rows, mean, rstd = normed
+        elif layout.norm is not None:
+            norm = _norm(layout, norm_weight, norm_bias)
+            rows, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
         ctx.layout, ctx.has_bias = layout, [bias is not None for bias in biases]
         ctx.save_for_backward(x, norm_weight, norm_bias, mean, rstd, *weights)
-        return tuple(layout.gathering.gather_matmul(normed, weights, biases))
+        outputs = tuple(layout.gathering.gather_matmul(rows, weights, biases))
+        return (*outputs, x) if layout.carry else outputs
 
     @staticmethod
     def backward(ctx, *dys):
         x, norm_weight, norm_bias, mean, rstd, *weights = ctx.saved_tensors
         layout: _Layout = ctx.layout
-        dx = dnorm_weight = dnorm_bias = None
-        normed = x
-        if layout.norm_kind:
+        norm = _norm(layout, norm_weight, norm_bias)
+        dys, dcarried = (dys[:-1], dys[-1]) if layout.carry else (dys, None)
+        rows = x
+        if norm is not None:
             # the norm's output was not kept: one cheap pass over x against 2 bytes per element held since the forward
-            normed, _ = norm_forward(x, norm_weight, norm_bias, layout.norm_kind, layout.eps)
-        gather = layout.gathering.start_gather
-        gathered = gather(normed) if layout.deferred is None else None
-        if ctx.needs_input_grad[0] or layout.norm_kind:
-            dx = layout.transport.matmul_reduce(dys, weights, transposed=False, scatter=layout.sequence_parallel)
-        if layout.norm_kind:
-            dx, dnorm_weight, dnorm_bias = norm_backward(dx, x, (mean, rstd), norm_weight, norm_bias, layout.norm_kind)
+            rows, _ = implementation("norm", x).norm_forward(x, norm)
+        gathered = layout.gathering.start_gather(rows) if layout.deferred is None else None
+        dx = dnorm_weight = dnorm_bias = None
+        if ctx.needs_input_grad[0] or norm is not None:
+            dx, _ = layout.transport.matmul_reduce(dys, weights, transposed=False, scatter=layout.sequence_parallel)
+        if norm is not None:
+            dx, dnorm_weight, dnorm_bias = implementation("norm", x).norm_backward(dx, x, (mean, rstd), norm, dcarried)
+        elif dcarried is not None and dx is not None:
+            dx += dcarried
         dbiases = [dy.sum(0) if has_bias else None for dy, has_bias in zip(dys, ctx.has_bias, strict=True)]
         if gathered is not None:
-            rows = gathered()
-            dweights = [dy.t() @ rows for dy in dys]
+            whole = gathered()
+            dweights = [dy.t() @ whole for dy in dys]
         else:
             dweights = [None] * len(dys)
-            _defer(layout, normed, dys, ctx.needs_input_grad[4:])
-        return dx, dnorm_weight, dnorm_bias, None, *dweights, *dbiases
+            _defer(layout, rows, dys, ctx.needs_input_grad[5:])
+        return dx, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
+
+
+def _norm(layout: _Layout, weight: Tensor, bias: Tensor | None) -> Norm | None:
+    return None if layout.norm is None else Norm(layout.norm[0], weight, bias, layout.norm[1])
 
 
 def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Sequence[bool]) -> None:
@@ -81,12 +92,15 @@ def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Seque
         queue.add(make)
 
 
+@torch.compiler.disable
 def column_linear(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     norm: Norm | None = None,
+    normed: Normed | None = None,
+    carry: bool = False,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
     transport: str = "auto",
@@ -98,6 +112,8 @@ def column_linear(
     Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K) and equal on all ranks; weight (N / t, K), or a
              sequence of such weights sharing the gather; bias (N / t,) or None, one per weight; result (tokens, N / t),
              or a tuple. t = group.size(); group None is one rank.
+             normed: norm(x), where row_linear has made it with x. carry: x is one more output, the last, for the
+             residual path around the linears: its gradient is then added inside the norm's backward.
     Saves:   x before the norm and two statistics a row. The norm's output and the gathered input are rebuilt.
     Communication, per rank, B = tokens * K * itemsize:
              sequence parallel: forward all-gather B; backward reduce-scatter B (dx), all-gather B (x again, for dW)
@@ -117,7 +133,9 @@ def column_linear(
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
     width = width or sum(map(len, weights))
     request = column_request(len(x), x.shape[1], width, x.dtype, x.device, group, sequence_parallel, transport)
-    kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
-    layout = _Layout(open_transport(request), sequence_parallel, kind, eps, deferred)
-    outputs = ColumnLinearFunction.apply(x, norm_weight, norm_bias, layout, *weights, *biases)
-    return outputs if several else outputs[0]
+    layout = _Layout(
+        open_transport(request), sequence_parallel, None if norm is None else (norm.kind, norm.eps), carry, deferred
+    )
+    parameters = (None, None) if norm is None else (norm.weight, norm.bias)
+    outputs = ColumnLinearFunction.apply(x, *parameters, layout, normed, *weights, *biases)
+    return outputs if several or carry else outputs[0]

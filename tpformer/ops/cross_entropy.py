@@ -4,45 +4,55 @@ projection so that logits exist only a chunk of tokens at a time."""
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from tpformer.kernels.cross_entropy.reference import combine_statistics, slice_gradient, slice_statistics
-from tpformer.kernels.norm.reference import norm_backward, norm_forward
+from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 
+from .implementation import implementation
 from .norm import Norm
 from .transports.interface import record_transport
 
+# Logits that linear_cross_entropy holds at once. On a GPU every chunk reads and writes the float32 gradient of W: about a
+# tenth of what the GEMMs of 2048 tokens take, by an H200's bandwidth and arithmetic.
+CPU_LOGITS, CPU_TOKENS = 2**22, 64
+GPU_LOGITS, GPU_TOKENS = 2**26, 2048
+ROW_MULTIPLE = 16  # columns of a chunk's logits: padding that the table has anyway keeps rows aligned
 
-class VocabSlice(NamedTuple):
-    """This rank's entries of the vocabulary: global index of the first, and how many are real (the rest is padding)."""
 
-    first: int
-    valid: int
+def loss_terms(ignore_index: int, label_smoothing: float, z_loss: float) -> LossTerms:
+    """ValueError unless label_smoothing is in [0, 1) and z_loss is not negative."""
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss={z_loss} is negative: give the coefficient of logsumexp squared, or 0 for none")
+    return LossTerms(ignore_index, label_smoothing, z_loss)
 
 
 class VocabParallelCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, vocab: VocabSlice, group, ignore_index):
-        mine, _ = slice_statistics(logits[:, : vocab.valid], targets, vocab.first)
-        maximum, total, losses = combine_statistics(all_gather(mine[None], group))
-        ctx.save_for_backward(logits, targets, maximum, total)
-        ctx.vocab, ctx.ignore_index = vocab, ignore_index
-        return losses.masked_fill(targets == ignore_index, 0)
+    def forward(ctx, logits, targets, vocab: VocabSlice, terms: LossTerms, group, in_place: bool):
+        kernels = implementation("cross_entropy", logits)
+        mine, _ = kernels.slice_statistics(logits, targets, vocab, terms)
+        normalisers, losses = kernels.combine_statistics(all_gather(mine[None], group), targets, vocab, terms)
+        ctx.save_for_backward(logits, targets, normalisers)
+        ctx.vocab, ctx.terms, ctx.in_place = vocab, terms, in_place
+        return losses
 
     @staticmethod
     def backward(ctx, dlosses):
-        logits, targets, maximum, total = ctx.saved_tensors
-        first, valid = ctx.vocab
-        scale = dlosses.masked_fill(targets == ctx.ignore_index, 0)
-        exponentials = (logits[:, :valid] - maximum[:, None]).exp_()
-        dlogits = torch.zeros_like(logits)
-        dlogits[:, :valid] = slice_gradient(exponentials, 1 / total, targets, scale, first)
-        return dlogits, None, None, None, None
+        logits, targets, normalisers = ctx.saved_tensors
+        dlogits = implementation("cross_entropy", logits).slice_gradient(
+            logits.detach(), normalisers, targets, dlosses, ctx.vocab, ctx.terms, in_place=ctx.in_place
+        )
+        if ctx.in_place:
+            # autograd does not see what a kernel writes: whoever else saved the logits, as a second backward, must fail
+            torch.autograd.graph.increment_version(logits)
+        return dlogits, None, None, None, None, None
 
 
+@torch.compiler.disable
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -50,24 +60,34 @@ def vocab_parallel_cross_entropy(
     *,
     group: ProcessGroup | None = None,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    in_place: bool = False,
 ) -> Tensor:
     """Loss of each token (tokens,), from each rank's slice of its logits.
 
-    Shapes:  logits (tokens, V_local); targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is
-             wanted (0 there, no gradient); result in promote_types(logits.dtype, float32), equal on all ranks.
-    Saves:   the logits as given and two numbers a token; the softmax is rebuilt.
-    Communication, per rank: forward one all-gather of 3 numbers per token and rank; backward none.
+    Math:    kernels.cross_entropy.reference.LossTerms: label smoothing as in torch.nn.functional.cross_entropy, over
+             the whole vocabulary; z_loss * logsumexp**2 is added (PaLM, arXiv:2204.02311, with 1e-4)
+    Shapes:  logits (tokens, V_local), of any row stride, columns from vocab.valid on are padding, whose gradient is 0;
+             targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is wanted (0 there, no gradient);
+             result in promote_types(logits.dtype, float32), equal on all ranks.
+    Saves:   the logits as given and two numbers a token; the softmax is rebuilt. in_place: the gradient takes the
+             logits' memory: nothing else may read them after the loss, and a second backward raises RuntimeError.
+    Communication, per rank: forward one all-gather of 3 numbers per token and rank, 4 with label smoothing; backward
+             none.
+    Errors:  ValueError for a label_smoothing outside of [0, 1) or a negative z_loss.
     """
-    return VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, group, ignore_index)
+    terms = loss_terms(ignore_index, label_smoothing, z_loss)
+    return VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, terms, group, in_place)
 
 
 class _Head(NamedTuple):
     vocab: VocabSlice
+    terms: LossTerms
     group: ProcessGroup | None
     sequence_parallel: bool
     norm_kind: str | None
     eps: float
-    ignore_index: int
     chunk_tokens: int
 
 
@@ -76,50 +96,72 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, norm_weight, norm_bias, targets, head: _Head):
+        kernels, vocab, terms = implementation("cross_entropy", x), head.vocab, head.terms
         normed, (mean, rstd) = x, (None, None)
         if head.norm_kind:
-            normed, (mean, rstd) = norm_forward(x, norm_weight, norm_bias, head.norm_kind, head.eps)
+            norm = Norm(head.norm_kind, norm_weight, norm_bias, head.eps)
+            normed, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
         if head.group is not None:
             record_transport("linear_cross_entropy", "sequential")
         gathered = all_gather(normed, head.group) if head.sequence_parallel else normed
         wide = torch.promote_types(x.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=x.device)
-        first, valid = head.vocab
-        entries = weight[:valid]  # the padding has no logits and no gradient
+        losses = torch.zeros(len(targets), dtype=wide, device=x.device)
+        entries = weight[: -(-vocab.valid // ROW_MULTIPLE) * ROW_MULTIPLE]  # the other rows have no gradient
+        chunk = gathered.new_empty(min(head.chunk_tokens, len(targets)), len(entries))
         wants_gradient = any(ctx.needs_input_grad)
         if wants_gradient:
             dgathered = torch.empty_like(gathered)
             dweight = torch.zeros(weight.shape, dtype=wide, device=x.device)
         for start in range(0, len(targets), head.chunk_tokens):
             rows = slice(start, start + head.chunk_tokens)
-            logits = F.linear(gathered[rows], entries)
-            mine, exponentials = slice_statistics(logits, targets[rows], first)
-            maximum, total, losses = combine_statistics(all_gather(mine[None], head.group))
-            counted = (targets[rows] != head.ignore_index).to(wide)
-            loss += (losses * counted).sum()
+            wanted = targets[rows]
+            logits = torch.mm(gathered[rows], entries.t(), out=chunk[: len(wanted)])
+            mine, work = kernels.slice_statistics(logits, wanted, vocab, terms)
+            parts = all_gather(mine[None], head.group)
+            normalisers, losses[rows] = kernels.combine_statistics(parts, wanted, vocab, terms)
             if wants_gradient:
-                factor = (mine[0] - maximum).exp() / total
-                dlogits = slice_gradient(exponentials, factor, targets[rows], counted, first).to(x.dtype)
+                dlogits = kernels.slice_gradient(
+                    logits, normalisers, wanted, None, vocab, terms, work=work, in_place=True
+                )
                 torch.mm(dlogits, entries, out=dgathered[rows])
-                dweight[:valid] += dlogits.t() @ gathered[rows]
+                _accumulate(dweight[: len(entries)], dlogits.t(), gathered[rows])
         if wants_gradient:
             reduce = reduce_scatter if head.sequence_parallel else all_reduce
             kept = x if head.norm_kind else None  # without a norm the gradient is ready
             ctx.save_for_backward(
                 kept, norm_weight, norm_bias, mean, rstd, reduce(dgathered, head.group), dweight.to(weight.dtype)
             )
-            ctx.norm_kind = head.norm_kind
-        return loss
+            ctx.norm_kind, ctx.eps = head.norm_kind, head.eps
+        return losses.sum()
 
     @staticmethod
     def backward(ctx, dloss):
         x, norm_weight, norm_bias, mean, rstd, dnormed, dweight = ctx.saved_tensors
-        dx, dnorm_weight, dnorm_bias = dnormed * dloss.to(dnormed.dtype), None, None
+        dx, dnorm_weight, dnorm_bias = _scaled(dnormed, dloss), None, None
         if ctx.norm_kind:
-            dx, dnorm_weight, dnorm_bias = norm_backward(dx, x, (mean, rstd), norm_weight, norm_bias, ctx.norm_kind)
-        return dx, dweight * dloss.to(dweight.dtype), dnorm_weight, dnorm_bias, None, None
+            norm = Norm(ctx.norm_kind, norm_weight, norm_bias, ctx.eps)
+            dx, dnorm_weight, dnorm_bias = implementation("norm", x).norm_backward(dx, x, (mean, rstd), norm)
+        return dx, _scaled(dweight, dloss), dnorm_weight, dnorm_bias, None, None
 
 
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += A B, added inside of the GEMM, so that 16-bit products are not rounded before."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # no such GEMM: the product is rounded to 16 bits
+        total += a @ b
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x * factor, a scalar tensor of at least x's precision, rounded once."""
+    if x.is_cuda:  # there torch rounds a scalar tensor to x's dtype first, but not one of one dim
+        return torch.mul(x, factor.reshape(1), out=torch.empty_like(x))
+    return x * factor
+
+
+@torch.compiler.disable
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -130,24 +172,32 @@ def linear_cross_entropy(
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """Summed cross entropy of norm(x) W^T against targets; neither all logits nor the whole vocabulary ever exist.
 
-    Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K); weight (V_local, K); targets (tokens,) int64,
-             equal on all ranks, `ignore_index` where no loss is wanted; result a scalar in promote_types(x.dtype,
-             float32), equal on all ranks. Every slice but the last has as many entries as the first.
-             chunk_tokens, equal on all ranks: tokens whose logits are held at once (default: about 4 million logits).
+    Math:    vocab_parallel_cross_entropy of norm(x) W^T, summed
+    Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K); weight (V_local, K), finite also where padding;
+             targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is wanted; result a scalar in
+             promote_types(x.dtype, float32), equal on all ranks. chunk_tokens, equal on all ranks: tokens whose logits
+             are held at once, in x's dtype (default: those of about 4 million logits, at least 64; on a GPU 67 million
+             and 2048).
+    Numerics: gradients of logits rounded to x's dtype; the gradient of W summed over chunks in at least float32 (on a
+             CPU a chunk's part of it is rounded to x's dtype before). With float16 scale the loss, not x.
     Saves:   the gradient of x and of W (made in the forward), and x where a norm needs it. No double backward.
     Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
-             all-reduce B; and per chunk one all-gather of 3 numbers per token and rank. All of it in the forward,
-             which without gradients skips the reductions.
+             all-reduce B; and per chunk one all-gather of 3 numbers per token and rank, 4 with label smoothing. All of
+             it in the forward, which without gradients skips the reductions.
+    Errors:  ValueError for a label_smoothing outside of [0, 1) or a negative z_loss.
     Source:  the chunked loss of Liger-Kernel (arXiv:2410.10989), made vocab-parallel
     """
+    terms = loss_terms(ignore_index, label_smoothing, z_loss)
     kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
     if chunk_tokens is None:
-        # ranks exchange once per chunk, so the size must be the same on all: from the first slice, the largest
-        rank = 0 if group is None else group.rank()
-        chunk_tokens = max(64, 2**22 // (vocab.first // rank if rank else weight.shape[0]))
-    head = _Head(vocab, group, sequence_parallel, kind, eps, ignore_index, chunk_tokens)
+        # ranks exchange once per chunk, so the size must be the same on all: not from a rank's own, maybe smaller shard
+        logits, tokens = (GPU_LOGITS, GPU_TOKENS) if x.is_cuda else (CPU_LOGITS, CPU_TOKENS)
+        chunk_tokens = max(tokens, logits // vocab.width)
+    head = _Head(vocab, terms, group, sequence_parallel, kind, eps, chunk_tokens)
     return LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head)

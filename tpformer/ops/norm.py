@@ -5,33 +5,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpformer.kernels.norm.reference import Statistics, norm_backward, norm_forward
+from tpformer.kernels.norm.reference import Norm
+
+from .implementation import implementation
 
 
-class Norm(NamedTuple):
-    """A norm to apply before a linear: kind "layernorm" or "rmsnorm", weight (N,), bias (N,) or None, eps."""
+class Normed(NamedTuple):
+    """norm(x), made where x was made: y like x, mean (None for rmsnorm) and rstd (rows, 1). No gradients flow in it."""
 
-    kind: str
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
+    y: Tensor
+    mean: Tensor | None
+    rstd: Tensor
 
 
 class NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, kind, eps):
-        y, (mean, rstd) = norm_forward(x, weight, bias, kind, eps)
+        y, (mean, rstd) = implementation("norm", x).norm_forward(x, Norm(kind, weight, bias, eps))
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.kind = kind
+        ctx.kind, ctx.eps = kind, eps
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        statistics: Statistics = (mean, rstd)
-        return *norm_backward(dy.contiguous(), x, statistics, weight, bias, ctx.kind), None, None
+        norm = Norm(ctx.kind, weight, bias, ctx.eps)
+        return *implementation("norm", x).norm_backward(dy.contiguous(), x, (mean, rstd), norm), None, None
 
 
+@torch.compiler.disable
 def norm(x: Tensor, prologue: Norm) -> Tensor:
     """Normalise the last dim of x (..., N). Saves x and two statistics a row, never the output; no communication."""
     flat = x.reshape(-1, x.shape[-1])

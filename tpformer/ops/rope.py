@@ -3,24 +3,34 @@
 import torch
 from torch import Tensor
 
-from tpformer.kernels.rope.reference import rope_rotate
+from .implementation import implementation
 
 
 class RopeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return rope_rotate(x, cos, sin)
+    def forward(ctx, q, k, cos, sin, positions, interleaved):
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.interleaved = interleaved
+        return implementation("rope", q).rope_rotate(q, k, (cos, sin), positions, interleaved)
 
     @staticmethod
-    def backward(ctx, dy):
-        cos, sin = ctx.saved_tensors
-        return rope_rotate(dy, cos, sin, inverse=True), None, None
+    def backward(ctx, dq, dk):
+        cos, sin, positions = ctx.saved_tensors
+        rotate = implementation("rope", dq).rope_rotate
+        return *rotate(dq, dk, (cos, sin), positions, ctx.interleaved, inverse=True), None, None, None, None
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (tokens, heads, head_dim) by cos, sin (tokens, head_dim / 2) from kernels.rope's rope_table.
+def rope(
+    q: Tensor, k: Tensor, table: tuple[Tensor, Tensor], positions: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their tokens' angles; both results contiguous.
 
-    Saves the table only, which all layers share: the rotation is orthogonal, so x is not needed. No communication.
+    Shapes:  q (tokens, heads, head_dim), k (tokens, kv_heads, head_dim), head_dim even; table: cos and sin, each
+             (length, head_dim / 2), from kernels.rope's rope_table; positions (tokens,) int64 or int32, each token's
+             row of the table, which starts anywhere and restarts with every packed document.
+             interleaved: pairs are neighbours (2i, 2i + 1), as in GPT-J, instead of (i, i + head_dim / 2), as in Llama.
+    Saves:   table and positions, which all layers share: the rotation is orthogonal, so neither q nor k is needed.
+    Communication: none.
+    Source:  Su et al. 2021 (arXiv:2104.09864)
     """
-    return RopeFunction.apply(x, cos, sin)
+    return RopeFunction.apply(q, k, *table, positions, interleaved)

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.kernels.activation.reference import ACTIVATIONS, activation_forward
+from tpformer.kernels.activation.reference import ACTIVATIONS
+from tpformer.kernels.finish import Dropout, Finish
 
-from .dropout import Dropout
+from .implementation import implementation
+from .norm import Norm, Normed
+from .recompute import running_again
 from .transport import LOCAL, open_transport, row_request
-from .transports.interface import Finish, Transport
+from .transports.interface import Transport
 from .weight_gradients import Deferred
 
 
@@ -19,28 +22,34 @@ class _Layout(NamedTuple):
     sequence_parallel: bool
     activation: str | None
     dropout: Dropout | None
+    skip: bool
     deferred: Deferred | None
 
 
 class RowLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, weight, bias, residual, layout: _Layout):
-        a = activation_forward(x, layout.activation, gate)
-        finish = Finish(bias, layout.dropout, residual)
+    def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, layout: _Layout):
         ctx.layout, ctx.has_bias, ctx.has_residual = layout, bias is not None, residual is not None
         ctx.save_for_backward(x, gate, weight)
-        return layout.transport.matmul_reduce(
+        if layout.skip:
+            return x.new_empty(_result_rows(x, layout), len(weight))
+        a = implementation("activation", x).activation_forward(x, layout.activation, gate)
+        finish = Finish(bias, layout.dropout, residual, next_norm)
+        y, normed = layout.transport.matmul_reduce(
             [a], [weight], transposed=True, scatter=layout.sequence_parallel, finish=finish
         )
+        if normed is None:
+            return y
+        ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
+        ctx.mark_non_differentiable(*(part for part in normed if part is not None))
+        return y, *normed
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, *_):
         x, gate, weight = ctx.saved_tensors
         layout: _Layout = ctx.layout
         dresidual = dy if ctx.has_residual else None
-        if layout.dropout is not None:
-            dy = layout.dropout.apply(dy)
-        dbias = dy.sum(0) if ctx.has_bias else None
+        dy, dbias = implementation("dropout", dy).finish_backward(dy, layout.dropout, ctx.has_bias)
         gathering = layout.transport if layout.sequence_parallel else LOCAL
         dx, dgate, a, gathered = gathering.gather_matmul_derivative(
             dy, weight, x, gate, layout.activation, keep=layout.deferred is not None
@@ -52,9 +61,15 @@ class RowLinearFunction(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 queue, (sink,) = layout.deferred
                 queue.add(lambda: sink(gathered.t() @ a))
-        return dx, dgate, dweight, dbias, dresidual, None
+        return dx, dgate, dweight, dbias, dresidual, None, None
 
 
+def _result_rows(x: Tensor, layout: _Layout) -> int:
+    group = layout.transport.group
+    return len(x) // group.size() if layout.sequence_parallel and group is not None else len(x)
+
+
+@torch.compiler.disable
 def row_linear(
     x: Tensor,
     weight: Tensor,
@@ -64,18 +79,22 @@ def row_linear(
     gate: Tensor | None = None,
     residual: Tensor | None = None,
     dropout: Dropout | None = None,
+    next_norm: Norm | None = None,
+    ends_region: bool = False,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
     transport: str = "auto",
     width: int | None = None,
     deferred: Deferred | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Normed]:
     """Y = residual + dropout(reduce(act(x) W^T) + b) for a weight sharded by input feature.
 
     Shapes:  x (tokens, K / t), before the activation; gate like x (SwiGLU: act(gate) * x); weight (N, K / t);
              bias (N,), added once, after the reduction; residual and result (tokens / t, N) with sequence_parallel,
              else (tokens, N), equal on all ranks. t = group.size(); group None is one rank.
-             activation: None, "gelu" (erf), "gelu_tanh" or "silu".
+             activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
+             next_norm: of the linear that comes next: the result is (Y, Normed of norm(Y)) for its `normed`, made in
+             the pass that adds bias, dropout and residual. ends_region: it is the last of a recomputed region.
     Saves:   x and gate as given. act(x) is rebuilt in the backward; dropout's mask is drawn again.
     Communication, per rank, B = tokens * N * itemsize:
              sequence parallel: forward reduce-scatter B; backward all-gather B (dy, used for dx and dW)
@@ -95,5 +114,7 @@ def row_linear(
         raise ValueError("a gate needs an activation: act(gate) * x")
     n, width = len(weight), width or x.shape[1]
     request = row_request(len(x), width, n, x.dtype, x.device, group, sequence_parallel, transport)
-    layout = _Layout(open_transport(request), sequence_parallel, activation, dropout, deferred)
-    return RowLinearFunction.apply(x, gate, weight, bias, residual, layout)
+    skip = ends_region and running_again()
+    layout = _Layout(open_transport(request), sequence_parallel, activation, dropout, skip, deferred)
+    y = RowLinearFunction.apply(x, gate, weight, bias, residual, next_norm, layout)
+    return y if next_norm is None else (y[0], Normed(*y[1:]))

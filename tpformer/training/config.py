@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tpformer.layers.attention import check_heads
+from tpformer.layers.block import RECOMPUTE
 from tpformer.models import GPTConfig, preset
+from tpformer.models.gpt import selected_layers
 from tpformer.ops import TRANSPORTS
 from tpformer.ops.transports.measured import read_measured_table
 
@@ -66,6 +68,12 @@ class ParallelSection:
     """What carries the linears between the ranks: auto, sequential, pipelined or fused."""
     transport_table: str = ""
     """A JSON file of measured times by which auto chooses (bench); empty: auto goes by its performance model."""
+    recompute: str = "none"
+    """What the backward of a layer computes again instead of keeping: none, mlp or full."""
+    recompute_layers: str = ""
+    """Which layers: comma-separated indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"; empty: all."""
+    offload_activations: bool = False
+    """Keep what the backward of the layers needs in pinned host memory, and fetch it ahead of its use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +109,11 @@ class TrainSection:
     """Compute dtype: float32, bfloat16 (float32 master weights) or float64. Unset: bfloat16 on CUDA, else float32."""
     device: str | None = None
     """cpu or cuda. Unset: cuda where there is one."""
+    label_smoothing: float = 0.0
+    """Share of each target's probability that is spread over the vocabulary, in the training loss and what is logged of
+    it; the validation loss is always the plain cross entropy."""
+    z_loss: float = 0.0
+    """Coefficient of logsumexp(logits)**2, added to the training loss of each token (PaLM: 1e-4), not to validation."""
     validation_interval: int = 250
     """Steps between validations; the last step always validates."""
     validation_samples: int = 256
@@ -254,8 +267,15 @@ def check_config(config: RunConfig) -> None:
         raise ValueError(f"parallel.transport={config.parallel.transport!r}: choose one of {', '.join(TRANSPORTS)}")
     if config.parallel.transport_table:
         read_measured_table(config.parallel.transport_table)
+    if config.parallel.recompute not in RECOMPUTE:
+        raise ValueError(f"parallel.recompute={config.parallel.recompute!r}: choose one of {', '.join(RECOMPUTE)}")
+    selected_layers(config.parallel.recompute_layers, model.n_layers)
     if train.dtype is not None and train.dtype not in DTYPES:
         raise ValueError(f"train.dtype={train.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if not 0 <= train.label_smoothing < 1:
+        raise ValueError(f"train.label_smoothing={train.label_smoothing} is outside [0, 1)")
+    if not train.z_loss >= 0:
+        raise ValueError(f"train.z_loss={train.z_loss} is negative: give its coefficient, or 0 for none")
     if train.device not in (None, "cpu", "cuda"):
         raise ValueError(f"train.device={train.device!r}: choose cpu or cuda")
     if not config.data.train:

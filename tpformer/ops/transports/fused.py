@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import check_divisible, record
 from tpformer.distributed.kernel_workspace import KernelWorkspace, kernel_workspace
-from tpformer.kernels import finish as kernel_finish
 from tpformer.kernels.all_gather_matmul.kernel import (
     all_gather_matmul,
     all_gather_matmul_derivative,
@@ -21,13 +20,15 @@ from tpformer.kernels.all_gather_matmul.kernel import (
     gathered_view,
 )
 from tpformer.kernels.configurations import select_tile
+from tpformer.kernels.finish import NOTHING, Finish
 from tpformer.kernels.launch import packed
 from tpformer.kernels.matmul.kernel import MAXIMUM_WEIGHTS
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel
 
-from .interface import ALL, GATHER, SCATTER, Finish, record_transport
+from ..norm import Normed
+from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
 
 # Shards from here on go by the copy engines, which leave all SMs to the GEMM but need large pieces: on other machines
 # they reach half of a link's bandwidth at about 4 MB. A prediction for NVLink, not measured here.
@@ -131,8 +132,8 @@ class Fused:
         *,
         transposed: bool,
         scatter: bool,
-        finish: Finish | None = None,
-    ) -> Tensor:
+        finish: Finish = NOTHING,
+    ) -> tuple[Tensor, Normed | None]:
         record_transport(SCATTER if scatter else ALL, self.name)
         inputs, weights = _at_most_three(inputs, weights, transposed)
         x, world = inputs[0], self.group.size()
@@ -143,7 +144,9 @@ class Fused:
         workspace = kernel_workspace(self.group, "reduce", x.device)
         rows = m // world if scatter else m
         tile = select_tile(x.device, x.dtype, rows, n, chunks=m // rows)
-        end = _kernel_finish(finish, rows, n, x.device)
+        # the norm that follows is a pass of its own until a GPU has shown the finishing band's to be faster
+        residual = None if finish.residual is None else finish.residual.contiguous()
+        end = finish._replace(residual=residual, norm=None)
         if scatter:
             space = matmul_reduce_scatter_space(rows, n, world, x.dtype, tile)
             channel = workspace.begin(SCATTER, *space)
@@ -157,7 +160,7 @@ class Fused:
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )
         workspace.check()
-        return y
+        return finish_rows(y, Finish(norm=finish.norm))
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Copy engines carry large shards under the reduction that follows; others are pushed when waited for."""
@@ -183,12 +186,3 @@ def _at_most_three(
         [*inputs[:last], torch.cat(list(inputs[last:]), 1)],
         [*weights[:last], torch.cat(list(weights[last:]), 1 if transposed else 0)],
     )
-
-
-def _kernel_finish(finish: Finish | None, rows: int, columns: int, device: torch.device) -> kernel_finish.Finish:
-    if finish is None:
-        return kernel_finish.NOTHING
-    site = finish.dropout
-    dropout = None if site is None else kernel_finish.Dropout(site.starts(rows, columns, device), site.key, site.p)
-    residual = None if finish.residual is None else finish.residual.contiguous()
-    return kernel_finish.Finish(finish.bias, dropout, residual)

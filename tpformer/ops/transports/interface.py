@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..dropout import Dropout
+from tpformer.kernels.finish import NOTHING, Finish
+
+from ..implementation import implementation
+from ..norm import Normed
 
 if TYPE_CHECKING:
     from .measured import MeasuredTable
@@ -47,22 +50,14 @@ class Request(NamedTuple):
         return self.n if self.op == GATHER else self.k
 
 
-class Finish(NamedTuple):
-    """What a row-parallel linear does to its reduced rows y (rows, N), once: add bias (N,), drop out, add residual."""
-
-    bias: Tensor | None
-    dropout: Dropout | None
-    residual: Tensor | None
-
-    def apply(self, y: Tensor) -> Tensor:
-        """The finished rows; y itself is overwritten."""
-        if self.bias is not None:
-            y += self.bias
-        if self.dropout is not None:
-            y = self.dropout.apply(y)
-        if self.residual is not None:
-            y += self.residual
-        return y
+def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
+    """What follows a reduction, in a pass of its own: finished rows (they may take y's memory) and their norm."""
+    if finish.norm is not None:
+        y, normed, statistics = implementation("norm", y).finish_norm_forward(y, finish)
+        return y, Normed(normed, *statistics)
+    if all(part is None for part in finish):
+        return y, None
+    return implementation("dropout", y).finish_forward(y, finish), None
 
 
 class Transport(Protocol):
@@ -73,6 +68,7 @@ class Transport(Protocol):
     """
 
     name: str
+    group: ProcessGroup | None
 
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """gather(x) @ W_i^T + b_i for every weight, from one gather.
@@ -98,9 +94,9 @@ class Transport(Protocol):
         *,
         transposed: bool,
         scatter: bool,
-        finish: Finish | None = None,
-    ) -> Tensor:
-        """The sum over ranks and pairs of inputs_i @ W_i, or @ W_i^T if transposed; then `finish`, once.
+        finish: Finish = NOTHING,
+    ) -> tuple[Tensor, Normed | None]:
+        """The sum over ranks and pairs of inputs_i @ W_i, or @ W_i^T if transposed; then `finish`, once, with its norm.
 
         inputs (M, K_i); weights (K_i, N), transposed (N, K_i); result this rank's rows (M / t, N) with scatter, else
         (M, N), equal on all ranks, in memory of its own.

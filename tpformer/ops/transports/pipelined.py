@@ -7,9 +7,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduce_scatter_chunks, start_all_gather
-from tpformer.kernels.activation.reference import activation_backward
+from tpformer.kernels.finish import NOTHING, Finish
 
-from .interface import ALL, GATHER, SCATTER, Finish, record_transport
+from ..implementation import implementation
+from ..norm import Normed
+from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
 
 
 class Pipelined:
@@ -46,7 +48,7 @@ class Pipelined:
         da = x.new_empty(x.shape)
         for rows in gather_chunks(dy, gathered, self.group):
             torch.mm(gathered[rows], weight, out=da[rows])
-        return *activation_backward(da, x, activation, gate), gathered
+        return *implementation("activation", x).activation_backward(da, x, activation, gate), gathered
 
     def matmul_reduce(
         self,
@@ -55,8 +57,8 @@ class Pipelined:
         *,
         transposed: bool,
         scatter: bool,
-        finish: Finish | None = None,
-    ) -> Tensor:
+        finish: Finish = NOTHING,
+    ) -> tuple[Tensor, Normed | None]:
         record_transport(SCATTER if scatter else ALL, self.name)
         factors = [weight.t() if transposed else weight for weight in weights]
         shape = (len(inputs[0]), factors[0].shape[1])
@@ -67,7 +69,7 @@ class Pipelined:
                 torch.addmm(out, x[rows], factor, out=out)
 
         y = (reduce_scatter_chunks if scatter else all_reduce_chunks)(fill, shape, inputs[0], self.group)
-        return y if finish is None else finish.apply(y)
+        return finish_rows(y, finish)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         return start_all_gather(x, self.group)

@@ -7,9 +7,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from tpformer.kernels.activation.reference import activation_backward
+from tpformer.kernels.finish import NOTHING, Finish
 
-from .interface import ALL, GATHER, SCATTER, Finish, record_transport
+from ..implementation import implementation
+from ..norm import Normed
+from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
 
 
 class Sequential:
@@ -33,7 +35,8 @@ class Sequential:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         self._record(GATHER)
         gathered = all_gather(dy, self.group)
-        return *activation_backward(gathered @ weight, x, activation, gate), gathered
+        backward = implementation("activation", x).activation_backward
+        return *backward(gathered @ weight, x, activation, gate), gathered
 
     def matmul_reduce(
         self,
@@ -42,18 +45,17 @@ class Sequential:
         *,
         transposed: bool,
         scatter: bool,
-        finish: Finish | None = None,
-    ) -> Tensor:
-        if self.group is None and transposed and finish is not None and len(inputs) == 1:
+        finish: Finish = NOTHING,
+    ) -> tuple[Tensor, Normed | None]:
+        if self.group is None and transposed and len(inputs) == 1:
             # bias inside the GEMM: bit-identical to nn.Linear
-            return finish._replace(bias=None).apply(F.linear(inputs[0], weights[0], finish.bias))
+            return finish_rows(F.linear(inputs[0], weights[0], finish.bias), finish._replace(bias=None))
         self._record(SCATTER if scatter else ALL)
         first, *rest = (weight.t() if transposed else weight for weight in weights)
         y = inputs[0] @ first
         for x, weight in zip(inputs[1:], rest, strict=True):
             y.addmm_(x, weight)
-        y = (reduce_scatter if scatter else all_reduce)(y, self.group)
-        return y if finish is None else finish.apply(y)
+        return finish_rows((reduce_scatter if scatter else all_reduce)(y, self.group), finish)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Gathers when it is waited for, so that only one collective is under way at a time."""

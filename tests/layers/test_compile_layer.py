@@ -1,0 +1,49 @@
+"""torch.compile(block) has the block's results and gradients, and keeps no more than the block, on 1 and 2 ranks."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_block_layer import BATCH, SEQ, inputs, make_block
+from testing import assert_kernel_close, record_saved
+from torch import Tensor
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import DropoutKey, Positions
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")),
+]
+KINDS = ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"]
+SAMPLES = torch.arange(BATCH)
+
+
+def run(kind: str, dtype: torch.dtype, recompute: str, backend: str | None) -> dict[str, Tensor]:
+    """Output, gradients and saved bytes of two steps: the second reuses what was compiled."""
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    block = make_block(kind, mesh, dropout=0.1, recompute=recompute, dtype=torch.float32).to(dtype)
+    step = block if backend is None else torch.compile(block, backend=backend)
+    for index in (0, 1):
+        block.zero_grad()
+        x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()].clone() for z in inputs())
+        x.requires_grad_()
+        with record_saved(*(p.to_local() for p in block.parameters())) as saved:
+            y = step(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(0, index, SAMPLES))
+        y.backward(dy)
+    gradients = {name: p.grad.to_local() for name, p in block.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, "saved": torch.tensor(sum(saved.values()))} | gradients
+
+
+@pytest.mark.parametrize("t", [1, pytest.param(2, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind, recompute", [(KINDS[0], "none"), (KINDS[1], "none"), (KINDS[0], "full")])
+def test_results_and_gradients(ranks, t, kind, recompute, backend):
+    oracles, baselines = (ranks(t).run(run, kind, dtype, "none", None) for dtype in (torch.float64, torch.float32))
+    compiled = ranks(t).run(run, kind, torch.float32, recompute, backend, timeout=170)
+    for oracle, baseline, actual in zip(oracles, baselines, compiled, strict=True):
+        saved = actual.pop("saved")
+        for name, x in actual.items():
+            assert_kernel_close(x, oracle[name], baseline[name], f"{kind} t={t} {backend} {name}")
+        assert saved <= baseline["saved"]

@@ -1,0 +1,145 @@
+"""A TransformerBlock has the same gradients whatever it recomputes, dropout included: those of the plain block.
+
+Also: what a mode costs, counted: the bytes that wait for the backward, and the collectives with their bytes.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain import block as plain_block
+from test_block_layer import BATCH, HEADS, HIDDEN, KINDS, SEQ, inputs, make_block
+from testing import assert_kernel_close, record_saved
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpformer import ops
+from tpformer.distributed import build_mesh, record_collectives
+from tpformer.kernels.dropout.reference import dropout_apply
+from tpformer.kernels.philox.reference import philox_key
+from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.layers.block import RECOMPUTE
+from tpformer.parallel import reduce_partial_gradients
+
+P, SEED, STEP, LAYER = 0.1, 3, 7, 2
+SAMPLES = torch.tensor([11, 4])
+DROPPED = ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"]
+
+
+def masks(dtype: torch.dtype) -> list[Tensor]:
+    """The two branches' dropout as factors, drawn here from the definition."""
+    start = (SAMPLES[:, None] * SEQ + torch.arange(SEQ)).flatten() * HIDDEN
+    ones = torch.ones(BATCH * SEQ, HIDDEN, dtype=torch.float64)
+    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, LAYER, name), P) for name in ("attention", "mlp")]
+    return [site.view(BATCH, SEQ, HIDDEN).to(dtype) for site in sites]
+
+
+def by_plain_block(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of the plain block in one dtype, from values that a float32 block holds."""
+    x, dy = (z.float().to(dtype) for z in inputs())
+    weights = make_block(kind, dtype=torch.float32).to(dtype).named_parameters()
+    p = {name: parameter.detach().clone().requires_grad_() for name, parameter in weights}
+    names = ("n_kv_heads", "activation", "rope_base")
+    options = {key: value for key, value in KINDS[kind].items() if key in names}
+    x.requires_grad_()
+    y = plain_block(
+        x, p, HEADS, norm_kind=KINDS[kind].get("norm", "layernorm"), masks=masks(dtype), **options
+    )  # fmt: skip
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad} | {name: tensor.grad for name, tensor in p.items()}
+
+
+def ours(kind: str, recompute: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, list]:
+    """This rank's sequence shard of the same; and the collectives of forward and backward."""
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    options: dict = {"dropout": P, "layer_index": LAYER, "recompute": recompute, "dtype": torch.float32}
+    block = make_block(kind, mesh, **options).to(dtype)
+    x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()].clone() for z in inputs())
+    x.requires_grad_()
+    with record_collectives() as forward:
+        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES))
+    with record_collectives() as backward:
+        y.backward(dy)
+    reduce_partial_gradients(block)
+    gradients = {name: p.grad.full_tensor() for name, p in block.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad} | gradients, list(forward), list(backward)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("kind", DROPPED)
+def test_gradients_are_the_plain_blocks(ranks, t, kind, recompute):
+    oracle = by_plain_block(kind, torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        baseline = by_plain_block(kind, dtype)
+        results = [result for result, *_ in ranks(t).run(ours, kind, recompute, dtype)]
+        for name in oracle:
+            actual = results[0][name]
+            if name in ("y", "dx"):
+                actual = torch.cat([result[name] for result in results]).view(BATCH, SEQ, HIDDEN)
+            assert_kernel_close(actual, oracle[name], baseline[name], f"{kind} {recompute} t={t} {dtype} {name}")
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
+def test_bits_do_not_depend_on_the_mode(ranks, recompute):
+    for one, other in zip(
+        ranks(2).run(ours, DROPPED[0], "none", torch.float32), ranks(2).run(ours, DROPPED[0], recompute, torch.float32),
+        strict=True,
+    ):  # fmt: skip
+        assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_collectives(ranks, recompute):
+    """Forward 2 + 2, backward 2 + 2 and a second gather per column-parallel layer; recomputing adds its own gathers,
+    and of the reductions the one whose result is needed."""
+    nbytes = BATCH * SEQ * HIDDEN * 4
+    gathers, scatters = {"none": (4, 2), "mlp": (5, 2), "full": (6, 3)}[recompute]
+    for _, forward, backward in ranks(2).run(ours, DROPPED[0], recompute, torch.float32):
+        assert sorted(forward) == sorted([("all_gather", nbytes), ("reduce_scatter", nbytes)] * 2)
+        assert sorted(backward) == [("all_gather", nbytes)] * gathers + [("reduce_scatter", nbytes)] * scatters
+
+
+def kept(recompute: str) -> int:
+    """Elements that wait for the backward of a float32 GELU block, besides its statistics."""
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    block = TransformerBlock(HIDDEN, HEADS, dropout=P, recompute=recompute, tp_mesh=mesh)
+    x = torch.randn(BATCH * SEQ // mesh.size(), HIDDEN, requires_grad=True)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
+    with record_saved(*local) as saved:
+        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES))
+    assert y.requires_grad
+    return sum(nbytes // 4 for nbytes in saved.values())
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("recompute, bytes_16_bit, statistics", [("none", 20, 4), ("mlp", 12, 2), ("full", 2, 0)])
+def test_bytes(ranks, t, recompute, bytes_16_bit, statistics):
+    unit, rows = BATCH * SEQ * HIDDEN // t, BATCH * SEQ // t
+    log_sum_exp = 0 if recompute == "full" else BATCH * SEQ * HEADS // t
+    for elements in ranks(t).run(kept, recompute):
+        assert elements == unit * bytes_16_bit // 2 + rows * statistics + log_sum_exp
+
+
+def test_no_mode_keeps_anything_without_gradients():
+    x, _ = inputs()
+    for recompute in RECOMPUTE:
+        block = make_block(DROPPED[0], recompute=recompute)
+        with torch.no_grad():
+            assert torch.equal(block(x), make_block(DROPPED[0])(x))
+
+
+def test_regions_inside_regions():
+    """A region that another one runs again must compute its result: the next block reads it."""
+    x, dy = inputs()
+    gradients = []
+    for outer in (lambda region, x: region(x), ops.recompute):
+        first, second = (make_block(DROPPED[0], recompute="full") for _ in range(2))
+        rows = x.clone().requires_grad_()
+        outer(lambda z, a=first, b=second: b(a(z)), rows).backward(dy)
+        gradients.append([rows.grad, *(p.grad for block in (first, second) for p in block.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="unknown recompute 'some'; choose one of none, mlp, full"):
+        TransformerBlock(8, 2, recompute="some")

@@ -1,0 +1,155 @@
+"""Offloading changes no bit of a gradient, copies every storage once, leaves parameters alone, fetches ahead."""
+
+import pytest
+import torch
+from testing import record_saved
+from torch import Tensor, nn
+
+from tpformer import ops
+from tpformer.layers import DropoutKey, TransformerBlock
+from tpformer.models import GPT, GPTConfig
+from tpformer.ops import offload as module
+
+HIDDEN, BATCH, SEQ = 32, 2, 8
+
+
+def blocks(**options) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(TransformerBlock(HIDDEN, 4, dropout=0.1, layer_index=i, **options) for i in range(3))
+
+
+def run(layers: nn.ModuleList, offload: ops.Offload | None, device: str = "cpu") -> list[Tensor]:
+    x = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1))
+    x = x.to(device, next(layers.parameters()).dtype).requires_grad_()
+    y, key = x, DropoutKey(0, 1, torch.arange(BATCH, device=device))
+    for layer in layers:
+        if offload is None:
+            y = layer(y, dropout_key=key)
+        else:
+            with offload.layer(layer):
+                y = layer(y, dropout_key=key)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "mlp"}, {"recompute": "full"}, {"activation": "swiglu"}])
+def test_same_bits(options):
+    expected = run(blocks(**options), None)
+    assert all(
+        torch.equal(a, b) for a, b in zip(run(blocks(**options), ops.Offload(smallest=1)), expected, strict=True)
+    )
+
+
+def test_storages_are_copied_once_and_parameters_never(monkeypatch):
+    copied: list[int] = []
+    copy = module._Storage._copy
+
+    def spy(self, source: Tensor, target: Tensor) -> None:
+        copied.append(source.nbytes)
+        copy(self, source, target)
+
+    monkeypatch.setattr(module._Storage, "_copy", spy)
+    layers = blocks()
+    x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH))
+    with record_saved(*layers[0].parameters()) as saved:
+        layers[0](x, dropout_key=key)
+    offload = ops.Offload(smallest=256)
+    with offload.layer(layers[0]):
+        y = layers[0](x, dropout_key=key)
+    large = sorted(nbytes for nbytes in saved.values() if nbytes >= 256)
+    assert sorted(copied) == large and len(large) < len(saved)  # row statistics stay
+    y.sum().backward()
+    assert sorted(copied) == sorted(2 * large)
+
+
+def test_a_layer_fetches_the_one_before(monkeypatch):
+    order: list[str] = []
+    names: dict[int, str] = {}
+    fetch, pack = module._Layer.fetch, module._Layer.pack
+
+    def spy_fetch(self) -> None:
+        if not self.fetched:
+            order.append("fetch " + names[id(self)])
+        fetch(self)
+
+    def spy_pack(self, x: Tensor):
+        names.setdefault(id(self), str(len(names)))
+        return pack(self, x)
+
+    monkeypatch.setattr(module._Layer, "fetch", spy_fetch)
+    monkeypatch.setattr(module._Layer, "pack", spy_pack)
+    layers = blocks()
+    for i, layer in enumerate(layers):
+        layer.register_full_backward_hook(lambda *_, i=i: order.append(f"end {i}"))
+    run(layers, ops.Offload(smallest=1))
+    assert order == ["fetch 2", "fetch 1", "end 2", "fetch 0", "end 1", "end 0"]
+
+
+@pytest.fixture
+def storages(monkeypatch) -> list[module._Storage]:
+    """All storages that are offloaded during a test."""
+    found: list[module._Storage] = []
+    create = module._Storage.__init__
+
+    def spy(self, x: Tensor) -> None:
+        create(self, x)
+        found.append(self)
+
+    monkeypatch.setattr(module._Storage, "__init__", spy)
+    return found
+
+
+def test_device_memory_is_given_back(storages):
+    """Between forward and backward no storage holds device bytes, and after its last use neither."""
+    layers, offload = blocks(), ops.Offload(smallest=1)
+    x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH))
+    for layer in layers:
+        with offload.layer(layer):
+            x = layer(x, dropout_key=key)
+    assert storages and all(storage.device is None for storage in storages)
+    x.sum().backward()
+    assert all(storage.device is None and storage.uses == 0 for storage in storages)
+
+
+def test_second_backward_of_a_kept_graph():
+    layer = blocks()[0]
+    x = torch.randn(1, SEQ, HIDDEN, requires_grad=True)
+    layer.eval()
+    with ops.Offload(smallest=1).layer(layer):
+        y = layer(x)
+    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(first, second)
+
+
+def test_gpt_with_offload_and_recomputed_layers(storages):
+    """Large enough for the default threshold: a residual has 1 MiB. Per layer 2, q, k, v, o and fc1, which is not kept
+    where the MLP is recomputed; none in evaluation."""
+    config = GPTConfig(vocab_size=40, seq_length=128, n_layers=3, hidden_size=256, n_heads=4, dropout=0.1)
+    ids = torch.randint(40, (8, 128), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for options, count in (({}, 0), ({"offload_activations": True, "recompute": "mlp", "recompute_layers": "1:"}, 19)):
+        model = GPT(config, **options)
+        model(ids, targets=ids, sample_index=torch.arange(8)).backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert len(storages) == count
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    with torch.no_grad():
+        model(ids, sample_index=torch.arange(8))
+    assert len(storages) == 19
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+def test_on_gpu(recompute):
+    """The same bits, several times over, so that reused memory would show; and less of it held."""
+    options = {"recompute": recompute, "device": "cuda", "dtype": torch.bfloat16}
+    layers = blocks(**options)
+    for _ in range(5):
+        expected = run(layers, None, "cuda")
+        for p in layers.parameters():
+            p.grad = None
+        actual = run(layers, ops.Offload(smallest=1), "cuda")
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        for p in layers.parameters():
+            p.grad = None

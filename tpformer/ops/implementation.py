@@ -1,0 +1,19 @@
+"""Kernel or reference: the one choice for operations of one rank. transport.py chooses for those that communicate."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def implementation(op: str, x: Tensor) -> Any:
+    """The module kernels/<op>/kernel.py or kernels/<op>/reference.py, by the tensor that the operation is for.
+
+    Both have the same functions. The kernel for CUDA tensors of KERNEL_DTYPES, the reference for all others: a CPU
+    never gets Triton's interpreter, and float64, which is for verification, stays in torch.
+    """
+    module = "kernel" if x.is_cuda and x.dtype in KERNEL_DTYPES else "reference"
+    return import_module(f"tpformer.kernels.{op}.{module}")

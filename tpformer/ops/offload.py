@@ -1,0 +1,158 @@
+"""Offloading: what the backward needs waits in host memory, copied beside the computation and back ahead of its use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+SMALLEST = 1 << 20  # bytes of a storage: copies of less cost more than the memory is worth
+
+
+class Offload:
+    """Saved tensors of a model's layers in pinned host memory; one object for one forward and its backward.
+
+        offload = Offload()
+        for layer in layers:
+            with offload.layer(layer):
+                x = layer(x)
+
+    Every storage of at least `smallest` bytes that autograd saves in the context, but for the layer's parameters, is
+    copied to the host once, on a stream of its own, whatever views of it are saved; its device memory is free for reuse
+    when the copy is done. The backward of a layer starts by fetching the layer before it, so that copies run under its
+    GEMMs, and frees a storage with its last use.
+    Host memory: the bytes saved; they cross the bus twice. On a CPU the host copy is an ordinary one: nothing is
+    gained, and the same code runs.
+    """
+
+    def __init__(self, smallest: int = SMALLEST) -> None:
+        self.smallest = smallest
+        self._last: _Layer | None = None
+
+    @contextmanager
+    def layer(self, module: nn.Module) -> Iterator[None]:
+        """What autograd saves in this context is one layer's, offloaded and fetched together."""
+        layer = _Layer(module, self.smallest, self._last)
+        self._last = layer
+        with saved_tensors_hooks(layer.pack, layer.unpack):
+            yield
+        layer.close()
+
+
+class _View(NamedTuple):
+    """A saved tensor as its place in an offloaded storage."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Layer:
+    def __init__(self, module: nn.Module, smallest: int, before: _Layer | None) -> None:
+        self.module, self.smallest, self.before = module, smallest, before
+        self.parameters: set[int] | None = None
+        self.open: dict[int, _Storage] = {}  # while it is, storages stay alive, so that addresses name them
+        self.storages: list[_Storage] = []
+        self.fetched = False
+
+    def pack(self, x: Tensor) -> _View | Tensor:
+        if self.parameters is None:  # only now: FSDP2 gathers them in the module's forward
+            self.parameters = {_address(parameter) for parameter in self.module.parameters()}
+        address = _address(x)
+        if isinstance(x, DTensor) or x.untyped_storage().nbytes() < self.smallest or address in self.parameters:
+            return x
+        if address not in self.open:
+            self.open[address] = _Storage(x)
+            self.storages.append(self.open[address])
+        storage = self.open[address]
+        storage.uses += 1
+        return _View(storage, x.dtype, x.size(), x.stride(), x.storage_offset())
+
+    def close(self) -> None:
+        for storage in self.open.values():
+            storage.release()
+        self.open.clear()
+
+    def unpack(self, packed: _View | Tensor) -> Tensor:
+        if not isinstance(packed, _View):
+            return packed
+        self.fetch()
+        if self.before is not None:
+            self.before.fetch()
+        return packed.storage.take(packed)
+
+    def fetch(self) -> None:
+        """Start to copy all that is still needed back to the device; once."""
+        if not self.fetched:
+            self.fetched = True
+            for storage in self.storages:
+                if storage.uses:
+                    storage.fetch()
+
+
+class _Storage:
+    """One storage's bytes: on the device, on their way, or on the host."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.uses = 0
+        self.stream = _copy_stream(x.device)
+        self.device: Tensor | None = x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+        self.host = torch.empty(self.device.shape, dtype=torch.uint8, pin_memory=x.is_cuda)
+        self.place = x.device
+        self.arrived: Any = None
+        self._copy(self.device, self.host)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        if self.stream is None:
+            target.copy_(source)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.place))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        device = source if source.is_cuda else target
+        device.record_stream(self.stream)
+        self.arrived = self.stream.record_event()
+
+    def release(self) -> None:
+        """Forget the device's bytes; the allocator reuses them once the copy has ended."""
+        self.device = None
+
+    def fetch(self) -> None:
+        if self.device is None:
+            self.device = torch.empty_like(self.host, device=self.place, pin_memory=False)
+            self._copy(self.host, self.device)
+
+    def take(self, view: _View) -> Tensor:
+        """A tensor for the backward, on the current stream. The last use gives the device's bytes away."""
+        self.fetch()
+        assert self.device is not None
+        if self.stream is not None:
+            torch.cuda.current_stream(self.place).wait_event(self.arrived)
+        x = self.device.view(view.dtype).as_strided(view.size, view.stride, view.offset)
+        self.uses -= 1
+        if self.uses == 0:
+            self.device = None
+        return x
+
+
+def _address(x: Tensor) -> int:
+    return (x.to_local() if isinstance(x, DTensor) else x).untyped_storage().data_ptr()
+
+
+def _copy_stream(device: torch.device) -> Any:
+    """The device's stream for these copies: one, so that fetches arrive in the order in which they were asked for."""
+    if device.type != "cuda":
+        return None
+    if device not in STREAMS:
+        STREAMS[device] = torch.cuda.Stream(device)
+    return STREAMS[device]
+
+
+STREAMS: dict[torch.device, Any] = {}

@@ -1,0 +1,44 @@
+"""Recomputation: a region keeps its inputs only, and runs once more in the backward for what its operations save."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch.compiler import disable
+from torch.utils.checkpoint import checkpoint
+
+
+@disable
+def recompute(region: Callable[..., Any], *inputs: Any) -> Any:
+    """region(*inputs) with its inputs saved and nothing else; the backward runs the region again, on all ranks alike.
+
+    torch.utils.checkpoint (Chen et al. 2016, arXiv:1604.06174), without its copies of random states: dropout here is a
+    function of the element's index, so it is the same both times. A row_linear that ends the region
+    (`ends_region=True`) is not multiplied or reduced again, as nothing reads its result the second time.
+    """
+    return checkpoint(
+        region,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (_run(again=False), _run(again=True)),
+    )
+
+
+_AGAIN: ContextVar[bool] = ContextVar("again", default=False)
+
+
+@contextmanager
+def _run(again: bool) -> Iterator[None]:
+    """Also around a first run: it may be part of another region's second."""
+    token = _AGAIN.set(again)
+    try:
+        yield
+    finally:
+        _AGAIN.reset(token)
+
+
+def running_again() -> bool:
+    """Whether this call is part of the second run of the innermost region around it."""
+    return _AGAIN.get()
