@@ -1,4 +1,4 @@
-"""Cross entropy over a slice of the vocabulary: the steps of reference.py, each one pass over the logits as they are stored.
+"""Cross entropy over a slice of the vocabulary: the steps of reference.py, each one pass over logits as stored.
 
 Belongs here: one program per token that walks its row of logits in blocks of columns. What a thread holds of a block is
 reduced in the thread; threads meet once per row.

@@ -25,9 +25,6 @@ def saved_by_block(options: dict, sequence_parallel: bool) -> tuple[list[int], b
     )
     local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
     positions = Positions(BATCH, SEQ)
-    if block.self_attn.rope_base:  # they belong to all layers
-        table, ids = positions.rope(HIDDEN // HEADS, block.self_attn.rope_base, x.device, x.dtype)
-        local += [*table, ids]
     with record_saved(*local) as saved:
         y = block(x, positions=positions)
     assert y.requires_grad

@@ -64,7 +64,7 @@ def test_linears(ranks, t, sequence_parallel, operation):
     ranks(t).run(operation, sequence_parallel)
 
 
-def test_dropout_saves_nothing_and_rope_its_table():
+def test_dropout_and_rope_save_nothing():
     site = ops.Dropout(ops.dropout_starts(torch.arange(3), 4, K, slice(0, TOKENS)), 1, 0.5)
     with record_saved() as saved:
         ops.dropout(rand(TOKENS, K), site)
@@ -73,7 +73,7 @@ def test_dropout_saves_nothing_and_rope_its_table():
     positions = torch.arange(TOKENS)
     with record_saved() as saved:
         ops.rope(rand(TOKENS, 2, 4), rand(TOKENS, 1, 4), (cos, sin), positions)
-    assert saved == {address(cos): 4 * TOKENS * 2, address(sin): 4 * TOKENS * 2, address(positions): 8 * TOKENS}
+    assert saved == {}
 
 
 def test_norm_saves_its_input_and_statistics():

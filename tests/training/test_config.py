@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tpformer.distributed import build_mesh
 from tpformer.training.config import (
     RunConfig,
     build_config,
@@ -11,6 +12,7 @@ from tpformer.training.config import (
     read_toml,
     to_toml,
 )
+from tpformer.training.setup import build_model, resolve
 
 
 def test_later_layers_win_and_the_preset_comes_first():
@@ -106,6 +108,16 @@ def test_a_table_of_measured_transports_is_read_before_anything_starts(tiny_valu
         check_config(config)
     path.write_text("[]")
     check_config(config)
+
+
+def built_loss_terms(values: dict) -> tuple[float, float]:
+    model = build_model(resolve(build_config(values)), build_mesh("cpu", tensor_parallel=1))
+    return model.label_smoothing, model.z_loss
+
+
+def test_loss_terms_reach_the_model(ranks, tiny_values):
+    tiny_values["train"] |= {"label_smoothing": 0.1, "z_loss": 1e-4}
+    assert ranks(1).run(built_loss_terms, tiny_values) == [(0.1, 1e-4)]
 
 
 def test_unreadable_files_are_named(tmp_path):

@@ -14,8 +14,8 @@ from .implementation import implementation
 from .norm import Norm
 from .transports.interface import record_transport
 
-# Logits that linear_cross_entropy holds at once. On a GPU every chunk reads and writes the float32 gradient of W: about a
-# tenth of what the GEMMs of 2048 tokens take, by an H200's bandwidth and arithmetic.
+# Logits that linear_cross_entropy holds at once. On a GPU every chunk reads and writes the float32 gradient of W: by an
+# H200's bandwidth and arithmetic, a tenth of what the GEMMs of 2048 tokens take.
 CPU_LOGITS, CPU_TOKENS = 2**22, 64
 GPU_LOGITS, GPU_TOKENS = 2**26, 2048
 ROW_MULTIPLE = 16  # columns of a chunk's logits: padding that the table has anyway keeps rows aligned
@@ -52,6 +52,7 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):
         return dlogits, None, None, None, None, None
 
 
+@torch.compiler.disable
 @torch.compiler.disable
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -161,6 +162,7 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x * factor
 
 
+@torch.compiler.disable
 @torch.compiler.disable
 def linear_cross_entropy(
     x: Tensor,

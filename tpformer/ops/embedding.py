@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from .sequence import reduce_rows
 
 
+@torch.compiler.disable
 def vocab_parallel_embedding(
     ids: Tensor,
     weight: Tensor,

@@ -9,17 +9,17 @@ from .implementation import implementation
 class RopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, positions, interleaved):
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved = interleaved
+        # attributes, not saved tensors: they belong to all layers, and no hook on what one layer keeps should see them
+        ctx.table, ctx.positions, ctx.interleaved = (cos, sin), positions, interleaved
         return implementation("rope", q).rope_rotate(q, k, (cos, sin), positions, interleaved)
 
     @staticmethod
     def backward(ctx, dq, dk):
-        cos, sin, positions = ctx.saved_tensors
         rotate = implementation("rope", dq).rope_rotate
-        return *rotate(dq, dk, (cos, sin), positions, ctx.interleaved, inverse=True), None, None, None, None
+        return *rotate(dq, dk, ctx.table, ctx.positions, ctx.interleaved, inverse=True), None, None, None, None
 
 
+@torch.compiler.disable
 def rope(
     q: Tensor, k: Tensor, table: tuple[Tensor, Tensor], positions: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def rope(
              (length, head_dim / 2), from kernels.rope's rope_table; positions (tokens,) int64 or int32, each token's
              row of the table, which starts anywhere and restarts with every packed document.
              interleaved: pairs are neighbours (2i, 2i + 1), as in GPT-J, instead of (i, i + head_dim / 2), as in Llama.
-    Saves:   table and positions, which all layers share: the rotation is orthogonal, so neither q nor k is needed.
+    Saves:   nothing but references to table and positions, which all layers share: the rotation is orthogonal.
     Communication: none.
     Source:  Su et al. 2021 (arXiv:2104.09864)
     """

@@ -40,6 +40,7 @@ class _GatherRows(torch.autograd.Function):
         return dy.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
 
 
+@torch.compiler.disable
 def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool = True) -> Tensor:
     """Sum partial rows x (tokens, N) over the group, into this rank's slice (tokens / t, N) or into all rows.
 
@@ -48,6 +49,7 @@ def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool =
     return x if group is None else _ReduceRows.apply(x, group, sequence_parallel)
 
 
+@torch.compiler.disable
 def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """This rank's slice (tokens / t, N) of rows x (tokens, N) that are equal on all ranks.
 
@@ -63,6 +65,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _ScatterRows.apply(x, group)
 
 
+@torch.compiler.disable
 def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """All rows (tokens, N) from every rank's slice (tokens / t, N), for computation that is then equal on all ranks.
 
