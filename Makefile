@@ -5,7 +5,8 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 # What needs a GPU runs from a clone, with the torch, triton and pytest that the machine has: nothing is installed.
 UNINSTALLED := PYTHONPATH=.:tests $(PYTHON)
-GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce
+GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce \
+	norm activation rope dropout cross_entropy layer pretrain
 
 .PHONY: train test check proofs compile-check gpu nvlink bench clean
 
@@ -48,7 +49,7 @@ nvlink:  ## the tests and the bench that need several GPUs, on all that there ar
 bench:  ## measure: the kernels where there is a GPU, in what the machine has; else the CPU; results: bench/results/
 	@if $(UNINSTALLED) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; \
 	then status=0; for name in $(GPU_BENCHES); do $(UNINSTALLED) -m bench $$name || status=1; done; exit $$status; \
-	else $(MAKE) .venv/ready && $(BIN)/python -m bench cpu; fi
+	else $(MAKE) .venv/ready && for name in cpu memory pretrain; do $(BIN)/python -m bench $$name || exit 1; done; fi
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

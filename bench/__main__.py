@@ -5,10 +5,13 @@ Belongs here: one import and one entry per bench. Everything else is in runner.p
 
 import sys
 
-from . import cpu, fused, matmul, nvlink
-from .runner import main
+from . import cpu, fused, layer, matmul, memory, memory_bound, nvlink, pretrain
+from .runner import Bench, Tool, main
 
-BENCHES = (cpu.BENCH, matmul.BENCH, *fused.BENCHES, nvlink.BENCH)
+BENCHES: tuple[Bench | Tool, ...] = (
+    *(cpu.BENCH, memory.TOOL, pretrain.TOOL),
+    *(matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
+)
 
 if __name__ == "__main__":  # worker processes import this module again
     sys.exit(main(sys.argv[1:], BENCHES))

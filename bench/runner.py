@@ -1,6 +1,7 @@
 """What every bench shares: the row, the correctness gate, the machine line, the table, the JSON file, the exit code.
 
-Belongs here: nothing that knows what is timed. A bench is a `Bench` in a file of its own, listed in __main__.py.
+Belongs here: nothing that knows what is timed. A bench is a `Bench`, or a `Tool`, in a file of its own, listed in
+__main__.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -67,6 +68,16 @@ class Bench:
     """Rows that come from a model and not from a measurement: what is shown where the bench cannot run."""
     note: str = ""
     """What a reader of the rows must know; printed below them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """What measures something else than ratios: it has arguments, rows and a table of its own."""
+
+    name: str
+    description: str
+    run: Callable[[Sequence[str], Path, Console], int]
+    """(arguments after the name, directory of results, console) -> exit code."""
 
 
 def make_row(
@@ -186,11 +197,19 @@ def check_rows(rows: Sequence[Row]) -> None:
         raise ValueError("the bench returned no rows")
 
 
-def write(bench: Bench, rows: Sequence[Row], results: Path) -> Path:
-    """Write <device>/<name>.json, and beside it the SVG that is drawn from it; the path of the JSON."""
-    directory = results / device_directory(bench.device)
+def write(
+    bench: Bench | Tool,
+    content: Mapping[str, Any],
+    *,
+    device: str,
+    results: Path,
+    draw: Callable[[Path], object],
+    console: Console,
+) -> None:
+    """Write <device>/<name>.json, and beside it the SVG that `draw` makes of it."""
+    directory = results / device_directory(device)
     directory.mkdir(parents=True, exist_ok=True)
-    content = {
+    result = {
         "schema": SCHEMA,
         "bench": bench.name,
         "description": bench.description,
@@ -198,12 +217,12 @@ def write(bench: Bench, rows: Sequence[Row], results: Path) -> Path:
         "machine": machine(),
         **commit(),
         "versions": versions(),
-        "rows": list(rows),
+        **content,
     }
     path = directory / f"{bench.name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    write_svg(path)
-    return path
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    draw(path)
+    console.print(f"written: {path} and {path.with_suffix('.svg').name}", highlight=False, soft_wrap=True)
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -250,25 +269,33 @@ def execute(bench: Bench, *, quick: bool, results: Path, console: Console) -> in
         console.print("--quick: small sizes, few repetitions; nothing is written and no bar applies", highlight=False)
         return 0
     if not console.quiet:
-        path = write(bench, rows, results)
-        console.print(f"written: {path} and {path.with_suffix('.svg').name}", highlight=False, soft_wrap=True)
+        content = {"rows": list(rows)}
+        write(bench, content, device=bench.device, results=results, draw=write_svg, console=console)
     console.print(f"{bench.name}: {verdict(rows)}", highlight=False, soft_wrap=True)
     return 0 if all(row["ok"] for row in rows) else 1
 
 
-def main(arguments: Sequence[str], benches: Sequence[Bench], results: Path = RESULTS) -> int:
-    """`python -m bench [NAME] [--quick]`; the exit code: 1 for a wrong result or a missed bar, 2 for a wrong call."""
+def main(arguments: Sequence[str], benches: Sequence[Bench | Tool], results: Path = RESULTS) -> int:
+    """`python -m bench [NAME] [--quick]`; the exit code: 1 for a wrong result or a missed bar, 2 for a wrong call.
+
+    What follows the name of a Tool is the Tool's to read.
+    """
+    first = os.environ.get("RANK", "0") == "0"  # torchrun's variable
+    console = Console(width=None if sys.stdout.isatty() else 180, quiet=not first)
+    by_name = {bench.name: bench for bench in benches}
+    named = by_name.get(arguments[0]) if arguments else None
+    if isinstance(named, Tool):
+        console.print(machine_line(), highlight=False, soft_wrap=True)
+        return named.run(arguments[1:], results, console)
     parser = argparse.ArgumentParser(prog="python -m bench", description="Time what was first found to be correct.")
     parser.add_argument("name", nargs="?", help="the bench; without it, list them")
     parser.add_argument("--quick", action="store_true", help="small sizes, few repetitions, nothing written")
     options = parser.parse_args(arguments)
-    first = os.environ.get("RANK", "0") == "0"  # torchrun's variable
-    console = Console(width=None if sys.stdout.isatty() else 180, quiet=not first)
-    by_name = {bench.name: bench for bench in benches}
-    if options.name in by_name:
-        return execute(by_name[options.name], quick=options.quick, results=results, console=console)
-    for bench in benches:
-        console.print(f"{bench.name:22} {bench.description}", highlight=False, soft_wrap=True)
+    bench = by_name.get(options.name)
+    if isinstance(bench, Bench):
+        return execute(bench, quick=options.quick, results=results, console=console)
+    for each in benches:
+        console.print(f"{each.name:22} {each.description}", highlight=False, soft_wrap=True)
     if options.name is not None:
         print(f"there is no bench {options.name!r}", file=sys.stderr)
         return 2

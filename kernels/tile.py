@@ -210,10 +210,10 @@ def sigmoid(x):
 def normal(x):
     """The normal distribution at x: its cumulative function, and exp(-x**2 / 2), in float32.
 
-    Phi(-|x|) = exp(-x**2 / 2) * polynomial(s), s = |x| / (|x| + 5), whose constant is 1/2 and whose other coefficients a
-    weighted least-squares fit gave: x * Phi(x) is off by at most 2.2e-9 before rounding. In float32 that is as accurate
-    as (1 + erf(x / sqrt 2)) / 2, and more so where the latter cancels, with fewer instructions: those of erf, not memory,
-    would set an element-wise kernel's time.
+    Phi(-|x|) = exp(-x**2 / 2) * polynomial(s), s = |x| / (|x| + 5), whose constant is 1/2 and whose other coefficients
+    a weighted least-squares fit gave: x * Phi(x) is off by at most 2.2e-9 before rounding. In float32 that is as
+    accurate as (1 + erf(x / sqrt 2)) / 2, and more so where the latter cancels, with fewer instructions: those of erf,
+    not memory, would set an element-wise kernel's time.
     """
     magnitude = tl.abs(x)
     s = magnitude / (magnitude + 5.0)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 
 from bench.baseline import check_against_plain  # noqa: E402
 from bench.ranks import Ranks  # noqa: E402
-from bench.runner import Bench, Row, main, make_row  # noqa: E402
+from bench.runner import Bench, Row, Tool, main, make_row  # noqa: E402
 from bench.timing import Comparison, compare, interleave, timed  # noqa: E402
 from tpformer.models import GPT, GPTConfig  # noqa: E402
 
@@ -107,6 +107,16 @@ def test_the_list_of_benches(capsys: pytest.CaptureFixture, tmp_path: Path) -> N
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
     assert main(["three"], benches, tmp_path) == 2
     assert "three" in capsys.readouterr().err
+
+
+def test_a_tool_reads_its_own_arguments(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    calls: list = []
+    tool = Tool(name="tool", description="a tool", run=lambda *given: calls.append(given) or 3)
+    assert main(["tool", "--size", "4"], [toy(), tool], tmp_path) == 3
+    ((arguments, results, console),) = calls
+    assert arguments == ["--size", "4"] and results == tmp_path and not console.quiet
+    assert main([], [toy(), tool], tmp_path) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]][-1] == ["tool", "a", "tool"]
 
 
 def test_the_drawing_is_xml_with_every_row(tmp_path: Path) -> None:

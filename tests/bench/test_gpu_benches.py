@@ -24,7 +24,8 @@ from bench.shapes import Shape, operation_shapes  # noqa: E402
 from tpformer.kernels.cost import machine_for  # noqa: E402
 from tpformer.ops.transports.interface import ALL, GATHER, OPERATIONS, SCATTER  # noqa: E402
 
-NAMES = ["matmul", *OPERATIONS, "nvlink"]
+MEMORY_BOUND = {"norm": 40, "activation": 16, "rope": 8, "dropout": 9, "cross_entropy": 5}  # rows that are predicted
+NAMES = ["matmul", *OPERATIONS, *MEMORY_BOUND, "layer", "nvlink"]
 
 
 def sizes(op: str, t: int = 8) -> dict[tuple[str, str], tuple[int, int]]:
@@ -110,7 +111,7 @@ def test_without_a_gpu_predictions_are_shown_and_nothing_is_written(
     assert "CUDA device" in lines[1]
     assert lines[3] == "PREDICTION, not a measurement"
     rows = [line for line in lines if line.startswith("prediction: ")]
-    listed = {"matmul": 128, "nvlink": 144, ALL: 64}
+    listed = {"matmul": 128, "nvlink": 144, ALL: 64, "layer": 9, **MEMORY_BOUND}
     assert len(rows) == listed.get(name, 40) and all("H200" in row and " predicted" in row for row in rows)
     assert "kernels/cost.py" in lines[-1]
     assert list(tmp_path.iterdir()) == []

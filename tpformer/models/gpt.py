@@ -57,8 +57,7 @@ class GPT(ParallelModule):
     depend on it. Inside, activations are flattened tokens: (batch * seq / t, hidden_size) with sequence_parallel.
     recompute: what the backward of each of `recompute_layers` (selected_layers) computes again instead of keeping it
     (TransformerBlock); offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
-    label_smoothing and z_loss (ops.vocab_parallel_cross_entropy) are of the loss in training mode only: in evaluation it
-    is the plain cross entropy.
+    label_smoothing, z_loss (ops.vocab_parallel_cross_entropy): of the loss in training mode; in evaluation it is plain.
     device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`.
     Errors: ValueError, before anything is allocated, for heads or a vocabulary that the layout cannot hold.
     """

@@ -1,0 +1,280 @@
+"""The bench `layer`: forward and backward of one transformer block on one GPU, against the same block in plain PyTorch.
+
+Belongs here: which blocks, what is timed beside what, what must agree, the required ratio, the model of the time.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tpformer.kernels.activation.reference import activation_cost
+from tpformer.kernels.cost import Machine, gemm_seconds
+from tpformer.kernels.dropout.reference import dropout_apply, finish_cost
+from tpformer.kernels.norm.reference import norm_cost
+from tpformer.kernels.rope.reference import rope_cost
+from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.layers.mlp import MLP_ACTIVATIONS
+from tpformer.models import GPTConfig
+from tpformer.models.presets import preset_config
+
+from .accuracy import require_accurate
+from .gpu_timing import FULL, QUICK, Call, Effort, measure
+from .plain_layer import Drop, plain_layer
+from .predict import present_machine
+from .runner import Bench, Row, make_row
+from .timing import Comparison, compare
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+ITEMSIZE = 2
+OURS, EAGER, COMPILED, COMPILED_FUSED = "tpformer", "PyTorch", "torch.compile", "torch.compile, fused qkv"
+PEAK = "data-sheet peak"
+RECOMPUTED = ("mlp", "full")
+REQUIRED = 1.1  # of torch.compile, on the GPT block
+CHECKED_TOKENS = 256  # of the gate, which has float64 to pay
+
+
+class Layer(NamedTuple):
+    """config: of a model with this one layer. batch: samples of config.seq_length tokens."""
+
+    name: str
+    config: GPTConfig
+    batch: int = 4
+
+    def __str__(self) -> str:
+        dropout = f", dropout {self.config.dropout:g}" if self.config.dropout else ""
+        return f"{self.name}{dropout}, {self.batch} x {self.config.seq_length}"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.config.seq_length
+
+    @property
+    def flops(self) -> int:
+        """Of the model, forward and backward: nothing that is computed twice counts twice."""
+        return self.tokens * self.config.flops_per_token
+
+
+def layers(quick: bool) -> list[Layer]:
+    one: dict = {"n_layers": 1, "seq_length": 2048, "vocab_size": None}
+    listed = [
+        *(Layer("GPT-7B", preset_config("megatron-7.5b", dropout=p, **one)) for p in (0.0, 0.1)),
+        Layer("Llama-8B", preset_config("llama3-8b", **one)),
+    ]
+    return [listed[0]._replace(batch=1)] if quick else listed
+
+
+def our_block(config: GPTConfig, recompute: str = "none") -> TransformerBlock:
+    return TransformerBlock(
+        config.hidden_size,
+        config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        ffn_hidden_size=config.ffn_hidden_size,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        activation=config.activation,
+        rope_base=config.rope_base if config.position == "rope" else None,
+        bias=config.bias,
+        dropout=config.dropout,
+        recompute=recompute,
+        device=DEVICE,
+        dtype=DTYPE,
+    )
+
+
+class Inputs(NamedTuple):
+    """x and the output's gradient (batch, seq, hidden); what our block is told besides, shared by all layers."""
+
+    x: Tensor
+    dy: Tensor
+    options: dict
+
+
+def inputs_of(config: GPTConfig, batch: int, length: int) -> Inputs:
+    x, dy = torch.randn(2, batch, length, config.hidden_size, device=DEVICE, dtype=DTYPE)
+    key = DropoutKey(seed=1, step=1, sample_index=torch.arange(batch, device=DEVICE))
+    return Inputs(x, dy, {"positions": Positions(batch, length), "dropout_key": key})
+
+
+def compiled(block: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(block, dynamic=False)
+
+
+def step(block: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Forward and backward: the output, and the gradients of the input and of every parameter, by name."""
+    x = x.detach().requires_grad_()
+    names, parameters = zip(*block.named_parameters(), strict=True)
+    y = function(x)
+    gradients = torch.autograd.grad(y, [x, *parameters], dy)
+    return dict(zip(("output", "input", *names), (y.detach(), *gradients), strict=True))
+
+
+def check() -> None:
+    for layer in layers(quick=False):
+        check_layer(layer.config)
+
+
+def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS) -> None:
+    """Ours in every recompute mode, and what torch.compile makes of the plain block, against float64.
+
+    With dropout the plain blocks have our mask, and torch.compile, which is timed with torch's own, is left out.
+    """
+    block = our_block(config)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            if parameter.ndim == 1:  # neither zeros nor ones
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    x, dy, options = inputs_of(config, 1, tokens)
+    drop = our_dropout(config, options) if config.dropout else lambda x, branch: x
+    exact, plain = (plain_layer(block, config, dtype, drop=drop) for dtype in (torch.float64, DTYPE))
+    oracle, baseline = step(exact, exact, x.double(), dy.double()), step(plain, plain, x, dy)
+    for name, results in checked_steps(block, plain, config, Inputs(x, dy, options)):
+        for result, actual in results.items():
+            # without positions to tell keys apart, softmax does not see a key's bias: its gradient is rounding only
+            if result != "self_attn.k_proj.bias" or config.position == "rope":
+                require_accurate(f"{config.norm} layer, {name}: {result}", actual, oracle[result], baseline[result])
+
+
+def checked_steps(
+    block: TransformerBlock, plain: nn.Module, config: GPTConfig, inputs: Inputs
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    for recompute in ("none", *RECOMPUTED):
+        block.recompute = recompute
+        yield f"{OURS}, {recompute}", step(block, lambda x: block(x, **inputs.options), inputs.x, inputs.dy)
+    if not config.dropout:
+        yield COMPILED, step(plain, compiled(plain), inputs.x, inputs.dy)
+
+
+def our_dropout(config: GPTConfig, options: dict) -> Drop:
+    """Dropout of the plain block with the bits that ours has."""
+
+    def drop(x: Tensor, branch: str) -> Tensor:
+        rows = x.flatten(0, 1)
+        site = options["dropout_key"].site(config.dropout, 0, branch, rows, options["positions"], 0)
+        return dropout_apply(rows, site.start, site.key, site.p).view(x.shape)
+
+    return drop
+
+
+def calls_of(layer: Layer) -> dict[str, Call]:
+    config = layer.config
+    x, dy, options = inputs_of(config, layer.batch, config.seq_length)
+    block = our_block(config)
+    calls = {OURS: Call(lambda: step(block, lambda x: block(x, **options), x, dy))}
+    for recompute in RECOMPUTED:
+        other = our_block(config, recompute)
+        calls[recomputing(recompute)] = Call(
+            lambda other=other: step(other, lambda x: other(x, **options), x, dy)  # type: ignore[misc]
+        )
+    plain = {EAGER: plain_layer(block, config, DTYPE)}
+    plain[COMPILED] = plain_layer(block, config, DTYPE)
+    if config.position != "rope":
+        plain[COMPILED_FUSED] = plain_layer(block, config, DTYPE, fused_qkv=True)
+    for name, other in plain.items():
+        function = other if name == EAGER else compiled(other)
+        calls[name] = Call(lambda other=other, function=function: step(other, function, x, dy))  # type: ignore[misc]
+    return calls
+
+
+def recomputing(recompute: str) -> str:
+    return f"{OURS}, recompute {recompute}"
+
+
+def layer_rows(layer: Layer, effort: Effort) -> list[Row]:
+    seconds = measure(calls_of(layer), effort)
+    peak = [layer.flops / present_machine().peak_flops] * effort.rounds
+    required = REQUIRED if layer.config.position != "rope" else None
+    pairs = [(OURS, COMPILED, required), (OURS, COMPILED_FUSED, required)]
+    pairs += [(OURS, EAGER, None), (COMPILED, EAGER, None)]
+    pairs += [(recomputing(recompute), OURS, None) for recompute in RECOMPUTED]
+    pairs += [(OURS, PEAK, None), (COMPILED, PEAK, None)]
+    seconds[PEAK] = peak
+    return [
+        layer_row("forward, backward", layer, provider, baseline, compare(seconds[provider], seconds[baseline]), bar)
+        for provider, baseline, bar in pairs
+        if baseline in seconds
+    ]
+
+
+def layer_row(
+    case: str, layer: Layer, provider: str, baseline: str, comparison: Comparison, bar: float | None = None
+) -> Row:
+    return make_row(
+        case=case,
+        shape=str(layer),
+        provider=provider,
+        baseline=baseline,
+        unit="TFLOP/s",
+        convert=lambda seconds: layer.flops / seconds / 1e12,
+        comparison=comparison,
+        bar=bar,
+    )
+
+
+def run(quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    for layer in layers(quick):
+        torch.compiler.reset()
+        rows += layer_rows(layer, QUICK if quick else FULL)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def predicted_seconds(layer: Layer, machine: Machine, recompute: str = "none") -> float:
+    """GEMMs and the causal half of attention at the machine's FLOP/s, and every memory-bound pass at its bandwidth."""
+    config, m = layer.config, layer.tokens
+    h, f, up = config.hidden_size, config.ffn_size, 2 if MLP_ACTIVATIONS[config.activation][1] else 1
+    kv = h // config.n_heads * config.kv_heads
+    first, others = up * f, [(h, h), (kv, h), (kv, h), (h, h), (h, f)]  # (N, K) of each GEMM, fc1's apart
+    column = gemm_seconds(m, first, h, ITEMSIZE, machine)
+    gemms = column + sum(gemm_seconds(m, n, k, ITEMSIZE, machine) for n, k in others)
+    attention = 2 * m * h * layer.config.seq_length / machine.flops  # forward; twice that backward
+    again = {"none": 0.0, "mlp": column, "full": gemms - gemm_seconds(m, h, f, ITEMSIZE, machine) + attention}
+    return 3 * (gemms + attention) + again[recompute] + passes_bytes(layer) / machine.memory
+
+
+def passes_bytes(layer: Layer) -> int:
+    """Norms, activation, what follows a reduction, and RoPE, forward and backward, with the norms rebuilt once."""
+    config, m = layer.config, layer.tokens
+    h, f, gated = config.hidden_size, config.ffn_size, MLP_ACTIVATIONS[config.activation][1]
+    after: dict = {"bias": config.bias, "dropout": config.dropout > 0}
+    branches = [
+        norm_cost(m, h, ITEMSIZE, config.norm),
+        norm_cost(m, h, ITEMSIZE, config.norm),
+        norm_cost(m, h, ITEMSIZE, config.norm, backward=True, residual=True),
+        finish_cost(m, h, ITEMSIZE, residual=True, **after),
+        finish_cost(m, h, ITEMSIZE, backward=True, **after),
+    ]
+    costs = [activation_cost(m, f, ITEMSIZE, gated), activation_cost(m, f, ITEMSIZE, gated, backward=True)]
+    if config.position == "rope":
+        costs += 2 * [rope_cost(m, config.n_heads, config.kv_heads, h // config.n_heads, ITEMSIZE)]
+    return sum(cost.bytes for cost in (*branches, *branches, *costs))
+
+
+def predictions() -> list[Row]:
+    machine, rows = present_machine(), []
+    for layer in layers(quick=False):
+        peak = layer.flops / machine.peak_flops
+        for recompute in ("none", *RECOMPUTED):
+            seconds = predicted_seconds(layer, machine, recompute)
+            provider = "predicted" if recompute == "none" else f"predicted, recompute {recompute}"
+            comparison = Comparison(seconds, peak, *[peak / seconds] * 3)
+            case = f"prediction: forward, backward, 1 {machine.name}"
+            rows.append(layer_row(case, layer, provider, PEAK, comparison))
+    return rows
+
+
+BENCH = Bench(
+    name="layer",
+    description="forward and backward of a GPT-7B- and a Llama-8B-shaped block against plain PyTorch, compiled (1 GPU)",
+    device="cuda",
+    check=check,
+    run=run,
+    predict=predictions,
+    note="TFLOP/s: the model's FLOPs (6 per weight and token, attention over seq x seq; nothing recomputed counts) "
+    "over the time of forward and backward, gradients of input and parameters included. Plain blocks use torch's SDPA "
+    "and its random numbers for dropout; torch.compile in its default mode; fused qkv: one projection for q, k and v. "
+    "Ratio to the data-sheet peak: the share of it. Prediction, run by nobody: GEMMs and half of the attention at F, "
+    "every memory-bound pass once at the memory bandwidth (kernels/cost.py).",
+)

@@ -1,0 +1,242 @@
+"""One transformer layer's saved activations on one rank: the layers that are counted, their items, what must come out.
+
+Belongs here: building a layer from a GPTConfig, names and sizes of what it keeps, GEMMs and collectives of its forward
+and backward. Nothing about tables, files or arguments.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer.distributed import build_mesh, record_collectives
+from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.layers.attention import check_heads
+from tpformer.layers.mlp import MLP_ACTIVATIONS
+from tpformer.models import GPTConfig
+from tpformer.parallel import reduce_partial_gradients
+
+from .parallelized import parallelized
+from .ranks import Calls, Ranks
+from .saved import OTHER, RESULT, Gemms, record_saved
+
+DTYPE, ITEM = torch.bfloat16, 2
+RESIDUALS = ("residual before attention", "residual before MLP")
+STATISTICS, SCORES = "norm mean and rstd", "log-sum-exp"
+ORDER = (
+    *(RESIDUALS[0], "norm output before attention", "q", "k", "v", "attention output", RESIDUALS[1]),
+    *("norm output before MLP", "fc1 output", "gate pre-activation", "up pre-activation", "activation output"),
+    *("dropout mask", STATISTICS, SCORES, OTHER),
+)
+NAMES = {
+    "": {0: RESIDUALS[0]},
+    "mlp": {0: RESIDUALS[1]},
+    "mlp.fc2": {0: "fc1 output"},
+    "mlp.down_proj": {0: "up pre-activation", "gate": "gate pre-activation"},
+}
+TORCH_NAMES = {
+    "norm1": {0: RESIDUALS[0]},
+    "norm2": {0: RESIDUALS[1]},
+    "attention.q_proj": {0: "norm output before attention"},
+    "attention.o_proj": {0: "attention output"},
+    "mlp.fc1": {0: "norm output before MLP", RESULT: "fc1 output"},
+    "mlp.fc2": {0: "activation output"},
+}
+
+
+class Layer(NamedTuple):
+    """One layer that is counted: its architecture, tokens, ranks, and whether it is tpformer's or torch's."""
+
+    model: str
+    config: GPTConfig
+    tp: int
+    recompute: str = "none"
+    torch: bool = False
+
+    @property
+    def seq_length(self) -> int:
+        return self.config.seq_length
+
+    @property
+    def batch(self) -> int:
+        """Samples: as few as ranks can share the tokens of."""
+        return self.tp // math.gcd(self.seq_length, self.tp)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_length
+
+    @property
+    def unit(self) -> float:
+        """s * b * h / t."""
+        return self.tokens * self.config.hidden_size / self.tp
+
+    def check(self) -> None:
+        """ValueError, with the numbers, for what ranks cannot share evenly, or what this machine cannot hold."""
+        config, tp = self.config, self.tp
+        check_heads(config.hidden_size, config.n_heads, config.kv_heads, tp, rope=config.position == "rope")
+        for name, size in (("kv_heads", config.kv_heads), ("ffn_size", config.ffn_size)):
+            if size % tp:
+                raise ValueError(f"{self.model}: {name}={size} cannot be split evenly over {tp} ranks")
+        weights = ITEM * sum(forward_flops(config, 1).values()) // 2
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if weights > memory:
+            raise ValueError(
+                f"{self.model}: the ranks' weights are {weights / 2**30:.0f} GiB, more than this machine's "
+                f"{memory / 2**30:.0f}: choose a smaller preset"
+            )
+
+
+def expected_items(layer: Layer) -> dict[str, int]:
+    """Bytes by name that a rank of tpformer's layer keeps, by DESIGN: with sequence parallelism, all sizes even."""
+    config, tokens, t = layer.config, layer.tokens, layer.tp
+    rows, head_dim = tokens // t, config.hidden_size // config.n_heads
+    residual, hidden = ITEM * rows * config.hidden_size, ITEM * tokens * config.ffn_size // t
+    if layer.recompute == "full":
+        return {RESIDUALS[0]: residual}
+    kv = ITEM * tokens * config.kv_heads * head_dim // t
+    statistics = 4 * rows * (2 if config.norm == "layernorm" else 1)
+    items = {
+        **{RESIDUALS[0]: residual, RESIDUALS[1]: residual},
+        **{"q": ITEM * tokens * config.hidden_size // t, "k": kv, "v": kv},
+        "attention output": ITEM * tokens * config.hidden_size // t,
+        SCORES: 4 * tokens * config.n_heads // t,
+    }
+    if layer.recompute == "mlp":
+        return items | {STATISTICS: statistics}
+    gated = MLP_ACTIVATIONS[config.activation][1]
+    pre = ("gate pre-activation", "up pre-activation") if gated else ("fc1 output",)
+    return items | dict.fromkeys(pre, hidden) | {STATISTICS: 2 * statistics}
+
+
+def forward_flops(config: GPTConfig, tokens: int) -> dict[str, int]:
+    """GEMM FLOPs of one layer's forward by linear: what GEMM counts are compared with."""
+    h, kv = config.hidden_size, config.hidden_size // config.n_heads * config.kv_heads
+    up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
+    sizes = {"qkv": h * (h + 2 * kv), "o": h * h, "fc1": up * h * config.ffn_size, "fc2": h * config.ffn_size}
+    return {name: 2 * tokens * size for name, size in sizes.items()}
+
+
+def leftover(layer: Layer, x: Tensor) -> str:
+    """The name of what no module's input or result is, by its size."""
+    tokens, config = layer.tokens, layer.config
+    if x.dtype == torch.bool:
+        return "dropout mask"
+    if x.numel() == tokens // layer.tp:
+        return STATISTICS
+    if x.numel() == tokens * config.n_heads // layer.tp:
+        return SCORES
+    return OTHER
+
+
+class Step:
+    """Forward and backward of a layer on this rank. Its parameters have no values: counts do not depend on them."""
+
+    def __init__(self, layer: Layer, mesh: DeviceMesh | None) -> None:
+        config = layer.config
+        self.layer = layer
+        if layer.torch:
+            self.block = parallelized(config, mesh, DTYPE)
+            shape: tuple = (layer.batch, layer.seq_length // layer.tp, config.hidden_size)
+        else:
+            self.block = TransformerBlock(
+                config.hidden_size,
+                config.n_heads,
+                n_kv_heads=config.n_kv_heads,
+                ffn_hidden_size=config.ffn_hidden_size,
+                norm=config.norm,
+                norm_eps=config.norm_eps,
+                activation=config.activation,
+                rope_base=config.rope_base if config.position == "rope" else None,
+                rope_interleaved=config.rope_interleaved,
+                bias=config.bias,
+                dropout=config.dropout,
+                recompute=layer.recompute,
+                tp_mesh=mesh,
+                device="meta",
+                dtype=DTYPE,
+            ).to_empty(device="cpu")
+            shape = (layer.tokens // layer.tp, config.hidden_size)
+        self.x = torch.randn(shape).to(DTYPE).requires_grad_()
+
+    def forward(self) -> Tensor:
+        if self.layer.torch:
+            return self.block(self.x)
+        self.positions = Positions(self.layer.batch, self.layer.seq_length)
+        key = DropoutKey(seed=0, step=1, sample_index=torch.arange(self.layer.batch))
+        return self.block(self.x, positions=self.positions, dropout_key=key)
+
+    def saved_items(self) -> dict[str, int]:
+        """Bytes by name that a forward keeps, parameters left out. What all layers share (RoPE's table, the starts of
+        dropout's rows) no layer saves."""
+        with record_saved(self.block, TORCH_NAMES if self.layer.torch else NAMES) as saved:
+            y = self.forward()
+        assert y.requires_grad
+        items = saved.items(lambda x: leftover(self.layer, x))
+        return dict(sorted(items.items(), key=lambda item: ORDER.index(item[0])))
+
+    def gemms(self) -> tuple[int, int]:
+        """GEMM FLOPs of (forward, backward) on this rank."""
+        with Gemms() as forward:
+            y = self.forward()
+        with Gemms() as backward:
+            y.backward(torch.ones_like(y))
+        return forward.flops, backward.flops
+
+    def collectives(self) -> dict[str, list[tuple[str, int]]]:
+        """(name, bytes of the full tensor) of every collective of a forward, a backward and the optimizer's step."""
+        with record_collectives() as forward:
+            y = self.forward()
+        with record_collectives() as backward:
+            y.backward(torch.ones_like(y))
+        with record_collectives() as step:
+            reduce_partial_gradients(self.block)
+        return {"forward": forward, "backward": backward, "optimizer step": step}
+
+
+class Counted(NamedTuple):
+    """What each rank counted: bytes by name, and collectives where they were asked for."""
+
+    layer: Layer
+    items: dict[str, int]
+    collectives: dict[str, list[tuple[str, int]]]
+
+
+def rank_calls(layers: Sequence[Layer]) -> Calls:
+    """A rank's counts of the layer of that index."""
+    mesh = build_mesh("cpu", tensor_parallel=layers[0].tp)["tp"]
+
+    def step(layer: Layer) -> Step:
+        return Step(layer, None if layer.torch and layer.tp == 1 else mesh)
+
+    calls: dict = {}
+    for index, layer in enumerate(layers):
+        calls[f"items {index}"] = lambda layer=layer: step(layer).saved_items()
+        calls[f"collectives {index}"] = lambda layer=layer: step(layer).collectives()
+    return calls
+
+
+def count(layers: Sequence[Layer], *, collectives: bool = False) -> list[Counted]:
+    """Count each layer on as many processes as it has ranks.
+
+    collectives: also run each tpformer layer's backward, and count them. Raises ValueError for a layer that cannot be
+    shared evenly, RuntimeError for ranks that keep different bytes.
+    """
+    for layer in layers:
+        layer.check()
+    counted: dict[Layer, Counted] = {}
+    for tp in sorted({layer.tp for layer in layers}):
+        chosen = [layer for layer in layers if layer.tp == tp]
+        with Ranks(tp, max(1, torch.get_num_threads() // tp), rank_calls, chosen) as ranks:
+            for index, layer in enumerate(chosen):
+                items, *others = ranks.call(f"items {index}")
+                if any(other != items for other in others):
+                    raise RuntimeError(f"{layer.model}: the ranks keep different bytes: {[items, *others]}")
+                moved = collectives and not layer.torch
+                calls = ranks.call(f"collectives {index}")[0] if moved else {}
+                counted[layer] = Counted(layer, items, calls)
+    return [counted[layer] for layer in layers]

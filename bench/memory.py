@@ -1,0 +1,368 @@
+"""`python -m bench memory`: bytes of saved activations per layer, by name, beside torch's own and published formulas.
+
+Belongs here: which layers, what must hold, the tables, the result file. The counting is in layer_memory.py.
+"""
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypedDict
+
+from rich.console import Console
+from rich.table import Table
+
+from tpformer.layers.block import RECOMPUTE
+from tpformer.models import GPTConfig, preset_config
+
+from . import parallelized
+from .charts import TOTAL, draw_bars
+from .layer_memory import (
+    DTYPE,
+    ORDER,
+    SCORES,
+    STATISTICS,
+    Counted,
+    Layer,
+    Step,
+    count,
+    expected_items,
+    forward_flops,
+)
+from .runner import Tool, write
+
+DROPOUT = 0.1  # on the residual branches of layers with LayerNorm; Llama has none
+GPT = GPTConfig(n_layers=1, hidden_size=512, n_heads=8, seq_length=256, dropout=DROPOUT)
+LLAMA = GPTConfig(
+    n_layers=1,
+    hidden_size=512,
+    n_heads=8,
+    n_kv_heads=4,
+    seq_length=256,
+    norm="rmsnorm",
+    activation="swiglu",
+    position="rope",
+    bias=False,
+)
+MODELS = {"GPT layer": GPT, "Llama layer": LLAMA}
+RANKS = (1, 2, 4)
+LONGEST = 512  # tokens of a preset's sample: bytes per s b h / t do not depend on it
+DURING = ("forward", "backward", "optimizer step")
+PROMISED = {"none": 20, "mlp": 12, "full": 2}  # sbh/t without statistics, of a GPT layer with d_ff = 4h
+TORCH, MEGATRON = "PyTorch TP+SP", "Megatron (formula)"
+SOURCES = (
+    "Counted with saved_tensors_hooks over unique storages of their whole size. Left out: parameters, and what all "
+    "layers share (RoPE's table, the dropout's element indices). PyTorch TP+SP: nn modules under parallelize_module, "
+    "dropout by torch.native_dropout (plain F.dropout on a CPU keeps a mask of 2 bytes an element, not 1; its "
+    "norms' statistics are bfloat16 there). Formula: Korthikanti et al. (arXiv:2205.05198), tensor and sequence "
+    "parallel, statistics not counted."
+)
+
+
+class MemoryRow(TypedDict):
+    """One item of one layer on one rank; item "total" is the sum of the others."""
+
+    model: str
+    tp: int
+    recompute: str
+    item: str
+    bytes: int
+    sbh_over_t: float
+
+
+class GemmRow(TypedDict):
+    """GEMM FLOPs of one layer's forward and backward at t = 1, attention's own products left out."""
+
+    model: str
+    recompute: str
+    forward_flops: int
+    backward_flops: int
+    recomputed_flops: int
+
+
+class CollectiveRow(TypedDict):
+    """Collectives of one kind in a forward, a backward, or an optimizer step; bytes of the full tensors."""
+
+    model: str
+    tp: int
+    recompute: str
+    during: str
+    collective: str
+    count: int
+    bytes: int
+    largest_bytes: int
+
+
+def memory_rows(layer: Layer, items: Mapping[str, int]) -> list[MemoryRow]:
+    sizes = {**items, TOTAL: sum(items.values())}
+    return [
+        {
+            "model": f"{layer.model}, {TORCH}" if layer.torch else layer.model,
+            "tp": layer.tp,
+            "recompute": layer.recompute,
+            "item": item,
+            "bytes": size,
+            "sbh_over_t": size / layer.unit,
+        }
+        for item, size in sizes.items()
+    ]
+
+
+def layer_rows(config: GPTConfig, tp: int, recompute: str = "none", model: str = "layer") -> list[MemoryRow]:
+    """What each of `tp` ranks keeps of one layer of this architecture, for a sample of config.seq_length tokens.
+
+    Counted on that many processes; ValueError for sizes that ranks cannot share evenly.
+    """
+    ((layer, items, _),) = count([Layer(model, config, tp, recompute)])
+    return memory_rows(layer, items)
+
+
+def formula_rows(layer: Layer) -> list[MemoryRow]:
+    """What Megatron's sequence parallelism keeps by the paper's table 2, for layers it speaks of; its masks included.
+
+    34 s b h / t with core attention recomputed and d_ff = 4h, in general 18 + 4 d_ff / h; 4 less when the two norms'
+    outputs are recomputed as well.
+    """
+    config = layer.config
+    if not parallelized.fits(config) or config.kv_heads != config.n_heads:
+        return []
+    size = 18 + 4 * config.ffn_size / config.hidden_size
+    rows: list[MemoryRow] = []
+    for recompute, units in (("attention", size), ("attention +norms", size - 4)):
+        formula = layer._replace(model=f"{layer.model}, {MEGATRON}", recompute=recompute)
+        rows += memory_rows(formula, {TOTAL: round(units * layer.unit)})
+    return rows
+
+
+def collective_rows(counted: Counted) -> list[CollectiveRow]:
+    layer, rows = counted.layer, []
+    for during, calls in counted.collectives.items():
+        for name in dict.fromkeys(name for name, _ in calls):
+            sizes = [size for other, size in calls if other == name]
+            common: dict = {"model": layer.model, "tp": layer.tp, "recompute": layer.recompute, "during": during}
+            rows.append(
+                {**common, "collective": name, "count": len(sizes), "bytes": sum(sizes), "largest_bytes": max(sizes)}
+            )
+    return rows
+
+
+def gemm_row(layer: Layer) -> GemmRow:
+    forward, backward = Step(layer, None).gemms()
+    return {
+        "model": layer.model,
+        "recompute": layer.recompute,
+        "forward_flops": forward,
+        "backward_flops": backward,
+        "recomputed_flops": backward - 2 * forward,
+    }
+
+
+def item_problems(layer: Layer, items: Mapping[str, int]) -> list[str]:
+    """Where a tpformer layer's items are not what DESIGN section 7 lists."""
+    where = f"{layer.model}, t = {layer.tp}, recompute {layer.recompute}"
+    expected = expected_items(layer)
+    found = [
+        f"{where}: {name} takes {items.get(name, 0)} bytes, not {expected.get(name, 0)}"
+        for name in dict.fromkeys([*items, *expected])
+        if items.get(name, 0) != expected.get(name, 0)
+    ]
+    activations = sum(size for name, size in items.items() if name not in (STATISTICS, SCORES)) / layer.unit
+    promised = PROMISED.get(layer.recompute)
+    if formula_rows(layer) and layer.config.ffn_size == 4 * layer.config.hidden_size and activations != promised:
+        found.append(f"{where}: {activations:g} sbh/t without statistics, not {promised}")
+    return found
+
+
+def gemm_problems(layer: Layer, row: GemmRow) -> list[str]:
+    """Where the backward multiplies more than twice the forward, and what the recompute mode says it repeats."""
+    flops = forward_flops(layer.config, layer.tokens)
+    repeated = {"none": (), "mlp": ("fc1",), "full": ("qkv", "o", "fc1")}[layer.recompute]
+    expected = sum(flops[name] for name in repeated)
+    found = []
+    if row["forward_flops"] != sum(flops.values()):
+        found.append(f"forward of {row['forward_flops']} GEMM FLOPs, not {sum(flops.values())}")
+    if row["recomputed_flops"] != expected:
+        found.append(
+            f"{row['recomputed_flops']} GEMM FLOPs repeated, not {expected} ({' + '.join(repeated) or 'none'})"
+        )
+    return [f"{layer.model}, recompute {layer.recompute}: {problem}" for problem in found]
+
+
+def collective_problems(counted: Counted) -> list[str]:
+    """Where a layer communicates otherwise than sequence parallelism needs: counts, and nothing above tokens * h."""
+    layer, found = counted.layer, []
+    # what the recomputed forward gathers and scatters again
+    gathers, scatters = {"none": (0, 0), "mlp": (1, 0), "full": (2, 1)}[layer.recompute]
+    expected = {
+        "forward": {"all_gather": 2, "reduce_scatter": 2},
+        "backward": {"all_gather": 4 + gathers, "reduce_scatter": 2 + scatters},
+        "optimizer step": {"all_reduce": 1},
+    }
+    limit = layer.tokens * layer.config.hidden_size * DTYPE.itemsize
+    for during, calls in counted.collectives.items():
+        where = f"{layer.model}, t = {layer.tp}, recompute {layer.recompute}, {during}"
+        counts = dict(Counter(name for name, _ in calls))
+        if layer.tp > 1 and counts != expected[during]:
+            found.append(f"{where}: {counts}, not {expected[during]}")
+        found += [f"{where}: {name} of {size} bytes, above {limit}" for name, size in calls if size > limit]
+    return found
+
+
+def item_table(rows: Sequence[MemoryRow], *, sizes: bool) -> Table:
+    """Items down; recompute mode and ranks across, in sbh/t; sizes: and in MiB. Formulas are the same for all ranks."""
+    columns: dict[tuple[str, str, str], dict[str, MemoryRow]] = {}
+    for row in rows:
+        _, _, whose = row["model"].partition(", ")
+        ranks = "any t" if whose == MEGATRON else f"t={row['tp']}"
+        columns.setdefault((whose, row["recompute"], ranks), {})[row["item"]] = row
+    table = Table(box=None, pad_edge=False)
+    table.add_column("saved for the backward", no_wrap=True)
+    for whose, recompute, ranks in columns:
+        lines = [*whose.split(" ", 1), *recompute.split(" "), ranks]
+        table.add_column("\n".join(line for line in lines if line), justify="right", no_wrap=True)
+    for item in sorted({row["item"] for row in rows}, key=(*ORDER, TOTAL).index):
+        cells = []
+        for column in columns.values():
+            found = column.get(item)
+            size = f" ({found['bytes'] / 2**20:.2f})" if sizes and found is not None else ""
+            cells.append("" if found is None else f"{found['sbh_over_t']:.8g}{size}")
+        table.add_row(item, *cells)
+    return table
+
+
+def gemm_table(rows: Sequence[GemmRow]) -> Table:
+    table = Table("model", "recompute", box=None, pad_edge=False)
+    for name in ("forward", "backward", "recomputed"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        flops = (row["forward_flops"], row["backward_flops"], row["recomputed_flops"])
+        table.add_row(row["model"], row["recompute"], *(f"{each / 1e9:.3f}" for each in flops))
+    return table
+
+
+def collective_table(rows: Sequence[CollectiveRow]) -> Table:
+    """One line for each layout: what its forward, its backward and, once for all, an optimizer step communicate."""
+    layouts: dict[tuple[str, str, int], dict[str, list[CollectiveRow]]] = {}
+    for row in rows:
+        layout = layouts.setdefault((row["model"], row["recompute"], row["tp"]), {during: [] for during in DURING})
+        layout[row["during"]].append(row)
+    table = Table("model", "recompute", "t", *DURING, box=None, pad_edge=False)
+    for (model, recompute, tp), during in layouts.items():
+        cells = (
+            ", ".join(f"{row['count']} {row['collective']} of {row['largest_bytes']:,}" for row in of_phase)
+            for of_phase in during.values()
+        )
+        table.add_row(model, recompute, str(tp), *cells)
+    return table
+
+
+def print_table(title: str, table: Table, console: Console) -> None:
+    console.print(f"\n{title}", highlight=False, soft_wrap=True)
+    console.print(table, highlight=False)
+
+
+def layers_of(model: str, config: GPTConfig, ranks: Sequence[int]) -> list[Layer]:
+    """The layer in every recompute mode at each number of ranks, and torch's block where it has that architecture."""
+    layers = [Layer(model, config, tp, recompute) for recompute in RECOMPUTE for tp in ranks]
+    if parallelized.fits(config):
+        layers += [Layer(model, config, tp, torch=True) for tp in ranks if config.seq_length % tp == 0]
+    return layers
+
+
+def rows_and_problems(counted: Sequence[Counted]) -> tuple[list[MemoryRow], list[str]]:
+    """All rows of one model, the formulas' last, and what is not as it should be."""
+    rows = [row for layer, items, _ in counted for row in memory_rows(layer, items)]
+    for layer in dict.fromkeys(each.layer._replace(recompute="none", torch=False) for each in counted):
+        rows += formula_rows(layer)
+    problems = [
+        problem for layer, items, _ in counted if not layer.torch for problem in item_problems(layer, items)
+    ] + [problem for each in counted for problem in collective_problems(each)]
+    return rows, problems
+
+
+def verdict(problems: Sequence[str], console: Console) -> int:
+    for problem in problems or ["every size and count is as it should be"]:
+        console.print(f"memory: {problem}", highlight=False, soft_wrap=True)
+    return 1 if problems else 0
+
+
+def run_default(layers: Sequence[Layer], results: Path | None, console: Console) -> int:
+    """Both layers at every number of ranks, and what one step of them does; results None: nothing written."""
+    rows: list[MemoryRow] = []
+    gemms: list[GemmRow] = []
+    moved: list[CollectiveRow] = []
+    problems: list[str] = []
+    everything = count(layers, collectives=True)
+    for model, config in MODELS.items():
+        counted = [each for each in everything if each.layer.model == model]
+        of_model, found = rows_and_problems(counted)
+        shape = f"hidden {config.hidden_size}, {config.seq_length} tokens, bfloat16"
+        print_table(f"{model}: {shape}. By recompute and t: s b h / t", item_table(of_model, sizes=False), console)
+        rows, problems = rows + of_model, problems + found
+        moved += [row for each in counted for row in collective_rows(each)]
+        for recompute in RECOMPUTE:
+            layer = Layer(model, config, 1, recompute)
+            gemms.append(gemm_row(layer))
+            problems += gemm_problems(layer, gemms[-1])
+    print_table("GEMMs of one layer at t = 1, in GFLOPs (2 M N K)", gemm_table(gemms), console)
+    if moved:
+        print_table("Collectives of one layer, in bytes of the full tensor", collective_table(moved), console)
+    console.print(f"\n{SOURCES}", highlight=False, soft_wrap=True)
+    if results is not None:
+        models = {model: asdict(config) for model, config in MODELS.items()}
+        content = {"sources": SOURCES, "models": models, "rows": rows, "gemms": gemms, "collectives": moved}
+        write(TOOL, content, device="cpu", results=results, draw=draw_bars, console=console)
+    return verdict(problems, console)
+
+
+def run_preset(layers: Sequence[Layer], console: Console) -> int:
+    """One layer of a named architecture, forward only; the exit code."""
+    start = time.perf_counter()
+    rows, problems = rows_and_problems(count(layers))
+    seconds, config = time.perf_counter() - start, layers[0].config
+    shape = f"hidden {config.hidden_size}, {layers[0].batch} x {config.seq_length} tokens, bfloat16"
+    title = f"{layers[0].model}: {shape}. By recompute and t: s b h / t (MiB). Counted in {seconds:.0f} s"
+    print_table(title, item_table(rows, sizes=True), console)
+    console.print(f"\n{SOURCES}", highlight=False, soft_wrap=True)
+    return verdict(problems, console)
+
+
+def chosen_layers(preset: str | None, tp: int | None) -> list[Layer]:
+    """The layers that a call asks for; ValueError for a preset or a layout that does not exist."""
+    if tp is not None and tp < 1:
+        raise ValueError(f"--tp {tp} must be at least 1")
+    if preset is None:
+        ranks = RANKS if tp is None else [tp]
+        layers = [layer for model, config in MODELS.items() for layer in layers_of(model, config, ranks)]
+    else:
+        config = preset_config(preset, n_layers=1, seq_length=min(preset_config(preset).seq_length, LONGEST))
+        config = replace(config, dropout=DROPOUT if config.norm == "layernorm" else 0.0)
+        layers = layers_of(f"{preset} layer", config, [tp or 1])
+    for layer in layers:
+        layer.check()
+    return layers
+
+
+def run(arguments: Sequence[str], results: Path, console: Console) -> int:
+    """The tool; the exit code: 1 where a size or a count is not as it should be, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
+    parser.add_argument("--preset", help="a layer of this named architecture; printed, nothing written")
+    parser.add_argument("--tp", type=int, help="tensor-parallel ranks; printed, nothing written")
+    options = parser.parse_args(arguments)
+    try:
+        layers = chosen_layers(options.preset, options.tp)
+    except ValueError as error:
+        console.print(f"memory: {error}", highlight=False, soft_wrap=True)
+        return 2
+    if options.preset is not None:
+        return run_preset(layers, console)
+    return run_default(layers, None if options.tp else results, console)
+
+
+TOOL = Tool(
+    name="memory",
+    description="bytes of saved activations per layer by name, at 1, 2 and 4 ranks, beside torch's TP+SP; on a CPU",
+    run=run,
+)

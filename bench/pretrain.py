@@ -1,0 +1,231 @@
+"""`python -m bench pretrain`: 300 real training steps, their speed, memory and losses.
+
+Belongs here: which models, the loop, what must hold, the result file. One process, one device.
+"""
+
+import argparse
+import dataclasses
+import gc
+import math
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple, TypedDict
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer.distributed import build_mesh, close
+from tpformer.kernels.cost import machine_for
+from tpformer.models import GPTConfig, preset_config
+from tpformer.training.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
+from tpformer.training.data import batch, build_stdlib, read_sidecar
+from tpformer.training.optimizer import build_optimizer, learning_rate
+from tpformer.training.setup import build_model, default_dtype, join_ranks, open_data
+from tpformer.training.step import train_step
+
+from .charts import draw_curves
+from .runner import Tool, write
+from .saved import record_saved
+
+STEPS, QUICK_STEPS = 300, 4
+WARM_UP = 20  # steps without a share in the speed: kernels compile, allocators fill, clocks settle
+LAST = 20  # steps whose mean is the final loss
+LEARNED = 0.8  # the final loss must be below this share of the best loss without context, the unigram entropy
+NOTE = (
+    f"tokens/s: median step after the first {WARM_UP}. saved: what autograd keeps of one forward with its loss. final "
+    f"loss: mean of the last {LAST} steps; it must be below {LEARNED:g} of the unigram entropy, the best loss that "
+    "ignores context, all in nats per token."
+)
+
+
+class Model(NamedTuple):
+    """A model, samples per step, and its peak learning rate."""
+
+    name: str
+    config: GPTConfig
+    samples: int
+    lr: float
+
+
+# on a GPU of 80 GB
+GPT2 = Model("GPT-2 124M", preset_config("gpt2-124m"), 32, 6e-4)
+LARGE_CONFIG = GPTConfig(vocab_size=50257, seq_length=2048, n_layers=24, hidden_size=2048, n_heads=16)
+LARGE = Model("GPT 1.3B", LARGE_CONFIG, 8, 2e-4)
+TINY_CONFIG = GPTConfig(vocab_size=257, seq_length=128, n_layers=4, hidden_size=128, n_heads=2)
+TINY = Model("GPT tiny", TINY_CONFIG, 16, 2e-3)
+MODELS = {"cuda": (GPT2, LARGE), "cpu": (TINY,)}
+
+
+class PretrainRow(TypedDict):
+    """One model. mfu: None where the device's peak is unknown; peak_bytes are those that peak_is names."""
+
+    model: str
+    parameters: int
+    dtype: str
+    samples_per_step: int
+    seq_length: int
+    steps: int
+    tokens_per_second: float
+    mfu: float | None
+    peak_bytes: int
+    peak_is: str
+    saved_bytes: int
+    unigram_entropy: float
+    first_loss: float
+    final_loss: float
+    losses: list[float]
+
+
+def run_config(model: Model, steps: int, train: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelSection(**dataclasses.asdict(model.config)),
+        data=DataSection(train=(str(train),)),
+        optimizer=OptimizerSection(lr=model.lr, warmup_steps=30),
+        train=TrainSection(steps=steps, global_batch_size=model.samples),
+    )
+
+
+def saved_bytes(model: torch.nn.Module, samples: Tensor) -> int:
+    """What autograd keeps of one forward with its loss; parameters are left out."""
+    with record_saved(model) as saved:
+        index = torch.arange(len(samples), device=samples.device)
+        loss = model(samples[:, :-1], targets=samples[:, 1:], sample_index=index)
+    total = saved.total()
+    loss.backward()  # FSDP2 expects one after each forward
+    model.zero_grad()
+    return total
+
+
+def peak_bytes(device: torch.device) -> tuple[int, str]:
+    """The largest memory so far, and what it is of."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "torch.cuda.max_memory_allocated"
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size * (1 if sys.platform == "darwin" else 1024), "ru_maxrss of the process"
+
+
+def mfu(config: GPTConfig, tokens_per_second: float, device: torch.device) -> float | None:
+    machine = machine_for(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if machine is None else config.flops_per_token * tokens_per_second / machine.peak_flops
+
+
+def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> PretrainRow:
+    """Train as tpformer.training does, without its checkpoints and logs; the model's row."""
+    config = run_config(model, steps, train)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    data, network = open_data(config).train, build_model(config, mesh)
+    optimizer = build_optimizer(network, config.optimizer)
+    losses: list[float] = []
+    seconds: list[float] = []
+    for step in range(1, steps + 1):
+        start = time.perf_counter()
+        first = (step - 1) * model.samples
+        loss, _ = train_step(
+            network,
+            optimizer,
+            batch(data, first, model.samples).to(device),
+            first_sample=first,
+            microbatch_size=model.samples,
+            step=step,
+            lr=learning_rate(step, steps, config.optimizer),
+            clip_norm=config.optimizer.clip_norm,
+            groups=[mesh.get_group("tp")],
+        )
+        losses.append(float(loss))  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    peak, of = peak_bytes(device)
+    tokens = model.samples * model.config.seq_length
+    speed = tokens / median(seconds[min(WARM_UP, steps // 2) :])
+    return {
+        "model": model.name,
+        "parameters": model.config.n_parameters,
+        "dtype": str(default_dtype(config)).removeprefix("torch."),
+        "samples_per_step": model.samples,
+        "seq_length": model.config.seq_length,
+        "steps": steps,
+        "tokens_per_second": round(speed, 1),
+        "mfu": mfu(model.config, speed, device),
+        "peak_bytes": peak,
+        "peak_is": of,
+        "saved_bytes": saved_bytes(network, batch(data, 0, model.samples).to(device)),
+        "unigram_entropy": read_sidecar(train)["entropy_nats_per_token"],  # type: ignore[index]
+        "first_loss": losses[0],
+        "final_loss": mean(losses[-LAST:]),
+        "losses": losses,
+    }
+
+
+def problems(row: PretrainRow) -> list[str]:
+    """Why a run is not a training: a loss that is not finite, or a final one that hardly any context explains."""
+    if not all(map(math.isfinite, row["losses"])):
+        return [f"{row['model']}: a loss is not finite"]
+    final, entropy = row["final_loss"], row["unigram_entropy"]
+    if final >= LEARNED * entropy:
+        return [f"{row['model']}: final loss {final:.4f}, not below {LEARNED:g} of {entropy:.4f}, the unigram entropy"]
+    return []
+
+
+def result_table(rows: Sequence[PretrainRow]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("model", "parameters", "dtype", "step"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens/s", "MFU", "peak", "saved", "first loss", "final loss", "unigram entropy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            *(row["model"], f"{row['parameters'] / 1e6:,.1f}M", row["dtype"]),
+            *(f"{row['samples_per_step']} x {row['seq_length']}", f"{row['tokens_per_second']:,.0f}"),
+            "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            *(f"{size / 2**20:,.0f} MiB" for size in (row["peak_bytes"], row["saved_bytes"])),
+            *(f"{row[name]:.4f}" for name in ("first_loss", "final_loss", "unigram_entropy")),
+        )
+    return table
+
+
+def run(arguments: Sequence[str], results: Path, console: Console) -> int:
+    """The tool; the exit code: 1 where a model has not learned."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, nothing written")
+    quick = parser.parse_args(arguments).quick
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = QUICK_STEPS if quick else STEPS
+    rows: list[PretrainRow] = []
+    join_ranks(device)
+    mesh = build_mesh(device, tensor_parallel=1)
+    try:
+        with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
+            train, _ = build_stdlib(Path(directory), quiet=True)
+            for model in MODELS[device]:
+                rows.append(pretrain(model, steps, train, mesh))
+                gc.collect()  # the model before is not in the next one's peak
+    finally:
+        close(mesh.get_group("tp"))
+        dist.destroy_process_group()
+    console.print(result_table(rows), highlight=False)
+    console.print(f"peak: {rows[0]['peak_is']}. {NOTE}", highlight=False, soft_wrap=True)
+    if quick:
+        console.print("--quick: few steps; nothing is written, and no loss is required", highlight=False)
+        return 0
+    write(TOOL, {"note": NOTE, "rows": rows}, device=device, results=results, draw=draw_curves, console=console)
+    found = [problem for row in rows for problem in problems(row)]
+    for problem in found or ["every final loss is as low as it must be"]:
+        console.print(f"pretrain: {problem}", highlight=False, soft_wrap=True)
+    return 1 if found else 0
+
+
+TOOL = Tool(
+    name="pretrain",
+    description="300 training steps on real text: tokens/s, MFU, peak and saved bytes, losses; on one GPU, else a CPU",
+    run=run,
+)

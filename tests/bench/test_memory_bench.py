@@ -1,0 +1,280 @@
+"""What autograd keeps of a layer, counted and named: the counting, the promised sizes, the tool's files and gate."""
+
+import gc
+import json
+import sys
+import weakref
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+from bench import memory  # noqa: E402
+from bench.layer_memory import RESIDUALS, SCORES, STATISTICS, Counted, Layer, Step, count, expected_items  # noqa: E402
+from bench.runner import main  # noqa: E402
+from bench.saved import OTHER, RESULT, Gemms, record_saved  # noqa: E402
+from tpformer.distributed import build_mesh  # noqa: E402
+from tpformer.models import GPTConfig  # noqa: E402
+
+GPT = replace(memory.GPT, hidden_size=64, n_heads=4, seq_length=32)
+LLAMA = replace(memory.LLAMA, hidden_size=64, n_heads=4, n_kv_heads=2, seq_length=32, ffn_hidden_size=96)
+MODES = ("none", "mlp", "full")
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_storages_count_once_and_whole() -> None:
+    toy, x = Toy(), torch.randn(6, 4)
+    with record_saved(
+        toy, {"first": {0: "input"}, "second": {0: "hidden", RESULT: "output"}, "": {0: "late"}}
+    ) as saved:
+        y = toy(x[:3])
+        y = y.exp()
+    # x is kept as a view of 3 rows; tanh and the second linear keep one tensor; no weight counts
+    assert saved.items() == {"late": 6 * 4 * 4, "hidden": 3 * 8 * 4, OTHER: 3 * 2 * 4}
+    assert saved.items(lambda x: f"of {tuple(x.shape)}")["of (3, 2)"] == y.untyped_storage().nbytes()
+    assert saved.total() == 96 + 96 + 24
+    saved.leave_out([x])
+    assert saved.total() == 96 + 24
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    toy = Toy()
+    with record_saved(toy) as saved:
+        pass
+    toy(torch.randn(3, 4))
+    assert saved.total() == 0 and not any(module._forward_pre_hooks for module in toy.modules())
+
+
+def test_gemms_by_hand() -> None:
+    a, b, c = torch.randn(2, 3), torch.randn(3, 5), torch.randn(2, 5)
+    once = 2 * 2 * 3 * 5
+    for run, expected in (
+        (lambda: a @ b, once),
+        (lambda: torch.mm(a, b, out=c), once),
+        (lambda: torch.addmm(c, a, b), once),
+        (lambda: c.addmm_(a, b), once),
+        (lambda: torch.bmm(a.expand(4, 2, 3), b.expand(4, 3, 5)), 4 * once),
+        (lambda: torch.baddbmm(c.expand(4, 2, 5), a.expand(4, 2, 3), b.expand(4, 3, 5)), 4 * once),
+        (lambda: nn.functional.linear(a, b.t(), torch.zeros(5)), once),
+        (lambda: a * 2, 0),
+    ):
+        with Gemms() as gemms:
+            run()
+        assert gemms.flops == expected
+
+
+def counted(layers: Sequence[Layer]) -> list[Counted]:
+    """bench.layer_memory.count in this process, which is a rank."""
+    t = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = build_mesh("cpu", tensor_parallel=t)["tp"] if t > 1 else None
+    results = []
+    for layer in layers:
+        step = Step(layer, mesh)
+        results.append(Counted(layer, step.saved_items(), {} if layer.torch else step.collectives()))
+    return results
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_layers_keep_what_they_should(ranks: WorkerPool, t: int) -> None:
+    layers = [Layer(name, config, t, mode) for name, config in (("GPT", GPT), ("Llama", LLAMA)) for mode in MODES] + [
+        Layer("GPT", GPT, t, torch=True)
+    ]
+    first, *others = ranks(t).run(counted, layers) if t > 1 else [counted(layers)]
+    assert all(other == first for other in others)
+    by_name = {(each.layer.model, each.layer.recompute): each for each in first if not each.layer.torch}
+    for each in by_name.values():
+        assert memory.item_problems(each.layer, each.items) == []
+        assert memory.collective_problems(each) == []
+    unit = first[0].layer.unit
+    assert unit == 32 * 64 / t
+    sizes = {mode: sum(by_name["GPT", mode].items.values()) / unit for mode in MODES}
+    head_dim = 64 // 4
+    assert sizes == {"none": 20 + 16 / 64 + 4 / head_dim, "mlp": 12 + 8 / 64 + 4 / head_dim, "full": 2}
+    expected = {"q", "k", "v", "attention output", "gate pre-activation", "up pre-activation", STATISTICS, SCORES}
+    assert set(by_name["Llama", "none"].items) == expected | set(RESIDUALS)
+    assert set(by_name["Llama", "full"].items) == {RESIDUALS[0]}
+    torch_items = first[-1].items
+    # 34 without parallelism; gathered norm outputs are whole on every rank; its norms' statistics have 2 bytes here
+    assert sum(torch_items.values()) / unit == 34 + 4 * (t - 1) + 8 / 64 + 4 / head_dim
+    assert torch_items["norm output before MLP"] == 2 * t * unit and OTHER not in torch_items
+
+
+def test_nothing_lives_that_autograd_does_not_show() -> None:
+    """Operations could keep tensors as attributes, which no hook sees: the memory itself is looked at."""
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    storages.add(weakref.ref(x.untyped_storage()))
+            return result
+
+    for config, mode in [(GPT, mode) for mode in MODES] + [(LLAMA, "none")]:
+        step = Step(Layer("layer", config, 1, mode), None)
+        expected = step.saved_items()
+        del expected[RESIDUALS[0]]  # the input was there before
+        storages: set[weakref.ref] = set()
+        with Made():
+            y = step.forward()
+        table = 0
+        if config.position == "rope":
+            tables, ids = step.positions.rope(16, config.rope_base, y.device, y.dtype)
+            table = sum(x.untyped_storage().nbytes() for x in (*tables, ids))
+        del step.positions
+        gc.collect()
+        alive = {storage for storage in (each() for each in storages) if storage is not None}
+        alive -= {x.untyped_storage() for x in (step.x, *step.block.parameters())}  # seen as the base of views
+        shared = 8 * config.seq_length if config.dropout else 0  # where each row's random numbers begin: once for all
+        size = sum(storage.nbytes() for storage in alive - {y.untyped_storage()})
+        assert size - table - shared == sum(expected.values()), mode
+
+
+def test_no_gemm_is_recomputed() -> None:
+    for config in (GPT, LLAMA):
+        for mode in MODES:
+            layer = Layer("layer", config, 1, mode)
+            assert memory.gemm_problems(layer, memory.gemm_row(layer)) == []
+    row = memory.gemm_row(Layer("layer", GPT, 1))
+    assert row["recomputed_flops"] == 0 and row["backward_flops"] == 2 * row["forward_flops"]
+
+
+def test_formulas() -> None:
+    rows = memory.formula_rows(Layer("GPT layer", GPT, 2))
+    assert [(row["recompute"], row["item"], row["sbh_over_t"], row["bytes"]) for row in rows] == [
+        ("attention", "total", 34, 34 * 32 * 64 // 2),
+        ("attention +norms", "total", 30, 30 * 32 * 64 // 2),
+    ]
+    narrow = replace(GPT, ffn_hidden_size=2 * GPT.hidden_size)
+    assert [row["sbh_over_t"] for row in memory.formula_rows(Layer("GPT layer", narrow, 1))] == [26, 22]
+    assert memory.formula_rows(Layer("Llama layer", LLAMA, 1)) == []
+    assert memory.formula_rows(Layer("grouped", replace(GPT, n_kv_heads=2), 1)) == []
+
+
+@pytest.mark.parametrize(
+    "changed, tp, message",
+    [
+        ({}, 3, "n_heads=4 cannot be split"),
+        ({"n_kv_heads": 1}, 2, "layer: kv_heads=1 cannot be split evenly over 2 ranks"),
+        ({"ffn_hidden_size": 97}, 2, "ffn_size=97 cannot be split"),
+        ({"hidden_size": 2**20, "n_heads": 2**10}, 1, "weights are 24576 GiB"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(changed: dict, tp: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layer("layer", replace(GPT, **changed), tp).check()
+
+
+def test_samples_are_as_few_as_ranks_can_share() -> None:
+    assert Layer("layer", GPT, 4).batch == 1
+    assert Layer("layer", replace(GPT, seq_length=6), 4).batch == 2 and Layer("layer", GPT, 5).batch == 5
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The tool on small layers, one rank, in this process."""
+    monkeypatch.setattr(memory, "MODELS", {"GPT layer": GPT, "Llama layer": LLAMA})
+    monkeypatch.setattr(memory, "RANKS", (1,))
+    monkeypatch.setattr(memory, "count", lambda layers, collectives=False: counted(layers))
+    return monkeypatch
+
+
+def test_the_result_file_and_its_drawing(
+    tiny: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["memory"], [memory.TOOL], tmp_path) == 0
+    assert "every size and count is as it should be" in capsys.readouterr().out
+    result = json.loads((tmp_path / "cpu" / "memory.json").read_text())
+    header = "schema bench description date machine commit dirty versions"
+    assert list(result) == [*header.split(), "sources", "models", "rows", "gemms", "collectives"]
+    assert GPTConfig(**result["models"]["Llama layer"]) == LLAMA
+    for row in result["rows"]:
+        assert list(row) == ["model", "tp", "recompute", "item", "bytes", "sbh_over_t"]
+        assert isinstance(row["bytes"], int) and row["sbh_over_t"] == row["bytes"] / (32 * 64)
+    totals = {(row["model"], row["recompute"]): row["sbh_over_t"] for row in result["rows"] if row["item"] == "total"}
+    assert totals["GPT layer", "none"] == 20.5 and totals["GPT layer", "full"] == 2
+    assert totals["GPT layer, Megatron (formula)", "attention"] == 34
+    assert {row["recompute"]: row["recomputed_flops"] for row in result["gemms"][:3]}["none"] == 0
+    svg = ElementTree.parse(tmp_path / "cpu" / "memory.svg")
+    texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("20.50") == 1 and "GPT layer, PyTorch TP+SP" in texts and "fc1 output" in texts
+
+
+def test_a_layer_that_keeps_too_much_is_reported(
+    tiny: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    right = Step.saved_items
+    tiny.setattr(Step, "saved_items", lambda step: right(step) | {OTHER: 512})
+    assert main(["memory"], [memory.TOOL], tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert "memory: GPT layer, t = 1, recompute none: other takes 512 bytes, not 0" in printed
+    assert "20.25 sbh/t without statistics, not 20" in printed
+    assert (tmp_path / "cpu" / "memory.json").exists()
+
+
+def test_smaller_layers_and_other_counts_are_problems() -> None:
+    layer = Layer("GPT layer", GPT, 2)
+    items = expected_items(layer)
+    del items["q"]
+    where = "GPT layer, t = 2, recompute none"
+    assert memory.item_problems(layer, items) == [
+        f"{where}: q takes 0 bytes, not 2048",
+        f"{where}: 18 sbh/t without statistics, not 20",
+    ]
+    flops = {"forward_flops": 30, "backward_flops": 90, "recomputed_flops": 30}
+    row: memory.GemmRow = {"model": "GPT layer", "recompute": "none", **flops}  # type: ignore[typeddict-item]
+    assert [problem.split(": ")[1].split()[0] for problem in memory.gemm_problems(layer, row)] == ["forward", "30"]
+    calls = {"forward": [("all_gather", 2 * 32 * 64)] * 2 + [("reduce_scatter", 8000)] * 3}
+    found = memory.collective_problems(Counted(layer, {}, calls))
+    assert [problem.split("forward: ")[1].split(",")[0] for problem in found] == ["{'all_gather': 2"] + [
+        "reduce_scatter of 8000 bytes"
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--preset", "gpt2-125m"], "unknown preset 'gpt2-125m'"),
+        (["--preset", "gpt2-124m", "--tp", "5"], "n_heads=12 cannot be split over tensor_parallel=5"),
+        (["--tp", "0"], "--tp 0 must be at least 1"),
+    ],
+)
+def test_wrong_calls(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["memory", *arguments], [memory.TOOL], tmp_path) == 2
+    assert message in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_preset_is_printed_and_not_written(
+    tiny: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    tiny.setattr(memory, "preset_config", lambda name, **fields: replace(GPT, **fields))
+    assert main(["memory", "--preset", "gpt2-124m"], [memory.TOOL], tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "gpt2-124m layer: hidden 64, 1 x 32 tokens" in printed and "20.5 (0.04)" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.proof
+def test_rows_for_a_planner_from_processes() -> None:
+    rows = memory.layer_rows(GPT, 2, "mlp", "GPT layer")
+    assert [row["sbh_over_t"] for row in rows if row["item"] == "total"] == [12 + 8 / 64 + 4 / 16]
+    assert count([Layer("GPT layer", GPT, 2)], collectives=True)[0].collectives["forward"]

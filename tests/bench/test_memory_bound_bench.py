@@ -1,0 +1,398 @@
+"""The benches of memory-bound kernels without a GPU: shapes and bytes, formulas, Liger's calls, the gate, rows.
+
+Marked `gpu`: each bench as a whole, --quick.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import WorkerPool
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+from liger_functions import functions  # noqa: E402
+
+from bench.gpu_timing import Call, Effort  # noqa: E402
+from bench.memory_bound import (  # noqa: E402
+    BENCHES,
+    activation,
+    band,
+    benches,
+    cross_entropy,
+    dropout,
+    formulas,
+    liger,
+    norm,
+    rope,
+)
+from bench.memory_bound.case import COMPILED, EPS, LIGER, Case, Rows, each, flat  # noqa: E402
+from bench.runner import check_rows, main  # noqa: E402
+from bench.shapes import Shape  # noqa: E402
+from tpformer.ops.transports.interface import SCATTER  # noqa: E402
+
+MODULES = (norm, activation, rope, dropout, cross_entropy)
+LISTS: dict[str, Callable[[bool], list[Case]]] = {
+    "norm": norm.norm_cases,
+    "activation": activation.activation_cases,
+    "rope": rope.rope_cases,
+    "dropout": dropout.dropout_cases,
+    "cross_entropy": cross_entropy.cross_entropy_cases,
+}
+
+
+def tiny(case: Case) -> Case:
+    """The case at a size for a CPU: the same function and options."""
+
+    def smaller(argument: Any) -> Any:
+        if isinstance(argument, Rows):
+            return Rows("tiny", 60, 40)
+        if isinstance(argument, rope.Heads):
+            return rope.Heads("tiny", 60, 4, 2, 8)
+        return 24 if isinstance(argument, int) and argument > 1 else argument
+
+    build = case.build
+    assert isinstance(build, partial) and not build.keywords
+    return replace(case, build=partial(build.func, *map(smaller, build.args)))
+
+
+def distinct(name: str) -> list[Case]:
+    """One tiny case for each operation, direction and option of a bench."""
+    return list({case.name: tiny(case) for case in LISTS[name](False)}.values())
+
+
+TINY = {f"{name}: {case.name}": case for name in LISTS for case in distinct(name)}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny cases on a CPU; what is given to torch.compile runs as it is."""
+    for module in MODULES:
+        monkeypatch.setattr(module, "compiled", lambda function: function)
+    monkeypatch.setattr(benches, "DEVICE", "cpu")
+    monkeypatch.setattr(benches, "flush_buffer", lambda: torch.empty(16))
+    torch.manual_seed(0)
+
+
+def test_shapes_are_the_models() -> None:
+    shapes = {name: sorted({case.shape for case in cases(False)}) for name, cases in LISTS.items()}
+    assert shapes["norm"] == shapes["dropout"] == ["405B 4096x16384", "70B 8192x8192", "8B 8192x4096"]
+    assert shapes["activation"] == [
+        "70B/8 16384x3584",
+        "8B 8192x14336",
+        "8B/8 32768x1792",
+        "GPT-3 2048x49152",
+        "GPT-3/8 8192x6144",
+    ]
+    assert shapes["rope"] == ["70B 8192x(64+8)x128", "8B 8192x(32+8)x128"]
+    assert shapes["cross_entropy"] == ["8B 4096x128256", "8B/8 4096x16032", "8B/8 4096x16032x4096"]
+    for cases in LISTS.values():
+        assert all(case.nbytes is None or case.nbytes >= 2 * 64e6 for case in cases(False))
+        assert {case.name for case in cases(True)} <= {case.name for case in cases(False)}
+        assert len(cases(True)) < len(cases(False))
+
+
+def test_bytes_by_hand() -> None:
+    """Operands of M x N that are read or written, 2 bytes each: vectors and statistics are under 1 %."""
+
+    def operands(name: str) -> dict[str, float]:
+        return {case.name: case.nbytes / (2 * 8192 * 4096) for case in LISTS[name](True) if case.nbytes is not None}
+
+    for kind in ("layernorm", "rmsnorm"):
+        moved = [operands("norm")[f"{kind} {name}"] for name in ("forward", "backward", "backward + residual")]
+        assert moved == pytest.approx([2, 3, 4], rel=0.01)
+        assert operands("norm")[f"{kind} after finish"] == pytest.approx(4, rel=0.01)
+    assert list(operands("dropout").values()) == pytest.approx([2, 3, 2], rel=0.01)
+    assert list(operands("rope").values()) == pytest.approx([2 * 40 / 32] * 4, rel=0.03)
+    logits = 4096 * 16032 * 2
+    forward, both, linear = LISTS["cross_entropy"](True)
+    assert (forward.nbytes, both.nbytes) == pytest.approx((logits, 3 * logits), rel=0.01)
+    assert (linear.nbytes, linear.flops) == (None, 6 * 4096 * 16032 * 4096)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name.startswith("activation")])
+def test_every_operand_of_an_activation_counts_once(name: str, on_cpu: None) -> None:
+    case = next(case for case in LISTS["activation"](False) if name == f"activation: {case.name}")
+    work = TINY[name].build("cpu", torch.bfloat16)
+    tensors = len(flat(work.inputs)) + len(flat(work.plain(*work.inputs)))
+    m, n = (int(size) for size in case.shape.split()[1].split("x"))
+    assert case.nbytes == tensors * m * n * 2
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_gate_passes_on_a_cpu(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references by the accuracy rule, and one graph of each formula, run op by op, as the same operation."""
+
+    def compiled(function: Callable) -> Callable:
+        torch.compiler.reset()
+        return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "compiled", compiled)
+    benches.check_case(TINY[name])
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_formulas_are_the_references(name: str, on_cpu: None) -> None:
+    """In float64: what the accuracy rule takes for true is what the references compute."""
+    work = TINY[name].build("cpu", torch.float64)
+    ours = [x.clone() for x in flat(work.ours(*each(Tensor.clone, work.inputs)))]
+    plain = flat(work.plain(*work.inputs))
+    assert len(ours) == len(plain)
+    for actual, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_backward_formulas_are_autograds() -> None:
+    torch.manual_seed(0)
+    x, dy, residual = torch.randn(3, 7, 12, dtype=torch.float64)
+    weight, bias = torch.randn(2, 12, dtype=torch.float64)
+    for kind, shift in (("layernorm", bias), ("rmsnorm", None)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, shift) if tensor is not None]
+        y = F.layer_norm(leaves[0], (12,), *leaves[1:], EPS) if shift is not None else F.rms_norm(x, (12,), weight, EPS)
+        if shift is None:
+            y = F.rms_norm(leaves[0], (12,), leaves[1], EPS)
+        expected = list(torch.autograd.grad(y, leaves, dy))
+        expected[0] += residual
+        _, *mean, rstd = formulas.norm_forward(x, weight, shift, kind, EPS)
+        found = formulas.norm_backward(dy, x, mean[0] if mean else None, rstd, weight, shift, residual)
+        torch.testing.assert_close(list(found), expected)
+    for name in ("gelu", "gelu_tanh", "silu", "relu2"):
+        leaf = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(formulas.act(leaf, name).sum(), leaf)
+        torch.testing.assert_close(formulas.act_derivative(x, name), slope)
+    targets = torch.randint(12, (7,))
+    leaf = x.clone().requires_grad_()
+    losses = F.cross_entropy(leaf, targets, reduction="none")
+    torch.testing.assert_close(
+        list(formulas.cross_entropy_both(x, targets)), [losses.detach(), *torch.autograd.grad(losses.sum(), leaf)]
+    )
+
+
+@pytest.mark.parametrize("name", [f"{name}: {cases(True)[0].name}" for name, cases in LISTS.items()])
+def test_the_gate_refuses_what_is_wrong(name: str, on_cpu: None) -> None:
+    case = TINY[name]
+
+    def broken(which: str, spoil: Callable[[Tensor], Any]) -> Case:
+        def build(device: str, dtype: torch.dtype) -> Any:
+            work = case.build(device, dtype)
+            right = work.ours if which == "ours" else work.rivals[COMPILED]
+
+            def wrong(*inputs: Tensor) -> list[Tensor]:
+                results = [x.clone() for x in flat(right(*inputs))]
+                spoil(results[0])
+                return results
+
+            return work._replace(**({"ours": wrong} if which == "ours" else {"rivals": {COMPILED: wrong}}))
+
+        return replace(case, build=build)
+
+    with pytest.raises(AssertionError, match="result 0: error"):
+        benches.check_case(broken("ours", lambda x: x.view(-1)[-1:].fill_(float("nan"))))
+    with pytest.raises(AssertionError, match="result 0: error"):
+        benches.check_case(broken("ours", lambda x: x.mul_(1.05)))
+    with pytest.raises(AssertionError, match=r"result 0 of torch.compile: .* another operation"):
+        benches.check_case(broken("rival", lambda x: x.mul_(1.3)))
+
+
+def test_a_missing_result_is_refused(on_cpu: None) -> None:
+    case = TINY["norm: layernorm forward"]
+
+    def build(device: str, dtype: torch.dtype) -> Any:
+        work = case.build(device, dtype)
+        return work._replace(ours=lambda *inputs: flat(work.ours(*inputs))[:1])
+
+    with pytest.raises(AssertionError, match="1 results, not 3"):
+        benches.check_case(replace(case, build=build))
+
+
+def test_overwritten_operands_are_restored_before_each_call(on_cpu: None) -> None:
+    for name in ("activation: gated silu backward", "rope: half forward", "norm: rmsnorm backward"):
+        case = replace(TINY[name], nbytes=None)
+        work = case.build("cpu", torch.float32)
+        before = each(Tensor.clone, work.inputs)
+        prepare = benches.calls_of(case, work)[benches.OURS].prepare
+        assert prepare is not None
+        for index in work.mutated:
+            work.inputs[index].zero_()  # type: ignore[union-attr]
+        prepare()
+        torch.testing.assert_close(flat(work.inputs), flat(before), rtol=0, atol=0)
+
+
+def once(calls: dict[str, Call], effort: Effort) -> dict[str, list[float]]:
+    for call in calls.values():
+        if call.prepare is not None:
+            call.prepare()
+        call.run()
+    return {name: [1e-3 * (index + 1)] * effort.rounds for index, name in enumerate(calls)}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_rows_are_complete(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benches, "measure", once)
+    cases = [replace(case, nbytes=case.nbytes and 4800) for case in distinct(name)]
+    rows = benches.run(lambda quick: cases, False)
+    check_rows(rows)
+    for case in cases:
+        bars = {row["baseline"]: row["bar"] for row in rows if row["case"] == case.name}
+        expected = {COMPILED: 1.0, "copy": 0.9} if case.nbytes else {COMPILED: None}
+        assert bars == expected
+    means = [row for row in rows if row["case"] == "geometric mean"]
+    assert [row["baseline"] for row in means] == [COMPILED, "copy"]
+    (row,) = (row for row in rows[:2] if row["baseline"] == COMPILED)
+    assert row["unit"] == "GB/s" and row["ratio"] == 2.0
+
+
+def test_values_by_hand() -> None:
+    case = Case("it", "8B 8192x4096", 2 * 8192 * 4096 * 2, norm.norm_cases(True)[0].build)
+    comparison = benches.compare([40e-6], [32e-6])
+    row = benches.case_row(case, "copy", comparison)
+    assert (row["value"], row["baseline_value"], row["unit"]) == (3355.4, 4194.3, "GB/s")
+    assert (row["ratio"], row["bar"], row["ok"]) == (0.8, 0.9, False)
+    head = replace(case, nbytes=None, flops=6 * 4096 * 16032 * 4096)
+    row = benches.case_row(head, LIGER, benches.compare([3e-3], [4e-3]))
+    assert (row["value"], row["unit"], row["bar"], row["ok"]) == (537.9, "TFLOP/s", 1.0, True)
+
+
+COUNTS = {"norm": 24 + 16, "activation": 16, "rope": 8, "dropout": 9, "cross_entropy": 5}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("options", [[], ["--quick"]])
+def test_without_a_gpu_predictions_are_shown(
+    name: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([name, *options], BENCHES, tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"{name} needs a CUDA device: nothing is measured, nothing is written"
+    assert lines[3] == "PREDICTION, not a measurement"
+    rows = [line for line in lines if line.startswith("prediction: ")]
+    assert len(rows) == COUNTS[name] and all("H200" in row and " predicted" in row for row in rows)
+    assert "kernels/cost.py" in lines[-1] and LIGER in lines[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_predictions_by_hand() -> None:
+    bench = {bench.name: bench for bench in BENCHES}["norm"]
+    rows = bench.predict()  # type: ignore[misc]
+    check_rows(rows)
+    # x in, y out, mean and rstd: 2 * 8192 * 4096 * 2 + 8 * 8192 bytes at 4.3e12
+    assert rows[0]["value"] == pytest.approx(31.2, abs=0.1) and rows[0]["unit"] == "us"
+    (alone,) = (
+        row
+        for row in rows
+        if row["case"].startswith("prediction: rms") and row["shape"] == "8B down 8192x4096x1792, 1 of 8"
+    )
+    # GEMM 171.8 us; 10 passes over 1024 x 4096: 19.5; y written 2.0, and z read as well 3.9
+    assert (alone["value"], alone["baseline_value"]) == pytest.approx((193.3, 195.2), abs=0.1)
+
+
+LIGERS = [
+    *(f"norm: {kind} {name}" for kind in ("layernorm", "rmsnorm") for name in ("forward", "backward")),
+    "norm: rmsnorm backward + residual",
+    "norm: rmsnorm after finish",
+    *(
+        f"activation: {name} {way}"
+        for name in ("gated silu", "gated gelu_tanh", "relu2")
+        for way in ("forward", "backward")
+    ),
+    *(f"rope: half {way}" for way in ("forward", "backward")),
+    *(name for name in TINY if name.startswith("cross_entropy")),
+]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_liger_is_asked_for_the_same(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, as in timing: a backward's context outlives a call, and what is overwritten is restored."""
+    ops = functions()
+    monkeypatch.setattr(liger, "function", lambda module, name: ops[module, name])
+    work = TINY[name].build("cpu", torch.float32)
+    assert (work.rivals.get(LIGER) is not None) == (name in LIGERS)
+    benches.check_case(TINY[name])
+    for rival in [rival for provider, rival in work.rivals.items() if LIGER in provider and rival is not None]:
+        calls = benches.calls_of(replace(TINY[name], nbytes=None), work._replace(rivals={LIGER: rival}))
+        expected = flat(work.plain(*each(Tensor.clone, work.inputs)))
+        for _ in range(2):
+            if calls[LIGER].prepare is not None:
+                calls[LIGER].prepare()  # type: ignore[misc]
+            found = flat(calls[LIGER].run())
+            assert 0 < len(found) <= len(expected)
+            for actual, exact in zip(found, expected, strict=False):
+                torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_liger_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not liger.installed():
+        assert liger.function("rope", "LigerRopeFunction") is None
+        assert "not installed" in benches.LIGER_NOTE
+    package, ops, one = ModuleType("liger_kernel"), ModuleType("liger_kernel.ops"), ModuleType("liger_kernel.ops.rope")
+    one.LigerRopeFunction = "it"  # type: ignore[attr-defined]
+    present = {"liger_kernel": package, "liger_kernel.ops": ops, "liger_kernel.ops.rope": one}
+    for name, module in present.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(liger.util, "find_spec", lambda name: present.get(name))
+    assert liger.function("rope", "LigerRopeFunction") == "it"
+    assert liger.function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") is None
+
+
+TINY_BAND = [
+    band.BandCase(kind, Shape("tiny", "down", SCATTER, 12, 40, 9, 2), kind == "layernorm")
+    for kind in ("layernorm", "rmsnorm")
+]
+
+
+def band_in_the_interpreter() -> list[tuple[str, str, str, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(band, "measure", once)
+        patch.setattr(band, "band_cases", lambda quick: TINY_BAND)
+        band.check_band("cpu", torch.float32)
+        rows = band.band_rows("cpu", torch.float32, False)
+    return [(row["case"], row["shape"], row["provider"], row["baseline"]) for row in rows]
+
+
+def wrong_band() -> str:
+    from bench.memory_bound import band_gemm
+
+    right = band_gemm.providers
+
+    def wrong(group: Any) -> Any:
+        def spoiled() -> Any:
+            z, y, statistics = right(group)[0]()
+            return z, y * 1.01, statistics
+
+        return spoiled, None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(band_gemm, "providers", wrong)
+        case = TINY_BAND[0]
+        with pytest.raises(AssertionError) as caught:
+            band_gemm.check(band_gemm.build(case.kind, case.shape, "cpu", torch.float32, case.virtual), "it")
+    return str(caught.value)
+
+
+def test_the_finishing_band_in_the_interpreter(interpreted: WorkerPool) -> None:
+    (rows,) = interpreted(1).run(band_in_the_interpreter, timeout=120)
+    assert rows == [
+        ("layernorm in the finishing band", "tiny down 12x40x9, 2 virtual", "fused", "separate"),
+        ("rmsnorm in the finishing band", "tiny down 12x40x9, 1 of 2", "fused", "separate"),
+        ("geometric mean", "norm in the finishing band, 2 cases", "fused", "separate"),
+    ]
+    (message,) = interpreted(1).run(wrong_band, timeout=60)
+    assert message.startswith("it fused, result 1: error")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LISTS)
+def test_quick_on_gpu(name: str, tmp_path: Path) -> None:
+    assert main([name, "--quick"], BENCHES, tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []
