@@ -63,8 +63,7 @@ def activation_cases(quick: bool) -> list[Case]:
     cases = []
     for name, gated, rows in listed[:1] if quick else listed:
         for backward, build in ((False, activation_forward), (True, activation_backward)):
-            rebuilt = rows.m * rows.n * ITEMSIZE if backward else 0  # the cost is of the gradients alone
-            nbytes = activation_cost(rows.m, rows.n, ITEMSIZE, gated, backward).bytes + rebuilt
+            nbytes = activation_cost(rows.m, rows.n, ITEMSIZE, gated, backward).bytes
             direction = "backward" if backward else "forward"
             label = f"{'gated ' if gated else ''}{name} {direction}"
             cases.append(Case(label, str(rows), nbytes, partial(build, name, gated, rows)))

@@ -103,7 +103,8 @@ def activation_backward(
 
 
 def activation_cost(m: int, f: int, itemsize: int, gated: bool = False, backward: bool = False) -> Cost:
-    """Every operand once: forward x (and gate) in, one out; backward adds da in and one gradient per input out."""
+    """Every operand once: forward x (and gate) in, one out; backward adds da in and one gradient per input out, beside
+    the rebuilt result."""
     inputs = 2 if gated else 1
-    operands = 2 * inputs + 1 if backward else inputs + 1
+    operands = 2 * inputs + 2 if backward else inputs + 1
     return Cost((24 if backward else 10) * inputs * m * f, operands * m * f * itemsize)

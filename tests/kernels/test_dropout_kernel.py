@@ -141,6 +141,13 @@ def check_bits(kernel, rows: int, widths: tuple[int, ...], device: str = "cpu") 
             with poisoned_memory():
                 y = kernel.dropout_apply(x.to(device), start.to(device), key, p)
             assert torch.equal(y.cpu(), expected), (n, key, p)
+    words = random_words(HIGH_KEY, torch.zeros(1, dtype=torch.int64), widths[0])
+    for limit in words[0].tolist():  # a word that equals the threshold is kept
+        y = kernel.dropout_apply(
+            torch.ones_like(words, dtype=torch.float32, device=device), torch.zeros_like(words[:, 0]).to(device),
+            HIGH_KEY, limit / 2**32,
+        )  # fmt: skip
+        assert torch.equal(y.cpu() != 0, words >= limit), limit
     for dtype in (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,):
         (x,) = draw(0, dtype, "cpu", (rows, widths[0]))
         start = torch.arange(rows) * widths[0] * 4
@@ -176,6 +183,9 @@ def interpreted_sums() -> None:
             with poisoned_memory():
                 dx, dbias = kernel.finish_backward(dz, dropout, True, programs=programs)
             assert torch.equal(dbias, dropout_apply(dz, *dropout).sum(0)), (rows, n, programs)
+    # of what is stored: 1 / 0.6 is 1707 / 1024 in float16
+    dx, dbias = kernel.finish_backward(torch.ones(60, 64, dtype=torch.float16), draw_dropout(60, 64, 0.4), True)
+    assert torch.equal(dbias, (dx != 0).sum(0).mul(1707 / 1024).half()) and float(dx.max()) == 1707 / 1024
     with poisoned_memory():
         dx, dbias = kernel.finish_backward(dz[:0], draw_dropout(0, 300, 0.5), True)
         z = kernel.finish_forward(dz[:0], Finish(bias=torch.ones(300)))

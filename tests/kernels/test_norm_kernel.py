@@ -102,6 +102,8 @@ def check_finish_norm(module, x: Tensor, finish: Finish, dy: Tensor, dz: Tensor,
     name = f"z {tuple(x.shape)} {x.dtype} {options} {[part is not None for part in finish]}"
     assert (z is given) or any(part is not None for part in finish[:3]), name
     check_finished(z, x, finish, name)
+    if x.device.type == "cpu":  # of z as it is stored, to the bit
+        assert torch.equal(y, module.norm_forward(z, finish.norm, **options)[0]), name
     check_normalised(module, z, y, statistics, finish.norm, dy, dz, **options)
 
 
@@ -185,7 +187,11 @@ def test_kernels_take_extreme_values_and_any_strides(interpreted: WorkerPool) ->
 def interpreted_sums() -> None:
     """Small integers sum exactly, however the rows are shared among programs."""
     from tpformer.kernels.norm import kernel
+    from tpformer.kernels.rows import sum_partials
 
+    partials, outputs = torch.randint(-9, 9, (2, 130, 37)).float(), [torch.empty(37), torch.empty(37)]
+    sum_partials(partials, outputs)
+    assert torch.equal(torch.stack(outputs), partials.sum(1))
     for n, options in ((8, {}), (40, {"widest": TILE})):
         rows = 700 if n == 8 else 20  # a tile of such short rows has 128 of them, one of the looped sums 8
         x, dy = torch.randint(-2, 3, (2, rows, n)).float().unbind()
