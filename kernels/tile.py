@@ -207,13 +207,13 @@ def sigmoid(x):
 
 
 @triton.jit
-def normal(x):
-    """The normal distribution at x: its cumulative function, and exp(-x**2 / 2), in float32.
+def normal_tail(x):
+    """Phi(-|x|) of the normal distribution, and exp(-x**2 / 2), in float32.
 
-    Phi(-|x|) = exp(-x**2 / 2) * polynomial(s), s = |x| / (|x| + 5), whose constant is 1/2 and whose other coefficients
-    a weighted least-squares fit gave: x * Phi(x) is off by at most 2.2e-9 before rounding. In float32 that is as
-    accurate as (1 + erf(x / sqrt 2)) / 2, and more so where the latter cancels, with fewer instructions: those of erf,
-    not memory, would set an element-wise kernel's time.
+    Their quotient is a polynomial in s = |x| / (|x| + 5), whose constant is 1/2 and whose other coefficients are a
+    weighted least-squares fit: x * Phi(x) is off by at most 2.2e-9 before rounding. In float32 as accurate as
+    (1 + erf(-|x| / sqrt 2)) / 2, more so where that cancels, and with fewer instructions: those of erf, not memory,
+    would set an element-wise kernel's time.
     """
     magnitude = tl.abs(x)
     s = magnitude / (magnitude + 5.0)
@@ -224,15 +224,15 @@ def normal(x):
     tail = tail * s + 4.2553165
     tail = tail * s - 1.9947117
     tail = (tail * s + 0.5) * bell
-    return tl.where(x < 0.0, tail, 1.0 - tail), bell
+    return tail, bell
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
     """gelu (erf), gelu_tanh, silu, relu2 or "" (none), in float32; formulas in activation/reference.py."""
     if KIND == "gelu":
-        cumulative, _ = normal(x)
-        x = x * cumulative
+        tail, _ = normal_tail(x)
+        x = tl.maximum(x, 0.0) - tl.abs(x) * tail
     elif KIND == "gelu_tanh":
         x = x * sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
     elif KIND == "silu":
@@ -247,7 +247,8 @@ def activate(x, KIND: tl.constexpr):
 def differentiate(x, KIND: tl.constexpr):
     """The activation and its derivative at x, in float32."""
     if KIND == "gelu":
-        cumulative, bell = normal(x)
+        tail, bell = normal_tail(x)
+        cumulative = tl.where(x < 0.0, tail, 1.0 - tail)
         value = x * cumulative
         slope = cumulative + x * 0.3989422804014327 * bell
     elif KIND == "gelu_tanh":
