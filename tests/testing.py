@@ -1,4 +1,4 @@
-"""The one rule by which a low-precision result is accepted, and the count of what autograd saves."""
+"""The one rule by which a low-precision result is accepted, the count of what autograd saves, poisoned memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,3 +55,15 @@ def record_saved(*parameters: Tensor) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         yield storages
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within, torch fills new floating-point memory with NaNs and integer memory with the largest integer: what a
+    kernel leaves out of its results then shows."""
+    torch.use_deterministic_algorithms(True)  # with torch.utils.deterministic.fill_uninitialized_memory, on by default
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

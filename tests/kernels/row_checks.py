@@ -1,17 +1,15 @@
-"""What the tests of norm and dropout share: memory that shows what was not written, operands, oracles of the norms.
+"""What the tests of norm and dropout share: operands, oracles of the norms.
 
 Belongs here: checks that run on a reference, on a kernel in Triton's interpreter and on a GPU alike. No tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from testing import assert_kernel_close
+from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 from tpformer.kernels.finish import Dropout, Finish
@@ -20,17 +18,6 @@ from tpformer.kernels.norm.reference import Norm
 EPS = 1e-5
 BEYOND_32_BITS = 5 * 2**33
 HIGH_KEY = 2**63 + 12345
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Within, memory that torch allocates without writing to it holds NaNs."""
-    torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on by default
-    try:
-        assert bool(torch.empty(3).isnan().all())
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def draw(seed: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from memory import poisoned
 from pool import WorkerPool
-from testing import assert_kernel_close
+from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -52,7 +51,7 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> lis
 def check(module, name: str, gated: bool, x: Tensor, gate: Tensor, da: Tensor) -> None:
     """A module's functions against float64, on what torch keeps finite in the same dtype."""
     given_gate = gate if gated else None
-    with poisoned():
+    with poisoned_memory():
         forward = module.activation_forward(x, name, given_gate)
         # a clone: the backward may write into da
         dx, dgate, a = module.activation_backward(da.clone(), x, name, given_gate)

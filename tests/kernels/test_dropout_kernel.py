@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import WorkerPool
-from row_checks import BEYOND_32_BITS, HIGH_KEY, check_finished, draw, draw_dropout, poisoned_memory
-from testing import assert_kernel_close
+from row_checks import BEYOND_32_BITS, HIGH_KEY, check_finished, draw, draw_dropout
+from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 from tpformer.kernels.dropout import reference

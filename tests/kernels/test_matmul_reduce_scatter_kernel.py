@@ -1,7 +1,6 @@
 """matmul_reduce_scatter equals its reference on processes and on virtual ranks: inputs, finishing band, timeouts."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
 
@@ -23,7 +22,7 @@ from gemms import (
     run_without_peer,
     shapes,
 )
-from testing import assert_kernel_close
+from testing import assert_kernel_close, poisoned_memory
 
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.finish import Dropout, Finish
@@ -43,16 +42,6 @@ EPS = 1e-5
 FINISH = ("bias", "start", "residual")  # start: dropout's
 NORMS = ("layernorm", "rmsnorm")
 NORM_SHAPES = ((1, 1, 1), (5, 7, 3), (17, 90, 4))  # rows per rank, N, K; 90: two turns of the norm's second pass
-
-
-@contextlib.contextmanager
-def poisoned_outputs() -> Iterator[None]:
-    """Within, new tensors are full of NaNs."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def finish_of(x: dict[str, torch.Tensor], norm: str = "") -> Finish:
@@ -91,7 +80,7 @@ def gemm(
         return shapes(**made, **{name: sizes[name] for name in (*parts, *(["norm_weight"] if norm else []))})
 
     def launch(x, channel, tile):
-        with poisoned_outputs():
+        with poisoned_memory():
             return flat(
                 matmul_reduce_scatter(
                     [x[a] for a, _ in names], [x[w] for _, w in names], channel, finish_of(x, norm),
@@ -161,7 +150,7 @@ def normalised(norm: Norm, offset: float, spread: float = 1.0, tile: Tile = TILE
     channel = virtual_channel(1, *space, device=like.device.type)
     bump(channel)
     finish = Finish(residual=like.new_full((rows, n), offset), norm=norm)
-    with poisoned_outputs():
+    with poisoned_memory():
         return matmul_reduce_scatter([x], [weight * (spread / k**0.5)], channel, finish, tile=tile)
 
 

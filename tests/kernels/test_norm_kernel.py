@@ -19,8 +19,8 @@ from row_checks import (
     draw_dropout,
     draw_norm,
     formula,
-    poisoned_memory,
 )
+from testing import poisoned_memory
 from torch import Tensor
 
 from tpformer.kernels.finish import Dropout, Finish

@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory import poisoned
 from pool import WorkerPool
-from testing import assert_kernel_close
+from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -125,7 +124,7 @@ def check(module: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dty
     indices = torch.arange(LENGTH)[:, None] + torch.arange(head_dim // 2)
     quarters = QUARTERS[indices % 4].to(device, torch.float32).movedim(-1, 0).contiguous()
     for interleaved in (False, True):
-        with poisoned():
+        with poisoned_memory():
             turned = module.rope_rotate(q, k, table, positions, interleaved)
             back = module.rope_rotate(q, k, table, positions.int(), interleaved, inverse=True)
             integers = [(x * 7).round() for x in (q, k)]

@@ -40,7 +40,7 @@ def run(kind: str, dtype: torch.dtype, recompute: str, backend: str | None) -> d
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind, recompute", [(KINDS[0], "none"), (KINDS[1], "none"), (KINDS[0], "full")])
 def test_results_and_gradients(ranks, t, kind, recompute, backend):
-    oracles, baselines = (ranks(t).run(run, kind, dtype, "none", None) for dtype in (torch.float64, torch.float32))
+    oracles, baselines = (ranks(t).run(run, kind, dtype, recompute, None) for dtype in (torch.float64, torch.float32))
     compiled = ranks(t).run(run, kind, torch.float32, recompute, backend, timeout=170)
     for oracle, baseline, actual in zip(oracles, baselines, compiled, strict=True):
         saved = actual.pop("saved")

@@ -120,22 +120,47 @@ def test_bytes(ranks, t, recompute, bytes_16_bit, statistics):
         assert elements == unit * bytes_16_bit // 2 + rows * statistics + log_sum_exp
 
 
-def test_no_mode_keeps_anything_without_gradients():
+def test_without_gradients_no_mode_runs_twice_or_keeps_anything():
     x, _ = inputs()
     for recompute in RECOMPUTE:
         block = make_block(DROPPED[0], recompute=recompute)
-        with torch.no_grad():
+        with torch.no_grad(), record_saved() as saved:
             assert torch.equal(block(x), make_block(DROPPED[0])(x))
+        assert saved == {}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_kept_graph_has_several_backwards(recompute):
+    x, dy = inputs()
+    x.requires_grad_()
+    y = make_block(DROPPED[0], recompute=recompute)(x)
+    first, second = (torch.autograd.grad(y, x, dy, retain_graph=True) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+
+
+def test_a_second_derivative_is_refused():
+    x, _ = inputs()
+    y = make_block(DROPPED[0])(x.requires_grad_())
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 def test_regions_inside_regions():
-    """A region that another one runs again must compute its result: the next block reads it."""
+    """A block in a region that is run again must compute its result where something reads it: the next block, or,
+    without gradients and so without a region of its own, whoever called it."""
     x, dy = inputs()
     gradients = []
+    frozen = make_block(DROPPED[1], recompute="mlp")
+
+    def teach(teacher: TransformerBlock, z: Tensor) -> Tensor:
+        with torch.no_grad():
+            return teacher(z)
+
     for outer in (lambda region, x: region(x), ops.recompute):
         first, second = (make_block(DROPPED[0], recompute="full") for _ in range(2))
         rows = x.clone().requires_grad_()
-        outer(lambda z, a=first, b=second: b(a(z)), rows).backward(dy)
+        outer(lambda z, a=first, b=second, c=frozen: b(a(z)) * teach(c, z), rows).backward(dy)
         gradients.append([rows.grad, *(p.grad for block in (first, second) for p in block.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 

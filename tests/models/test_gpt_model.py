@@ -216,6 +216,11 @@ def test_patterns_that_select_nothing(pattern, part):
         selected_layers(pattern, 6)
 
 
+def test_layers_without_a_mode_are_refused():
+    with pytest.raises(ValueError, match="recompute_layers='1' of recompute=\"none\": set it to"):
+        GPT(GPTConfig(**TINY), recompute_layers="1", device="meta")
+
+
 def test_built_on_meta_then_filled_equals_built():
     meta = build(TINY, device="meta")
     assert all(p.is_meta for p in meta.parameters())

@@ -155,6 +155,19 @@ def frozen():
     return list(forward), list(backward)
 
 
+def test_frozen_weights_are_not_multiplied(ranks):
+    for backward in ranks(2).run(frozen_weights):
+        assert backward == [("reduce_scatter", 4 * 3 * 4)]
+
+
+def frozen_weights():
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(5, 3)
+    y = ops.column_linear(x, weight, group=dist.group.WORLD)
+    with record_collectives() as backward:
+        y.sum().backward()
+    return list(backward)
+
+
 def test_unused_output_of_several():
     """One of q, k, v without a gradient contributes zeros, it does not fail."""
     x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((3, 4), (2, 4), (5, 4)))
@@ -182,5 +195,7 @@ def test_errors():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="'telepathy'.*choose one of 'auto', 'sequential'"):
         ops.column_linear(x, weight, transport="telepathy")
+    with pytest.raises(ValueError, match="normed rows need their norm as well"):
+        ops.column_linear(x, weight, normed=ops.Normed(x, None, x[:, :1]))
     with pytest.raises(ValueError, match="2 weights but 1 biases: pass one bias"):
         ops.column_linear(x, [weight, weight], [None])

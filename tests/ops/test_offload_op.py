@@ -53,13 +53,15 @@ def test_storages_are_copied_once_and_parameters_never(monkeypatch):
     x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH))
     with record_saved(*layers[0].parameters()) as saved:
         layers[0](x, dropout_key=key)
-    offload = ops.Offload(smallest=256)
-    with offload.layer(layers[0]):
-        y = layers[0](x, dropout_key=key)
     large = sorted(nbytes for nbytes in saved.values() if nbytes >= 256)
-    assert sorted(copied) == large and len(large) < len(saved)  # row statistics stay
-    y.sum().backward()
+    assert len(large) < len(saved)  # row statistics stay
+    offload = ops.Offload(smallest=256)
+    for layer in layers[:2]:
+        with offload.layer(layer):
+            x = layer(x, dropout_key=key)
     assert sorted(copied) == sorted(2 * large)
+    x.sum().backward()
+    assert sorted(copied) == sorted(3 * large)  # the last layer's never left
 
 
 def test_a_layer_fetches_the_one_before(monkeypatch):
@@ -100,15 +102,18 @@ def storages(monkeypatch) -> list[module._Storage]:
 
 
 def test_device_memory_is_given_back(storages):
-    """Between forward and backward no storage holds device bytes, and after its last use neither."""
+    """Between forward and backward only the last layer's storages hold device bytes, and after their use none."""
     layers, offload = blocks(), ops.Offload(smallest=1)
     x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH))
     for layer in layers:
         with offload.layer(layer):
             x = layer(x, dropout_key=key)
-    assert storages and all(storage.device is None for storage in storages)
+    per_layer = len(storages) // len(layers)
+    held = [storage.device is not None for storage in storages]
+    assert held == [False] * 2 * per_layer + [True] * per_layer and per_layer == 12
     x.sum().backward()
     assert all(storage.device is None and storage.uses == 0 for storage in storages)
+    assert offload._last.before is None and not offload._last.storages  # nothing of a finished step is held
 
 
 def test_second_backward_of_a_kept_graph():
@@ -139,10 +144,43 @@ def test_gpt_with_offload_and_recomputed_layers(storages):
     assert len(storages) == 19
 
 
+def wide_forward(offload: ops.Offload | None) -> tuple[Tensor, list[TransformerBlock]]:
+    """A forward of 8 layers that keep 320 MiB each."""
+    torch.manual_seed(0)
+    options: dict = {"device": "cuda", "dtype": torch.bfloat16}
+    layers = [TransformerBlock(1024, 16, **options) for _ in range(8)]
+    x = torch.randn(8, 2048, 1024, **options).requires_grad_()
+    for layer in layers:
+        if offload is None:
+            x = layer(x)
+        else:
+            with offload.layer(layer):
+                x = layer(x)
+    return x, layers
+
+
+@pytest.mark.gpu
+def test_memory_and_late_copies_on_gpu():
+    """Bytes at the end of the forward: two layers' instead of eight's. The same bits though the copies start late."""
+    results = []
+    for offload in (None, ops.Offload()):
+        before = torch.cuda.memory_allocated()
+        if offload is not None:
+            with torch.cuda.stream(module._copy_stream(torch.device("cuda", torch.cuda.current_device()))):
+                torch.cuda._sleep(10**9)
+        x, layers = wide_forward(offload)
+        held = torch.cuda.memory_allocated() - before
+        x.square().sum().backward()
+        results.append((held, [p.grad for layer in layers for p in layer.parameters()]))
+        del x, layers
+    assert results[1][0] < 0.4 * results[0][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
 def test_on_gpu(recompute):
-    """The same bits, several times over, so that reused memory would show; and less of it held."""
+    """The same bits, several times over, so that reused memory would show."""
     options = {"recompute": recompute, "device": "cuda", "dtype": torch.bfloat16}
     layers = blocks(**options)
     for _ in range(5):

@@ -176,6 +176,12 @@ def test_errors():
         ops.row_linear(x, weight, gate=x)
 
 
+def test_next_norm_at_the_end_of_a_region():
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="next_norm and ends_region exclude each other"):
+        ops.row_linear(x, weight, next_norm=ops.Norm("rmsnorm", torch.ones(4), None, 1e-5), ends_region=True)
+
+
 def indivisible():
     ops.row_linear(torch.randn(5, 2), torch.randn(3, 2), group=dist.group.WORLD)
 

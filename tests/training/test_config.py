@@ -75,7 +75,11 @@ def test_what_cannot_be_built_is_named(values, words):
         ({"parallel": {"tensor_parallel": 0}}, ["tensor_parallel=0", "at least 1"]),
         ({"parallel": {"transport": "magic"}}, ["parallel.transport='magic'", "sequential, pipelined"]),
         ({"parallel": {"recompute": "all"}}, ["parallel.recompute='all'", "none, mlp, full"]),
-        ({"parallel": {"recompute_layers": "9"}}, ["recompute_layers='9'", "none of the", '"0:8"']),
+        ({"parallel": {"recompute_layers": "1"}}, ["recompute_layers='1'", "recompute is none", "mlp or full"]),
+        (
+            {"parallel": {"recompute": "mlp", "recompute_layers": "9"}},
+            ["recompute_layers='9'", "none of the", '"0:8"'],
+        ),
         ({"train": {"dtype": "float8"}}, ["float8", "bfloat16"]),
         ({"train": {"device": "tpu"}}, ["tpu", "cpu or cuda"]),
         ({"train": {"label_smoothing": 1.0}}, ["train.label_smoothing=1.0", "[0, 1)"]),

@@ -140,5 +140,5 @@ class TransformerBlock(ParallelModule):
 
     def _mlp(self, rows: Tensor, normed: ops.Normed | None, site: ops.Dropout | None) -> Tensor:
         norm = self.post_attention_layernorm.prologue()
-        ends_region = self.recompute != "none"
+        ends_region = self.recompute != "none" and torch.is_grad_enabled()  # else there is no region of its own
         return self.mlp(rows, norm=norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)

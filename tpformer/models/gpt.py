@@ -84,6 +84,8 @@ class GPT(ParallelModule):
         check_heads(config.hidden_size, config.n_heads, config.kv_heads, self.tp_size, rope=config.position == "rope")
         self.config, self.seed, self.offload_activations = config, seed, offload_activations
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        if recompute_layers and recompute == "none":
+            raise ValueError(f'recompute_layers={recompute_layers!r} of recompute="none": set it to "mlp" or "full"')
         recomputed = selected_layers(recompute_layers, config.n_layers)
         std, output_std = config.init_std, config.init_std / math.sqrt(2 * config.n_layers)
         # built on meta, so that values are made once, by global index

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from .implementation import implementation
@@ -45,6 +46,7 @@ class ColumnLinearFunction(torch.autograd.Function):
         return (*outputs, x) if layout.carry else outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *dys):
         x, norm_weight, norm_bias, mean, rstd, *weights = ctx.saved_tensors
         layout: _Layout = ctx.layout
@@ -54,7 +56,8 @@ class ColumnLinearFunction(torch.autograd.Function):
         if norm is not None:
             # the norm's output was not kept: one cheap pass over x against 2 bytes per element held since the forward
             rows, _ = implementation("norm", x).norm_forward(x, norm)
-        gathered = layout.gathering.start_gather(rows) if layout.deferred is None else None
+        wanted = ctx.needs_input_grad[5 : 5 + len(weights)]
+        gathered = layout.gathering.start_gather(rows) if layout.deferred is None and any(wanted) else None
         dx = dnorm_weight = dnorm_bias = None
         if ctx.needs_input_grad[0] or norm is not None:
             dx, _ = layout.transport.matmul_reduce(dys, weights, transposed=False, scatter=layout.sequence_parallel)
@@ -63,12 +66,12 @@ class ColumnLinearFunction(torch.autograd.Function):
         elif dcarried is not None and dx is not None:
             dx += dcarried
         dbiases = [dy.sum(0) if has_bias else None for dy, has_bias in zip(dys, ctx.has_bias, strict=True)]
+        dweights = [None] * len(dys)
         if gathered is not None:
             whole = gathered()
-            dweights = [dy.t() @ whole for dy in dys]
-        else:
-            dweights = [None] * len(dys)
-            _defer(layout, rows, dys, ctx.needs_input_grad[5:])
+            dweights = [dy.t() @ whole if wants else None for dy, wants in zip(dys, wanted, strict=True)]
+        elif layout.deferred is not None:
+            _defer(layout, rows, dys, wanted)
         return dx, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
 
 
@@ -81,7 +84,7 @@ def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Seque
     assert layout.deferred is not None
     queue, sinks = layout.deferred
     gather = layout.gathering.start_gather
-    pairs = [pair for pair, wants in zip(zip(sinks, dys, strict=True), wanted, strict=False) if wants]
+    pairs = [pair for pair, wants in zip(zip(sinks, dys, strict=True), wanted, strict=True) if wants]
 
     def make() -> None:
         rows = gather(normed)()
@@ -123,7 +126,8 @@ def column_linear(
              second all-gather with them.
     Gradients of the norm's parameters are partial sums over this rank's rows under sequence_parallel.
     At t = 1 every output and gradient is bit-identical to F.linear's.
-    Errors:  ValueError for a transport that cannot run, or a bias sequence of another length than weight's.
+    Errors:  ValueError for a transport that cannot run, a bias sequence of another length than weight's, or `normed`
+             without `norm`.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism
     """
     several = not isinstance(weight, Tensor)
@@ -131,6 +135,8 @@ def column_linear(
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
     if len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
+    if normed is not None and norm is None:
+        raise ValueError("normed rows need their norm as well: its gradients are made here")
     width = width or sum(map(len, weights))
     request = column_request(len(x), x.shape[1], width, x.dtype, x.device, group, sequence_parallel, transport)
     layout = _Layout(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
@@ -41,6 +42,7 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dlosses):
         logits, targets, normalisers = ctx.saved_tensors
         dlogits = implementation("cross_entropy", logits).slice_gradient(
@@ -52,7 +54,6 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):
         return dlogits, None, None, None, None, None
 
 
-@torch.compiler.disable
 @torch.compiler.disable
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -90,6 +91,7 @@ class _Head(NamedTuple):
     norm_kind: str | None
     eps: float
     chunk_tokens: int
+    gradients: bool  # whether grad mode is on: inside of a Function it never is
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -109,7 +111,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         losses = torch.zeros(len(targets), dtype=wide, device=x.device)
         entries = weight[: -(-vocab.valid // ROW_MULTIPLE) * ROW_MULTIPLE]  # the other rows have no gradient
         chunk = gathered.new_empty(min(head.chunk_tokens, len(targets)), len(entries))
-        wants_gradient = any(ctx.needs_input_grad)
+        wants_gradient = head.gradients and any(ctx.needs_input_grad)
         if wants_gradient:
             dgathered = torch.empty_like(gathered)
             dweight = torch.zeros(weight.shape, dtype=wide, device=x.device)
@@ -136,6 +138,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):
         x, norm_weight, norm_bias, mean, rstd, dnormed, dweight = ctx.saved_tensors
         dx, dnorm_weight, dnorm_bias = _scaled(dnormed, dloss), None, None
@@ -162,7 +165,6 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x * factor
 
 
-@torch.compiler.disable
 @torch.compiler.disable
 def linear_cross_entropy(
     x: Tensor,
@@ -201,5 +203,5 @@ def linear_cross_entropy(
         # ranks exchange once per chunk, so the size must be the same on all: not from a rank's own, maybe smaller shard
         logits, tokens = (GPU_LOGITS, GPU_TOKENS) if x.is_cuda else (CPU_LOGITS, CPU_TOKENS)
         chunk_tokens = max(tokens, logits // vocab.width)
-    head = _Head(vocab, terms, group, sequence_parallel, kind, eps, chunk_tokens)
+    head = _Head(vocab, terms, group, sequence_parallel, kind, eps, chunk_tokens, torch.is_grad_enabled())
     return LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head)

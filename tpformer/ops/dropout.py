@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tpformer.kernels.finish import Dropout
 
@@ -25,6 +26,7 @@ class DropoutFunction(torch.autograd.Function):
         return implementation("dropout", x).dropout_apply(x, *site)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return implementation("dropout", dy).dropout_apply(dy, *ctx.site), None
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tpformer.kernels.norm.reference import Norm
 
@@ -27,6 +28,7 @@ class NormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         norm = Norm(ctx.kind, weight, bias, ctx.eps)

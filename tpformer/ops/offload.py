@@ -23,11 +23,12 @@ class Offload:
                 x = layer(x)
 
     Every storage of at least `smallest` bytes that autograd saves in the context, but for the layer's parameters, is
-    copied to the host once, on a stream of its own, whatever views of it are saved; its device memory is free for reuse
-    when the copy is done. The backward of a layer starts by fetching the layer before it, so that copies run under its
+    copied to the host once, on a stream of its own, whatever views of it are saved. The copies of a layer may take as
+    long as the next layer's forward; then its device memory is free, so that two layers' are held at a time, and the
+    last one's stays. The backward of a layer starts by fetching the layer before it, so that copies run under its
     GEMMs, and frees a storage with its last use.
-    Host memory: the bytes saved; they cross the bus twice. On a CPU the host copy is an ordinary one: nothing is
-    gained, and the same code runs.
+    Host memory: the bytes saved, each storage's rounded up to a power of two by torch's pinned allocator; they cross
+    the bus twice. On a CPU the host copy is an ordinary one: nothing is gained, and the same code runs.
     """
 
     def __init__(self, smallest: int = SMALLEST) -> None:
@@ -39,9 +40,12 @@ class Offload:
         """What autograd saves in this context is one layer's, offloaded and fetched together."""
         layer = _Layer(module, self.smallest, self._last)
         self._last = layer
-        with saved_tensors_hooks(layer.pack, layer.unpack):
-            yield
-        layer.close()
+        try:
+            with saved_tensors_hooks(layer.pack, layer.unpack):
+                yield
+        finally:
+            if layer.before is not None:
+                layer.before.close()
 
 
 class _View(NamedTuple):
@@ -76,6 +80,7 @@ class _Layer:
         return _View(storage, x.dtype, x.size(), x.stride(), x.storage_offset())
 
     def close(self) -> None:
+        """Give the device memory back: the next layer's forward has run beside the copies."""
         for storage in self.open.values():
             storage.release()
         self.open.clear()
@@ -86,15 +91,18 @@ class _Layer:
         self.fetch()
         if self.before is not None:
             self.before.fetch()
-        return packed.storage.take(packed)
+            self.before = None  # a chain of all layers would outlive the backward
+        x = packed.storage.take(packed)
+        if packed.storage.uses == 0:
+            self.storages.remove(packed.storage)
+        return x
 
     def fetch(self) -> None:
         """Start to copy all that is still needed back to the device; once."""
         if not self.fetched:
             self.fetched = True
             for storage in self.storages:
-                if storage.uses:
-                    storage.fetch()
+                storage.fetch()
 
 
 class _Storage:
@@ -116,13 +124,24 @@ class _Storage:
         self.stream.wait_stream(torch.cuda.current_stream(self.place))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-        device = source if source.is_cuda else target
-        device.record_stream(self.stream)
         self.arrived = self.stream.record_event()
 
+    def _wait(self) -> None:
+        """Nothing that the current stream does from now on overtakes the copy: not even reuse of its memory.
+
+        Tensor.record_stream would not do: it keeps memory until the host sees the copy's end, and the host runs ahead.
+        """
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.place).wait_event(self.arrived)
+
     def release(self) -> None:
-        """Forget the device's bytes; the allocator reuses them once the copy has ended."""
+        """Forget the device's bytes."""
+        self._wait()
         self.device = None
+
+    def __del__(self) -> None:
+        if self.device is not None:  # of a graph that was dropped while they were on their way
+            self._wait()
 
     def fetch(self) -> None:
         if self.device is None:
@@ -133,11 +152,10 @@ class _Storage:
         """A tensor for the backward, on the current stream. The last use gives the device's bytes away."""
         self.fetch()
         assert self.device is not None
-        if self.stream is not None:
-            torch.cuda.current_stream(self.place).wait_event(self.arrived)
+        self._wait()
         x = self.device.view(view.dtype).as_strided(view.size, view.stride, view.offset)
         self.uses -= 1
-        if self.uses == 0:
+        if self.uses <= 0:  # below: of a graph that was kept for another backward
             self.device = None
         return x
 

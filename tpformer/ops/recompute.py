@@ -1,8 +1,7 @@
 """Recomputation: a region keeps its inputs only, and runs once more in the backward for what its operations save."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from typing import Any
 
 from torch.compiler import disable
@@ -22,21 +21,26 @@ def recompute(region: Callable[..., Any], *inputs: Any) -> Any:
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=lambda: (_run(again=False), _run(again=True)),
+        context_fn=lambda: (_Run(again=False), _Run(again=True)),
     )
 
 
 _AGAIN: ContextVar[bool] = ContextVar("again", default=False)
 
 
-@contextmanager
-def _run(again: bool) -> Iterator[None]:
-    """Also around a first run: it may be part of another region's second."""
-    token = _AGAIN.set(again)
-    try:
-        yield
-    finally:
-        _AGAIN.reset(token)
+class _Run:
+    """Sets whether a region runs again; also around its first run, which may be part of another region's second. One
+    object serves every second run (a graph that is kept has several), so it can be entered again."""
+
+    def __init__(self, again: bool) -> None:
+        self.again = again
+        self.tokens: list[Token[bool]] = []
+
+    def __enter__(self) -> None:
+        self.tokens.append(_AGAIN.set(self.again))
+
+    def __exit__(self, *_: object) -> None:
+        _AGAIN.reset(self.tokens.pop())
 
 
 def running_again() -> bool:

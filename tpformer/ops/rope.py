@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .implementation import implementation
 
@@ -14,6 +15,7 @@ class RopeFunction(torch.autograd.Function):
         return implementation("rope", q).rope_rotate(q, k, (cos, sin), positions, interleaved)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk):
         rotate = implementation("rope", dq).rope_rotate
         return *rotate(dq, dk, ctx.table, ctx.positions, ctx.interleaved, inverse=True), None, None, None, None

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
@@ -45,6 +46,7 @@ class RowLinearFunction(torch.autograd.Function):
         return y, *normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, *_):
         x, gate, weight = ctx.saved_tensors
         layout: _Layout = ctx.layout
@@ -54,13 +56,12 @@ class RowLinearFunction(torch.autograd.Function):
         dx, dgate, a, gathered = gathering.gather_matmul_derivative(
             dy, weight, x, gate, layout.activation, keep=layout.deferred is not None
         )
-        if layout.deferred is None:
+        dweight = None
+        if layout.deferred is not None and ctx.needs_input_grad[2]:
+            queue, (sink,) = layout.deferred
+            queue.add(lambda: sink(gathered.t() @ a))
+        elif ctx.needs_input_grad[2]:
             dweight = gathered.t() @ a
-        else:
-            dweight = None
-            if ctx.needs_input_grad[2]:
-                queue, (sink,) = layout.deferred
-                queue.add(lambda: sink(gathered.t() @ a))
         return dx, dgate, dweight, dbias, dresidual, None, None
 
 
@@ -112,6 +113,8 @@ def row_linear(
         raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     if gate is not None and activation is None:
         raise ValueError("a gate needs an activation: act(gate) * x")
+    if next_norm is not None and ends_region:
+        raise ValueError("next_norm and ends_region exclude each other: nothing follows the end of a region")
     n, width = len(weight), width or x.shape[1]
     request = row_request(len(x), width, n, x.dtype, x.device, group, sequence_parallel, transport)
     skip = ends_region and running_again()

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
@@ -14,6 +15,7 @@ class _ReduceRows(torch.autograd.Function):
         return (reduce_scatter if sequence_parallel else all_reduce)(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return (all_gather(dy, ctx.group) if ctx.sequence_parallel else dy), None, None
 
@@ -25,6 +27,7 @@ class _ScatterRows(torch.autograd.Function):
         return x.chunk(group.size())[group.rank()].clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return all_gather(dy, ctx.group), None
 
@@ -36,6 +39,7 @@ class _GatherRows(torch.autograd.Function):
         return all_gather(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return dy.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
 

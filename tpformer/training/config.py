@@ -269,6 +269,11 @@ def check_config(config: RunConfig) -> None:
         read_measured_table(config.parallel.transport_table)
     if config.parallel.recompute not in RECOMPUTE:
         raise ValueError(f"parallel.recompute={config.parallel.recompute!r}: choose one of {', '.join(RECOMPUTE)}")
+    if config.parallel.recompute_layers and config.parallel.recompute == "none":
+        raise ValueError(
+            f"parallel.recompute_layers={config.parallel.recompute_layers!r} chooses layers, but parallel.recompute is "
+            f"none: set it to mlp or full"
+        )
     selected_layers(config.parallel.recompute_layers, model.n_layers)
     if train.dtype is not None and train.dtype not in DTYPES:
         raise ValueError(f"train.dtype={train.dtype!r}: choose one of {', '.join(DTYPES)}")
