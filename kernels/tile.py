@@ -6,7 +6,7 @@ Belongs here: code that several GEMM kernels inline. No communication (protocol.
 import triton
 import triton.language as tl
 
-from .philox.kernel import random_words
+from .philox.kernel import random_tile
 
 # columns that an epilogue takes at a time: with more, values between accumulator and store spill
 DERIVATIVE_COLUMNS = tl.constexpr(32)
@@ -118,15 +118,18 @@ def sum_sources(slot, source_stride, WORLD: tl.constexpr, ROWS: tl.constexpr, CO
 @triton.jit
 def finish(
     total, bias, residual, start, key_low, key_high, threshold, scale, row, column, row_end, column_end,
-    BIAS: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """residual + dropout(total + bias), in float32; what a row-parallel linear adds once, after the reduction."""
+    """residual + dropout(total + bias), in float32; what a row-parallel linear adds once, after the reduction.
+
+    ALIGNED: as in random_tile."""
     if BIAS:
         total = add_bias(total, bias, column, column_end, COLUMNS)
     if DROPOUT:
         rows = row + tl.arange(0, ROWS)
         starts = tl.load(start + rows, mask=rows < row_end, other=0)
-        keep = random_words(key_low, key_high, starts[:, None] + column + tl.arange(0, COLUMNS)[None, :]) >= threshold
+        keep = random_tile(key_low, key_high, starts, column, ALIGNED, ROWS, COLUMNS) >= threshold
         total = tl.where(keep, total * scale, 0.0)
     if RESIDUAL:
         added = load_block(residual, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)

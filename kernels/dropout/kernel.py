@@ -52,14 +52,14 @@ def finish_backward_kernel(
     dz, start, key_low, key_high, threshold, scale, dx,
     partials,  # (programs of axis 0, n): dbias of each one's rows
     m, n, dz_stride, share,
-    DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Axis 0 of the grid has the shares of rows, axis 1 the blocks of columns; sums stay in registers."""
     first = tl.program_id(0) * share
     column = tl.program_id(1) * COLUMNS
     columns = column + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for row in tl.range(first, tl.minimum(first + share, m), ROWS):
+    for row in tl.range(first, tl.minimum(first + share, m), ROWS, num_stages=STAGES):
         rows = row + tl.arange(0, ROWS)
         mask = tile_mask(rows, columns, m, n)
         value = load_tile(dz, rows, columns, mask, dz_stride)
@@ -136,7 +136,8 @@ def finish_backward(
     partials = dz.new_empty(1, count, n, dtype=torch.float32)
     finish_backward_kernel[(count, blocks)](
         source, *Finish(dropout=dropout).arguments(dbias)[2:], dx, partials, m, n, source.stride(0), share,
-        DROPOUT=dropout is not None, ALIGNED=n % 4 == 0, ROWS=rows, COLUMNS=columns, **row_options(WARPS),
+        DROPOUT=dropout is not None, ALIGNED=n % 4 == 0, ROWS=rows, COLUMNS=columns,
+        STAGES=3 if dz.element_size() == 2 else 2, **row_options(WARPS),
     )  # fmt: skip
     sum_partials(partials, [dbias])
     return dx, dbias

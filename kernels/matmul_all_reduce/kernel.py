@@ -39,8 +39,9 @@ def matmul_all_reduce_kernel(
     a0, a1, a2, b0, b1, b2, out, bias, residual, start, key_low, key_high, threshold, scale,
     m, rows, n, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride, producers, reducers,
     INPUTS: tl.constexpr, B_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    RESIDUAL: tl.constexpr, ONE_SHOT: tl.constexpr, MERGED: tl.constexpr, WORLD: tl.constexpr, PARTIAL: tl.constexpr,
-    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, ONE_SHOT: tl.constexpr, MERGED: tl.constexpr, WORLD: tl.constexpr,
+    PARTIAL: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Bands: producers compute and push, reducers add and (two-shot) push the sum, finishers (two-shot) copy it out.
 
@@ -91,7 +92,7 @@ def matmul_all_reduce_kernel(
             first = rest + tl.cast(own_first, tl.int64) * n
             total = finish(
                 total, bias + virtual * n, residual + first, start + virtual * m + own_first, key_low, key_high,
-                threshold, scale, row, column, row_end, n, BIAS, DROPOUT, RESIDUAL, STEP, BLOCK_N,
+                threshold, scale, row, column, row_end, n, BIAS, DROPOUT, RESIDUAL, ALIGNED, STEP, BLOCK_N,
             ).to(out.dtype.element_ty)  # fmt: skip
             store_block(out + first, total, row, column, row_end, n, n, STEP, BLOCK_N)
             if not ONE_SHOT:
@@ -195,7 +196,8 @@ def matmul_all_reduce(
         *finish.arguments(out),
         m, rows, n, *three(ks), *three([a.stride(0) for a in lefts]), *three([b.stride(0) for b in rights]),
         producers, reducers,
-        INPUTS=len(inputs), B_TRANSPOSED=b_transposed, **finish.flags(), ONE_SHOT=one_shot, MERGED=merged, WORLD=world,
-        PARTIAL=DTYPES[partial], STEP=step, **blocks(tile), **launch_options(tile.warps, tile.stages, cooperative=True),
+        INPUTS=len(inputs), B_TRANSPOSED=b_transposed, **finish.flags(), ALIGNED=n % 4 == 0, ONE_SHOT=one_shot,
+        MERGED=merged, WORLD=world, PARTIAL=DTYPES[partial], STEP=step,
+        **blocks(tile), **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip
     return out

@@ -34,9 +34,9 @@ def matmul_reduce_scatter_kernel(
     a0, a1, a2, b0, b1, b2, out, bias, residual, start, key_low, key_high, threshold, scale, norm,
     rows, n, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride, producers,
     INPUTS: tl.constexpr, B_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    RESIDUAL: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr, MERGED: tl.constexpr, WORLD: tl.constexpr,
-    PARTIAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
+    RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr, MERGED: tl.constexpr,
+    WORLD: tl.constexpr, PARTIAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Bands: `producers` programs compute and push tiles, the rest finish rows; MERGED: all do one, then the other."""
     virtual = tl.program_id(1)
@@ -83,7 +83,7 @@ def matmul_reduce_scatter_kernel(
                 total = finish(
                     total, bias + virtual * n, residual + virtual.to(tl.int64) * rows * n, start + virtual * rows,
                     key_low, key_high, threshold, scale, row, column_block * BLOCK_N, rows, n,
-                    BIAS, DROPOUT, RESIDUAL, ROWS, BLOCK_N,
+                    BIAS, DROPOUT, RESIDUAL, ALIGNED, ROWS, BLOCK_N,
                 )  # fmt: skip
                 store_block(out, total, row, column_block * BLOCK_N, rows, n, n, ROWS, BLOCK_N)
                 if NORM != "":
@@ -153,7 +153,7 @@ def matmul_reduce_scatter(
         *three([operand(a, a_block, tile) for a in lefts]), *three([operand(b, b_block, tile) for b in rights]), out,
         *finish.arguments(out), norm,
         rows, n, *three(ks), *three([a.stride(0) for a in lefts]), *three([b.stride(0) for b in rights]), producers,
-        INPUTS=len(inputs), B_TRANSPOSED=b_transposed, **finish.flags(), **finish.norm_flags(),
+        INPUTS=len(inputs), B_TRANSPOSED=b_transposed, **finish.flags(), ALIGNED=n % 4 == 0, **finish.norm_flags(),
         MERGED=merged, WORLD=world, PARTIAL=DTYPES[partial], ROWS=finish_rows,
         **blocks(tile), **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip

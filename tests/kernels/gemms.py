@@ -56,7 +56,7 @@ def make_inputs(gemm: Gemm, index: int, world: int, shape: tuple[int, int, int],
 
     def draw(name: str, like: Tensor) -> Tensor:
         if name == "start":
-            return torch.randint(2**40, like.shape, generator=generator)
+            return 4 * torch.randint(2**38, like.shape, generator=generator)
         if binary:
             return torch.randint(0, 2, like.shape, generator=generator).double()
         return torch.randn(like.shape, generator=generator, dtype=torch.float64)
