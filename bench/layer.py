@@ -17,6 +17,7 @@ from tpformer.kernels.rope.reference import rope_cost
 from tpformer.layers import DropoutKey, Positions, TransformerBlock
 from tpformer.layers.mlp import MLP_ACTIVATIONS
 from tpformer.models import GPTConfig
+from tpformer.models.gpt import transformer_block
 from tpformer.models.presets import preset_config
 
 from .accuracy import require_accurate
@@ -66,21 +67,7 @@ def layers(quick: bool) -> list[Layer]:
 
 
 def our_block(config: GPTConfig, recompute: str = "none") -> TransformerBlock:
-    return TransformerBlock(
-        config.hidden_size,
-        config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        ffn_hidden_size=config.ffn_hidden_size,
-        norm=config.norm,
-        norm_eps=config.norm_eps,
-        activation=config.activation,
-        rope_base=config.rope_base if config.position == "rope" else None,
-        bias=config.bias,
-        dropout=config.dropout,
-        recompute=recompute,
-        device=DEVICE,
-        dtype=DTYPE,
-    )
+    return transformer_block(config, recompute=recompute, device=DEVICE, dtype=DTYPE)
 
 
 class Inputs(NamedTuple):

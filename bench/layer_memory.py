@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.layers import DropoutKey, Positions
 from tpformer.layers.attention import check_heads
 from tpformer.layers.mlp import MLP_ACTIVATIONS
 from tpformer.models import GPTConfig
+from tpformer.models.gpt import transformer_block
 from tpformer.parallel import reduce_partial_gradients
 
 from .parallelized import parallelized
@@ -143,23 +144,8 @@ class Step:
             self.block = parallelized(config, mesh, DTYPE)
             shape: tuple = (layer.batch, layer.seq_length // layer.tp, config.hidden_size)
         else:
-            self.block = TransformerBlock(
-                config.hidden_size,
-                config.n_heads,
-                n_kv_heads=config.n_kv_heads,
-                ffn_hidden_size=config.ffn_hidden_size,
-                norm=config.norm,
-                norm_eps=config.norm_eps,
-                activation=config.activation,
-                rope_base=config.rope_base if config.position == "rope" else None,
-                rope_interleaved=config.rope_interleaved,
-                bias=config.bias,
-                dropout=config.dropout,
-                recompute=layer.recompute,
-                tp_mesh=mesh,
-                device="meta",
-                dtype=DTYPE,
-            ).to_empty(device="cpu")
+            options: dict = {"recompute": layer.recompute, "tp_mesh": mesh, "dtype": DTYPE}
+            self.block = transformer_block(config, device="meta", **options).to_empty(device="cpu")
             shape = (layer.tokens // layer.tp, config.hidden_size)
         self.x = torch.randn(shape).to(DTYPE).requires_grad_()
 

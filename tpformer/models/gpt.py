@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,26 @@ def selected_layers(pattern: str, n_layers: int) -> set[int]:
     return found
 
 
+def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
+    """One layer of an architecture; options: what TransformerBlock takes besides."""
+    return TransformerBlock(
+        config.hidden_size,
+        config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        ffn_hidden_size=config.ffn_hidden_size,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        activation=config.activation,
+        rope_base=config.rope_base if config.position == "rope" else None,
+        rope_interleaved=config.rope_interleaved,
+        bias=config.bias,
+        dropout=config.dropout,
+        init_std=config.init_std,
+        output_init_std=config.init_std / math.sqrt(2 * config.n_layers),
+        **options,
+    )
+
+
 class GPT(ParallelModule):
     """A decoder-only transformer.
 
@@ -87,7 +108,7 @@ class GPT(ParallelModule):
         if recompute_layers and recompute == "none":
             raise ValueError(f'recompute_layers={recompute_layers!r} of recompute="none": set it to "mlp" or "full"')
         recomputed = selected_layers(recompute_layers, config.n_layers)
-        std, output_std = config.init_std, config.init_std / math.sqrt(2 * config.n_layers)
+        std = config.init_std
         # built on meta, so that values are made once, by global index
         place: dict = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel, "device": "meta", "dtype": dtype}
         table: dict = {"vocab_multiple": config.vocab_multiple, "init_std": std, **place}
@@ -100,22 +121,10 @@ class GPT(ParallelModule):
         # keyed by global index, so that names survive a pipeline split
         self.layers = nn.ModuleDict(
             {
-                str(index): TransformerBlock(
-                    config.hidden_size,
-                    config.n_heads,
-                    n_kv_heads=config.n_kv_heads,
-                    ffn_hidden_size=config.ffn_hidden_size,
-                    norm=config.norm,
-                    norm_eps=config.norm_eps,
-                    activation=config.activation,
-                    rope_base=config.rope_base if config.position == "rope" else None,
-                    rope_interleaved=config.rope_interleaved,
-                    bias=config.bias,
-                    dropout=config.dropout,
+                str(index): transformer_block(
+                    config,
                     layer_index=index,
                     recompute=recompute if index in recomputed else "none",
-                    init_std=std,
-                    output_init_std=output_std,
                     transport=transport,
                     **place,
                 )
