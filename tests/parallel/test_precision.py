@@ -1,6 +1,12 @@
 """bfloat16 compute on float32 master weights: what is computed, what is kept, and that it trains."""
 
+import dataclasses
+
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
@@ -39,3 +45,26 @@ def test_bfloat16_compute_float32_weights(ranks):
             torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)
             assert losses[-1] < 0.8 * losses[0]
             assert losses != expected, "it must not have run in float32"
+
+
+def sharded_gradients(recompute: str) -> list[torch.Tensor]:
+    """This rank's shards of a step's gradients, dropout on, parameters resharded after every layer's forward."""
+    config = dataclasses.replace(CONFIG, n_layers=3, dropout=0.1, vocab_multiple=4)
+    model = GPT(config, recompute=recompute, seed=1)
+    # as a user would: with torch's own policy, by which FSDP2 also casts what a layer is called with
+    options: dict = {"mesh": init_device_mesh("cpu", (2,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+    for layer in model.layers.values():
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    rank = dist.get_rank()
+    ids = torch.randint(60, (2, 12), generator=torch.Generator().manual_seed(rank))
+    model(ids, targets=ids, sample_index=torch.arange(2) + 2 * rank).backward()
+    return [p.grad.to_local().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
+def test_sharded_parameters_and_dropout_under_recomputation(ranks, recompute):
+    """Parameters are freed between a layer's forward and its second run, whose dropout is the same."""
+    kept, again = (ranks(2).run(sharded_gradients, mode) for mode in ("none", recompute))
+    for one, other in zip(kept, again, strict=True):
+        assert all(a.any() for a in one) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

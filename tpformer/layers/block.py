@@ -1,7 +1,5 @@
 """The pre-norm transformer block, and the dropout key that travels with a microbatch."""
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,14 +16,15 @@ from .positions import Positions
 RECOMPUTE = ("none", "mlp", "full")
 
 
-@dataclass(frozen=True)
 class DropoutKey:
-    """What fixes a step's dropout in any layout: the run's seed, the step, a sample's global index (batch,) int64."""
+    """What fixes a step's dropout in any layout: the run's seed, the step, a sample's global index (batch,) int64.
 
-    seed: int
-    step: int
-    sample_index: Tensor
-    _starts: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    Not a dataclass, as Positions is none: FSDP2 would take it apart and make another one for every layer.
+    """
+
+    def __init__(self, seed: int, step: int, sample_index: Tensor) -> None:
+        self.seed, self.step, self.sample_index = seed, step, sample_index
+        self._starts: dict[tuple[int, ...], Tensor] = {}
 
     def site(self, p: float, layer: int | str, name: str, x: Tensor, positions: Positions, shard: int) -> ops.Dropout:
         """The dropout of one site for rows x (rows, hidden), the shard-th such slice of the batch's tokens.
@@ -131,14 +130,13 @@ class TransformerBlock(ParallelModule):
         return [key.site(self.dropout, layer, name, rows, positions, shard) for name in ("attention", "mlp")]
 
     def _layer(self, rows: Tensor, positions: Positions, sites: list[ops.Dropout | None]) -> Tensor:
-        norm = self.input_layernorm.prologue()
+        norm, next_norm = self.input_layernorm.prologue(), self.post_attention_layernorm.prologue()
         attention: dict = {"positions": positions, "norm": norm, "residual": True, "dropout": sites[0]}
         if self.recompute == "mlp" and torch.is_grad_enabled():
-            return ops.recompute(self._mlp, self.self_attn(rows, **attention), None, sites[1])
-        rows, normed = self.self_attn(rows, next_norm=self.post_attention_layernorm.prologue(), **attention)
-        return self._mlp(rows, normed, sites[1])
+            return ops.recompute(self._mlp, self.self_attn(rows, **attention), next_norm, None, sites[1])
+        rows, normed = self.self_attn(rows, next_norm=next_norm, **attention)
+        return self._mlp(rows, next_norm, normed, sites[1])
 
-    def _mlp(self, rows: Tensor, normed: ops.Normed | None, site: ops.Dropout | None) -> Tensor:
-        norm = self.post_attention_layernorm.prologue()
+    def _mlp(self, rows: Tensor, norm: ops.Norm, normed: ops.Normed | None, site: ops.Dropout | None) -> Tensor:
         ends_region = self.recompute != "none" and torch.is_grad_enabled()  # else there is no region of its own
         return self.mlp(rows, norm=norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
