@@ -1,6 +1,7 @@
 """What a case of the compile check is: one specialisation of one kernel, and what its code must show.
 
-Belongs here: the type. The cases of the shipped kernels: shipped.py; how one is judged: rules.py.
+Belongs here: the type, and what every kernel is compiled for. The shipped kernels' cases: shipped.py and
+memory_bound.py; how one is judged: rules.py.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from tpformer.kernels.launch import Tile
+
+CAPABILITIES = (80, 90, 100)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,8 @@ from tpformer.kernels.norm.kernel import WIDEST_BACKWARD, finish_norm_forward, n
 from tpformer.kernels.norm.reference import Norm
 from tpformer.kernels.rope.kernel import rope_rotate
 
-from .cases import Case, meta
+from .cases import CAPABILITIES, DTYPES, Case, meta
 
-CAPABILITIES = (80, 90, 100)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS = 264
 
 

@@ -29,11 +29,9 @@ from tpformer.kernels.norm.reference import Norm
 from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump
 from tpformer.kernels.reduce_scatter.kernel import reduce_scatter
 
-from .cases import Case, meta
+from .cases import CAPABILITIES, DTYPES, Case, meta
 from .memory_bound import MEMORY_BOUND
 
-CAPABILITIES = (80, 90, 100)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORLD = 8
 M, N, K = 8192, 4096, 2048
 ROWS = M // WORLD

@@ -264,6 +264,15 @@ def state_of(group: dist.ProcessGroup) -> KernelGroup:
     return state
 
 
+def check_current_device(what: str, device: torch.device) -> None:
+    """ValueError for another GPU than the current one: there, and on its stream, Triton would launch the kernel."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"{what} on {device} while cuda:{torch.cuda.current_device()} is the current device, where Triton would "
+            f"launch: call torch.cuda.set_device({device.index}) first"
+        )
+
+
 def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, epoch: int = 0) -> KernelWorkspace:
     """The group's workspace of that kind ("gather" or "reduce"), made at first use: then collective over the group.
 
@@ -273,11 +282,7 @@ def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, 
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
     state, device = state_of(group), indexed(device)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"the tensors are on {device} but the current device is cuda:{torch.cuda.current_device()}, where Triton "
-            f"would launch: call torch.cuda.set_device({device.index}) first"
-        )
+    check_current_device(f"the {kind} workspace's tensors", device)
     workspace = state.workspaces.get((kind, device))
     if workspace is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

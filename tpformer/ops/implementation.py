@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpformer.distributed.kernel_workspace import check_current_device
+
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -14,12 +16,9 @@ def implementation(op: str, x: Tensor) -> Any:
 
     Both have the same functions. The kernel for CUDA tensors of KERNEL_DTYPES, the reference for all others: a CPU
     never gets Triton's interpreter, and float64, which is for verification, stays in torch.
-    ValueError where the tensor lies on another GPU than the current one: there Triton would launch the kernel.
+    ValueError where the tensor lies on another GPU than the current one.
     """
     module = "kernel" if x.is_cuda and x.dtype in KERNEL_DTYPES else "reference"
-    if module == "kernel" and x.device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"{op} of a tensor on {x.device} while cuda:{torch.cuda.current_device()} is the current device: call "
-            f"torch.cuda.set_device({x.device.index}) first"
-        )
+    if module == "kernel":
+        check_current_device(f"{op} of a tensor", x.device)
     return import_module(f"tpformer.kernels.{op}.{module}")

@@ -12,6 +12,7 @@ from tpformer.distributed.kernel_workspace import why_not
 from tpformer.distributed.workspace import backend_of
 from tpformer.kernels.cost import Machine, break_even_width, machine_for
 
+from .implementation import KERNEL_DTYPES
 from .transports.interface import ALL, GATHER, REGISTRY, SCATTER, Request, Transport
 from .transports.measured import read_measured_table
 from .transports.pipelined import Pipelined
@@ -19,7 +20,6 @@ from .transports.sequential import Sequential
 
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
-KERNEL_DTYPES = (*FUSED_DTYPES, torch.float32)
 FUSED_ROWS = 1024  # below, a collective and a library GEMM beat the fused kernels of sequence parallelism
 ONE_SHOT_BYTES = 256 << 10  # up to here an all-reduce is latency, which the fused kernel has least of
 PIPELINED_ROWS = 1024  # per rank: smaller GEMM chunks lose more than their overlap gains
