@@ -1,15 +1,15 @@
-"""The `tpformer` command: data build, pretrain, generate. Parsing only; the work is in tpformer.training."""
+"""The `tpformer` command: data build, pretrain, generate, export. Parsing only; the work is in tpformer.training."""
 
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from tpformer.distributed.launch import launched, run_ranks
+from tpformer.distributed.launch import USAGE_EXIT_CODE, launched, record_exception, run_ranks
 from tpformer.training.config import RunConfig, build_config, check_config, read_toml
 
 USAGE = """usage: tpformer COMMAND ...
@@ -18,6 +18,7 @@ USAGE = """usage: tpformer COMMAND ...
   data stdlib --out DIR              make the default corpus: the Python standard library's source
   pretrain FILE.toml [--section.key value ...]   train a GPT; starts its own local ranks unless under torchrun
   generate RUN_DIR --prompt TEXT     sample from a run's newest checkpoint
+  export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors
 
 `tpformer COMMAND --help` lists the options of each."""
 
@@ -49,12 +50,13 @@ def parse_run(arguments: Sequence[str]) -> RunConfig:
     return build_config(file, _overrides(arguments[1:], parsed))
 
 
-def _with_ranks(arguments: Sequence[str], world_size: int, work: Callable[[], None]) -> None:
-    """Do the work in this process, or start the ranks that will each do it."""
-    if world_size == 1 or launched():
+def _with_ranks(arguments: Sequence[str], world_size: int, work: Callable[[], None], max_restarts: int = 0) -> None:
+    """Do the work in this process, or start the ranks that will each do it; restarts resume the run."""
+    if launched() or (world_size == 1 and not max_restarts):
         work()
         return
-    sys.exit(run_ranks([sys.executable, "-m", "tpformer.cli", *arguments], world_size))
+    command = [sys.executable, "-m", "tpformer.cli", *arguments]
+    sys.exit(run_ranks(command, world_size, max_restarts=max_restarts, restart_arguments=("--run.resume", "True")))
 
 
 def pretrain_command(arguments: Sequence[str]) -> None:
@@ -69,7 +71,7 @@ def pretrain_command(arguments: Sequence[str]) -> None:
 
         pretrain(config)
 
-    _with_ranks(["pretrain", *arguments], config.world_size, work)
+    _with_ranks(["pretrain", *arguments], config.parallel.world_size, work, config.run.max_restarts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,28 @@ def generate_command(arguments: Sequence[str]) -> None:
             print(text)
         dist.destroy_process_group()
 
-    _with_ranks(["generate", *arguments], config.world_size, work)
+    _with_ranks(["generate", *arguments], config.parallel.world_size, work)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write the model of a run's checkpoint as safetensors, in one process."""
+
+    run_dir: tyro.conf.Positional[Path]
+    out: Path
+    """Directory to make; an existing one must be empty."""
+    step: int | None = None
+    """Which checkpoint; unset: the newest good one."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Unset: as the run's parameters."""
+
+
+def export_command(arguments: Sequence[str]) -> None:
+    from tpformer.training.export import export
+
+    options = tyro.cli(Export, prog="tpformer export", args=list(arguments))
+    step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype)
+    print(f"step {step} of {options.run_dir} -> {options.out}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,21 +167,32 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
     ("data", "stdlib"): stdlib_command,
     ("pretrain",): pretrain_command,
     ("generate",): generate_command,
+    ("export",): export_command,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. What a user can mend (a value, a missing file or package) is one line on stderr and exit code 2."""
+    """Entry point. What a user can mend (a value, a missing file or package) is one line on stderr and exit code 2.
+
+    Any other exception is its traceback, which torch prefixes with the rank, and exit code 1. Both leave at once: an
+    open process group can hang or abort on the way out of the interpreter, and peers notice only a process that ended.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for words, command in COMMANDS.items():
         if tuple(arguments[: len(words)]) == words:
             try:
                 return command(arguments[len(words) :])
-            except (ValueError, FileNotFoundError, ImportError) as error:
-                print(f"tpformer: {error}", file=sys.stderr, flush=True)
+            except SystemExit:
+                raise
+            except BaseException as error:  # DCP's CheckpointException is no Exception
+                record_exception(error)
+                usage = isinstance(error, ValueError | FileNotFoundError | ImportError)
+                if usage:
+                    print(f"tpformer: {error}", file=sys.stderr, flush=True)
+                else:
+                    sys.excepthook(*sys.exc_info())
                 sys.stdout.flush()
-                # no interpreter shutdown: the process group may be open, and its threads can abort on the way out
-                os._exit(2)
+                os._exit(USAGE_EXIT_CODE if usage else 1)
     print(USAGE, file=sys.stderr if arguments and arguments[0] not in ("-h", "--help") else sys.stdout)
     sys.exit(0 if arguments and arguments[0] in ("-h", "--help") else 2)
 

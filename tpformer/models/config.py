@@ -74,23 +74,52 @@ class GPTConfig:
         return self.n_kv_heads or self.n_heads
 
     @property
-    def n_parameters(self) -> int:
-        """Parameters, vocabulary padding not counted (the number that papers print)."""
-        h, f, L = self.hidden_size, self.ffn_size, self.n_layers
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        h, f = self.hidden_size, self.ffn_size
         kv = h // self.n_heads * self.kv_heads
         up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
-        norm = h * (2 if self.norm == "layernorm" else 1)
-        layer = 2 * h * h + 2 * h * kv + (up + 1) * h * f + 2 * norm
-        layer += (2 * h + 2 * kv + up * f + h) if self.bias else 0
-        tables = (self.vocab_size or 0) * h * (1 if self.tie_embeddings else 2)
-        return L * layer + norm + tables + (self.seq_length * h if self.position == "learned" else 0)
+        layer = 2 * h * h + 2 * h * kv + (up + 1) * h * f + 2 * self._norm_parameters
+        return layer + ((2 * h + 2 * kv + up * f + h) if self.bias else 0)
+
+    @property
+    def _norm_parameters(self) -> int:
+        return self.hidden_size * (2 if self.norm == "layernorm" else 1)
+
+    @property
+    def _position_parameters(self) -> int:
+        return self.seq_length * self.hidden_size if self.position == "learned" else 0
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters, vocabulary padding not counted (the number that papers print)."""
+        tables = (self.vocab_size or 0) * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.n_layers * self.layer_parameters + self._norm_parameters + tables + self._position_parameters
+
+    @property
+    def layer_flops_per_token(self) -> int:
+        """Of one layer, as in flops_per_token."""
+        h = self.hidden_size
+        kv = h // self.n_heads * self.kv_heads
+        up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
+        return 6 * (2 * h * h + 2 * h * kv + (up + 1) * h * self.ffn_size) + 12 * h * self.seq_length
 
     @property
     def flops_per_token(self) -> int:
         """Model FLOPs of forward and backward per token: 6 per weight that is multiplied, and the causal attention
         scores at full seq_length (72 L h^2 (1 + s/6h + V/12hL) for the plain block; arXiv:2205.05198)."""
-        h, L = self.hidden_size, self.n_layers
-        kv = h // self.n_heads * self.kv_heads
-        up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
-        weights = L * (2 * h * h + 2 * h * kv + (up + 1) * h * self.ffn_size) + (self.vocab_size or 0) * h
-        return 6 * weights + 12 * L * h * self.seq_length
+        return self.n_layers * self.layer_flops_per_token + 6 * (self.vocab_size or 0) * self.hidden_size
+
+    def layer_costs(self, by: str) -> list[float]:
+        """What a pipeline split balances, for each layer: parameters, or time in FLOPs. The first layer's cost includes
+        the embeddings', the last one's the final norm's and the head's (a tied table is held by both)."""
+        table = float((self.vocab_size or 0) * self.hidden_size)
+        if by == "time":
+            costs = [float(self.layer_flops_per_token)] * self.n_layers
+            first, last = 0.0, 6 * table
+        else:
+            costs = [float(self.layer_parameters)] * self.n_layers
+            first, last = table + self._position_parameters, table + self._norm_parameters
+        costs[0] += first
+        costs[-1] += last
+        return costs

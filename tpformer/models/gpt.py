@@ -80,6 +80,8 @@ class GPT(ParallelModule):
     (TransformerBlock); offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
     label_smoothing, z_loss (ops.vocab_parallel_cross_entropy): of the loss in training mode; in evaluation it is plain.
     device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`.
+    part: build these consecutive layers only, a pipeline stage. Layers keep their global index as name; the first part
+    has the embeddings, the last one norm and lm_head, and its own copy of a tied embed_tokens.
     Errors: ValueError, before anything is allocated, for heads or a vocabulary that the layout cannot hold.
     """
 
@@ -95,6 +97,7 @@ class GPT(ParallelModule):
         offload_activations: bool = False,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        part: range | None = None,
         seed: int = 0,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -108,16 +111,20 @@ class GPT(ParallelModule):
         if recompute_layers and recompute == "none":
             raise ValueError(f'recompute_layers={recompute_layers!r} of recompute="none": set it to "mlp" or "full"')
         recomputed = selected_layers(recompute_layers, config.n_layers)
-        std = config.init_std
+        part = range(config.n_layers) if part is None else part
+        self.is_first, self.is_last = part.start == 0, part.stop == config.n_layers
+        tied, std = config.tie_embeddings, config.init_std
         # built on meta, so that values are made once, by global index
         place: dict = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel, "device": "meta", "dtype": dtype}
         table: dict = {"vocab_multiple": config.vocab_multiple, "init_std": std, **place}
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **table)
-        self.embed_positions = (
-            PositionEmbedding(config.seq_length, config.hidden_size, init_std=std, **place)
-            if config.position == "learned"
-            else None
-        )
+        self.embed_tokens: Any = None
+        self.embed_positions: Any = None
+        self.norm: Any = None
+        self.lm_head: Any = None
+        if self.is_first or (self.is_last and tied):
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **table)
+        if self.is_first and config.position == "learned":
+            self.embed_positions = PositionEmbedding(config.seq_length, config.hidden_size, init_std=std, **place)
         # keyed by global index, so that names survive a pipeline split
         self.layers = nn.ModuleDict(
             {
@@ -128,12 +135,12 @@ class GPT(ParallelModule):
                     transport=transport,
                     **place,
                 )
-                for index in range(config.n_layers)
+                for index in part
             }
         )
-        self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
-        tied = config.tie_embeddings
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, transport=transport, **table)
+        if self.is_last:
+            self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, transport=transport, **table)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialize()
@@ -167,41 +174,61 @@ class GPT(ParallelModule):
 
     def forward(
         self,
-        ids: Tensor,
+        inputs: Tensor,
         *,
         targets: Tensor | None = None,
         position_ids: Tensor | None = None,
         sample_index: Tensor | None = None,
         step: int = 0,
     ) -> Tensor:
-        """Logits, or the summed loss when targets are given.
+        """Logits, or the summed loss when targets are given; of a part that is not the last, its rows.
 
-        ids, targets, position_ids: (batch, seq) int64, equal on all tp ranks; targets are -100 where no loss is
+        inputs: token ids (batch, seq) int64, equal on all tp ranks; of a part that is not the first, the rows of the
+        part before: (batch * seq / t, hidden_size) with sequence_parallel, else (batch * seq, hidden_size).
+        targets, position_ids: (batch, seq) int64, equal on all tp ranks; targets are -100 where no loss is
         wanted; position_ids restart at 0 where a packed document begins. sample_index (batch,) int64 and step fix the
-        dropout in training. Result: this rank's logits (batch, seq, padded_vocab / t), or a scalar loss in
-        promote_types(dtype, float32), summed over tokens and equal on all tp ranks.
+        dropout in training; parts after the first need it for the batch size. Result: this rank's logits
+        (batch, seq, padded_vocab / t), or a scalar loss in promote_types(dtype, float32), summed over tokens and equal
+        on all tp ranks.
         """
-        seq = ids.shape[1]
-        if self.embed_positions is not None and seq > self.config.seq_length:
-            raise ValueError(f"{seq} tokens per sample, but the model has {self.config.seq_length} learned positions")
-        ids, targets, position_ids = self._pad(ids, targets, position_ids)
-        positions = Positions(ids.shape[0], ids.shape[1], position_ids)
         key = None if sample_index is None else DropoutKey(self.seed, step, sample_index)
-        x = self.embed_tokens(ids)
-        x = x.reshape(-1, x.shape[-1])
-        if self.embed_positions is not None:
-            x = self.embed_positions(x, positions)
-        x = ops.dropout(x, self._embedding_dropout(key, x, positions))
+        if self.is_first:
+            wanted = inputs.shape[1]
+            if self.embed_positions is not None and wanted > self.config.seq_length:
+                raise ValueError(
+                    f"{wanted} tokens per sample, but the model has {self.config.seq_length} learned positions"
+                )
+            inputs, targets, position_ids = self._pad(inputs, targets, position_ids)
+            positions = Positions(inputs.shape[0], inputs.shape[1], position_ids)
+            x = self._embed(inputs, positions, key)
+        else:
+            if sample_index is None:
+                raise ValueError("a part after the first needs sample_index, which has one entry for each sample")
+            tokens = len(inputs) * (self.tp_size if self.sharded else 1)
+            wanted = tokens // len(sample_index)
+            positions = Positions(len(sample_index), wanted, position_ids)
+            x = inputs
         offload = ops.Offload() if self.offload_activations and torch.is_grad_enabled() else None
         for layer in self.layers.values():
             with nullcontext() if offload is None else offload.layer(layer):
                 x = layer(x, positions=positions, dropout_key=key)
+        return x if self.lm_head is None else self._head(x, targets, positions, wanted)
+
+    def _embed(self, ids: Tensor, positions: Positions, key: DropoutKey | None) -> Tensor:
+        x = self.embed_tokens(ids)
+        x = x.reshape(-1, x.shape[-1])
+        if self.embed_positions is not None:
+            x = self.embed_positions(x, positions)
+        return ops.dropout(x, self._embedding_dropout(key, x, positions))
+
+    def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int) -> Tensor:
         tied = self.embed_tokens.local("weight") if self.config.tie_embeddings else None
         norm = self.norm.prologue()
         if targets is not None:
             terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
             return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied, **terms)
-        return self.lm_head(x, norm=norm, tied=tied).view(*ids.shape, -1)[:, :seq]
+        logits = self.lm_head(x, norm=norm, tied=tied)
+        return logits.view(positions.batch, positions.seq_length, -1)[:, :seq]
 
     def _embedding_dropout(self, key: DropoutKey | None, x: Tensor, positions: Positions) -> ops.Dropout | None:
         if key is None or not self.training or self.config.dropout == 0:

@@ -1,4 +1,4 @@
-"""Gradients between backward and the optimizer: adding up partial ones, the global norm, clipping. Any mesh."""
+"""Gradients between backward and the optimizer: adding up partial ones, the global norm, scaling. Any mesh."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -51,18 +51,24 @@ def _local_and_copies(grad: Tensor) -> tuple[Tensor, int]:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], groups: Iterable[ProcessGroup | None]) -> Tensor:
+def gradient_norm(
+    parameters: Iterable[nn.Parameter],
+    groups: Iterable[ProcessGroup | None],
+    held_twice: Iterable[nn.Parameter] = (),
+) -> Tensor:
     """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
 
-    groups: the process groups of the mesh axes that parameters are laid out over (None and groups of one are skipped).
-    Each part is counted once: its square is divided by the number of ranks that hold it.
+    groups: the process groups of the mesh axes that parameters are laid out over (None and groups of one are skipped),
+    the pipeline's among them. Each part is counted once: its square is divided by the number of ranks that hold it, and
+    by two more for those of `held_twice` (TiedParameter.local).
     Communication: one all-reduce of 8 bytes per group. RuntimeError for a gradient that is still partial.
     """
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    twice = {id(parameter) for parameter in held_twice}
     for parameter in parameters:
         if parameter.grad is not None:
             local, copies = _local_and_copies(parameter.grad)
-            by_copies[copies].append(local)
+            by_copies[copies * (2 if id(parameter) in twice else 1)].append(local)
     total = torch.zeros((), dtype=torch.float64)
     for copies, grads in by_copies.items():
         norms = torch.stack(torch._foreach_norm(grads))
@@ -73,9 +79,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], groups: Iterable[ProcessGr
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, maximum: float) -> None:
-    """Scale all gradients by min(1, maximum / norm): torch.nn.utils.clip_grad_norm_ for parameters on any mesh."""
-    scale = (maximum / (norm + 1e-6)).clamp(max=1.0)
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients, in place, by one number: that of clipping, of a loss scale, or both. No communication."""
     grads = [_local_and_copies(p.grad)[0] for p in parameters if p.grad is not None]
-    if float(scale) < 1.0:
-        torch._foreach_mul_(grads, float(scale))
+    if factor != 1.0 and grads:
+        torch._foreach_mul_(grads, factor)

@@ -20,8 +20,9 @@ from tpformer.models import GPTConfig, preset
 from tpformer.models.gpt import selected_layers
 from tpformer.ops import TRANSPORTS
 from tpformer.ops.transports.measured import read_measured_table
+from tpformer.parallel import Layout
 
-DTYPES = ("float32", "bfloat16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class RunSection:
     """Directory of config.toml, metrics.jsonl, checkpoints/ and plots/."""
     resume: bool = False
     """Continue the run in `dir` from its newest good checkpoint (start it if there is none)."""
+    timeout: float = 600.0
+    """Seconds that a step, a validation or a checkpoint may take before the run ends with a report of who hangs."""
+    max_restarts: int = 0
+    """How often the command starts its ranks again, from the newest good checkpoint, after one failed (under torchrun:
+    its own --max-restarts, with run.resume)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,26 +60,6 @@ class DataSection:
     """Validation datasets; unset: no validation."""
     tokenizer: str | None = None
     """"bytes" or the path of a tokenizer.json; unset: the one the first dataset was built with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelSection:
-    """[parallel]: how the model is laid out over ranks."""
-
-    tensor_parallel: int = 1
-    """Ranks that share each layer."""
-    sequence_parallel: bool = True
-    """Keep norms, residuals and dropout on sequence shards (with tensor_parallel > 1)."""
-    transport: str = "auto"
-    """What carries the linears between the ranks: auto, sequential, pipelined or fused."""
-    transport_table: str = ""
-    """A JSON file of measured times by which auto chooses (bench); empty: auto goes by its performance model."""
-    recompute: str = "none"
-    """What the backward of a layer computes again instead of keeping: none, mlp or full."""
-    recompute_layers: str = ""
-    """Which layers: comma-separated indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"; empty: all."""
-    offload_activations: bool = False
-    """Keep what the backward of the layers needs in pinned host memory, and fetch it ahead of its use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +90,11 @@ class TrainSection:
     global_batch_size: int = 8
     """Samples per optimizer step."""
     microbatch_size: int | None = None
-    """Samples per forward; gradients accumulate to the global batch. Unset: the global batch."""
+    """Samples per forward of one data-parallel rank; gradients accumulate to the global batch. Unset: the rank's share
+    of the global batch, or 1 in a pipeline of several microbatches."""
     dtype: str | None = None
-    """Compute dtype: float32, bfloat16 (float32 master weights) or float64. Unset: bfloat16 on CUDA, else float32."""
+    """Compute dtype: float32, float64, or bfloat16 or float16 with float32 master weights (float16 with dynamic loss
+    scaling). Unset: bfloat16 on CUDA, else float32."""
     device: str | None = None
     """cpu or cuda. Unset: cuda where there is one."""
     label_smoothing: float = 0.0
@@ -118,6 +106,8 @@ class TrainSection:
     """Steps between validations; the last step always validates."""
     validation_samples: int = 256
     """Validation samples, the same ones each time."""
+    max_skipped_steps: int = 10
+    """A step with a loss or gradient that is not finite updates nothing; after so many in a row the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,19 +139,22 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
-    parallel: ParallelSection = field(default_factory=ParallelSection)
+    parallel: Layout = field(default_factory=Layout)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
 
     @property
-    def world_size(self) -> int:
-        return self.parallel.tensor_parallel
+    def microbatch_size(self) -> int:
+        pipelined = self.parallel.pipeline_parallel > 1 and self.parallel.pipeline_schedule != "naive"
+        share = self.train.global_batch_size // self.parallel.data_parallel
+        return self.train.microbatch_size or (1 if pipelined else max(1, share))
 
     @property
-    def microbatch_size(self) -> int:
-        return self.train.microbatch_size or self.train.global_batch_size
+    def n_microbatches(self) -> int:
+        """Of each data-parallel rank in a step."""
+        return self.train.global_batch_size // (self.parallel.data_parallel * self.microbatch_size)
 
 
 Values = Mapping[str, Mapping[str, Any]]
@@ -238,8 +231,8 @@ def to_toml(config: RunConfig) -> str:
 def check_config(config: RunConfig) -> None:
     """Refuse, before any process group exists, what cannot run: ValueError with the numbers and the remedy."""
     model, train, tp = config.model, config.train, config.parallel.tensor_parallel
+    config.parallel.check()
     for key, value in (
-        ("parallel.tensor_parallel", tp),
         ("train.steps", train.steps),
         ("train.global_batch_size", train.global_batch_size),
         ("train.microbatch_size", config.microbatch_size),
@@ -247,14 +240,23 @@ def check_config(config: RunConfig) -> None:
         ("checkpoint.keep", config.checkpoint.keep),
         ("train.validation_interval", train.validation_interval),
         ("train.validation_samples", train.validation_samples),
+        ("train.max_skipped_steps", train.max_skipped_steps),
     ):
         if value < 1:
             raise ValueError(f"{key}={value} must be at least 1")
     check_heads(model.hidden_size, model.n_heads, model.kv_heads, tp, rope=model.position == "rope")
-    if train.global_batch_size % config.microbatch_size:
+    data_parallel = config.parallel.data_parallel
+    if train.global_batch_size % (data_parallel * config.microbatch_size):
         raise ValueError(
-            f"train.global_batch_size={train.global_batch_size} is not a multiple of "
-            f"train.microbatch_size={config.microbatch_size}: change either"
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of {data_parallel} data-parallel "
+            f"ranks * train.microbatch_size={config.microbatch_size} = {data_parallel * config.microbatch_size}: "
+            f"change either"
+        )
+    config.parallel.check_pipeline(model.n_layers, config.n_microbatches)
+    if config.run.timeout <= 0 or config.run.max_restarts < 0:
+        raise ValueError(
+            f"run.timeout={config.run.timeout} must be positive and run.max_restarts={config.run.max_restarts} not "
+            f"negative"
         )
     tokens = config.microbatch_size * model.seq_length
     if config.parallel.sequence_parallel and tokens % tp:

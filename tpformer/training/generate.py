@@ -7,25 +7,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpformer.distributed import all_gather, build_mesh
+from tpformer.distributed import all_gather
 from tpformer.models import GPT
 
 from .checkpoint import Checkpointer
 from .config import RunConfig, build_config, check_config, read_toml
 from .data import load_tokenizer
-from .setup import build_model, device_type, join_ranks, tokenizer_name
+from .setup import build_model, device_type, join_ranks, run_mesh, tokenizer_name
 
 
 def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
-    """The configuration a run was trained with, laid out over `tensor_parallel` ranks (unset: as trained)."""
+    """The configuration of a run, laid out over `tensor_parallel` ranks alone (unset: its own number of them)."""
     path = directory / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
     config = build_config(read_toml(path))
-    if tensor_parallel is not None:
-        parallel = dataclasses.replace(config.parallel, tensor_parallel=tensor_parallel)
-        config = dataclasses.replace(config, parallel=parallel)
-    return config
+    parallel = dataclasses.replace(
+        config.parallel,
+        tensor_parallel=tensor_parallel or config.parallel.tensor_parallel,
+        pipeline_parallel=1,
+        data_parallel_replicate=1,
+        data_parallel_shard=1,
+        cpu_offload=False,
+    )
+    train = dataclasses.replace(config.train, microbatch_size=None)
+    return dataclasses.replace(config, parallel=parallel, train=train)
 
 
 @torch.no_grad()
@@ -70,14 +76,14 @@ def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temper
     if len(ids) == 0:
         ids = [tokenizer.end_of_document]  # type: ignore[assignment]
     device = device_type(config)
-    join_ranks(device)
-    mesh = build_mesh(device, tensor_parallel=config.parallel.tensor_parallel)
+    join_ranks(device, config)
+    mesh = run_mesh(config, device)
     checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints")
     step = checkpointer.newest()
     if step is None:
         raise FileNotFoundError(f"{config.run.dir} has no usable checkpoint: train it first")
-    model = build_model(config, mesh)
-    checkpointer.load(step, model)
+    (model,) = build_model(config, mesh).parts
+    checkpointer.load(step, [model])
     start = torch.as_tensor(ids, dtype=torch.int64, device=mesh.device_type)
     end = tokenizer.end_of_document
     result = generate(model, start, max_new_tokens, temperature=temperature, seed=seed, end=end)

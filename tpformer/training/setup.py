@@ -3,14 +3,15 @@
 import dataclasses
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.distributed import initialize, keep_freed_memory, share_cores
+from tpformer.distributed import build_mesh, initialize, keep_freed_memory, share_cores
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import use_measured_table
-from tpformer.parallel import apply_mixed_precision
+from tpformer.parallel import apply_zero, split_stages
 
 from .config import RunConfig
 from .data import (
@@ -22,6 +23,7 @@ from .data import (
     load_tokenizer,
     read_sidecar,
 )
+from .model import ParallelModel
 
 
 def device_type(config: RunConfig) -> str:
@@ -32,11 +34,16 @@ def device_type(config: RunConfig) -> str:
     return wanted
 
 
-def join_ranks(device: str) -> None:
+def join_ranks(device: str, config: RunConfig) -> None:
     """Set this process up for its share of the machine and enter the process group. Collective."""
     share_cores()
     keep_freed_memory()
-    initialize(device)
+    initialize(device, _group_timeout(config))
+
+
+def _group_timeout(config: RunConfig) -> timedelta:
+    """Of the process groups: twice the run's, whose own report of a hang says more than theirs."""
+    return timedelta(seconds=2 * config.run.timeout)
 
 
 def tokenizer_name(config: RunConfig) -> str:
@@ -92,30 +99,62 @@ def default_dtype(config: RunConfig) -> torch.dtype:
     return getattr(torch, name)
 
 
-def build_model(config: RunConfig, mesh: DeviceMesh) -> GPT:
-    """The model of a resolved configuration on this rank's device, laid out on the mesh, with its initial values.
+def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
+    """This rank's parts of the model of a resolved configuration, laid out on the mesh, without memory (meta).
 
     Also loads the table of measured transports, or forgets one loaded before.
     """
     use_measured_table(config.parallel.transport_table or None)
-    compute = default_dtype(config)
+    layout, compute = config.parallel, default_dtype(config)
     architecture = GPTConfig(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)})
-    model = GPT(
-        architecture,
-        tp_mesh=mesh["tp"],
-        sequence_parallel=config.parallel.sequence_parallel,
-        transport=config.parallel.transport,
-        recompute=config.parallel.recompute,
-        recompute_layers=config.parallel.recompute_layers,
-        offload_activations=config.parallel.offload_activations,
-        label_smoothing=config.train.label_smoothing,
-        z_loss=config.train.z_loss,
-        seed=config.train.seed,
-        device="meta",
-        dtype=torch.float32 if compute == torch.bfloat16 else compute,
+    ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
+    parts = []
+    for stage in layout.stages_of(mesh["pp"].get_local_rank()):
+        part = GPT(
+            architecture,
+            tp_mesh=mesh["tp"],
+            sequence_parallel=layout.sequence_parallel,
+            transport=layout.transport,
+            recompute=layout.recompute,
+            recompute_layers=layout.recompute_layers,
+            offload_activations=layout.offload_activations,
+            label_smoothing=config.train.label_smoothing,
+            z_loss=config.train.z_loss,
+            part=ranges[stage],
+            seed=config.train.seed,
+            device="meta",
+            dtype=torch.float32 if compute.itemsize < 4 else compute,
+        )
+        if layout.data_parallel > 1 or layout.cpu_offload or compute.itemsize < 4:
+            apply_zero(part, part.layers.values(), mesh, layout, compute)
+        parts.append(part)
+    return parts
+
+
+def build_model(config: RunConfig, mesh: DeviceMesh) -> ParallelModel:
+    """The model of a resolved configuration on this rank's device, with its initial values. Collective."""
+    parts = build_parts(config, mesh)
+    for part in parts:
+        part.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device_type)
+        part.initialize()
+    return ParallelModel(
+        parts,
+        config.parallel,
+        mesh,
+        microbatch_size=config.microbatch_size,
+        n_microbatches=config.n_microbatches,
+        dtype=default_dtype(config),
     )
-    if compute == torch.bfloat16:
-        apply_mixed_precision(model, mesh["dp_shard"], compute)
-    model.to_empty(device=mesh.device_type)
-    model.initialize()
-    return model
+
+
+def run_mesh(config: RunConfig, device: str) -> DeviceMesh:
+    """The mesh of a configuration's layout. Collective over the world."""
+    layout = config.parallel
+    return build_mesh(
+        device,
+        pipeline_parallel=layout.pipeline_parallel,
+        data_parallel_replicate=layout.data_parallel_replicate,
+        data_parallel_shard=layout.data_parallel_shard,
+        tensor_parallel=layout.tensor_parallel,
+        timeout=_group_timeout(config),
+    )

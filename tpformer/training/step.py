@@ -1,74 +1,108 @@
 """One optimizer step and one evaluation, on a model that is already laid out."""
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
-from tpformer.parallel import clip_gradients, gradient_norm, reduce_partial_gradients
+from tpformer.parallel import scale_gradients
+
+from .data import Samples, TokenSamples, batch
+from .model import ParallelModel
+
+NO_TARGET = -1  # of samples that only fill a batch up: nothing is predicted from them
 
 
-def accumulate_gradients(model: nn.Module, batch: Tensor, first_sample: int, microbatch_size: int, step: int) -> Tensor:
-    """Gradients of the mean loss over the batch, microbatch by microbatch; the loss (a scalar) is returned.
+class StepResult(NamedTuple):
+    """loss: mean over the global batch; norm: of all gradients before clipping; both equal on all ranks.
+    skipped: the loss or the norm was not finite and nothing was updated; offender: the first parameter it shows in."""
 
-    batch: (samples, seq_length + 1) int64, global samples first_sample, first_sample + 1, ... Every microbatch's summed
-    loss is divided by the target tokens of the whole batch, so the result does not depend on microbatch_size.
+    loss: float
+    norm: float
+    skipped: bool
+    offender: str | None
+
+
+class LossScaler:
+    """Dynamic loss scaling for float16: halved when a gradient overflows, doubled after `interval` steps without.
+
+    The same on all ranks, because the global norm is. Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
     """
-    samples, length = batch.shape
-    scale = 1.0 / (samples * (length - 1))
-    total = torch.zeros((), device=batch.device)
-    for first in range(0, samples, microbatch_size):
-        rows = batch[first : first + microbatch_size]
-        index = torch.arange(first_sample + first, first_sample + first + len(rows), device=batch.device)
-        loss = model(rows[:, :-1], targets=rows[:, 1:], sample_index=index, step=step) * scale
-        if isinstance(model, FSDPModule):
-            last = first + microbatch_size >= samples
-            model.set_requires_gradient_sync(last)
-            model.set_is_last_backward(last)
-        loss.backward()
-        total = total + loss.detach()
-    reduce_partial_gradients(model)
-    return total
+
+    def __init__(self, scale: float = 2.0**16, interval: int = 2000) -> None:
+        self.scale, self.interval, self.good_steps = scale, interval, 0
+
+    def update(self, finite: bool) -> None:
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good_steps % self.interval == 0:
+            self.scale *= 2
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
 def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: ParallelModel,
+    optimizers: Sequence[torch.optim.Optimizer],
     batch: Tensor,
     *,
     first_sample: int,
-    microbatch_size: int,
     step: int,
     lr: float,
     clip_norm: float,
-    groups: Iterable[ProcessGroup | None],
-) -> tuple[Tensor, Tensor]:
-    """One step of the optimizer; (mean loss, global gradient norm before clipping), scalars equal on all tp ranks.
+    scaler: LossScaler | None = None,
+) -> StepResult:
+    """One step of the optimizers, unless loss or gradients are not finite. batch and first_sample: as for
+    ParallelModel.gradients. Gradients are gone afterwards."""
+    scale = 1.0 if scaler is None else scaler.scale
+    loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
+    norm_tensor = model.gradient_norm() / scale
+    loss, norm = float(loss_tensor), float(norm_tensor)
+    skipped, offender = not (torch.isfinite(loss_tensor) and torch.isfinite(norm_tensor)), None
+    if skipped:
+        offender = model.first_not_finite()
+    else:
+        clip = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
+        scale_gradients(model.parameters(), clip / scale)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    if scaler is not None:
+        scaler.update(not skipped)
+    return StepResult(loss, norm, skipped, offender)
 
-    groups: the process groups that parameters are laid out over, for the norm. Gradients are gone afterwards.
+
+def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
+    """Samples first ... first + size - 1, those from `end` on replaced by samples without targets."""
+    real = max(0, min(size, end - first))
+    rows = batch(samples, first if real else 0, max(1, real))
+    return torch.cat([rows[:real], torch.full((size - real, rows.shape[1]), NO_TARGET)])
+
+
+def evaluate(model: ParallelModel, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
+    """Mean loss (nats per target token) over the first n_samples of each dataset; equal on all ranks.
+
+    Each data-parallel rank takes its share of them; samples without targets fill up the last round.
     """
-    loss = accumulate_gradients(model, batch, first_sample, microbatch_size, step)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = gradient_norm(parameters, groups)
-    if clip_norm > 0:
-        clip_gradients(parameters, norm, clip_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Tensor]) -> float:
-    """Mean loss (nats per target token) over batches (samples, seq_length + 1) int64; equal on all tp ranks."""
-    was_training = model.training
-    model.eval()
+    model.train(False)
+    size = model.microbatch_size * (1 if model.pipeline is None else model.n_microbatches)
     total, tokens = 0.0, 0
-    for batch in batches:
-        total += float(model(batch[:, :-1], targets=batch[:, 1:]))
-        tokens += batch[:, 1:].numel()
-    model.train(was_training)
+    for samples in datasets:
+        count = min(n_samples, samples.n_samples)
+        for first in range(0, count, size * model.layout.data_parallel):
+            rows = _slice(samples, first + model.data_rank * size, size, count)
+            total += float(model.summed_loss(rows.to(device)))
+        tokens += count * (rows.shape[1] - 1)
+    model.train()
     return total / tokens

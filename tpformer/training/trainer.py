@@ -1,19 +1,20 @@
 """The pretraining loop of one rank."""
 
 import dataclasses
-import math
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.distributed import all_reduce, build_mesh, check_all, close
+from tpformer.distributed import all_reduce, check_all, close
+from tpformer.distributed.mesh import AXES
 from tpformer.kernels.cost import machine_for
 
 from .checkpoint import Checkpointer
@@ -21,8 +22,8 @@ from .config import RunConfig, build_config, check_config, read_toml, to_toml
 from .data import batch
 from .metrics import MetricsLog, cut_metrics, plot_losses
 from .optimizer import build_optimizer, learning_rate
-from .setup import build_model, default_dtype, device_type, join_ranks, open_data, resolve
-from .step import evaluate, train_step
+from .setup import build_model, default_dtype, device_type, join_ranks, open_data, resolve, run_mesh
+from .step import LossScaler, StepResult, evaluate, train_step
 
 # what a resumed run may not change: with another value the loss would not be this run's
 _FIXED = (("model", None), ("data", None), ("train", "seed"), ("train", "global_batch_size"))
@@ -71,14 +72,15 @@ class Trainer:
         self.directory = Path(config.run.dir)
         self.data = open_data(config)
         device = device_type(config)
-        join_ranks(device)
+        join_ranks(device, config)
         self.leader = dist.get_rank() == 0
         self._prepare_directory()
-        self.mesh: DeviceMesh = build_mesh(device, tensor_parallel=config.parallel.tensor_parallel)
+        self.mesh: DeviceMesh = run_mesh(config, device)
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.model = build_model(config, self.mesh)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.groups = [self.mesh.get_group("tp")]
+        self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
+        self.scaler = LossScaler() if default_dtype(config) == torch.float16 else None
+        self.skipped_in_a_row = self.skipped = 0
         self.checkpointer = Checkpointer(self.directory / "checkpoints", keep=config.checkpoint.keep)
         self.step = self._resume() if config.run.resume else 0
 
@@ -100,56 +102,78 @@ class Trainer:
         step = self.checkpointer.newest()
         if step is None:
             return 0
-        self.checkpointer.load(step, self.model, self.optimizer)
+        extra = self.checkpointer.load(step, self.model.parts, self.optimizers)
+        self.skipped, self.skipped_in_a_row = (int(extra[name]) for name in ("skipped", "skipped_in_a_row"))
+        if self.scaler is not None and "scaler" in extra:
+            self.scaler.load_state_dict(extra["scaler"])
         return step
 
+    def _save(self) -> None:
+        extra: dict[str, Any] = {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        if self.scaler is not None:
+            extra["scaler"] = self.scaler.state_dict()
+        self.checkpointer.save(self.step, self.model.parts, self.optimizers, extra)
+
     def _batch(self, step: int) -> tuple[Tensor, int]:
-        """The samples of step 1, 2, ...: always the same ones, so a resumed run needs no data state."""
+        """This data-parallel rank's samples of step 1, 2, ...: always the same, so resuming needs no data state."""
         size = self.config.train.global_batch_size
-        first = (step - 1) * size
-        return batch(self.data.train, first, size).to(self.device), first
+        share = size // self.config.parallel.data_parallel
+        first = (step - 1) * size + self.model.data_rank * share
+        return batch(self.data.train, first, share).to(self.device), first
 
     def validate(self) -> float:
-        """Mean validation loss in nats per token over the first validation samples of every dataset."""
-        train, size = self.config.train, self.config.microbatch_size
-        batches = (
-            batch(samples, first, min(size, count - first)).to(self.device)
-            for samples in self.data.valid
-            for count in [min(train.validation_samples, samples.n_samples)]
-            for first in range(0, count, size)
-        )
-        return evaluate(self.model, batches)
+        """Mean loss over the first validation_samples samples of every dataset."""
+        return evaluate(self.model, self.data.valid, self.config.train.validation_samples, self.device)
 
     def _train_one(self) -> dict:
         step, config = self.step + 1, self.config
         lr = learning_rate(step, config.train.steps, config.optimizer)
         samples, first = self._batch(step)
         check_all(step)
-        loss, norm = train_step(
+        result = train_step(
             self.model,
-            self.optimizer,
+            self.optimizers,
             samples,
             first_sample=first,
-            microbatch_size=config.microbatch_size,
             step=step,
             lr=lr,
             clip_norm=config.optimizer.clip_norm,
-            groups=self.groups,
+            scaler=self.scaler,
         )
-        row = {"step": step, "loss": float(loss), "grad_norm": float(norm), "lr": lr}
         check_all()  # a hang ends the run here, before its numbers are logged or saved
-        if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
+        self._count_skipped(step, result)
+        self.step = step
+        row = {"step": step, "loss": result.loss, "grad_norm": result.norm, "lr": lr}
+        if self.skipped:
+            row["skipped"] = self.skipped
+        return row
+
+    def _count_skipped(self, step: int, result: StepResult) -> None:
+        """Skipped steps, in all and in a row; FloatingPointError on all ranks after too many."""
+        if not result.skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+        where = f"first in {result.offender}" if result.offender else "in no gradient"
+        scale = "" if self.scaler is None else f", loss scale now {self.scaler.scale:g}"
+        self._notice(f"step {step} skipped: loss {result.loss}, gradient norm {result.norm}, not finite {where}{scale}")
+        if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise FloatingPointError(
-                f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}; lower optimizer.lr or lengthen "
+                f"{self.skipped_in_a_row} steps in a row were skipped, the last one step {step}: loss {result.loss}, "
+                f"gradient norm {result.norm}, not finite {where}; lower optimizer.lr or lengthen "
                 f"optimizer.warmup_steps, and continue from the last checkpoint with --run.resume True"
             )
-        self.step = step
-        return row
+
+    def _notice(self, text: str) -> None:
+        if self.leader:
+            print(text, flush=True)
 
     def _stop_agreed(self, requests: list[int]) -> bool:
         """Whether any rank was asked to stop: all ranks learn it at the same step."""
         flag = torch.tensor([float(bool(requests))], device=self.device)
-        return bool(all_reduce(flag, self.mesh.get_group("tp"), op="max"))
+        for group in self.model.groups.values():
+            flag = all_reduce(flag, group, op="max")
+        return bool(flag)
 
     def run(self) -> None:
         """Train to the configured step; SIGTERM or Ctrl-C ends it early, after a checkpoint."""
@@ -166,7 +190,7 @@ class Trainer:
     def _loop(self, log: MetricsLog | None) -> None:
         config, steps = self.config, self.config.train.steps
         tokens = config.train.global_batch_size * config.model.seq_length
-        linears = self.model.explain(config.microbatch_size * config.model.seq_length, default_dtype(config))
+        linears = self.model.explain(default_dtype(config))
         if log is not None:
             log.note(self._summary())
             log.note(linears)
@@ -192,7 +216,7 @@ class Trainer:
                         log.row(step=self.step, val_loss=loss)
                 interval = config.checkpoint.interval
                 if last or stop or (interval and self.step % interval == 0):
-                    self.checkpointer.save(self.step, self.model, self.optimizer)
+                    self._save()
             self.checkpointer.wait()
         if log is not None and stop and self.step < steps:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
@@ -207,17 +231,26 @@ class Trainer:
 
     def _summary(self) -> str:
         model, parallel = self.config.model, self.config.parallel
-        layout = f"tensor_parallel {parallel.tensor_parallel}"
+        layout = [f"tensor_parallel {parallel.tensor_parallel}"]
         if parallel.tensor_parallel > 1:
-            layout += f", sequence_parallel {'on' if parallel.sequence_parallel else 'off'}"
+            layout.append(f"sequence_parallel {'on' if parallel.sequence_parallel else 'off'}")
+        if parallel.pipeline_parallel > 1:
+            layout.append(
+                f"pipeline_parallel {parallel.pipeline_parallel} ({parallel.pipeline_schedule}, {parallel.n_stages} "
+                f"stages, {self.config.n_microbatches} microbatches)"
+            )
+        if parallel.data_parallel > 1:
+            replicas, shards = parallel.data_parallel_replicate, parallel.data_parallel_shard
+            layout.append(f"data_parallel {replicas} x {shards}, ZeRO-{parallel.zero}")
         return (
-            f"{model.n_parameters / 1e6:.2f}M parameters, {layout}, {self.device.type}, "
+            f"{model.n_parameters / 1e6:.2f}M parameters, {', '.join(layout)}, {self.device.type}, "
             f"{self.config.train.global_batch_size} samples of {model.seq_length} tokens a step, from step {self.step}"
         )
 
     def close(self) -> None:
         """Leave the process group; collective."""
-        close(self.mesh.get_group("tp"))
+        for axis in AXES:
+            close(self.mesh.get_group(axis))
         dist.destroy_process_group()
 
 

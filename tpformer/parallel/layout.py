@@ -1,0 +1,192 @@
+"""Layout: how a run's ranks share its model and its batch, and the pairs of settings that are refused.
+
+Belongs here: the [parallel] settings, what follows from them alone, and their checks. No tensors, no process groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ScheduleKind(NamedTuple):
+    """What a pipeline schedule asks of the layout."""
+
+    torch_name: str
+    """Its name in torch.distributed.pipelining."""
+    stages_per_rank: int
+    """Default number of stages on a rank; the only one possible unless `looped`."""
+    looped: bool = False
+    """Any number of stages on a rank: stage s on rank s % p."""
+    v_shaped: bool = False
+    """Stages s and 2p - 1 - s on rank s: the first and the last stage share a rank."""
+    splits_backward: bool = False
+    """Weight gradients are computed later than input gradients."""
+
+
+SCHEDULES = {
+    "naive": ScheduleKind("GPipe", 1),  # model parallelism without a pipeline: one microbatch
+    "GPipe": ScheduleKind("GPipe", 1),
+    "1F1B": ScheduleKind("1F1B", 1),
+    "LoopedBFS": ScheduleKind("LoopedBFS", 2, looped=True),
+    "Interleaved1F1B": ScheduleKind("Interleaved1F1B", 2, looped=True),
+    "InterleavedZeroBubble": ScheduleKind("InterleavedZeroBubble", 2, looped=True, splits_backward=True),
+    "ZBVZeroBubble": ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
+    "DualPipeV": ScheduleKind("DualPipeV", 2, v_shaped=True, splits_backward=True),
+}
+SPLITS = ("parameters", "time")
+REDUCE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """[parallel]: how the model is laid out over ranks."""
+
+    tensor_parallel: int = 1
+    """Ranks that share each layer."""
+    sequence_parallel: bool = True
+    """Keep norms, residuals and dropout on sequence shards (with tensor_parallel > 1)."""
+    transport: str = "auto"
+    """What carries the linears between the ranks: auto, sequential, pipelined or fused."""
+    transport_table: str = ""
+    """A JSON file of measured times by which auto chooses (bench); empty: auto goes by its performance model."""
+    pipeline_parallel: int = 1
+    """Ranks among which the layers are divided."""
+    pipeline_schedule: str = "1F1B"
+    """naive (one microbatch), GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or
+    DualPipeV; read with pipeline_parallel > 1 only."""
+    pipeline_stages_per_rank: int | None = None
+    """Stages on a rank. Unset: 2 for looped and V-shaped schedules, else 1."""
+    pipeline_split: str = "parameters"
+    """What the stages are balanced by, embedding and head included: parameters, or time (modelled FLOPs)."""
+    data_parallel_replicate: int = 1
+    """Groups of ranks that hold the same shards and train on different samples."""
+    data_parallel_shard: int = 1
+    """Ranks that train on different samples and share optimizer state (ZeRO), and gradients and parameters by stage."""
+    zero_stage: int | None = None
+    """What data_parallel_shard ranks share: 1 optimizer state, 2 also gradients, 3 also parameters; 0 nothing.
+    Unset: 1 if data_parallel_shard > 1, else 0."""
+    reduce_dtype: str = "float32"
+    """In which gradients of 16-bit compute are reduced over data-parallel ranks: float32 or bfloat16."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
+    recompute: str = "none"
+    """What the backward of a layer computes again instead of keeping: none, mlp or full."""
+    recompute_layers: str = ""
+    """Which layers: comma-separated indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"; empty: all."""
+    offload_activations: bool = False
+    """Keep what the backward of the layers needs in pinned host memory, and fetch it ahead of its use."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that train on different samples."""
+        return self.data_parallel_replicate * self.data_parallel_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline_parallel * self.data_parallel * self.tensor_parallel
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage in effect."""
+        return int(self.data_parallel_shard > 1) if self.zero_stage is None else self.zero_stage
+
+    @property
+    def schedule(self) -> ScheduleKind:
+        return SCHEDULES[self.pipeline_schedule]
+
+    @property
+    def stages_per_rank(self) -> int:
+        if self.pipeline_parallel == 1:
+            return 1
+        return self.pipeline_stages_per_rank or self.schedule.stages_per_rank
+
+    @property
+    def n_stages(self) -> int:
+        return self.pipeline_parallel * self.stages_per_rank
+
+    def stages_of(self, pipeline_rank: int) -> list[int]:
+        """The stages of a pipeline rank, ascending."""
+        if self.schedule.v_shaped and self.pipeline_parallel > 1:
+            return [pipeline_rank, self.n_stages - 1 - pipeline_rank]
+        return list(range(pipeline_rank, self.n_stages, self.pipeline_parallel))
+
+    def check(self) -> None:
+        """ValueError, with the numbers and the remedy, for settings that contradict each other."""
+        for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_replicate", "data_parallel_shard"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel.{name}={getattr(self, name)} must be at least 1")
+        for name, allowed in (
+            ("pipeline_schedule", tuple(SCHEDULES)),
+            ("pipeline_split", SPLITS),
+            ("reduce_dtype", REDUCE_DTYPES),
+            ("zero_stage", (None, 0, 1, 2, 3)),
+        ):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(str(choice) for choice in allowed if choice is not None)
+                raise ValueError(f"parallel.{name}={getattr(self, name)!r}: choose one of {choices}")
+        self._check_zero()
+        if self.pipeline_parallel > 1:
+            self._check_stages_per_rank()
+
+    def _check_zero(self) -> None:
+        shard, replicate = self.data_parallel_shard, self.data_parallel_replicate
+        if self.zero == 0 and shard > 1:
+            raise ValueError(
+                f"parallel.zero_stage=0 shares nothing, but parallel.data_parallel_shard={shard}: set "
+                f"data_parallel_replicate={replicate * shard} and data_parallel_shard=1, or zero_stage to 1, 2 or 3"
+            )
+        if self.zero > 0 and shard == 1 and replicate > 1:
+            raise ValueError(
+                f"parallel.zero_stage={self.zero} shares over data_parallel_shard, which is 1: set "
+                f"data_parallel_shard={replicate} and data_parallel_replicate=1 (or a hybrid whose product is "
+                f"{replicate})"
+            )
+        if self.zero > 1 and shard > 1 and self.pipeline_parallel > 1 and self.schedule.splits_backward:
+            raise ValueError(
+                f"parallel.zero_stage={self.zero} with pipeline_schedule={self.pipeline_schedule}: its weight "
+                f"gradients wait, with the parameters they need, across other microbatches, so neither can be given "
+                f"up after each one (with parameters resharded torch's own split gives wrong gradients without a "
+                f"word): set zero_stage=1, or a schedule with whole backwards such as 1F1B or Interleaved1F1B"
+            )
+
+    def _check_stages_per_rank(self) -> None:
+        name, given, kind = self.pipeline_schedule, self.pipeline_stages_per_rank, self.schedule
+        if given is not None and not kind.looped and given != kind.stages_per_rank:
+            raise ValueError(
+                f"parallel.pipeline_stages_per_rank={given}, but {name} has {kind.stages_per_rank} on each rank: leave "
+                f"it unset, or choose LoopedBFS, Interleaved1F1B or InterleavedZeroBubble"
+            )
+        if given is not None and given < 1:
+            raise ValueError(f"parallel.pipeline_stages_per_rank={given} must be at least 1")
+
+    def check_pipeline(self, n_layers: int, n_microbatches: int) -> None:
+        """ValueError where layers or microbatches do not suffice for the schedule; nothing without a pipeline."""
+        p, stages, name = self.pipeline_parallel, self.n_stages, self.pipeline_schedule
+        if p == 1:
+            return
+        if n_layers < stages:
+            raise ValueError(
+                f"model.n_layers={n_layers} cannot be divided among {stages} stages (pipeline_parallel={p} x "
+                f"{self.stages_per_rank} per rank): every stage needs a layer; lower pipeline_parallel or "
+                f"pipeline_stages_per_rank"
+            )
+        if name == "naive":
+            if n_microbatches != 1:
+                raise ValueError(
+                    f"pipeline_schedule=naive runs one microbatch, not {n_microbatches}: leave train.microbatch_size "
+                    f"unset, or choose GPipe or 1F1B"
+                )
+            return
+        least = stages if name == "DualPipeV" else p
+        if n_microbatches < least:
+            raise ValueError(
+                f"pipeline_schedule={name} needs at least {least} microbatches for {stages} stages on {p} ranks, and "
+                f"there are {n_microbatches}: lower train.microbatch_size or raise train.global_batch_size"
+            )
+        rounds = n_microbatches // p
+        if name in ("Interleaved1F1B", "InterleavedZeroBubble") and n_microbatches % rounds:
+            raise ValueError(
+                f"pipeline_schedule={name} runs its microbatches in {rounds} equal rounds (microbatches // "
+                f"pipeline_parallel = {n_microbatches} // {p}): make their number a multiple of {p}"
+            )

@@ -1,0 +1,202 @@
+"""A pipeline rank: its stages, the torch.distributed.pipelining schedule that runs them, and what was recorded of it.
+
+Belongs here: the bridge between stages, FSDP2 and the weight-gradient queue. What a stage computes is its module's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from tpformer.layers import ColumnParallelLinear, RowParallelLinear
+from tpformer.ops import WeightGradientQueue
+
+from .layout import Layout
+from .zero import prepare_backward, reduce_accumulated, take_weight_gradients
+
+
+class Action(NamedTuple):
+    """One thing that a pipeline rank did. Times in seconds of time.perf_counter."""
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: str
+    """F forward, B whole backward, I its input gradients, W its weight gradients, R reduction of gradients."""
+    start: float
+    end: float
+
+
+class _Part(nn.Module):
+    """What the engine runs as a stage: the part, with its FSDP2 state out of the engine's sight, which else would keep
+    gradients and parameters whole until the last microbatch; and with its weight gradients collected."""
+
+    def __init__(self, module: nn.Module, queue: WeightGradientQueue | None) -> None:
+        super().__init__()
+        self.module, self.queue = module, queue
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.queue is None else self.queue.collect():
+            return self.module(*args, **kwargs)
+
+
+class _Stage(PipelineStage):
+    """A stage that tells FSDP2 when to reduce, and records what it does."""
+
+    def __init__(self, part: _Part, *args: Any, zero_stage: int, **kwargs: Any) -> None:
+        queue = part.queue
+        super().__init__(part, *args, dw_builder=None if queue is None else queue.take, **kwargs)
+        self.part, self.zero_stage = part.module, zero_stage
+        self.record: list[Action] | None = None
+
+    @contextmanager
+    def _recorded(self, kind: str, microbatch: int) -> Iterator[None]:
+        if self.record is None:
+            yield
+            return
+        start = self._now()
+        yield
+        self.record.append(Action(self.group_rank, self.stage_index, microbatch, kind, start, self._now()))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._recorded("F", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            return
+        # the last reduction of stages 0 and 1 is perform_reduce_grad's: weight gradients may still be to come
+        prepare_backward(self.part, self.zero_stage, last=last_backward and self.zero_stage >= 2)
+        with self._recorded("B" if full_backward else "I", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            if full_backward and self.dw_builder is not None:
+                take_weight_gradients(self.part)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.has_backward:
+            return
+        with self._recorded("W", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            take_weight_gradients(self.part)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        # an evaluation walks through the backwards of a V schedule too, where torch asserts that there is one
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward and self.zero_stage < 2:
+            with self._recorded("R", -1):
+                reduce_accumulated(self.part)
+
+
+def _queues(part: nn.Module) -> bool:
+    """Whether linears in it give their weight gradients to a WeightGradientQueue; others leave the split to torch."""
+    return any(isinstance(module, ColumnParallelLinear | RowParallelLinear) for module in part.modules())
+
+
+class Pipeline:
+    """The stages of one pipeline rank and the schedule that runs them.
+
+    parts: the modules of the stages layout.stages_of(rank), in that order, with apply_zero done where it is wanted.
+    boundaries: n_stages + 1 tensors without data (device="meta"): the first argument of each stage for one microbatch,
+    and last the result of the last stage; only floating-point ones get gradients.
+    loss_fn(result of the last stage, target) -> scalar; gradients of the microbatches' losses are summed.
+    Communication, per microbatch and boundary between ranks: the tensor forward and its gradient backward, point to
+    point. Errors: ValueError when the parts are not as many as the layout's stages per rank.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        layout: Layout,
+        mesh: DeviceMesh,
+        *,
+        n_microbatches: int,
+        boundaries: Sequence[Tensor],
+        loss_fn: Callable[[Any, Any], Tensor],
+        device: torch.device,
+    ) -> None:
+        rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+        indices = layout.stages_of(rank)
+        if len(parts) != len(indices) or len(boundaries) != layout.n_stages + 1:
+            raise ValueError(
+                f"pipeline rank {rank} has the stages {indices} of {layout.n_stages}: it needs as many parts, and "
+                f"{layout.n_stages + 1} boundaries, not {len(parts)} and {len(boundaries)}"
+            )
+        self.parts, self.is_first, self.is_last = list(parts), 0 in indices, layout.n_stages - 1 in indices
+        examples = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in boundaries]
+        splits = layout.schedule.splits_backward
+        self.stages = [
+            _Stage(
+                _Part(part, WeightGradientQueue() if splits and _queues(part) else None),
+                index,
+                layout.n_stages,
+                device,
+                input_args=(examples[index],),
+                output_args=(examples[index + 1],),
+                group=group,
+                zero_stage=layout.zero,
+            )
+            for part, index in zip(parts, indices, strict=True)
+        ]
+        schedule = get_schedule_class(layout.schedule.torch_name)
+        single = issubclass(schedule, PipelineScheduleSingle)
+        stages = self.stages[0] if single else self.stages
+        self.schedule = schedule(stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False)
+
+    def step(self, inputs: Tensor, target: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of all microbatches; the sum of their losses, 0 on ranks without the last stage.
+
+        inputs, target and the tensors in kwargs are of all microbatches, split along dim 0; every stage gets kwargs.
+        Gradients are complete, up to reduce_partial_gradients, when it returns.
+        """
+        return self._run(self.schedule.step, inputs, target, kwargs)
+
+    def evaluate(self, inputs: Tensor, target: Any, **kwargs: Any) -> Tensor:
+        """The same without backward."""
+        return self._run(self.schedule.eval, inputs, target, kwargs)
+
+    def _run(self, run: Callable[..., Any], inputs: Tensor, target: Any, kwargs: dict[str, Any]) -> Tensor:
+        losses: list[Tensor] = []
+        run(
+            *((inputs,) if self.is_first else ()),
+            target=target if self.is_last else None,
+            losses=losses if self.is_last else None,
+            return_outputs=False,
+            **kwargs,
+        )
+        if not losses:
+            return torch.zeros((), device=self.stages[0].device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Action]]:
+        """A list that gets every action of this rank's stages while the context is open (a CUDA device is synchronised
+        around each)."""
+        actions: list[Action] = []
+        for stage in self.stages:
+            stage.record = actions
+        try:
+            yield actions
+        finally:
+            for stage in self.stages:
+                stage.record = None

@@ -1,0 +1,50 @@
+"""A parameter that two pipeline stages hold under one name: their gradients are one sum, their values stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed.collectives import all_reduce
+
+
+class TiedParameter:
+    """The copies of one parameter on the first and on the last stage of a pipeline.
+
+    owners: this rank's modules that have a copy as their `weight`: two (the stages share a rank), one, or none (only
+    stages in between). mesh: the run's mesh; first_rank, last_rank: the pipeline ranks of the two stages.
+    Constructing it is collective over the world: one process group for each pair of ranks that hold the same shard.
+    """
+
+    def __init__(self, owners: Sequence[nn.Module], mesh: DeviceMesh, *, first_rank: int, last_rank: int) -> None:
+        self.owners = owners
+        self.group: dist.ProcessGroup | None = None
+        if first_rank != last_rank:
+            ranks = mesh.mesh.flatten(start_dim=1)
+            for pair in zip(ranks[first_rank].tolist(), ranks[last_rank].tolist(), strict=True):
+                group = dist.new_group(list(pair))
+                if dist.get_rank() in pair:
+                    self.group = group
+
+    @property
+    def local(self) -> list[nn.Parameter]:
+        """This rank's copies."""
+        return [owner.weight for owner in self.owners]
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add up the copies' gradients, after those over other axes and before the norm: all copies then have the sum.
+
+        Communication: one all-reduce of this rank's shard between the two ranks; none where they are one.
+        """
+        gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self.local]
+        if len(gradients) == 2:
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+        elif gradients:
+            gradients[0].copy_(all_reduce(gradients[0], self.group))

@@ -1,0 +1,169 @@
+"""ParallelModel: a rank's parts of a GPT, and how a batch runs through them in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed.collectives import all_reduce
+from tpformer.distributed.mesh import AXES
+from tpformer.models import GPT
+from tpformer.parallel import (
+    Layout,
+    Pipeline,
+    TiedParameter,
+    gradient_norm,
+    prepare_backward,
+    reduce_partial_gradients,
+)
+
+
+class ParallelModel:
+    """What a rank holds of a model: one GPT, or the parts that are its pipeline stages.
+
+    parts: in the order of layout.stages_of(pipeline rank), FSDP2 applied where it is wanted. mesh: the run's, None for
+    a single process without process groups. microbatch_size: samples in a forward of one data-parallel rank;
+    n_microbatches: of them in a step, which a pipeline has to know. dtype: that of the activations.
+    Constructing it is collective over the world when there is a pipeline.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[GPT],
+        layout: Layout = Layout(),  # noqa: B008  (frozen)
+        mesh: DeviceMesh | None = None,
+        *,
+        microbatch_size: int,
+        n_microbatches: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.parts, self.layout, self.mesh = list(parts), layout, mesh
+        self.config, self.microbatch_size, self.n_microbatches = parts[0].config, microbatch_size, n_microbatches
+        self.groups = {axis: mesh.get_group(axis) for axis in AXES if mesh is not None and mesh[axis].size() > 1}
+        self.tied: TiedParameter | None = None
+        self.pipeline: Pipeline | None = None
+        self._scale = 1.0
+        if mesh is not None and layout.pipeline_parallel > 1:
+            self.pipeline = self._pipeline(mesh, dtype)
+            if self.config.tie_embeddings:
+                owners = [part.embed_tokens for part in self.parts if part.embed_tokens is not None]
+                last_rank = 0 if layout.schedule.v_shaped else layout.pipeline_parallel - 1
+                self.tied = TiedParameter(owners, mesh, first_rank=0, last_rank=last_rank)
+
+    def _pipeline(self, mesh: DeviceMesh, dtype: torch.dtype) -> Pipeline:
+        size, length, part = self.microbatch_size, self.config.seq_length, self.parts[0]
+        shards = part.tp_size if part.sharded else 1
+        rows = torch.empty(size * length // shards, self.config.hidden_size, dtype=dtype, device="meta")
+        ids = torch.empty(size, length, dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
+        between = [torch.empty_like(rows) for _ in range(self.layout.n_stages - 1)]
+        kind = mesh.device_type
+        return Pipeline(
+            self.parts,
+            self.layout,
+            mesh,
+            n_microbatches=self.n_microbatches,
+            boundaries=[ids, *between, loss],
+            loss_fn=lambda summed, _: summed * self._scale,
+            device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+        )
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the global batch is this rank's, of layout.data_parallel."""
+        if self.mesh is None:
+            return 0
+        return (
+            self.mesh["dp_replicate"].get_local_rank() * self.layout.data_parallel_shard
+            + self.mesh["dp_shard"].get_local_rank()
+        )
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for part in self.parts for parameter in part.parameters()]
+
+    def _total(self, loss: Tensor) -> Tensor:
+        """The sum over data-parallel ranks; and over pipeline ranks, of which all but one have 0."""
+        total = loss.double().reshape(1)
+        for axis in ("dp_replicate", "dp_shard", "pp"):
+            total = all_reduce(total, self.groups.get(axis))
+        return total[0]
+
+    def gradients(self, batch: Tensor, *, first_sample: int, step: int, loss_scale: float = 1.0) -> Tensor:
+        """Gradients, times loss_scale, of the mean loss over the global batch; that loss, a scalar equal on all ranks.
+
+        batch: (samples, seq_length + 1) int64, this data-parallel rank's slice, equal on its tp and pp ranks: global
+        samples first_sample, first_sample + 1, ... Every microbatch's summed loss is divided by the target tokens of
+        the whole global batch, so the result depends neither on microbatch_size nor on the layout.
+        Communication: the model's, FSDP2's, and one all-reduce of a scalar per data-parallel and pipeline axis.
+        """
+        samples, length = batch.shape
+        self._scale = loss_scale / (samples * self.layout.data_parallel * (length - 1))
+        total = self._run(batch, first_sample, step, train=True)
+        for part in self.parts:
+            reduce_partial_gradients(part)
+        if self.tied is not None:
+            self.tied.reduce()
+        return self._total(total) / loss_scale
+
+    @torch.no_grad()
+    def summed_loss(self, batch: Tensor) -> Tensor:
+        """The loss summed over the target tokens of all data-parallel ranks' batches; equal on all ranks.
+
+        batch as for `gradients`, with n_microbatches microbatches in a pipeline.
+        """
+        self._scale = 1.0
+        return self._total(self._run(batch, 0, 0, train=False))
+
+    def _run(self, batch: Tensor, first_sample: int, step: int, *, train: bool) -> Tensor:
+        """Forward, and backward in training, of all microbatches; this rank's sum of their scaled losses."""
+        index = torch.arange(first_sample, first_sample + len(batch), device=batch.device)
+        targets = batch[:, 1:].masked_fill(batch[:, 1:] < 0, -100)
+        ids = batch[:, :-1].clamp(min=0)
+        if self.pipeline is not None:
+            run = self.pipeline.step if train else self.pipeline.evaluate
+            return run(ids, targets, targets=targets, sample_index=index, step=step)
+        (model,), size = self.parts, self.microbatch_size
+        total = torch.zeros((), device=batch.device)
+        for first in range(0, len(batch), size):
+            rows = slice(first, first + size)
+            loss = model(ids[rows], targets=targets[rows], sample_index=index[rows], step=step) * self._scale
+            if train:
+                prepare_backward(model, self.layout.zero, last=first + size >= len(batch))
+                loss.backward()
+            total = total + loss.detach()
+        return total
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks."""
+        tied = [] if self.tied is None else self.tied.local
+        return gradient_norm(self.parameters(), self.groups.values(), held_twice=tied)
+
+    def first_not_finite(self) -> str | None:
+        """Name of the first parameter, in the model's order, whose gradient is not finite on some rank; collective."""
+        found: list[tuple[int, int, str]] = []
+        rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
+        for stage, part in zip(self.layout.stages_of(rank), self.parts, strict=True):
+            for position, (name, parameter) in enumerate(part.named_parameters()):
+                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                if grad is not None and not bool(grad.isfinite().all()):
+                    found.append((stage, position, name))
+                    break
+        everywhere = [found]
+        if self.groups:
+            everywhere = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everywhere, found)
+        return min((one for rank_found in everywhere for one in rank_found), default=(0, 0, None))[2]
+
+    def train(self, mode: bool = True) -> None:
+        for part in self.parts:
+            part.train(mode)
+
+    def explain(self, dtype: torch.dtype) -> str:
+        """What carries each linear of this rank's parts and why, for one microbatch."""
+        tokens = self.microbatch_size * self.config.seq_length
+        return "\n".join(part.explain(tokens, dtype) for part in self.parts)
