@@ -15,8 +15,9 @@ from tpformer.kernels.activation.reference import activation_forward
 from tpformer.kernels.norm.reference import Norm, norm_forward
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.config import OptimizerSection
+from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.step import train_step
+from tpformer.training.step import StepResult, train_step
 
 from .baseline import check_against_plain, plain_from, plain_step, require_close
 from .cpu_collectives import check_collectives, collective_rows
@@ -60,14 +61,14 @@ QUICK_SHAPES = (Shape(gpt(2, 64, seq_length=64), samples=2, steps=2),)
 SHAPES = (Shape(gpt(4, 256), samples=8, steps=5), Shape(gpt(6, 512), samples=4, steps=3))
 
 
-def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Callable[[], tuple[Tensor, Tensor]]:
+def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Callable[[], StepResult]:
     """tpformer's training step, which returns loss and gradient norm; tp None: without a mesh."""
-    mesh = None if tp is None else build_mesh("cpu", tensor_parallel=tp)["tp"]
-    model = GPT(shape.config, tp_mesh=mesh, dtype=dtype)
-    options: dict = {"microbatch_size": shape.samples, "lr": OPTIONS.lr, "clip_norm": OPTIONS.clip_norm}
-    groups = [None if mesh is None else mesh.get_group()]
-    optimizer, batch = build_optimizer(model, OPTIONS), shape.batch()
-    return partial(train_step, model, optimizer, batch, first_sample=0, step=1, groups=groups, **options)
+    mesh = None if tp is None else build_mesh("cpu", tensor_parallel=tp)
+    model = GPT(shape.config, tp_mesh=None if mesh is None else mesh["tp"], dtype=dtype)
+    whole = ParallelModel([model], mesh=mesh, microbatch_size=shape.samples, dtype=dtype)
+    optimizers, batch = [build_optimizer(model, OPTIONS)], shape.batch()
+    options: dict = {"first_sample": 0, "step": 1, "lr": OPTIONS.lr, "clip_norm": OPTIONS.clip_norm}
+    return partial(train_step, whole, optimizers, batch, **options)
 
 
 def plain(shape: Shape, fused_qkv: bool) -> Callable[[], Tensor]:
@@ -113,7 +114,7 @@ def plain_calls(shape: Shape, prepared: bool) -> Calls:
 def gate_calls(shape: Shape, tp: int) -> Calls:
     """A rank's loss and gradient norm in float64 (of the first step: the call updates the model)."""
     step = ours(shape, tp, torch.float64)
-    return {"gate": lambda: [float(value) for value in step()]}
+    return {"gate": lambda: list(step()[:2])}
 
 
 def check() -> None:

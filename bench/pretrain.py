@@ -125,24 +125,23 @@ def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Pretrai
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     data, network = open_data(config).train, build_model(config, mesh)
-    optimizer = build_optimizer(network, config.optimizer)
+    (part,) = network.parts
+    optimizer = build_optimizer(part, config.optimizer)
     losses: list[float] = []
     seconds: list[float] = []
     for step in range(1, steps + 1):
         start = time.perf_counter()
         first = (step - 1) * model.samples
-        loss, _ = train_step(
+        result = train_step(
             network,
-            optimizer,
+            [optimizer],
             batch(data, first, model.samples).to(device),
             first_sample=first,
-            microbatch_size=model.samples,
             step=step,
             lr=learning_rate(step, steps, config.optimizer),
             clip_norm=config.optimizer.clip_norm,
-            groups=[mesh.get_group("tp")],
-        )
-        losses.append(float(loss))  # waits for the device
+        )  # waits for the device
+        losses.append(result.loss)
         seconds.append(time.perf_counter() - start)
     peak, of = peak_bytes(device)
     tokens = model.samples * model.config.seq_length
@@ -158,7 +157,7 @@ def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Pretrai
         "mfu": mfu(model.config, speed, device),
         "peak_bytes": peak,
         "peak_is": of,
-        "saved_bytes": saved_bytes(network, batch(data, 0, model.samples).to(device)),
+        "saved_bytes": saved_bytes(part, batch(data, 0, model.samples).to(device)),
         "unigram_entropy": read_sidecar(train)["entropy_nats_per_token"],  # type: ignore[index]
         "first_loss": losses[0],
         "final_loss": mean(losses[-LAST:]),

@@ -1,5 +1,6 @@
 """The pretraining bench: its run on a CPU, its row and drawing, what it requires, and what it counts under FSDP2."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,7 +20,6 @@ from bench.layer_memory import Layer, expected_items  # noqa: E402
 from bench.pretrain import GPT2, LARGE, Model, PretrainRow, problems, run_config, saved_bytes  # noqa: E402
 from tpformer.distributed import build_mesh  # noqa: E402
 from tpformer.models import GPTConfig  # noqa: E402
-from tpformer.parallel import apply_mixed_precision  # noqa: E402
 from tpformer.training.config import OptimizerSection  # noqa: E402
 from tpformer.training.setup import build_model  # noqa: E402
 
@@ -89,8 +89,8 @@ def saved_with_layers(n_layers: int) -> int:
     config = GPTConfig(vocab_size=257, seq_length=16, n_layers=n_layers, hidden_size=32, n_heads=2)
     options = run_config(Model("small", config, 2, 1e-3), 1, Path("unused"))
     mesh = build_mesh("cpu", tensor_parallel=1)
-    model = build_model(options, mesh)
-    apply_mixed_precision(model, mesh["dp_shard"], torch.bfloat16)
+    options = dataclasses.replace(options, train=dataclasses.replace(options.train, dtype="bfloat16"))
+    (model,) = build_model(options, mesh).parts
     return saved_bytes(model, torch.randint(257, (2, 17)))
 
 

@@ -7,8 +7,9 @@ from torch.distributed.tensor import DTensor
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.config import OptimizerSection
+from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer, learning_rate
-from tpformer.training.step import accumulate_gradients, train_step
+from tpformer.training.step import train_step
 
 LR, STEPS, BATCH, SEQ = 1e-3, 20, 4, 12
 # tokens per microbatch 2 * 12 = 24: divisible by 2, 3 and 4
@@ -58,19 +59,19 @@ def run_training(
     config: dict, tp: int, sequence_parallel: bool, dtype: torch.dtype, steps: int, options: dict | None = None
 ) -> dict:
     """Train on random tokens; per step the loss and norm, at the first step every gradient, at the end parameters."""
-    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"] if tp > 1 else None
-    layout: dict = {"tp_mesh": mesh, "sequence_parallel": sequence_parallel, **(options or {})}
-    model = GPT(GPTConfig(**config), seed=7, dtype=dtype, **layout)
+    mesh = build_mesh("cpu", tensor_parallel=tp) if tp > 1 else None
+    layout: dict = {"tp_mesh": None if mesh is None else mesh["tp"], "sequence_parallel": sequence_parallel}
+    model = GPT(GPTConfig(**config), seed=7, dtype=dtype, **layout, **(options or {}))
+    whole = ParallelModel([model], mesh=mesh, microbatch_size=BATCH // 2, dtype=dtype)
     optimization = OptimizerSection(lr=LR, warmup_steps=2)
     optimizer = build_optimizer(model, optimization)
     generator = torch.Generator().manual_seed(0)
     record: dict = {"loss": [], "norm": [], "gradients": {}}
-    groups = [mesh.get_group() if mesh is not None else None]
     for step in range(1, steps + 1):
         batch = torch.randint(config["vocab_size"], (BATCH, SEQ + 1), generator=generator)
         first = step * BATCH
         if step in (1, steps):
-            accumulate_gradients(model, batch, first, BATCH // 2, step)
+            whole.gradients(batch, first_sample=first, step=step)
             record["gradients"] |= {f"{step} {name}": full(p.grad) for name, p in model.named_parameters()}
             record["partial"] = {
                 name: p.grad.to_local().clone()
@@ -78,19 +79,10 @@ def run_training(
                 if isinstance(p.grad, DTensor) and p.grad.placements[0].is_replicate()
             }
             optimizer.zero_grad()
-        loss, norm = train_step(
-            model,
-            optimizer,
-            batch,
-            first_sample=first,
-            microbatch_size=BATCH // 2,
-            step=step,
-            lr=learning_rate(step, steps, optimization),
-            clip_norm=1.0,
-            groups=groups,
-        )
-        record["loss"].append(float(loss))
-        record["norm"].append(float(norm))
+        lr = learning_rate(step, steps, optimization)
+        result = train_step(whole, [optimizer], batch, first_sample=first, step=step, lr=lr, clip_norm=1.0)
+        record["loss"].append(result.loss)
+        record["norm"].append(result.norm)
     record["parameters"] = {name: full(p) for name, p in model.named_parameters()}
     return record
 

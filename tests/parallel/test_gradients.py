@@ -1,4 +1,4 @@
-"""Partial gradients are added up once; the norm and the clipping equal one process's."""
+"""Partial gradients are added up once; the norm and the clipped gradients equal one process's."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.models import GPT, GPTConfig
-from tpformer.parallel import clip_gradients, gradient_norm, reduce_partial_gradients
+from tpformer.parallel import gradient_norm, reduce_partial_gradients, scale_gradients
 
 CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=24, n_heads=2, n_kv_heads=1)
 
@@ -49,7 +49,7 @@ def norm_and_clipped(tp: int, sequence_parallel: bool, maximum: float):
     reduce_partial_gradients(model)
     parameters = list(model.parameters())
     norm = gradient_norm(parameters, [group])
-    clip_gradients(parameters, norm, maximum)
+    scale_gradients(parameters, min(1.0, maximum / (float(norm) + 1e-6)))
     clipped = {
         name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
         for name, p in model.named_parameters()

@@ -10,8 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
-from tpformer.parallel import apply_mixed_precision
+from tpformer.parallel import Layout, apply_zero
 from tpformer.training.config import OptimizerSection
+from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.step import train_step
 
@@ -23,16 +24,17 @@ def train(tp: int, low_precision: bool):
     model = GPT(CONFIG, tp_mesh=mesh["tp"], device="meta")
     seen: list[torch.dtype] = []
     if low_precision:
-        apply_mixed_precision(model, mesh["dp_shard"], torch.bfloat16)
+        apply_zero(model, model.layers.values(), mesh, Layout(tensor_parallel=tp), torch.bfloat16)
     model.to_empty(device="cpu")
     model.initialize()
     model.layers["0"].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     optimizer = build_optimizer(model, OptimizerSection(lr=3e-3))
+    whole = ParallelModel([model], Layout(tensor_parallel=tp), mesh, microbatch_size=2)
     losses = []
     for step in range(1, 21):
         batch = torch.randint(60, (4, 13), generator=torch.Generator().manual_seed(step % 2))
-        options = {"microbatch_size": 2, "lr": 3e-3, "clip_norm": 1.0, "groups": [mesh.get_group("tp")]}
-        losses.append(float(train_step(model, optimizer, batch, first_sample=0, step=step, **options)[0]))
+        options = {"lr": 3e-3, "clip_norm": 1.0}
+        losses.append(train_step(whole, [optimizer], batch, first_sample=0, step=step, **options).loss)
     kept = {p.dtype for p in model.parameters()} | {s["exp_avg"].dtype for s in optimizer.state.values()}
     return losses, set(seen), kept
 

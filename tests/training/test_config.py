@@ -115,7 +115,7 @@ def test_a_table_of_measured_transports_is_read_before_anything_starts(tiny_valu
 
 
 def built_loss_terms(values: dict) -> tuple[float, float]:
-    model = build_model(resolve(build_config(values)), build_mesh("cpu", tensor_parallel=1))
+    (model,) = build_model(resolve(build_config(values)), build_mesh("cpu", tensor_parallel=1)).parts
     return model.label_smoothing, model.z_loss
 
 

@@ -3,9 +3,10 @@
 from .gradients import gradient_norm, reduce_partial_gradients, scale_gradients
 from .layout import SCHEDULES, Layout
 from .pipeline import Action, Pipeline
+from .sequential import pipeline_sequential
 from .split import split_stages
 from .tied import TiedParameter
-from .zero import apply_zero, data_parallel_mesh, prepare_backward
+from .zero import apply_zero, data_parallel_mesh, prepare_backward, reshard
 
 __all__ = [
     "SCHEDULES",
@@ -16,8 +17,10 @@ __all__ = [
     "apply_zero",
     "data_parallel_mesh",
     "gradient_norm",
+    "pipeline_sequential",
     "prepare_backward",
     "reduce_partial_gradients",
+    "reshard",
     "scale_gradients",
     "split_stages",
 ]

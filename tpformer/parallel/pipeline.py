@@ -20,7 +20,7 @@ from tpformer.layers import ColumnParallelLinear, RowParallelLinear
 from tpformer.ops import WeightGradientQueue
 
 from .layout import Layout
-from .zero import prepare_backward, reduce_accumulated, take_weight_gradients
+from .zero import prepare_backward, reduce_accumulated, reshard, take_weight_gradients
 
 
 class Action(NamedTuple):
@@ -102,6 +102,9 @@ class _Stage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Shapes were given, not inferred from a run on real tensors, after which torch drops all gradients."""
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward and self.zero_stage < 2:
             with self._recorded("R", -1):
@@ -173,7 +176,10 @@ class Pipeline:
 
     def evaluate(self, inputs: Tensor, target: Any, **kwargs: Any) -> Tensor:
         """The same without backward."""
-        return self._run(self.schedule.eval, inputs, target, kwargs)
+        loss = self._run(self.schedule.eval, inputs, target, kwargs)
+        for part in self.parts:
+            reshard(part)
+        return loss
 
     def _run(self, run: Callable[..., Any], inputs: Tensor, target: Any, kwargs: dict[str, Any]) -> Tensor:
         losses: list[Tensor] = []

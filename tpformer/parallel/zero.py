@@ -74,7 +74,15 @@ def prepare_backward(part: nn.Module, zero_stage: int, *, last: bool) -> None:
         part.set_reshard_after_backward(last or zero_stage == 3)
 
 
-def _groups(part: FSDPModule) -> Iterator[Any]:
+def reshard(part: nn.Module) -> None:
+    """Give up parameters that a forward without backward left gathered: `part.parameters()` are the shards again."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def parameter_groups(part: FSDPModule) -> Iterator[Any]:
+    """FSDP2's groups of parameters that it gathers together, after the part's first forward: the root's first."""
     for state in fully_shard.state(part)._state_ctx.all_states:
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group per state
         yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
@@ -83,7 +91,7 @@ def _groups(part: FSDPModule) -> Iterator[Any]:
 def take_weight_gradients(part: nn.Module) -> None:
     """After weight gradients were added to .grad outside of a backward: accumulate them in the reduce dtype."""
     if isinstance(part, FSDPModule):
-        for group in _groups(part):
+        for group in parameter_groups(part):
             group.post_backward()
 
 

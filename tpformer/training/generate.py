@@ -13,7 +13,7 @@ from tpformer.models import GPT
 from .checkpoint import Checkpointer
 from .config import RunConfig, build_config, check_config, read_toml
 from .data import load_tokenizer
-from .setup import build_model, device_type, join_ranks, run_mesh, tokenizer_name
+from .setup import build_model, device_type, group_timeout, join_ranks, run_mesh, tokenizer_name
 
 
 def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
@@ -76,7 +76,7 @@ def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temper
     if len(ids) == 0:
         ids = [tokenizer.end_of_document]  # type: ignore[assignment]
     device = device_type(config)
-    join_ranks(device, config)
+    join_ranks(device, group_timeout(config))
     mesh = run_mesh(config, device)
     checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints")
     step = checkpointer.newest()

@@ -20,6 +20,7 @@ from tpformer.parallel import (
     gradient_norm,
     prepare_backward,
     reduce_partial_gradients,
+    reshard,
 )
 
 
@@ -136,6 +137,8 @@ class ParallelModel:
                 prepare_backward(model, self.layout.zero, last=first + size >= len(batch))
                 loss.backward()
             total = total + loss.detach()
+        if not train:
+            reshard(model)
         return total
 
     def gradient_norm(self) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed import build_mesh, initialize, keep_freed_memory, share_cores
+from tpformer.distributed.mesh import DEFAULT_TIMEOUT
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import use_measured_table
 from tpformer.parallel import apply_zero, split_stages
@@ -34,14 +35,14 @@ def device_type(config: RunConfig) -> str:
     return wanted
 
 
-def join_ranks(device: str, config: RunConfig) -> None:
+def join_ranks(device: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Set this process up for its share of the machine and enter the process group. Collective."""
     share_cores()
     keep_freed_memory()
-    initialize(device, _group_timeout(config))
+    initialize(device, timeout)
 
 
-def _group_timeout(config: RunConfig) -> timedelta:
+def group_timeout(config: RunConfig) -> timedelta:
     """Of the process groups: twice the run's, whose own report of a hang says more than theirs."""
     return timedelta(seconds=2 * config.run.timeout)
 
@@ -156,5 +157,5 @@ def run_mesh(config: RunConfig, device: str) -> DeviceMesh:
         data_parallel_replicate=layout.data_parallel_replicate,
         data_parallel_shard=layout.data_parallel_shard,
         tensor_parallel=layout.tensor_parallel,
-        timeout=_group_timeout(config),
+        timeout=group_timeout(config),
     )

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed import all_reduce, check_all, close
 from tpformer.distributed.mesh import AXES
+from tpformer.distributed.watchdog import Watchdog
 from tpformer.kernels.cost import machine_for
 
 from .checkpoint import Checkpointer
@@ -22,7 +23,7 @@ from .config import RunConfig, build_config, check_config, read_toml, to_toml
 from .data import batch
 from .metrics import MetricsLog, cut_metrics, plot_losses
 from .optimizer import build_optimizer, learning_rate
-from .setup import build_model, default_dtype, device_type, join_ranks, open_data, resolve, run_mesh
+from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, resolve, run_mesh
 from .step import LossScaler, StepResult, evaluate, train_step
 
 # what a resumed run may not change: with another value the loss would not be this run's
@@ -72,7 +73,7 @@ class Trainer:
         self.directory = Path(config.run.dir)
         self.data = open_data(config)
         device = device_type(config)
-        join_ranks(device, config)
+        join_ranks(device, group_timeout(config))
         self.leader = dist.get_rank() == 0
         self._prepare_directory()
         self.mesh: DeviceMesh = run_mesh(config, device)
@@ -176,18 +177,22 @@ class Trainer:
         return bool(flag)
 
     def run(self) -> None:
-        """Train to the configured step; SIGTERM or Ctrl-C ends it early, after a checkpoint."""
-        if self.leader:
+        """Train to the configured step; SIGTERM or Ctrl-C ends it early, after a checkpoint.
+
+        A step, validation or checkpoint that takes longer than run.timeout ends the process (see Watchdog).
+        """
+        with Watchdog(self.directory / "ranks", timeout=self.config.run.timeout) as watchdog:
+            if not self.leader:
+                self._loop(watchdog, None)
+                return
             cut_metrics(self.directory / "metrics.jsonl", self.step)
             options = {"first_step": self.step, "steps": self.config.train.steps}
             with MetricsLog(self.directory, tensorboard=self.config.log.tensorboard, **options) as log:
-                self._loop(log)
-            if self.config.log.plot:
-                plot_losses(self.directory)
-        else:
-            self._loop(None)
+                self._loop(watchdog, log)
+        if self.config.log.plot:
+            plot_losses(self.directory)
 
-    def _loop(self, log: MetricsLog | None) -> None:
+    def _loop(self, watchdog: Watchdog, log: MetricsLog | None) -> None:
         config, steps = self.config, self.config.train.steps
         tokens = config.train.global_batch_size * config.model.seq_length
         linears = self.model.explain(default_dtype(config))
@@ -198,6 +203,7 @@ class Trainer:
         with _stop_requests() as requests:
             stop = False
             while self.step < steps and not stop:
+                watchdog.progress(self.step + 1)
                 row = self._train_one()
                 stop, last = self._stop_agreed(requests), self.step == steps
                 if log is not None:
@@ -209,6 +215,7 @@ class Trainer:
                     log.row(**row)
                     started, first = now, self.step
                 if self.data.valid and (last or self.step % config.train.validation_interval == 0):
+                    watchdog.progress(self.step, "validation")
                     before = time.perf_counter()
                     loss = self.validate()
                     started += time.perf_counter() - before  # validation is not training speed
@@ -216,7 +223,9 @@ class Trainer:
                         log.row(step=self.step, val_loss=loss)
                 interval = config.checkpoint.interval
                 if last or stop or (interval and self.step % interval == 0):
+                    watchdog.progress(self.step, "checkpoint")
                     self._save()
+            watchdog.progress(self.step, "last checkpoint")
             self.checkpointer.wait()
         if log is not None and stop and self.step < steps:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
@@ -257,5 +266,9 @@ class Trainer:
 def pretrain(config: RunConfig) -> None:
     """Run this rank's part of a pretraining; under torchrun's environment a part, otherwise the whole of it."""
     trainer = Trainer(config)
-    trainer.run()
+    try:
+        trainer.run()
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        # before, these are a user's mistakes, of which the command prints one line; now the traceback is wanted
+        raise RuntimeError(f"step {trainer.step + 1} failed: {error}") from error
     trainer.close()

@@ -1,0 +1,96 @@
+"""Layouts: what follows from their fields, and every pair that is refused before a process group exists."""
+
+import pytest
+
+from tpformer.parallel import SCHEDULES, Layout
+
+
+def test_sizes_and_defaults():
+    layout = Layout(tensor_parallel=2, pipeline_parallel=4, data_parallel_replicate=3, data_parallel_shard=5)
+    assert layout.world_size == 2 * 4 * 3 * 5 and layout.data_parallel == 15
+    assert layout.zero == 1 and layout.n_stages == 4
+    assert Layout().zero == 0 and Layout(data_parallel_shard=2, zero_stage=3).zero == 3
+    assert Layout(pipeline_schedule="ZBVZeroBubble").n_stages == 1, "without a pipeline there is one stage"
+
+
+def test_every_stage_is_on_one_rank():
+    for name, kind in SCHEDULES.items():
+        layout = Layout(pipeline_parallel=3, pipeline_schedule=name)
+        stages = [layout.stages_of(rank) for rank in range(3)]
+        assert sorted(stage for each in stages for stage in each) == list(range(layout.n_stages))
+        assert (layout.n_stages - 1 in stages[0]) == kind.v_shaped
+    looped = Layout(pipeline_parallel=2, pipeline_schedule="LoopedBFS", pipeline_stages_per_rank=3)
+    assert looped.stages_of(1) == [1, 3, 5]
+
+
+REFUSED = {
+    "axis": ({"tensor_parallel": 0}, ["tensor_parallel=0"]),
+    "schedule": ({"pipeline_schedule": "2F2B"}, ["'2F2B'", "1F1B", "DualPipeV"]),
+    "split": ({"pipeline_split": "layers"}, ["'layers'", "parameters, time"]),
+    "stage 4": ({"zero_stage": 4}, ["zero_stage=4", "0, 1, 2, 3"]),
+    "reduce": ({"reduce_dtype": "float8"}, ["'float8'", "bfloat16"]),
+    "zero 0 shards": ({"zero_stage": 0, "data_parallel_shard": 4}, ["data_parallel_replicate=4", "zero_stage to 1"]),
+    "zero 3 replicates": (
+        {"zero_stage": 3, "data_parallel_replicate": 4},
+        ["zero_stage=3", "data_parallel_shard=4", "hybrid"],
+    ),
+    "zero 2 split backward": (
+        {"zero_stage": 2, "data_parallel_shard": 2, "pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"},
+        ["zero_stage=2", "ZBVZeroBubble", "zero_stage=1", "1F1B"],
+    ),
+    "zero 3 split backward": (
+        {"zero_stage": 3, "data_parallel_shard": 2, "pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"},
+        ["zero_stage=3", "DualPipeV"],
+    ),
+    "stages of 1F1B": ({"pipeline_parallel": 2, "pipeline_stages_per_rank": 2}, ["1F1B has 1", "Interleaved1F1B"]),
+    "stages of ZBV": (
+        {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "pipeline_stages_per_rank": 3},
+        ["ZBVZeroBubble has 2"],
+    ),
+    "no stages": (
+        {"pipeline_parallel": 2, "pipeline_schedule": "LoopedBFS", "pipeline_stages_per_rank": 0},
+        ["pipeline_stages_per_rank=0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_contradictions_are_refused(name):
+    fields, words = REFUSED[name]
+    with pytest.raises(ValueError) as error:
+        Layout(**fields).check()
+    for word in words:
+        assert word in str(error.value)
+
+
+PIPELINES = {
+    "layers": ({"pipeline_parallel": 4}, 3, 8, ["n_layers=3", "4 stages"]),
+    "looped layers": ({"pipeline_parallel": 4, "pipeline_schedule": "LoopedBFS"}, 7, 8, ["n_layers=7", "8 stages"]),
+    "microbatches": ({"pipeline_parallel": 4}, 8, 3, ["at least 4 microbatches", "there are 3"]),
+    "DualPipeV": ({"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}, 8, 3, ["at least 4", "4 stages"]),
+    "rounds": (
+        {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"},
+        8,
+        5,
+        ["2 equal rounds", "multiple of 2"],
+    ),
+    "naive": ({"pipeline_parallel": 2, "pipeline_schedule": "naive"}, 8, 2, ["one microbatch", "GPipe"]),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_without_enough_work_are_refused(name):
+    fields, n_layers, n_microbatches, words = PIPELINES[name]
+    with pytest.raises(ValueError) as error:
+        Layout(**fields).check_pipeline(n_layers, n_microbatches)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_what_is_possible_is_not_refused():
+    for name in SCHEDULES:
+        layout = Layout(pipeline_parallel=2, pipeline_schedule=name, data_parallel_shard=2)
+        layout.check()
+        layout.check_pipeline(4, 1 if name == "naive" else 4)
+    Layout().check_pipeline(1, 1)
+    Layout(zero_stage=3).check()  # one rank: every stage is the same

@@ -1,0 +1,94 @@
+"""A pipeline of one's own nn.Sequential: every schedule gives the gradients of one process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh
+from tpformer.parallel import SCHEDULES, Layout, pipeline_sequential
+
+BATCH = 8
+
+
+def cnn() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.GroupNorm(2, 4), nn.Conv2d(4, 6, 3, 2), nn.SiLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(54, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, 1, 7, 7, dtype=torch.float64, generator=generator)
+    return x, torch.randint(3, (BATCH,), generator=generator)
+
+
+def loss_fn(output, target):
+    return F.cross_entropy(output, target, reduction="sum") / BATCH
+
+
+def gradients(fields: dict, split: str = "parameters"):
+    layout = Layout(pipeline_split=split, **fields)
+    sizes = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard")
+    mesh = build_mesh("cpu", tensor_parallel=1, **{name: getattr(layout, name) for name in sizes})
+    (x, target), share = data(), BATCH // layout.data_parallel
+    first = mesh["dp_shard"].get_local_rank() * share
+    m = 1 if layout.pipeline_schedule == "naive" else 4
+    options = {"example": x[: share // m], "n_microbatches": m, "loss_fn": loss_fn}
+    pipeline = pipeline_sequential(cnn(), layout, mesh, **options)
+    loss = pipeline.step(x[first : first + share], target[first : first + share])
+    evaluated = pipeline.evaluate(x[first : first + share], target[first : first + share])
+    found = {}
+    for part in pipeline.parts:
+        for name, parameter in part.named_parameters():
+            grad = parameter.grad
+            found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    return float(loss), float(evaluated), pipeline.is_last, found
+
+
+def check(records, whole):
+    expected = whole.state_dict(keep_vars=True)
+    assert {name for *_, found in records for name in found} == set(expected)
+    for *_, found in records:
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name].grad, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def reference():
+    whole = cnn()
+    x, target = data()
+    loss = loss_fn(whole(x), target)
+    loss.backward()
+    return whole, float(loss.detach())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(ranks, schedule):
+    whole, expected = reference()
+    records = ranks(2).run(gradients, {"pipeline_parallel": 2, "pipeline_schedule": schedule})
+    check(records, whole)
+    for loss, evaluated, is_last, _ in records:
+        assert loss == pytest.approx(expected if is_last else 0.0, rel=1e-12)
+        assert evaluated == pytest.approx(expected if is_last else 0.0, rel=1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "zero"), [("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)])
+def test_with_data_parallel_ranks(ranks, schedule, zero):
+    whole, expected = reference()
+    fields = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "data_parallel_shard": 2, "zero_stage": zero}
+    records = ranks(4).run(gradients, fields, "time")
+    check(records, whole)
+    assert sum(loss for loss, *_ in records) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_example_learns():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    file = Path(__file__).parents[2] / "examples/pipeline_cnn.py"
+    done = subprocess.run([*command, str(file), "--schedule", "GPipe"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("loss")[-1].split()[0]) < 0.2

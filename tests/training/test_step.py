@@ -1,0 +1,115 @@
+"""A step that is not finite updates nothing on any rank; float16 scales its loss; low precision trains like float32."""
+
+import math
+
+import pytest
+import torch
+
+from tpformer.training.config import build_config
+from tpformer.training.model import ParallelModel
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.setup import build_model, default_dtype, run_mesh
+from tpformer.training.step import LossScaler, train_step
+
+MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "n_heads": 2}
+BATCH = 4
+TP2_PP2 = {"tensor_parallel": 2, "pipeline_parallel": 2}
+ZERO3 = {"data_parallel_shard": 2, "zero_stage": 3}
+ZBV = {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2}
+
+
+def setup(parallel: dict, dtype: str):
+    values = {"model": MODEL, "parallel": parallel, "data": {"train": ["none"]}}
+    config = build_config(values, {"train": {"global_batch_size": BATCH, "dtype": dtype}})
+    model = build_model(config, run_mesh(config, "cpu"))
+    return model, [build_optimizer(part, config.optimizer) for part in model.parts], default_dtype(config)
+
+
+def run(model: ParallelModel, optimizers, step: int, scaler: LossScaler | None = None):
+    batch = torch.randint(60, (BATCH, 13), generator=torch.Generator().manual_seed(step % 2))
+    share = BATCH // model.layout.data_parallel
+    first = model.data_rank * share
+    options = {"first_sample": first, "step": step, "lr": 3e-3, "clip_norm": 1.0, "scaler": scaler}
+    return train_step(model, optimizers, batch[first : first + share], **options)
+
+
+def local_values(model: ParallelModel) -> list[torch.Tensor]:
+    return [parameter.to_local().detach().clone() for parameter in model.parameters()]
+
+
+def poisoned_step(parallel: dict, poison: float):
+    """The third of four steps has a gradient that is not finite, in one parameter, on the last rank that has it."""
+    model, optimizers, _ = setup(parallel, "float32")
+    compute, results, kept = model.gradients, [], []
+    for step in range(1, 5):
+
+        def gradients(*args, **kwargs):
+            loss = compute(*args, **kwargs)
+            for part in model.parts:
+                for name, parameter in part.named_parameters():
+                    if name == "layers.3.mlp.fc1.weight" and torch.distributed.get_rank() == 3:
+                        parameter.grad.to_local()[0, 0] = poison
+            return loss
+
+        model.gradients = gradients if step == 3 else compute
+        before = local_values(model)
+        results.append(tuple(run(model, optimizers, step)))
+        kept.append(all(torch.equal(a, b) for a, b in zip(before, local_values(model), strict=True)))
+    counts = {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()}
+    return results, kept, counts
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_all_ranks_skip_a_step_that_is_not_finite(ranks, poison):
+    for results, kept, counts in ranks(4).run(poisoned_step, TP2_PP2, poison):
+        assert [skipped for _, _, skipped, _ in results] == [False, False, True, False]
+        assert kept == [False, False, True, False] and counts == {3.0}
+        assert results[2][3] == "layers.3.mlp.fc1.weight" and not math.isfinite(results[2][1])
+        assert math.isfinite(results[3][0]) and results[3][3] is None
+
+
+def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
+    model, optimizers, compute = setup(parallel, dtype)
+    scaler = LossScaler(scale, interval=5) if scale else None
+    results = [run(model, optimizers, step, scaler) for step in range(1, steps + 1)]
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    losses = [result.loss for result in results]
+    return losses, [result.skipped for result in results], None if scaler is None else scaler.scale, compute, dtypes
+
+
+@pytest.mark.parametrize("parallel", [{}, ZERO3, TP2_PP2, ZBV], ids=["one", "zero3", "tp2-pp2", "zbv"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_trains_as_float32_does(ranks, parallel, dtype):
+    size = math.prod(value for key, value in parallel.items() if key.endswith(("_parallel", "_shard")))
+    expected = ranks(1).run(train, {}, "float32", 12)[0][0]
+    scale = 2.0**8 if dtype == "float16" else None
+    for losses, skipped, last_scale, compute, kept in ranks(size).run(train, parallel, dtype, 12, scale):
+        assert compute == getattr(torch, dtype) and kept == {torch.float32}
+        assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 5 and 10 good steps"
+        torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)
+        assert losses != expected, "it must not have run in float32"
+        assert losses[-1] < 0.9 * losses[0]
+
+
+def test_an_overflow_halves_the_scale_on_all_ranks_alike(ranks):
+    records = ranks(2).run(train, ZERO3, "float16", 20, 2.0**26)
+    losses, skipped, scale, *_ = records[0]
+    overflows = skipped.index(False)
+    assert overflows > 0 and scale <= 2.0 ** (26 - overflows + 3)
+    assert all(record[1:3] == (skipped, scale) for record in records)
+    assert math.isfinite(losses[-1])
+
+
+def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
+    scaler = LossScaler(4.0, interval=2)
+    for finite in (True, True, True):
+        scaler.update(finite)
+    other = LossScaler()
+    other.interval = 2
+    other.load_state_dict(scaler.state_dict())
+    assert other.scale == 8.0
+    other.update(True)
+    assert other.scale == 16.0, "two good steps in a row, one of them before"
+    for _ in range(20):
+        other.update(False)
+    assert other.scale == 1.0

@@ -1,0 +1,82 @@
+"""A pipeline of any nn.Sequential: its children are the layers that are divided among the stages."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.flop_counter import FlopCounterMode
+
+from .layout import Layout
+from .pipeline import Pipeline
+from .split import split_stages
+from .zero import apply_zero
+
+
+def pipeline_sequential(
+    model: nn.Sequential,
+    layout: Layout,
+    mesh: DeviceMesh,
+    *,
+    example: Tensor,
+    n_microbatches: int,
+    loss_fn: Callable[[Tensor, Any], Tensor],
+) -> Pipeline:
+    """This rank's stages of `model` and their schedule.
+
+    model: the same on all ranks, with the same values or on the meta device (then fill `Pipeline.parts` yourself). Each
+    child takes the tensor that the one before it returned. Parts keep the model's parameter names.
+    example: the input of one microbatch of one data-parallel rank; only its shape and dtype count.
+    layout: pipeline_parallel, schedule, split and data-parallel axes; tensor parallelism is the model's own affair.
+    loss_fn(output, target) of a microbatch: gradients are summed over microbatches and data-parallel ranks, so divide
+    by the samples of the global batch.
+    Communication: Pipeline's and, with data-parallel axes, apply_zero's, each part being one unit.
+    Errors: ValueError for fewer children than stages, and for a layout that contradicts itself.
+    """
+    layout.check()
+    layout.check_pipeline(len(model), n_microbatches)
+    boundaries, costs = _trace(model, example, layout.pipeline_split)
+    ranges = split_stages(costs, layout.n_stages)
+    children = list(model.named_children())
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    parts: list[nn.Module] = []
+    for stage in layout.stages_of(mesh["pp"].get_local_rank()):
+        part = nn.Sequential(OrderedDict(children[ranges[stage].start : ranges[stage].stop]))
+        if not any(tensor.is_meta for tensor in (*part.parameters(), *part.buffers())):
+            part.to(device)
+        if layout.data_parallel > 1 and next(part.parameters(), None) is not None:
+            dtype = next(part.parameters()).dtype
+            apply_zero(part, [], mesh, layout, dtype)
+        parts.append(part)
+    output = torch.empty_like(boundaries[-1])
+    ends = [boundaries[each.start] for each in ranges]
+    return Pipeline(
+        parts,
+        layout,
+        mesh,
+        n_microbatches=n_microbatches,
+        boundaries=[*ends, output],
+        loss_fn=loss_fn,
+        device=device,
+    )
+
+
+def _trace(model: nn.Sequential, example: Tensor, by: str) -> tuple[list[Tensor], list[float]]:
+    """What goes into each child and out of the last one (meta tensors), and what each child costs."""
+    x = torch.empty_like(example, device="meta")
+    boundaries, costs = [x], []
+    for child in model:
+        shapes = copy.deepcopy(child).to("meta")
+        with torch.no_grad(), FlopCounterMode(display=False) as flops:
+            x = shapes(x)
+        boundaries.append(x)
+        size = sum(parameter.numel() for parameter in child.parameters())
+        costs.append(float(size if by == "parameters" else flops.get_total_flops()))
+    return boundaries, costs
