@@ -1,4 +1,4 @@
-"""The `tpformer` command: data build, pretrain, generate, export. Parsing only; the work is in tpformer.training."""
+"""The `tpformer` command. Parsing only; the work is in `training`, and that of dry-run in `planner`."""
 
 import dataclasses
 import os
@@ -17,6 +17,8 @@ USAGE = """usage: tpformer COMMAND ...
   data build INPUT... --out PREFIX   make a token dataset from text files, folders or .jsonl
   data stdlib --out DIR              make the default corpus: the Python standard library's source
   pretrain FILE.toml [--section.key value ...]   train a GPT; starts its own local ranks unless under torchrun
+  verify FILE.toml [--section.key value ...]     two steps in the file's layout and in one process, compared
+  dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   memory and communication of ranks, in one process
   generate RUN_DIR --prompt TEXT     sample from a run's newest checkpoint
   export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors
 
@@ -33,12 +35,12 @@ def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[st
     return values
 
 
-def parse_run(arguments: Sequence[str]) -> RunConfig:
-    """The configuration of `pretrain FILE.toml [--section.key value ...]`: preset < file < command line."""
-    prog = "tpformer pretrain FILE.toml"
+def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
+    """The configuration of `COMMAND FILE.toml [--section.key value ...]`: preset < file < command line."""
+    prog = f"tpformer {command} FILE.toml"
     if not arguments or arguments[0].startswith("-"):
         tyro.cli(RunConfig, prog=prog, args=list(arguments) or ["--help"], config=(tyro.conf.FlagConversionOff,))
-        raise ValueError("pretrain needs a configuration: tpformer pretrain FILE.toml [--section.key value ...]")
+        raise ValueError(f"{command} needs a configuration: {prog} [--section.key value ...]")
     file = read_toml(arguments[0])
     parsed = tyro.cli(
         RunConfig,
@@ -72,6 +74,50 @@ def pretrain_command(arguments: Sequence[str]) -> None:
         pretrain(config)
 
     _with_ranks(["pretrain", *arguments], config.parallel.world_size, work, config.run.max_restarts)
+
+
+def verify_command(arguments: Sequence[str]) -> None:
+    from tpformer.training.verify import check_memory, verify_config, verify_rank
+
+    config = verify_config(parse_run(arguments, "verify"))
+    check_config(config)
+    check_memory(config)
+
+    def work() -> None:
+        import torch.distributed as dist
+
+        code = verify_rank(config)
+        dist.destroy_process_group()
+        sys.exit(code)
+
+    _with_ranks(["verify", *arguments], config.parallel.world_size, work)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What ranks of FILE.toml's layout hold and communicate, and whether it fits; without GPUs, data or other ranks.
+    Besides these options those of `tpformer pretrain FILE.toml`."""
+
+    ranks: str | None = None
+    """Which, separated by commas; unset: one of the first, a middle and the last pipeline stage."""
+    device_memory: float | None = None
+    """GB (10^9 bytes) of one device; unset: that of the GPU of this machine, else 80."""
+
+
+def dry_run_command(arguments: Sequence[str]) -> None:
+    from tpformer.planner.dry_run import check_ranks, default_ranks, device_memory, plan_config
+    from tpformer.planner.report import report
+
+    options, rest = tyro.cli(DryRun, prog="tpformer dry-run FILE.toml", args=list(arguments), return_unknown_args=True)
+    config = plan_config(parse_run(rest, "dry-run"))
+    try:
+        ranks = default_ranks(config) if options.ranks is None else [int(rank) for rank in options.ranks.split(",")]
+    except ValueError:
+        raise ValueError(f"--ranks {options.ranks}: write whole numbers separated by commas") from None
+    check_ranks(config, ranks)
+    memory = device_memory() if options.device_memory is None else options.device_memory * 1e9
+    for line in report(config, ranks, memory):
+        print(line, flush=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,13 +212,16 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
     ("data", "build"): build_data_command,
     ("data", "stdlib"): stdlib_command,
     ("pretrain",): pretrain_command,
+    ("verify",): verify_command,
+    ("dry-run",): dry_run_command,
     ("generate",): generate_command,
     ("export",): export_command,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. What a user can mend (a value, a missing file or package) is one line on stderr and exit code 2.
+    """Entry point. What a user can mend (a value, a missing file or package, a run that diverges) is one line on stderr
+    and exit code 2.
 
     Any other exception is its traceback, which torch prefixes with the rank, and exit code 1. Both leave at once: an
     open process group can hang or abort on the way out of the interpreter, and peers notice only a process that ended.
@@ -186,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise
             except BaseException as error:  # DCP's CheckpointException is no Exception
                 record_exception(error)
-                usage = isinstance(error, ValueError | FileNotFoundError | ImportError)
+                usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
                 if usage:
                     print(f"tpformer: {error}", file=sys.stderr, flush=True)
                 else:

@@ -1,0 +1,149 @@
+"""Ranks started on this machine: which failure is named, what is started again, what signals do. No rank uses torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tpformer.distributed.launch import run_ranks
+from tpformer.distributed.watchdog import HANG_EXIT_CODE
+
+# every rank notes its start and its arguments, and waits until all have; `error` leaves a message as
+# tpformer.distributed.launch.record_exception does
+PRELUDE = """
+import json, os, signal, sys, time
+rank = int(os.environ["RANK"])
+folder, *arguments = sys.argv[1:]
+with open(f"{folder}/{rank}", "a") as file:
+    print(*arguments, file=file)
+def starts(rank):
+    path = f"{folder}/{rank}"
+    return len(open(path).readlines()) if os.path.exists(path) else 0
+
+attempt = starts(rank)
+while any(starts(other) < attempt for other in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.01)
+
+def error(text):
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": text}}, file)
+"""
+
+
+def command(folder: Path, script: str) -> list[str]:
+    return [sys.executable, "-S", "-c", PRELUDE + script, str(folder)]
+
+
+def starts(folder: Path, rank: int) -> list[str]:
+    return (folder / str(rank)).read_text().splitlines()
+
+
+def test_ranks_have_torchruns_environment(tmp_path):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    script = f"open(f'{{folder}}/env-{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
+    assert run_ranks(command(tmp_path, script), 3) == 0
+    values = [(tmp_path / f"env-{rank}").read_text().split() for rank in range(3)]
+    assert [value[:5] for value in values] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    assert len({value[5] for value in values}) == 1
+
+
+def test_a_failing_rank_ends_the_others_and_is_named(tmp_path, capfd):
+    began = time.monotonic()
+    assert run_ranks(command(tmp_path, "if rank == 1: sys.exit(7)\ntime.sleep(60)"), 3) == 7
+    assert time.monotonic() - began < 20
+    assert capfd.readouterr().err == "rank 1 of 3 failed with exit code 7; all ranks were stopped\n"
+    assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("note", "end", "consequence", "text"),
+    [
+        # peers of a killed rank raise
+        ("", "os.kill(os.getpid(), signal.SIGKILL)", "error('closed'); sys.exit(1)", "was killed by SIGKILL"),
+        # and so do peers of one that raised, a moment later
+        ("KeyError: 3\\n more", "sys.exit(1)", "error('closed'); sys.exit(1)", "failed with exit code 1 (KeyError: 3)"),
+        # native threads abort when a peer is gone
+        ("KeyError: 3", "sys.exit(1)", "os.abort()", "failed with exit code 1 (KeyError: 3)"),
+        ("", f"sys.exit({HANG_EXIT_CODE})", "error('closed'); sys.exit(1)", "ended the job because a rank hangs"),
+    ],
+)
+def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, note, end, consequence, text):
+    """All end within one poll of the launcher."""
+    monkeypatch.setattr("tpformer.distributed.launch.POLL_SECONDS", 0.5)
+    script = f"""
+if rank == 1:
+    if "{note}":
+        error("{note}")
+    open(f"{{folder}}/first", "w").close()
+    {end}
+while not os.path.exists(f"{{folder}}/first"):
+    time.sleep(0.01)
+{consequence}
+"""
+    code = run_ranks(command(tmp_path, script), 2)
+    first, then = capfd.readouterr().err.splitlines()
+    assert first.startswith(f"rank 1 of 2 {text}") and first.endswith("; all ranks were stopped")
+    assert then.startswith("then rank 0 of 2 ")
+    assert code in (1, 128 + signal.SIGKILL, HANG_EXIT_CODE)
+
+
+def test_restart_runs_all_ranks_again_with_the_arguments_that_resume(tmp_path, capfd):
+    script = "if rank == 2 and attempt < 3: os.kill(os.getpid(), signal.SIGKILL)\nif attempt < 3: time.sleep(60)"
+    assert run_ranks(command(tmp_path, script), 3, max_restarts=2, restart_arguments=("--resume", "True")) == 0
+    for rank in range(3):
+        assert starts(tmp_path, rank) == ["", "--resume True", "--resume True"]
+    killed = "rank 2 of 3 was killed by SIGKILL; all ranks were stopped"
+    again = "starting all ranks again: restart {} of 2"
+    assert capfd.readouterr().err.splitlines() == [killed, again.format(1), killed, again.format(2)]
+
+
+def test_restarts_are_used_up(tmp_path, capfd):
+    assert run_ranks(command(tmp_path, "sys.exit(3 + attempt)"), 1, max_restarts=2) == 6
+    assert len(starts(tmp_path, 0)) == 3 and "exit code 6" in capfd.readouterr().err
+
+
+def test_a_users_mistake_is_not_tried_again(tmp_path):
+    assert run_ranks(command(tmp_path, "sys.exit(2)"), 2, max_restarts=5) == 2
+    assert len(starts(tmp_path, 0)) == 1
+
+
+LAUNCHER = "import sys; from tpformer.distributed.launch import run_ranks; sys.exit(run_ranks({}, 2, max_restarts=3))"
+
+
+@pytest.mark.parametrize(("handler", "signals", "code"), [("sys.exit(5)", 1, 5), ("pass", 2, 128 + signal.SIGKILL)])
+def test_sigterm_is_passed_on_and_nothing_restarts(tmp_path, handler, signals, code):
+    """The first lets ranks finish (or fail: no restart), the second kills them."""
+    script = f"""
+def stop(number, frame):
+    open(f"{{folder}}/seen-{{rank}}", "w")
+    {handler}
+signal.signal(signal.SIGTERM, stop)
+open(f"{{folder}}/ready-{{rank}}", "w")
+time.sleep(60)  # goes on after a handler
+"""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER.format(command(tmp_path, script))], stderr=subprocess.PIPE, text=True
+    )
+
+    def wait_for(name: str) -> None:
+        deadline = time.monotonic() + 60
+        while not all((tmp_path / f"{name}-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    try:
+        wait_for("ready")
+        os.kill(launcher.pid, signal.SIGTERM)
+        if signals == 2:
+            wait_for("seen")
+            os.kill(launcher.pid, signal.SIGTERM)
+        err = launcher.communicate(timeout=60)[1]
+    finally:
+        launcher.kill()
+    assert launcher.returncode == code, err
+    assert "restart" not in err and len(starts(tmp_path, 0)) == 1

@@ -1,0 +1,189 @@
+"""What a rank is found doing, and which rank a report blames."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from tpformer.distributed import all_gather, all_reduce, close, use_backend
+from tpformer.distributed.rank_states import (
+    ROWS,
+    Position,
+    RankState,
+    find_culprits,
+    names,
+    position_of_thread,
+    read_states,
+    report,
+    write_state,
+)
+
+WAIT = 0.4
+
+
+def in_another_thread(work) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(work).result()
+
+
+def calls(backend: str) -> dict:
+    """Each blocks rank 0 until rank 1, which comes later, has called it too."""
+    group, x = dist.group.WORLD, torch.ones(2)
+    ours = {"all_reduce ": lambda: all_reduce(x, group), "all_gather": lambda: all_gather(x, group)}
+    if backend == "shared":
+        return ours
+    return ours | {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "barrier": lambda: dist.barrier(),
+        "recv": lambda: dist.recv(x, 1) if dist.get_rank() == 0 else dist.send(x, 0),
+        "all_gather_object": lambda: dist.all_gather_object([None, None], 1),
+        "broadcast_object_list": lambda: dist.broadcast_object_list([1], src=1),
+        "wait_tensor": lambda: functional.wait_tensor(functional.all_reduce(x, "sum", group)),
+        "barrier ": lambda: in_another_thread(dist.barrier),
+    }
+
+
+def positions(backend: str) -> list[tuple[str, Position]]:
+    """Rank 0: what it is found doing while it waits in each call."""
+    use_backend(dist.group.WORLD, backend)
+    thread, found = threading.get_ident(), []
+    for name, call in calls(backend).items():
+        call()  # the first one of a kind imports and allocates
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(WAIT)
+        watch = threading.Timer(WAIT / 2, lambda name=name: found.append((name, position_of_thread(thread))))
+        watch.start()
+        call()
+        watch.join()
+    close(dist.group.WORLD)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_a_waiting_rank_is_in_the_collective_that_its_caller_knows(ranks, backend):
+    found = ranks(2).run(positions, backend)[0]
+    assert len(found) == (9 if backend == "gloo" else 2)
+    for name, position in found:
+        assert position.collective == name.strip(), (name, position)
+        assert position.at.startswith(f"{__file__}:"), (name, position)
+
+
+def computing_and_sleeping() -> list[Position]:
+    found: list[Position] = []
+    thread = threading.get_ident()
+    watch = threading.Timer(0.1, lambda: found.append(position_of_thread(thread)))
+    watch.start()
+    time.sleep(0.2)
+    watch = threading.Timer(0.1, lambda: found.append(position_of_thread(thread)))
+    watch.start()
+    linear, x = torch.nn.Linear(256, 256), torch.ones(256, 256)
+    while watch.is_alive():
+        linear(x)
+    return found
+
+
+def test_a_rank_that_sleeps_or_computes_is_in_no_collective(ranks):
+    sleeping, computing = ranks(1).run(computing_and_sleeping)[0]
+    first = computing_and_sleeping.__code__.co_firstlineno
+    assert sleeping.collective is None and computing.collective is None
+    assert sleeping.at == f"{__file__}:{first + 5}"
+    assert sleeping.stack[-1] == f"{__file__}:{first + 5} in computing_and_sleeping"
+    assert computing.at in (f"{__file__}:{first + 10}", f"{__file__}:{first + 9}")
+
+
+def test_a_thread_that_has_ended():
+    assert position_of_thread(-1).collective is None
+
+
+def state(rank: int, collective: str | None = "all_reduce", step: int = 7, at: str = "step.py:3", **other) -> RankState:
+    values = {"attempt": "a", "beat": 1, "doing": "", "step_seconds": 5.0, "at_seconds": 4.0}
+    return RankState(rank=rank, step=step, collective=collective, at=at, **{**values, **other})
+
+
+def blamed(states: list[RankState], alive: set[int] | None = None, world_size: int = 4) -> tuple[list[int], str]:
+    return find_culprits(world_size, {s.rank: s for s in states}, set(range(world_size)) if alive is None else alive)
+
+
+def test_a_rank_without_a_heartbeat_is_blamed_before_any_other():
+    states = [state(0), state(1), state(2, None, at="data.py:9"), state(3)]
+    ranks, why = blamed(states, alive={0, 2})
+    assert ranks == [1, 3] and why.startswith("no heartbeat from ranks 1, 3: ")
+    assert "rank 1 (step 7, in all_reduce, called at step.py:3)" in why
+
+
+def test_a_rank_that_never_wrote_is_blamed_first():
+    ranks, why = blamed([state(0), state(3)], alive={0})
+    assert ranks == [1, 2] and why.startswith("ranks 1-2 wrote nothing here") and "all machines share" in why
+
+
+def test_a_rank_outside_of_the_collective_is_blamed():
+    ranks, why = blamed([state(0), state(1), state(2, None, at="data.py:9"), state(3, "recv")])
+    assert ranks == [2]
+    assert why == "ranks 0-1, 3 wait in collectives for rank 2 (step 7, at data.py:9, in no collective)"
+
+
+def test_a_rank_that_finished_is_what_the_others_wait_for():
+    """It has no heartbeat any more, and that is right."""
+    ranks, why = blamed([state(0), state(1), state(2), state(3, None, finished=True)], alive={0, 1, 2})
+    assert ranks == [3] and why.endswith("wait in collectives for rank 3 (finished after step 7)")
+
+
+def test_a_rank_in_another_collective_is_blamed():
+    ranks, why = blamed([state(0), state(1, "barrier", 8), state(2), state(3)])
+    assert ranks == [1] and why.startswith("rank 1 (step 8, in barrier, called at step.py:3) against rank 0 (step 7, ")
+    assert why.endswith("they may have called collectives in another order")
+    # none is more frequent: the one that is behind
+    assert blamed([state(0), state(1, step=8)], world_size=2)[0] == [0]
+
+
+def test_on_a_device_all_ranks_wait_outside_of_collectives():
+    states = [state(0, None), state(1, None), state(2, None, at="data.py:9"), state(3, None)]
+    ranks, why = blamed(states)
+    assert ranks == [2] and why.endswith("the others may wait for their devices")
+    assert blamed([state(rank, None) for rank in range(4)])[0] == []
+
+
+def test_names():
+    assert names([3]) == "rank 3"
+    assert names([7, 0, 1, 2, 9, 10]) == "ranks 0-2, 7, 9-10"
+
+
+def test_report():
+    states = {
+        0: state(0, host="a", pid=10),
+        1: state(1, None, at="data.py:9", host="b", pid=11, stack=("train.py:5 in main", "data.py:9 in read")),
+        2: state(2, None, step=0, doing="validation", host="b", pid=12, finished=True),
+    }
+    text = report(3, states, {0: 0.0, 1: 31.25, 2: 40.0}, alive={0})
+    assert text.splitlines() == [
+        "rank 1: no heartbeat from rank 1: its process is dead, stopped, or in native code that holds Python's lock; "
+        "last seen: rank 1 (step 7, at data.py:9, in no collective)",
+        "  rank            step          since  heartbeat   in             for    called at",
+        "  1 on b, pid 11  7             5.0 s  31.2 s ago  no collective  4.0 s  data.py:9",
+        "  0 on a, pid 10  7             5.0 s  0.0 s ago   all_reduce     4.0 s  step.py:3",
+        "  2 on b, pid 12  0 validation  5.0 s  finished    no collective  4.0 s  step.py:3",
+        "Python stack of rank 1 at its last heartbeat:",
+        "  train.py:5 in main",
+        "  data.py:9 in read",
+    ]
+    assert "  1     " in report(2, {0: states[0]}, {0: 0.0}, alive={0})
+    many = {rank: state(rank) for rank in range(3000)}
+    many[2999] = state(2999, None)
+    lines = report(3000, many, {}, set(many)).splitlines()
+    assert lines[2].startswith("  2999 on ") and lines[2 + ROWS] == f"  and {3000 - ROWS} more ranks"
+
+
+def test_files_of_other_attempts_and_damaged_ones_are_not_read(tmp_path: Path):
+    write_state(tmp_path, state(0, stack=("a.py:1 in f",)))
+    write_state(tmp_path, state(1, attempt="b"))
+    (tmp_path / "rank-2.json").write_text("")
+    (tmp_path / "rank-3.json").write_text('{"rank": 3}')
+    assert read_states(tmp_path, 5, "a") == {0: state(0, stack=("a.py:1 in f",))}

@@ -1,0 +1,350 @@
+"""Whole runs whose ranks are killed, raise, are stopped, or compute NaN: the job ends or starts again, names the rank,
+loses no checkpoint, and ends with the bits of a run that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankFailure
+
+from tpformer.distributed.watchdog import HANG_EXIT_CODE
+from tpformer.training.config import build_config, to_toml
+from tpformer.training.metrics import read_metrics
+from tpformer.training.model import ParallelModel
+from tpformer.training.trainer import Trainer
+
+TIMEOUT = 8.0  # run.timeout: a first step of four ranks on two busy cores takes a few seconds
+INTERVAL = 3  # steps between checkpoints
+STEPS_BETWEEN = 8  # steps between faults
+TWO = {"pipeline_parallel": 2}
+PIPELINE = {"tensor_parallel": 2, "pipeline_parallel": 2}
+SHARDED = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
+
+# `tpformer` of which a rank raises before or after the gradients of a step, in its n-th start: faults[n] = (rank, step,
+# when)
+FAULTY = """
+import json, os, sys
+from tpformer import cli
+from tpformer.distributed.launch import run_ranks
+from tpformer.training.model import ParallelModel
+
+folder, faults, arguments = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:]
+if "RANK" in os.environ:
+    with open(f"{folder}/starts-{os.environ['RANK']}", "a+") as file:
+        file.write("start\\n")
+        file.seek(0)
+        start = len(file.readlines()) - 1
+    rank, at, when = faults[start] if start < len(faults) else (None, None, None)
+    original = ParallelModel.gradients
+
+    def gradients(self, batch, **options):
+        faulty = options["step"] == at and int(os.environ["RANK"]) == rank
+        if faulty and when == "before":
+            raise ValueError(f"injected before the gradients of step {at}")
+        loss = original(self, batch, **options)
+        if faulty:
+            raise LookupError(f"injected after the gradients of step {at}")
+        return loss
+
+    ParallelModel.gradients = gradients
+own = [sys.executable, __file__, folder, sys.argv[2]]
+cli.run_ranks = lambda command, *more, **options: run_ranks([*own, *command[3:]], *more, **options)
+cli.main(arguments)
+"""
+
+
+class Job:
+    """A `tpformer pretrain` in the background."""
+
+    def __init__(self, command: list[str], folder: Path, run: Path) -> None:
+        self.run, self.error_file = run, folder / f"{run.name}.err"
+        self.files = [(folder / f"{run.name}.out").open("w"), self.error_file.open("w")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdout=self.files[0], stderr=self.files[1], env=environment)
+
+    @property
+    def err(self) -> str:
+        return self.error_file.read_text()
+
+    def ranks(self) -> list[int]:
+        """Process ids, in rank order."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert self.process.poll() is None, f"ended before: {what}\n{self.err}"
+            assert time.monotonic() < deadline, f"took too long: {what}\n{self.err}"
+            time.sleep(0.002)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: step <= last_step(self.run), f"step {step}")
+
+    def finish(self, seconds: float = 120) -> int:
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()  # the launcher ends its ranks, if they listen
+            time.sleep(0.5)
+            self.process.terminate()
+            self.process.wait(20)
+        for file in self.files:
+            file.close()
+
+
+def last_step(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("\n") else 0
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run / "metrics.jsonl")]
+
+
+def completed(run: Path) -> set[str]:
+    return {path.parent.name for path in (run / "checkpoints").glob("step-*/manifest.json")}
+
+
+def run_values(run: Path, data: Path, layout: dict, steps: int, restarts: int = 0) -> dict[str, dict]:
+    return {
+        "run": {"dir": str(run), "timeout": TIMEOUT, "max_restarts": restarts},
+        "model": {"seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4},
+        "data": {"train": [str(data)]},
+        "parallel": layout,
+        "train": {"steps": steps, "global_batch_size": 4},
+        "optimizer": {"warmup_steps": 2},
+        "checkpoint": {"interval": INTERVAL, "keep": 1000},
+        "log": {"interval": 1, "plot": False, "tensorboard": False},
+    }
+
+
+@pytest.fixture
+def start(tiny_data, tmp_path) -> Iterator[Callable[..., Job]]:
+    """start(layout, steps, restarts=0, faults=None): a job on the run directory tmp_path/run."""
+    jobs = []
+
+    def start(layout: dict, steps: int, restarts: int = 0, faults: list | None = None) -> Job:
+        run, toml = tmp_path / "run", tmp_path / "run.toml"
+        toml.write_text(to_toml(build_config(run_values(run, tiny_data, layout, steps, restarts))))
+        command = [sys.executable, "-m", "tpformer.cli", "pretrain", str(toml)]
+        if faults is not None:
+            (tmp_path / "faulty.py").write_text(FAULTY)
+            command[1:3] = [str(tmp_path / "faulty.py"), str(tmp_path), json.dumps(faults)]
+        jobs.append(Job(command, tmp_path, run))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+def train(values: dict) -> None:
+    Trainer(build_config(values)).run()
+
+
+@pytest.fixture
+def undisturbed(ranks, tiny_data, tmp_path) -> Callable[[dict, int], list]:
+    """undisturbed(layout, steps): the losses of a run that nothing happens to."""
+
+    def undisturbed(layout: dict, steps: int) -> list:
+        values = run_values(tmp_path / "undisturbed", tiny_data, layout, steps)
+        ranks(world_size_of(layout)).run(train, values)
+        found = losses(tmp_path / "undisturbed")
+        assert len(found) == steps
+        return found
+
+    return undisturbed
+
+
+def world_size_of(layout: dict) -> int:
+    return build_config({"parallel": layout}).parallel.world_size
+
+
+def disturb(job: Job, number: int, rank: int, step: int) -> float:
+    """Send a signal to a rank at some moment after a step; seconds until its job has ended or started again."""
+    job.wait_for_step(step)
+    time.sleep(random.Random(step).random() * 0.05)  # anywhere in a step
+    before, pids = completed(job.run), job.ranks()
+    os.kill(pids[rank], number)
+    began = time.monotonic()
+    while job.process.poll() is None and job.ranks() in (pids, []):
+        assert time.monotonic() - began < TIMEOUT + 60, job.err
+        time.sleep(0.01)
+    assert before <= completed(job.run), "a completed checkpoint was lost"
+    return time.monotonic() - began
+
+
+def wait_for_resumed_run(job: Job, inode: int) -> None:
+    """Until the ranks that were started again have cut metrics.jsonl back to their checkpoint."""
+    job.wait_until(lambda: (job.run / "metrics.jsonl").stat().st_ino != inode, "a resumed run")
+
+
+def faults_of(seed: int, count: int, world_size: int) -> list[tuple[int, int]]:
+    """(rank, step) of faults in the order of their steps."""
+    chance = random.Random(seed)
+    first = INTERVAL + 1  # then there is a checkpoint
+    return [
+        (chance.randrange(world_size), first + STEPS_BETWEEN * number + chance.randrange(STEPS_BETWEEN - 2))
+        for number in range(count)
+    ]
+
+
+def signals_and_restarts(start, undisturbed, layout: dict, number: int, seed: int, count: int) -> None:
+    """A job to whose ranks something happens `count` times, each time while it trains."""
+    world_size = world_size_of(layout)
+    faults, steps = faults_of(seed, count, world_size), STEPS_BETWEEN * (count + 1)
+    expected = undisturbed(layout, steps)
+    job = start(layout, steps, restarts=count)
+    for index, (rank, step) in enumerate(faults):
+        inode = (job.run / "metrics.jsonl").stat().st_ino if index else 0
+        seconds = disturb(job, number, rank, step)
+        assert seconds < (TIMEOUT + 15 if number == signal.SIGSTOP else 10), job.err
+        assert job.process.poll() is None, job.err
+        wait_for_resumed_run(job, inode)
+    assert job.finish() == 0, job.err
+    for index, (rank, _) in enumerate(faults):
+        words = f"rank {rank} of {world_size} was killed by SIGKILL" if number == signal.SIGKILL else ""
+        words = words or f"rank {rank}: no heartbeat from rank {rank}: "
+        after = job.err.split("starting all ranks again")[index]
+        assert words in after, after
+    assert f"restart {count} of {count}" in job.err
+    assert losses(job.run) == expected
+
+
+def raise_and_restart(start, undisturbed, layout: dict, seed: int, count: int) -> None:
+    world_size = world_size_of(layout)
+    steps, chance = STEPS_BETWEEN * (count + 1), random.Random(seed)
+    expected = undisturbed(layout, steps)
+    faults = [(rank, step, chance.choice(["before", "after"])) for rank, step in faults_of(seed, count, world_size)]
+    job = start(layout, steps, restarts=count, faults=faults)
+    assert job.finish(60 * (count + 1)) == 0, job.err
+    attempts = job.err.split("starting all ranks again")
+    assert len(attempts) == count + 1
+    for (rank, step, when), err in zip(faults, attempts, strict=False):
+        assert f"rank {rank} of {world_size} failed with exit code 1 (" in err, err
+        assert f"injected {when} the gradients of step {step}" in err.split("; all ranks were stopped")[0], err
+        assert f"[rank{rank}]: Traceback (most recent call last)" in err, err
+    assert losses(job.run) == expected
+    assert completed(job.run) == {f"step-{step}" for step in (*range(INTERVAL, steps, INTERVAL), steps)}
+
+
+def test_a_rank_that_raises_is_named_and_the_restarted_job_ends_with_the_same_bits(start, undisturbed):
+    raise_and_restart(start, undisturbed, TWO, seed=1, count=1)
+
+
+def hang(values: dict) -> None:
+    """The last rank hangs in step 3."""
+    original = ParallelModel.gradients
+
+    def gradients(self, batch, **options):
+        if options["step"] == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(120)
+        return original(self, batch, **options)
+
+    ParallelModel.gradients = gradients
+    train(values)
+
+
+def test_a_rank_that_hangs_in_a_step_ends_the_run(ranks, tiny_data, tmp_path):
+    values = run_values(tmp_path, tiny_data, TWO, steps=10)
+    values["run"]["timeout"] = 4.0
+    with pytest.raises(RankFailure, match=f"died with exit code {HANG_EXIT_CODE}"):
+        ranks(2).run(hang, values)
+    blamed = (tmp_path / "ranks" / "hang-report.txt").read_text().splitlines()[1]
+    assert blamed.startswith("rank 1: rank 0 waits in collectives for rank 1 (step 3, at "), blamed
+    assert f"{__file__}:{hang.__code__.co_firstlineno + 6}" in blamed
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
+def test_ten_random_ranks_are_killed_or_stopped(start, undisturbed, kind):
+    signals_and_restarts(start, undisturbed, PIPELINE, getattr(signal, kind), seed=2, count=10)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+def test_ten_random_ranks_raise(start, undisturbed):
+    raise_and_restart(start, undisturbed, SHARDED, seed=3, count=10)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("SIGKILL", 128 + signal.SIGKILL, "rank 2 of 4 was killed by SIGKILL; all ranks were stopped"),
+        ("SIGSTOP", 124, "rank 2: no heartbeat from rank 2: "),
+    ],
+)
+def test_without_restarts_the_job_ends(start, kind, code, words):
+    job = start(SHARDED, 100_000)
+    seconds = disturb(job, getattr(signal, kind), 2, 5)
+    assert job.finish() == code and words in job.err and seconds < TIMEOUT + 15
+    assert "starting all ranks" not in job.err
+    assert (job.run / "ranks" / "hang-report.txt").exists() == (kind == "SIGSTOP")
+
+
+def nan_gradients(values: dict, steps: tuple[int, ...]) -> tuple[list[dict], list[dict], str]:
+    """Rank 1's gradient of one parameter is NaN in these steps. Its metrics, its parameters, and what it raised."""
+    original = ParallelModel.gradients
+
+    def gradients(self, batch, **options):
+        loss = original(self, batch, **options)
+        if options["step"] in steps and dist.get_rank() == 1:
+            name, parameter = list(self.parts[0].named_parameters())[4]
+            parameter.grad.to_local().view(-1)[-1] = float("nan")
+        return loss
+
+    ParallelModel.gradients = gradients
+    trainer, error = Trainer(build_config(values)), ""
+    try:
+        trainer.run()
+    except FloatingPointError as stop:
+        error = str(stop)
+    finally:
+        ParallelModel.gradients = original
+    parameters = {n: p.to_local() for part in trainer.model.parts for n, p in part.named_parameters()}
+    return read_metrics(Path(values["run"]["dir"]) / "metrics.jsonl"), parameters, error
+
+
+def nan_values(tiny_values: dict, **train) -> dict:
+    values = {**tiny_values, "parallel": {"tensor_parallel": 2}, "train": {**tiny_values["train"], **train}}
+    return {**values, "data": {**tiny_values["data"], "valid": []}}
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all(ranks, tiny_values):
+    rows, parameters, error = zip(*ranks(2).run(nan_gradients, nan_values(tiny_values), (2, 4)), strict=True)
+    assert error == ("", "")
+    assert [row.get("skipped", 0) for row in rows[0]] == [0, 1, 1, 2, 2, 2]
+    assert all(math.isfinite(row["loss"]) for row in rows[0])
+    assert [math.isfinite(row["grad_norm"]) for row in rows[0]] == [True, False, True, False, True, True]
+    assert all(parameter.isfinite().all() for part in parameters for parameter in part.values())
+    replicated = [name for name in parameters[0] if "norm" in name]
+    assert replicated and all(torch.equal(parameters[0][name], parameters[1][name]) for name in replicated)
+
+
+def test_after_too_many_skipped_steps_the_run_stops_and_names_the_parameter(ranks, tiny_values):
+    values = nan_values(tiny_values, max_skipped_steps=3)
+    rows, parameters, errors = zip(*ranks(2).run(nan_gradients, values, (2, 3, 4)), strict=True)
+    name = list(parameters[0])[4]
+    for error in errors:
+        assert "3 steps in a row were skipped, the last one step 4" in error and f"first in {name}" in error
+    assert [row["step"] for row in rows[0]] == [1, 2, 3]
