@@ -1,175 +1,215 @@
-"""Checkpoints: what is loaded is what was saved, in any layout; what is damaged is named and passed over."""
+"""Checkpoints: what is loaded is what was saved, in any layout; another model's is refused."""
 
-import shutil
+import dataclasses
+import json
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from checkpointed import (
+    CONFIG,
+    LAYOUTS,
+    PLAIN,
+    assert_equal,
+    build,
+    everything,
+    load_run,
+    merged,
+    save_run,
+    update,
+    whole,
+)
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh
-from tpformer.models import GPT, GPTConfig
-from tpformer.training import checkpoint as checkpoint_module
-from tpformer.training.checkpoint import Checkpointer, CheckpointError, newest_good, steps, verify, write_manifest
-from tpformer.training.config import OptimizerSection
-from tpformer.training.optimizer import build_optimizer
-from tpformer.training.step import train_step
-
-CONFIG = GPTConfig(vocab_size=100, seq_length=12, n_layers=2, hidden_size=48, n_heads=4, n_kv_heads=2)
-
-
-def build(tp: int, seed: int):
-    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
-    model = GPT(CONFIG, tp_mesh=mesh, seed=seed)
-    return model, build_optimizer(model, OptimizerSection(lr=1e-3)), mesh.get_group()
+from tpformer.models import GPT
+from tpformer.parallel import split_stages
+from tpformer.training.checkpoint import (
+    MODEL,
+    Checkpointer,
+    CheckpointError,
+    load_checkpoint,
+    newest_good,
+    saved_tensors,
+)
 
 
-def train(model, optimizer, group, step):
-    batch = torch.randint(100, (2, 13), generator=torch.Generator().manual_seed(step))
-    options = {"microbatch_size": 2, "lr": 1e-3, "clip_norm": 1.0, "groups": [group]}
-    return float(train_step(model, optimizer, batch, first_sample=2 * step, step=step, **options)[0])
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """By name of a layout: the directory it was saved in, and the tensors it had."""
+    results: dict = {}
+
+    def save(name):
+        if name not in results:
+            directory = tmp_path_factory.mktemp(name)
+            size = LAYOUTS[name].world_size
+            results[name] = directory, merged(ranks(size).run(save_run, directory, LAYOUTS[name]))
+        return results[name]
+
+    return save
 
 
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+FIRST = ("tp2-pp2", "v-schedule", "hybrid")
+OTHERS = [pytest.param(name, marks=pytest.mark.proof) for name in LAYOUTS if name not in FIRST]
 
 
-def everything(model, optimizer):
-    """Every parameter and every optimizer state, unsharded, by name."""
-    state = {name: whole(p.detach()) for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        state |= {f"{name} {key}": whole(value) for key, value in optimizer.state[parameter].items()}
-    return state
-
-
-def save_run(directory, tp):
-    """Two steps, a save at each, and the state right after the second; training goes on while it is written."""
-    model, optimizer, group = build(tp, seed=1)
-    checkpointer = Checkpointer(directory)
-    for step in (1, 2):
-        train(model, optimizer, group, step)
-        checkpointer.save(step, model, optimizer)
-    saved = everything(model, optimizer)
-    train(model, optimizer, group, 3)
-    checkpointer.wait()
-    return saved
-
-
-def load_run(directory, tp):
-    model, optimizer, group = build(tp, seed=2)
-    checkpointer = Checkpointer(directory)
-    step = checkpointer.newest()
-    checkpointer.load(step, model, optimizer)
-    return step, everything(model, optimizer), train(model, optimizer, group, 3)
-
-
-def load_model_only(directory):
-    model, _, _ = build(1, seed=2)
-    Checkpointer(directory).load(2, model)
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("saved_tp", "loaded_tp"), [(2, 2), (2, 1), (1, 4), (4, 2)])
-def test_any_layout_loads_what_any_other_saved(ranks, tmp_path, saved_tp, loaded_tp):
-    saved = ranks(saved_tp).run(save_run, tmp_path, saved_tp)[0]
-    for step, loaded, _ in ranks(loaded_tp).run(load_run, tmp_path, loaded_tp):
-        assert step == 2
-        assert loaded.keys() == saved.keys()
-        for name, value in saved.items():
-            assert torch.equal(loaded[name], value), name
-
-
-def test_the_model_alone_can_be_loaded(ranks, tmp_path):
-    saved = ranks(2).run(save_run, tmp_path, 2)[0]
-    loaded = ranks(1).run(load_model_only, tmp_path)[0]
-    for name, value in loaded.items():
-        assert torch.equal(value, saved[name]), name
-
-
-def make_checkpoint(directory, step):
-    path = directory / f"step-{step}"
-    path.mkdir(parents=True)
-    (path / "__0_0.distcp").write_bytes(bytes(range(256)) * 8)
-    (path / ".metadata").write_bytes(b"metadata")
-    write_manifest(path)
-    return path
-
-
-def damage_truncate(path):
-    file = path / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def damage_flip_a_bit(path):
-    file = path / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[1000] ^= 4
-    file.write_bytes(content)
-
-
-def damage_remove_a_file(path):
-    (path / ".metadata").unlink()
-
-
-def damage_manifest(path):
-    (path / "manifest.json").write_text("{")
+@pytest.mark.parametrize("name", [*FIRST, *OTHERS])
+def test_one_process_loads_what_any_layout_saved(saved, name):
+    """No mesh, no process group, plain tensors."""
+    directory, tensors = saved(name)
+    assert not dist.is_initialized()
+    model = GPT(CONFIG, seed=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    assert newest_good(directory, print) == 2
+    extra = load_checkpoint(directory / "step-2", [model], [optimizer])
+    assert extra == {"skipped": 2, "scaler": {"scale": 0.2}}
+    assert_equal(everything([model], [optimizer]), tensors)
+    assert optimizer.param_groups[0]["lr"] == 0.02, "hyperparameters are the configuration's"
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("before", "after"),
     [
-        (damage_truncate, ["__0_0.distcp", "2047 bytes", "2048"]),
-        (damage_flip_a_bit, ["__0_0.distcp", "corrupted", "SHA-256"]),
-        (damage_remove_a_file, [".metadata", "missing"]),
-        (damage_manifest, ["manifest.json", "cannot be read"]),
+        ("tp2-pp2", "tp2-zero3"),
+        ("v-schedule", "hybrid"),
+        pytest.param("hybrid", "tp2-pp2", marks=pytest.mark.proof),
+        pytest.param("offload", "v-schedule", marks=pytest.mark.proof),
+        pytest.param("tp2-zero3", "tp4", marks=pytest.mark.proof),
+        pytest.param("tp4", "looped", marks=pytest.mark.proof),
+        pytest.param("looped", "offload", marks=pytest.mark.proof),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage, words):
-    make_checkpoint(tmp_path, 9)
-    newest = make_checkpoint(tmp_path, 10)
-    verify(newest)
-    assert newest_good(tmp_path, print) == 10
-    damage(newest)
-    with pytest.raises(CheckpointError) as error:
-        verify(newest)
-    reports: list[str] = []
-    assert newest_good(tmp_path, reports.append) == 9
-    for word in (*words, "step-10"):
-        assert word in str(error.value) and word in reports[0]
-    assert steps(tmp_path) == [9, 10], "a bad checkpoint is evidence: it is left where it is"
+def test_any_layout_loads_what_any_other_saved(ranks, saved, before, after):
+    directory, tensors = saved(before)
+    results = ranks(LAYOUTS[after].world_size).run(load_run, directory, LAYOUTS[after])
+    for step, extra, _ in results:
+        assert step == 2 and extra == {"skipped": 2, "scaler": {"scale": 0.2}}
+    assert_equal(merged([loaded for _, _, loaded in results]), tensors)
 
 
-def interrupted_save(directory):
-    model, optimizer, group = build(1, seed=1)
-    checkpointer = Checkpointer(directory, keep=1)
-    train(model, optimizer, group, 1)
-    checkpointer.save(1, model, optimizer)
+@pytest.mark.parametrize("name", ["tp2-pp2", "v-schedule", "hybrid"])
+def test_every_element_is_written_once(saved, name):
+    """Copies of replicated and of tied parameters take no room."""
+    path = saved(name)[0] / "step-2"
+    for key, entry in saved_tensors(path, "").items():
+        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel(), key
+    assert "embed_tokens.weight" in saved_tensors(path, MODEL)
+
+
+def test_the_model_alone_can_be_loaded(saved):
+    directory, tensors = saved("tp2-pp2")
+    model = GPT(CONFIG, seed=2)
+    load_checkpoint(directory / "step-2", [model])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, tensors[name]), name
+
+
+class Odd(nn.Module):
+    """Fewer rows than ranks, a buffer, a scalar, and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.linear.weight.requires_grad_(False)
+
+
+def save_odd(directory, sharded):
+    parts = [Odd(), nn.ReLU()]
+    if sharded:
+        fully_shard(parts[0], mesh=build_mesh("cpu", data_parallel_shard=4, tensor_parallel=1)["dp_shard"])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        parts[0].norm.running_mean.add_(torch.rand(2))
+    trained = [parameter for parameter in parts[0].parameters() if parameter.requires_grad]
+    optimizers = [torch.optim.AdamW(trained), torch.optim.AdamW([{"params": []}])]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(7, parts, optimizers)
     checkpointer.wait()
-    original = checkpoint_module.write_manifest
+    for parameter in trained:
+        parameter.data.zero_()
+    assert checkpointer.load(7, parts, optimizers) == {}
+    found = {name: whole(value) for name, value in parts[0].state_dict().items()}
+    for name, parameter in parts[0].named_parameters():
+        found |= {f"{name} {key}": whole(value) for key, value in optimizers[0].state.get(parameter, {}).items()}
+    return found
+
+
+def test_empty_shards_buffers_and_parts_without_parameters(ranks, tmp_path):
+    results = ranks(4).run(save_odd, tmp_path, True)
+    assert_equal(merged(results), results[0])
+    assert results[0]["linear.bias"].abs().sum() > 0 and "linear.weight exp_avg" not in results[0]
+    model = Odd()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    load_checkpoint(tmp_path / "step-7", [model], [optimizer])
+    assert_equal(model.state_dict(), {k: v for k, v in results[0].items() if " " not in k})
+    assert torch.equal(optimizer.state[model.norm.weight]["exp_avg"], results[0]["norm.weight exp_avg"])
+
+
+def before_the_first_update(directory):
+    """A checkpoint of a run whose steps were all skipped, loaded into an optimizer that has stepped."""
+    parts, optimizers = build(PLAIN, seed=1)
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(3, parts, optimizers)
+    update(parts, optimizers)
+    checkpointer.load(3, parts, optimizers)
+    return {key: value for key, value in everything(parts, optimizers).items() if " " in key}
+
+
+def test_an_optimizer_that_never_stepped_stays_so(ranks, tmp_path):
+    assert ranks(1).run(before_the_first_update, tmp_path) == [{}]
+
+
+def load_other(path, config):
+    """The message on each rank of a pipeline when the model is not the checkpoint's."""
+    ranges = split_stages(config.layer_costs("parameters"), 2)
+    part = GPT(config, part=ranges[dist.get_rank()])
     try:
-        checkpoint_module.write_manifest = lambda path: (_ for _ in ()).throw(OSError("disk full"))
-        checkpointer.save(2, model, optimizer)
+        load_checkpoint(path, [part], group=dist.group.WORLD)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_layers": 5}, ["has no", "model.layers.4.", "more"]),
+        ({"n_layers": 3}, ["nothing here takes its", "layers.3."]),
+        ({"hidden_size": 48}, ["(128, 24)", "(128, 48)"]),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(ranks, saved, change, words):
+    path = saved("tp2-pp2")[0] / "step-2"
+    messages = ranks(2).run(load_other, path, dataclasses.replace(CONFIG, **change))
+    assert messages[0] == messages[1] and str(path) in messages[0]
+    for word in words:
+        assert word in messages[0]
+
+
+def wrong_calls(directory):
+    parts, optimizers = build(PLAIN, seed=1)
+    checkpointer = Checkpointer(directory)
+    messages = []
+    for arguments in [(1, parts, []), (1, parts, optimizers, {"x": torch.ones(1)}), (1, [nn.ReLU()], optimizers)]:
         try:
-            checkpointer.wait()
-        except OSError as error:
-            message = str(error)
-    finally:
-        checkpoint_module.write_manifest = original
-    left = steps(directory)
-    verify(directory / "step-1")
-    checkpointer.save(3, model, optimizer)
-    checkpointer.wait()
-    return message, left, steps(directory), sorted(path.name for path in directory.iterdir())
+            checkpointer.save(*arguments)
+        except (ValueError, TypeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages, directory.exists()
 
 
-def test_an_interrupted_save_leaves_the_previous_one_and_is_reported(ranks, tmp_path):
-    message, during, after, names = ranks(1).run(interrupted_save, tmp_path)[0]
-    assert message == "disk full" and during == [1]
-    assert after == [3], "keep=1 drops the older one once the newer is whole"
-    assert names == ["step-3"], "what the interrupted save left behind is gone"
+def test_wrong_calls_are_refused_before_anything_is_written(ranks, tmp_path):
+    (messages, exists) = ranks(1).run(wrong_calls, tmp_path / "checkpoints")[0]
+    assert not exists
+    for message, word in zip(messages, ["0 optimizers for 1 model parts", "TypeError", "does not have"], strict=True):
+        assert word in message
 
 
-def test_no_checkpoint_is_no_error(tmp_path):
-    assert newest_good(tmp_path / "nothing", print) is None
-    make_checkpoint(tmp_path, 3)
-    shutil.copytree(tmp_path / "step-3", tmp_path / ".saving-4")
-    assert steps(tmp_path) == [3]
+def test_the_step_and_the_extra_can_be_read_by_eye(saved):
+    note = json.loads((saved("hybrid")[0] / "step-2" / "trainer.json").read_text())
+    assert note == {"step": 2, "extra": {"skipped": 2, "scaler": {"scale": 0.2}}}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .hang import Expired, HangError, Ring, describe
-from .shared_memory import DEFAULT_TIMEOUT, round_up
+from .shared_memory import round_up
 from .symmetric import OVERLAPPING, SymmetricMemory, allocate, gather, why_not_symmetric
 from .workspace import REGISTRY
 
@@ -237,7 +237,7 @@ class KernelGroup:
     """How one process group runs fused kernels; holds no reference to the group, which is the registry's weak key."""
 
     global_ranks: tuple[int, ...]
-    timeout: float = DEFAULT_TIMEOUT
+    timeout: float
     ring: Ring = field(default_factory=Ring)
     reasons: dict[torch.device, str | None] = field(default_factory=dict)
     workspaces: dict[tuple[str, torch.device], KernelWorkspace] = field(default_factory=dict)
@@ -260,7 +260,7 @@ def state_of(group: dist.ProcessGroup) -> KernelGroup:
     state = REGISTRY.kernels.get(group)
     if state is None:
         ranks = tuple(dist.get_process_group_ranks(group))
-        state = REGISTRY.kernels[group] = KernelGroup(ranks)
+        state = REGISTRY.kernels[group] = KernelGroup(ranks, REGISTRY.timeout)
     return state
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from .workspace import REGISTRY
+
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outer to inner: tp ranks are neighbours
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -58,7 +60,7 @@ def build_mesh(
     """The mesh with the axes ("pp", "dp_replicate", "dp_shard", "tp"), size 1 included, over all ranks in order.
 
     Collective over the world: one process group per axis and slice. They wait `timeout`, but an axis as large as
-    the world uses the world's group and its timeout.
+    the world uses the world's group and its timeout; operations through memory that ranks share wait `timeout` always.
     Raises RuntimeError before `initialize`, ValueError if a size is below 1 or the world size is not their product.
     """
     sizes = (pipeline_parallel, data_parallel_replicate, data_parallel_shard, tensor_parallel)
@@ -74,6 +76,7 @@ def build_mesh(
             f"{layout} = {product} ranks, but the world has {dist.get_world_size()}: "
             f"start {product} processes or change one of the sizes"
         )
+    REGISTRY.timeout = timeout.total_seconds()
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     for axis in AXES:
         group = mesh.get_group(axis)

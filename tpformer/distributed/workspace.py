@@ -117,6 +117,8 @@ class Registry:
     kernels: weakref.WeakKeyDictionary[dist.ProcessGroup, KernelGroup] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds that operations of groups first used from now on wait for a peer."""
     step: int | None = None
     recorders: list[list[tuple[str, int]]] = field(default_factory=list)
 
@@ -129,7 +131,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     state = REGISTRY.groups.get(group)
     if state is None:
         shared = group.size() > 1 and why_not_shared(group) is None
-        state = register(group, shared, DEFAULT_TIMEOUT)
+        state = register(group, shared, REGISTRY.timeout)
     return state
 
 

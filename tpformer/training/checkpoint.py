@@ -1,31 +1,42 @@
 """Checkpoints of a run: distributed (DCP, so they reshard), asynchronous, atomic, and verified before they are loaded.
 
-A checkpoint is a directory step-N holding DCP's files and manifest.json: size and SHA-256 of every file. It is written
-under a temporary name and renamed when complete, so an interrupted save leaves the previous ones whole.
+A checkpoint is a directory step-N: DCP's files, trainer.json (the step and the trainer's own numbers), and
+manifest.json (size and SHA-256 of every file). It is written under a temporary name and renamed when complete, so an
+interrupted save leaves the previous ones whole. Tensors stand under global names, whatever part or rank held them:
+model.NAME, and optimizer.NAME.KEY for each key of a parameter's optimizer state.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
 
-MANIFEST = "manifest.json"
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+MANIFEST, TRAINER = "manifest.json", "trainer.json"
+MODEL, OPTIMIZER = "model.", "optimizer."
+
+T = TypeVar("T")
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message names the file or the tensor and what is wrong with it."""
+
+
+# files
 
 
 def _digest(path: Path) -> str:
@@ -41,22 +52,31 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_manifest(directory: Path) -> None:
-    """Record size and SHA-256 of every file, and make all of it durable."""
-    files = sorted(path for path in directory.iterdir() if path.name != MANIFEST)
-    entries = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
-    (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
-    for path in (*files, directory / MANIFEST, directory):
+def manifest_entries(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files by name; makes them durable."""
+    entries = {}
+    for path in sorted(files):
         _fsync(path)
+        entries[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    return entries
 
 
-def verify(directory: Path) -> None:
-    """CheckpointError, naming the file, unless every file is there with the size and SHA-256 of the manifest."""
+def write_manifest(directory: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
+    _fsync(directory / MANIFEST)
+    _fsync(directory)
+
+
+def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
+    """CheckpointError, naming the file, unless every file is there with the size and SHA-256 of the manifest.
+
+    share, of: only every of-th file, from number `share` on, so that ranks can divide the reading.
+    """
     try:
         entries = json.loads((directory / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory / MANIFEST} cannot be read: {error}") from None
-    for name, entry in entries.items():
+    for name, entry in list(entries.items())[share::of]:
         path = directory / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
@@ -71,94 +91,272 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*") if path.is_dir())
 
 
-def _path(directory: Path, step: int) -> Path:
+def step_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step}"
 
 
-def newest_good(directory: Path, report: Callable[[str], None]) -> int | None:
-    """Step of the newest checkpoint that verifies, None if there is none; each bad one is reported, none is touched."""
-    for step in reversed(steps(directory)):
+def newest_good(
+    directory: Path,
+    report: Callable[[str], None],
+    *,
+    among: Sequence[int] | None = None,
+    check: Callable[[Path], None] = verify,
+) -> int | None:
+    """Step of the newest checkpoint that verifies, None if there is none; each bad one is reported, none is touched.
+
+    among: the steps to look at, ascending (unset: all there are); check: what raises CheckpointError for a bad one.
+    """
+    for step in reversed(steps(directory) if among is None else among):
         try:
-            verify(_path(directory, step))
+            check(step_path(directory, step))
             return step
         except CheckpointError as error:
             report(f"checkpoint of step {step} is not usable: {error}")
     return None
 
 
-class Checkpointer:
-    """Saves and loads a model and its optimizer, laid out in any way, in `directory`.
+# ranks
 
-    Collective: all ranks construct it and call its methods in the same order. Saving uses a process group of its own,
-    so that its collectives never meet those of training.
+
+def _on_every_rank(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
+    """The results of `work` on all ranks of the group (None: this process), by rank; an error on one is raised on all.
+
+    Communication: one all-gather of the pickled results. The first rank's error is raised as CheckpointError if it is
+    one, else as RuntimeError.
+    """
+    result, words, failure = None, None, None
+    try:
+        result = work()
+    except (Exception, dcp.CheckpointException) as error:  # DCP's is no Exception
+        failure, words = error, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    everyone: list[Any] = [(result, words, isinstance(failure, CheckpointError))]
+    if group is not None:
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, everyone[0], group=group)
+    for _, text, unusable in everyone:
+        if text is not None:
+            raise (CheckpointError if unusable else RuntimeError)(text) from failure
+    return [one for one, _, _ in everyone]
+
+
+# tensors
+
+
+def _named_parameters(part: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """An optimizer's parameters in its order, each with its name in the part; ValueError for another part's."""
+    names = {id(parameter): name for name, parameter in part.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in parameters):
+        raise ValueError("an optimizer has parameters that its model part does not have: give both in the same order")
+    return [(names[id(parameter)], parameter) for parameter in parameters]
+
+
+def _model_tensors(part: nn.Module) -> dict[str, Tensor]:
+    """A part's parameters and buffers by global name, sharing their memory; DTensors where they are."""
+    return {MODEL + name: value for name, value in part.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _optimizer_tensors(part: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{OPTIMIZER}{name}.{key}": value
+        for name, parameter in _named_parameters(part, optimizer)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _check_pairs(parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    if len(optimizers) != len(parts):
+        raise ValueError(f"{len(optimizers)} optimizers for {len(parts)} model parts: give each part its own, in order")
+
+
+def read_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors (plain or DTensor, on any device) in place, by global name, converting to their dtypes.
+
+    No communication, no process group: this process reads each saved shard that overlaps, one at a time.
+    CheckpointError for a name that the checkpoint lacks or holds in another shape.
+    """
+    reader = dcp.FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    if missing := tensors.keys() - saved.keys():
+        raise CheckpointError(f"{path} is of another model: it has no {_listed(missing)}")
+    for name, tensor in tensors.items():
+        if saved[name].size != tensor.shape:
+            raise CheckpointError(
+                f"{path} is of another model: its {name} is {tuple(saved[name].size)}, here {tuple(tensor.shape)}"
+            )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+
+
+def _listed(names: Iterable[str], limit: int = 3) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
+
+
+def saved_tensors(path: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
+    """Shape and dtype of the tensors in a checkpoint whose names begin with MODEL or OPTIMIZER, which is cut off."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name.removeprefix(prefix): entry for name, entry in saved.items() if name.startswith(prefix)}
+
+
+def _load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the optimizer's state by the saved one of its parameters; its hyperparameters stay as they are."""
+    state: dict[int, dict[str, Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
+    for number, (name, parameter) in enumerate(_named_parameters(part, optimizer)):
+        state[number] = {
+            key: torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+            if entry.size == parameter.shape
+            else torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in saved.get(name, {}).items()
+        }
+        tensors |= {f"{OPTIMIZER}{name}.{key}": value for key, value in state[number].items()}
+    read_tensors(path, tensors)
+    # torch puts what is not laid out as the parameter (AdamW's counter) where the optimizer's kernels want it
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load_checkpoint(
+    path: Path,
+    parts: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    group: ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Fill parts (and optimizers) in place from the checkpoint at `path`, saved under any layout; returns its `extra`.
+
+    The parts of all ranks of `group` (None: this process alone, which needs no process group) are the whole model.
+    Each rank reads for itself; the group agrees on names and errors (one all-gather of both). CheckpointError, on all
+    ranks, for names or shapes that only one side has.
+    """
+    if optimizers:
+        _check_pairs(parts, optimizers)
+
+    def load() -> tuple[set[str], set[str], dict[str, Any]]:
+        states: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
+        for name, entry in saved_tensors(path, OPTIMIZER).items() if optimizers else ():
+            parameter, _, key = name.rpartition(".")
+            states[parameter][key] = entry
+        loaded: set[str] = set()
+        for index, part in enumerate(parts):
+            tensors = _model_tensors(part)
+            read_tensors(path, tensors)
+            loaded |= {name.removeprefix(MODEL) for name in tensors}
+            if optimizers:
+                _load_optimizer(path, part, optimizers[index], states)
+        return loaded, set(saved_tensors(path, MODEL)), json.loads((path / TRAINER).read_text())["extra"]
+
+    results = _on_every_rank(group, load)
+    unused = results[0][1].difference(*(loaded for loaded, _, _ in results))
+    if unused:
+        raise CheckpointError(f"{path} is of another model: nothing here takes its {_listed(unused)}")
+    return results[0][2]
+
+
+class Checkpointer:
+    """Saves and loads a model in parts, each with its optimizer, laid out in any way, in `directory`.
+
+    Collective: all ranks construct it and call its methods in the same order. `directory` is on a file system that all
+    of them share. Saving uses a process group of its own, so that its collectives never meet those of training.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         self.directory, self.keep = directory, keep
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
         self._pending: Future | None = None
-        self._leader = dist.get_rank() == 0
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Start saving; training may go on at once (the state is copied first). Waits for the save before."""
+    def _leader_does(self, work: Callable[[], T]) -> T:
+        """Rank 0's result on all ranks; its error is everyone's."""
+        return _on_every_rank(self._group, lambda: work() if self._rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def save(
+        self,
+        step: int,
+        parts: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start saving; training may go on at once. Waits for the save before, and raises what went wrong in it.
+
+        parts: this rank's, with one optimizer each. Names are global: a parameter that stands in several parts or on
+        several ranks has the same values in all, and is written once. extra: numbers, strings, lists and dicts, equal
+        on all ranks (loss scale, counters); what follows from the step (learning rate, data position) needs no saving.
+        Memory: one copy of this rank's parameters and optimizer state in host memory until the save is done.
+        Errors: TypeError for an extra that JSON cannot hold; RuntimeError with the path when the disk refuses.
+        """
         self.wait()
+        _check_pairs(parts, optimizers)
+        note = json.dumps({"step": step, "extra": dict(extra or {})})
+        tensors: dict[str, Tensor] = {}
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            tensors |= _model_tensors(part) | _optimizer_tensors(part, optimizer)
         temporary = self.directory / f".saving-{step}"
-        if self._leader:
-            self.directory.mkdir(parents=True, exist_ok=True)
+
+        def prepare() -> None:
             for leftover in self.directory.glob(".saving-*"):
                 shutil.rmtree(leftover)
-        dist.barrier(self._group)
-        saving = dcp.async_save(_state(step, model, optimizer), checkpoint_id=temporary, process_group=self._group)
+            temporary.mkdir(parents=True)
+            (temporary / TRAINER).write_text(note)
+
+        try:
+            self._leader_does(prepare)
+        except RuntimeError as error:
+            raise RuntimeError(f"checkpoint {temporary} cannot be written: {error}") from error
+        saving = dcp.async_save(tensors, checkpoint_id=temporary, process_group=self._group)
         done: Future[None] = Future()
         self._pending = done
         saving.add_done_callback(lambda saved: self._finish(saved, temporary, step, done))
 
     def _finish(self, saving: Future, temporary: Path, step: int, done: Future) -> None:
-        """In the saving thread, when DCP's files of all ranks are written: rank 0 seals and publishes them."""
+        """In the saving thread, when DCP has written the files of all ranks: seal and publish them."""
         try:
             saving.result()
-            if self._leader:
-                write_manifest(temporary)
-                final = _path(self.directory, step)
-                if final.exists():  # a bad one of the same step, which the resumed run now replaces
-                    shutil.rmtree(final)
-                temporary.rename(final)
-                _fsync(self.directory)
-                for old in steps(self.directory)[: -self.keep]:
-                    shutil.rmtree(_path(self.directory, old))
+            own = [temporary / TRAINER, temporary / ".metadata"] if self._rank == 0 else []
+            own += temporary.glob(f"__{self._rank}_*.distcp")
+            entries = _on_every_rank(self._group, lambda: manifest_entries(own))
+            self._leader_does(
+                lambda: self._publish(temporary, step, {k: v for part in entries for k, v in part.items()})
+            )
             done.set_result(None)
         except BaseException as error:  # DCP's CheckpointException is no Exception; the caller of wait() gets it
-            done.set_exception(error)
+            failure = RuntimeError(f"checkpoint {step_path(self.directory, step)} could not be written: {error}")
+            failure.__cause__ = error
+            done.set_exception(failure)
+
+    def _publish(self, temporary: Path, step: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        write_manifest(temporary, entries)
+        final = step_path(self.directory, step)
+        if final.exists():  # a bad one of the same step, which the resumed run now replaces
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _fsync(self.directory)
+        # those of later steps are bad ones that a resumed run came from: evidence, not its checkpoints
+        for old in [other for other in steps(self.directory) if other <= step][: -self.keep]:
+            shutil.rmtree(step_path(self.directory, old))
 
     def wait(self) -> None:
-        """Return when the save in progress, if any, is on disk; raises what went wrong in it."""
+        """Return when the save in progress, if any, is on disk; RuntimeError, once and with its path, if it failed."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
     def newest(self, report: Callable[[str], None] = print) -> int | None:
-        """Step of the newest good checkpoint, the same on all ranks; bad ones are reported by rank 0."""
-        found = [newest_good(self.directory, report) if self._leader else None]
-        dist.broadcast_object_list(found, src=0, group=self._group)
-        return found[0]
+        """Step of the newest good checkpoint, the same on all ranks; bad ones are reported by rank 0.
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Fill the model (and optimizer) in place from the checkpoint of a step, saved under any layout."""
-        optimizers = [] if optimizer is None else [optimizer]
-        state = _state(step, model, *optimizers)
-        dcp.load(state, checkpoint_id=_path(self.directory, step), process_group=self._group)
-        set_state_dict(
-            model,
-            optimizers,
-            model_state_dict=state["model"],
-            optim_state_dict=state.get("optimizer", {}),
-            options=_OPTIONS,
-        )
+        Each rank reads its share of the files.
+        """
+        self.wait()
+        found = self._leader_does(lambda: steps(self.directory))
 
+        def check(path: Path) -> None:
+            _on_every_rank(self._group, lambda: verify(path, share=self._rank, of=self._ranks))
 
-def _state(step: int, model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, list(optimizers), options=_OPTIONS)
-    state: dict[str, Any] = {"model": model_state, "step": step}
-    if optimizers:
-        state["optimizer"] = optimizer_state
-    return state
+        tell = report if self._rank == 0 else lambda _: None
+        return newest_good(self.directory, tell, among=found, check=check)
+
+    def load(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
+        """Fill this rank's parts (and optimizers) from a step's checkpoint, as load_checkpoint; returns its `extra`."""
+        self.wait()
+        return load_checkpoint(step_path(self.directory, step), parts, optimizers, group=self._group)

@@ -1,0 +1,107 @@
+"""Small models in many layouts that are saved and loaded, for the tests of checkpoints and exports. No assertions of
+their own but that all copies of a tensor are equal."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh
+from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import Layout, apply_zero, split_stages
+from tpformer.training.checkpoint import Checkpointer
+
+CONFIG = GPTConfig(vocab_size=100, seq_length=12, n_layers=4, hidden_size=24, n_heads=4, n_kv_heads=2)
+
+
+def build(layout: Layout, seed: int):
+    """This rank's parts of CONFIG in a layout, and an AdamW for each."""
+    mesh = build_mesh(
+        "cpu",
+        pipeline_parallel=layout.pipeline_parallel,
+        data_parallel_replicate=layout.data_parallel_replicate,
+        data_parallel_shard=layout.data_parallel_shard,
+        tensor_parallel=layout.tensor_parallel,
+    )
+    ranges = split_stages(CONFIG.layer_costs("parameters"), layout.n_stages)
+    parts = []
+    for stage in layout.stages_of(mesh["pp"].get_local_rank()):
+        part = GPT(CONFIG, tp_mesh=mesh["tp"], part=ranges[stage], seed=seed, device="meta")
+        if layout.data_parallel > 1 or layout.cpu_offload:
+            apply_zero(part, part.layers.values(), mesh, layout, torch.float32)
+        part.to_empty(device="cpu")
+        part.initialize()
+        parts.append(part)
+    return parts, [torch.optim.AdamW(part.parameters(), lr=0.01) for part in parts]
+
+
+def update(parts, optimizers, times=1):
+    """Optimizer steps whose gradients are a function of the values, so that every copy of a parameter stays equal."""
+    for _ in range(times):
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            for parameter in part.parameters():
+                parameter.grad = parameter.detach() * 0.5 + 0.1
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def everything(parts, optimizers):
+    """Every parameter and every optimizer state of the parts, unsharded, by name; copies of a name must be equal."""
+    found: dict[str, torch.Tensor] = {}
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        for name, parameter in part.named_parameters():
+            state = {f"{name} {key}": whole(value) for key, value in optimizer.state[parameter].items()}
+            for key, value in ({name: whole(parameter.detach())} | state).items():
+                assert torch.equal(found.setdefault(key, value), value), key
+    return found
+
+
+def save_run(directory, layout):
+    """Two saves with updates before each, and the state at the second; training goes on while it is written."""
+    parts, optimizers = build(layout, seed=1)
+    checkpointer = Checkpointer(directory)
+    for step in (1, 2):
+        update(parts, optimizers)
+        checkpointer.save(step, parts, optimizers, {"skipped": step, "scaler": {"scale": 0.1 * step}})
+    saved = everything(parts, optimizers)
+    update(parts, optimizers)
+    checkpointer.wait()
+    return saved
+
+
+def load_run(directory, layout):
+    parts, optimizers = build(layout, seed=2)
+    update(parts, optimizers)
+    checkpointer = Checkpointer(directory)
+    step = checkpointer.newest()
+    extra = checkpointer.load(step, parts, optimizers)
+    return step, extra, everything(parts, optimizers)
+
+
+def merged(results):
+    """The union of all ranks' tensors; what several have must be equal."""
+    found: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, value in result.items():
+            assert torch.equal(found.setdefault(name, value), value), name
+    return found
+
+
+def assert_equal(loaded, saved):
+    assert loaded.keys() == saved.keys()
+    for name, value in saved.items():
+        assert loaded[name].dtype == value.dtype and torch.equal(loaded[name], value), name
+
+
+PLAIN = Layout()
+LAYOUTS = {
+    "tp2-pp2": Layout(tensor_parallel=2, pipeline_parallel=2),
+    "tp2-zero3": Layout(tensor_parallel=2, data_parallel_shard=2, zero_stage=3),
+    "v-schedule": Layout(pipeline_parallel=2, pipeline_schedule="ZBVZeroBubble", data_parallel_shard=2),
+    "hybrid": Layout(data_parallel_replicate=2, data_parallel_shard=2, zero_stage=2),
+    "offload": Layout(data_parallel_shard=2, zero_stage=3, cpu_offload=True),
+    "tp4": Layout(tensor_parallel=4),
+    "looped": Layout(pipeline_parallel=2, pipeline_schedule="Interleaved1F1B", data_parallel_replicate=2),
+}

@@ -1,0 +1,190 @@
+"""Checkpoints that go wrong: damaged ones are named and passed over, failed and killed saves cost only themselves."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import torch.distributed as dist
+from checkpointed import LAYOUTS, PLAIN, build, load_run, save_run
+from pool import RankFailure
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from tpformer.training import checkpoint as checkpoint_module
+from tpformer.training.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    manifest_entries,
+    newest_good,
+    steps,
+    verify,
+    write_manifest,
+)
+
+
+def make_checkpoint(directory, step):
+    path = directory / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(bytes(range(256)) * 8)
+    (path / ".metadata").write_bytes(b"metadata")
+    write_manifest(path, manifest_entries(path.iterdir()))
+    return path
+
+
+def damage_truncate(path):
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def damage_flip_a_bit(path):
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 4
+    file.write_bytes(content)
+
+
+def damage_remove_a_file(path):
+    (path / ".metadata").unlink()
+
+
+def damage_manifest(path):
+    (path / "manifest.json").write_text("{")
+
+
+DAMAGES = [
+    (damage_truncate, ["__0_0.distcp", "2047 bytes", "2048"]),
+    (damage_flip_a_bit, ["__0_0.distcp", "corrupted", "SHA-256"]),
+    (damage_remove_a_file, [".metadata", "missing"]),
+    (damage_manifest, ["manifest.json", "cannot be read"]),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage, words):
+    make_checkpoint(tmp_path, 9)
+    newest = make_checkpoint(tmp_path, 10)
+    verify(newest)
+    assert newest_good(tmp_path, print) == 10
+    damage(newest)
+    with pytest.raises(CheckpointError) as error:
+        verify(newest)
+    reports: list[str] = []
+    assert newest_good(tmp_path, reports.append) == 9
+    for word in (*words, "step-10"):
+        assert word in str(error.value) and word in reports[0]
+    assert steps(tmp_path) == [9, 10], "a bad checkpoint is evidence: it is left where it is"
+
+
+def find_newest(directory):
+    reports: list[str] = []
+    return Checkpointer(directory).newest(reports.append), reports
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+def test_ranks_share_the_reading_and_agree(ranks, tmp_path, damage, words):
+    make_checkpoint(tmp_path, 9)
+    damage(make_checkpoint(tmp_path, 10))
+    (first, reports), (second, silent) = ranks(2).run(find_newest, tmp_path)
+    assert first == second == 9 and silent == []
+    for word in (*words, "step-10"):
+        assert word in reports[0]
+
+
+def fails_on_one_rank(directory):
+    """Rank 1's disk is full at step 2; the messages of the next two waits, and what was left each time."""
+    parts, optimizers = build(LAYOUTS["offload"], seed=1)
+    checkpointer = Checkpointer(directory, keep=1)
+    checkpointer.save(1, parts, optimizers)
+    checkpointer.wait()
+    original = checkpoint_module.manifest_entries
+    messages = []
+    try:
+        if dist.get_rank() == 1:
+            checkpoint_module.manifest_entries = lambda path: (_ for _ in ()).throw(OSError("disk full"))
+        checkpointer.save(2, parts, optimizers)
+        for _ in range(2):
+            try:
+                checkpointer.wait()
+            except RuntimeError as error:
+                messages.append(str(error))
+    finally:
+        checkpoint_module.manifest_entries = original
+    left = steps(directory)
+    verify(directory / "step-1")
+    dist.barrier()
+    checkpointer.save(3, parts, optimizers)
+    checkpointer.wait()
+    return messages, left, sorted(path.name for path in directory.iterdir())
+
+
+def test_a_failed_save_is_raised_once_on_all_ranks_and_leaves_the_previous_one(ranks, tmp_path):
+    for messages, left, names in ranks(2).run(fails_on_one_rank, tmp_path):
+        (message,) = messages
+        assert str(tmp_path / "step-2") in message and "disk full" in message
+        assert left == [1]
+        assert names == ["step-3"], "keep=1 drops the older one, and what the failed save left behind is gone"
+
+
+def killed_while_saving(directory):
+    parts, optimizers = build(LAYOUTS["tp2-pp2"], seed=1)
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, parts, optimizers)
+    checkpointer.wait()
+    if dist.get_rank() == 3:
+        write = FileSystemWriter.write_data
+
+        def write_and_die(*arguments):
+            write(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        FileSystemWriter.write_data = write_and_die
+    checkpointer.save(2, parts, optimizers)
+    checkpointer.wait()
+
+
+def test_a_rank_killed_while_saving_costs_only_that_save(ranks, tmp_path):
+    with pytest.raises(RankFailure, match="rank 3 of 4 died with exit code -9"):
+        ranks(4).run(killed_while_saving, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".saving-2", "step-1"]
+    assert newest_good(tmp_path, print) == 1
+    for step, _, _ in ranks(1).run(load_run, tmp_path, PLAIN):
+        assert step == 1
+    ranks(1).run(save_run, tmp_path, PLAIN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+def cannot_write(directory):
+    parts, optimizers = build(PLAIN, seed=1)
+    try:
+        Checkpointer(directory).save(1, parts, optimizers)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_a_directory_that_cannot_be_made_is_named_at_once(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+    (message,) = ranks(1).run(cannot_write, tmp_path / "file" / "checkpoints")
+    assert "file/checkpoints/.saving-1" in message and "NotADirectoryError" in message
+
+
+def save_before_bad_ones(directory):
+    parts, optimizers = build(PLAIN, seed=1)
+    checkpointer = Checkpointer(directory, keep=1)
+    checkpointer.save(5, parts, optimizers)
+    checkpointer.wait()
+
+
+def test_bad_checkpoints_of_later_steps_do_not_count_as_newer(ranks, tmp_path):
+    """A run that resumed at 4, because 6 was damaged, saves 5: that one is kept."""
+    for step in (4, 6):
+        damage_flip_a_bit(make_checkpoint(tmp_path, step))
+    ranks(1).run(save_before_bad_ones, tmp_path)
+    assert steps(tmp_path) == [5, 6] and newest_good(tmp_path, lambda _: None) == 5
+
+
+def test_no_checkpoint_is_no_error(tmp_path):
+    assert newest_good(tmp_path / "nothing", print) is None
+    make_checkpoint(tmp_path, 3)
+    shutil.copytree(tmp_path / "step-3", tmp_path / ".saving-4")
+    assert steps(tmp_path) == [3]

@@ -1,0 +1,192 @@
+"""tpformer export: what is in the safetensors is what was in the checkpoint; what cannot be exported is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import CONFIG, LAYOUTS, build, everything, merged
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tpformer.models import GPT
+from tpformer.training.checkpoint import Checkpointer, CheckpointError
+from tpformer.training.config import build_config, to_toml
+from tpformer.training.export import export, export_config, load_export
+
+
+def train(run):
+    """Checkpoints of steps 3 and 12, and the parameters at each."""
+    parts, optimizers = build(LAYOUTS["v-schedule"], seed=1)
+    checkpointer = Checkpointer(run / "checkpoints")
+    saved = {}
+    for step in (3, 12):
+        with torch.no_grad():
+            for part in parts:
+                for parameter in part.parameters():
+                    parameter.mul_(1.5)
+        checkpointer.save(step, parts, optimizers)
+        saved[step] = everything(parts, optimizers)
+    checkpointer.wait()
+    return saved
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tmp_path_factory):
+    """A run directory, and the parameters of its checkpoints by step and name."""
+    run = tmp_path_factory.mktemp("run")
+    model = {name: getattr(CONFIG, name) for name in ("vocab_size", "seq_length", "n_layers", "hidden_size")}
+    model |= {"n_heads": 4, "n_kv_heads": 2}
+    (run / "config.toml").write_text(to_toml(build_config({"model": model, "data": {"train": ["none"]}})))
+    results = ranks(4).run(train, run)
+    return run, {step: merged([result[step] for result in results]) for step in (3, 12)}
+
+
+def unpadded(tensors):
+    return {name: value[:100] if name == "embed_tokens.weight" else value for name, value in tensors.items()}
+
+
+def test_the_newest_checkpoint_in_one_file(trained, tmp_path):
+    run, saved = trained
+    assert not dist.is_initialized()
+    assert export(run, tmp_path / "out") == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "as readable as other files"
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    exported, wanted = load_file(tmp_path / "out" / "model.safetensors"), unpadded(saved[12])
+    assert exported.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(exported[name], value) and value.dtype == exported[name].dtype, name
+    assert not saved[12]["embed_tokens.weight"][100:].any(), "what is cut off is zero"
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["step"], written["dtype"], written["vocab_size"]) == (12, "float32", 100)
+    assert written["source"] == str(run / "checkpoints" / "step-12")
+    assert export_config(tmp_path / "out") == CONFIG
+
+
+def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
+    """Files respect the limit, except for a single tensor above it; the index names each tensor's file."""
+    run, saved = trained
+    limit = 4000
+    out = tmp_path / "made" / "out"
+    assert export(run, out, step=3, dtype="bfloat16", max_shard_bytes=limit) == 3
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert [path.name for path in files] == [
+        f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)
+    ]
+    assert len(files) > 3 and sorted(set(index["weight_map"].values())) == [path.name for path in files]
+    exported = {}
+    for path in files:
+        tensors = load_file(path)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit
+        assert all(index["weight_map"][name] == path.name for name in tensors)
+        exported |= tensors
+    wanted = unpadded(saved[3])
+    assert exported.keys() == wanted.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in exported.values())
+    for name, value in wanted.items():
+        assert torch.equal(exported[name], value.bfloat16()), name
+
+
+def loaded_by(name, out):
+    """Parameters of a layout's parts, filled from an export."""
+    parts, optimizers = build(LAYOUTS[name], seed=2)
+    for part in parts:
+        with torch.no_grad():
+            for parameter in part.parameters():
+                parameter.fill_(float("nan"))
+        load_export(out, part)
+    return everything(parts, optimizers)
+
+
+@pytest.mark.parametrize("name", ["tp4", "tp2-zero3", "v-schedule"])
+def test_an_export_loads_into_any_layout(ranks, trained, tmp_path, name):
+    run, saved = trained
+    export(run, tmp_path / "out", max_shard_bytes=4000)
+    loaded = merged(ranks(4).run(loaded_by, name, tmp_path / "out"))
+    assert loaded.keys() == saved[12].keys()
+    for key, value in saved[12].items():
+        assert torch.equal(loaded[key], value), key
+
+
+def test_an_export_loads_into_one_process(trained, tmp_path):
+    run, saved = trained
+    export(run, tmp_path / "out")
+    model = GPT(export_config(tmp_path / "out"), seed=2, dtype=torch.float64)
+    load_export(tmp_path / "out", model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved[12][name].double()), name
+    with pytest.raises(ValueError, match=r"another model: it has layers\.4\..* as None"):
+        load_export(tmp_path / "out", GPT(type(CONFIG)(**vars(CONFIG) | {"n_layers": 5})))
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight as \(100, 24\), wanted \(90, 24\)"):
+        load_export(tmp_path / "out", GPT(type(CONFIG)(**vars(CONFIG) | {"vocab_size": 90})))
+
+
+def refusals(run, folder):
+    """(what is asked for, the error, words of its message)"""
+    (folder / "full").mkdir()
+    (folder / "full" / "file").write_text("precious")
+    (folder / "no-checkpoint").mkdir()
+    (folder / "no-checkpoint" / "config.toml").write_text((run / "config.toml").read_text())
+    return [
+        ((folder / "missing", folder / "out"), {}, FileNotFoundError, "missing is not a run"),
+        ((folder / "no-checkpoint", folder / "out"), {}, FileNotFoundError, "has no checkpoint yet"),
+        ((run, folder / "full"), {}, ValueError, "is not an empty directory"),
+        ((run, folder / "full" / "file"), {}, ValueError, "is not an empty directory"),
+        ((run, folder / "out"), {"step": 4}, FileNotFoundError, "no checkpoint of step 4: it has 3, 12"),
+    ]
+
+
+def test_refusals_write_nothing(trained, tmp_path):
+    run, _ = trained
+    for arguments, options, error, words in refusals(run, tmp_path):
+        with pytest.raises(error, match=words):
+            export(*arguments, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "no-checkpoint"]
+    assert (tmp_path / "full" / "file").read_text() == "precious"
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused(ranks, trained, tmp_path):
+    run, saved = trained
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", run, copy], check=True)
+    file = max((copy / "checkpoints" / "step-12").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    reports: list[str] = []
+    assert export(copy, tmp_path / "out", report=reports.append) == 3
+    assert "step 12 is not usable" in reports[0] and file.name in reports[0]
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        export(copy, tmp_path / "other", step=12)
+    (copy / "checkpoints" / "step-3" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        export(copy, tmp_path / "other", report=reports.append)
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_export_that_fails_half_way_leaves_no_directory(trained, tmp_path, monkeypatch):
+    run, _ = trained
+
+    def full(*arguments, **options):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("tpformer.training.export.save_file", full)
+    with pytest.raises(OSError, match="disk full"):
+        export(run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(trained, tmp_path):
+    run, _ = trained
+    command = [sys.executable, "-m", "tpformer.cli", "export", str(run), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--dtype", "bfloat16"], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0 and "step 12" in done.stdout and done.stderr == "", done.stderr
+    assert load_file(tmp_path / "out" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
+    again = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert again.returncode == 2 and "is not an empty directory" in again.stderr and "Traceback" not in again.stderr

@@ -1,0 +1,150 @@
+"""A run saved under one layout goes on under any other as if nothing had happened: same tensors, same losses."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import assert_equal, everything, merged
+
+from tpformer.models import GPT, GPTConfig
+from tpformer.training.checkpoint import Checkpointer, load_checkpoint
+from tpformer.training.config import RunConfig, build_config
+from tpformer.training.model import ParallelModel
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.setup import build_model, run_mesh
+from tpformer.training.step import train_step
+
+SAVED_AT, STEPS, BATCH = 2, 5, 8
+MODEL = {"vocab_size": 100, "seq_length": 8, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
+
+
+def run_config(parallel: dict) -> RunConfig:
+    train = {"dtype": "float64", "global_batch_size": BATCH, "microbatch_size": 1, "device": "cpu"}
+    return build_config({"model": MODEL, "parallel": parallel, "train": train, "data": {"train": ["none"]}})
+
+
+def train(model: ParallelModel, optimizers, first_step: int, last_step: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of steps first_step ... last_step; each rank takes its share of the same global batches."""
+    share = BATCH // model.layout.data_parallel
+    results = []
+    for step in range(first_step, last_step + 1):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(100, (BATCH, MODEL["seq_length"] + 1), generator=generator)
+        first = model.data_rank * share
+        result = train_step(
+            model,
+            optimizers,
+            batch[first : first + share],
+            first_sample=step * BATCH + first,
+            step=step,
+            lr=1e-2 / step,
+            clip_norm=1.0,
+        )
+        results.append((result.loss, result.norm))
+    return results
+
+
+def build(parallel: dict):
+    config = run_config(parallel)
+    model = build_model(config, run_mesh(config, "cpu"))
+    return model, [build_optimizer(part, config.optimizer) for part in model.parts]
+
+
+def save_and_go_on(directory, parallel):
+    model, optimizers = build(parallel)
+    checkpointer = Checkpointer(directory)
+    train(model, optimizers, 1, SAVED_AT)
+    checkpointer.save(SAVED_AT, model.parts, optimizers)
+    saved = everything(model.parts, optimizers)
+    losses = train(model, optimizers, SAVED_AT + 1, STEPS)
+    checkpointer.wait()
+    return saved, losses
+
+
+def load_and_go_on(directory, parallel):
+    model, optimizers = build(parallel)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    checkpointer = Checkpointer(directory)
+    checkpointer.load(checkpointer.newest(), model.parts, optimizers)
+    loaded = everything(model.parts, optimizers)
+    return loaded, train(model, optimizers, SAVED_AT + 1, STEPS)
+
+
+def in_one_process(directory):
+    """The same without process groups or meshes: plain tensors."""
+    assert not dist.is_initialized()
+    config = run_config({})
+    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(GPTConfig)}
+    part = GPT(GPTConfig(**fields), seed=config.train.seed, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.fill_(float("nan"))
+    model = ParallelModel([part], microbatch_size=BATCH)
+    optimizers = [build_optimizer(part, config.optimizer)]
+    load_checkpoint(directory / f"step-{SAVED_AT}", [part], optimizers)
+    loaded = everything([part], optimizers)
+    return loaded, train(model, optimizers, SAVED_AT + 1, STEPS)
+
+
+FULL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
+SMALL = {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
+ALONE: dict = {}
+MATRIX = [
+    (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}),
+    (SMALL, ALONE),
+    (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}),
+    (FULL, {"pipeline_parallel": 4}),
+    (FULL, ALONE),
+    (FULL, FULL),
+    (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV", "data_parallel_replicate": 2}),
+    (FULL, {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 2, "cpu_offload": True}),
+    ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL),
+    (ALONE, FULL),
+]
+
+
+def named(parallel: dict) -> str:
+    return "-".join(f"{key}={value}" for key, value in parallel.items()) or "one process"
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """By layout: directory, tensors and further losses of a run saved under it."""
+    results: dict = {}
+
+    def save(parallel):
+        if named(parallel) not in results:
+            directory = tmp_path_factory.mktemp("run")
+            size = run_config(parallel).parallel.world_size
+            found = ranks(size).run(save_and_go_on, directory, parallel, timeout=120)
+            losses = found[0][1]
+            assert all(one == losses for _, one in found) and len(losses) == STEPS - SAVED_AT
+            results[named(parallel)] = directory, merged([tensors for tensors, _ in found]), losses
+        return results[named(parallel)]
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*pair, id=f"{named(pair[0])} to {named(pair[1])}", marks=[pytest.mark.proof] * (number > 1))
+        for number, pair in enumerate(MATRIX)
+    ],
+)
+def test_a_run_goes_on_under_another_layout(ranks, saved, before, after):
+    """Parameters and optimizer state exactly; loss and gradient norm of the next steps to the rounding of float64."""
+    directory, tensors, losses = saved(before)
+    if after is ALONE:
+        results = [in_one_process(directory)]
+    else:
+        size = run_config(after).parallel.world_size
+        results = ranks(size).run(load_and_go_on, directory, after, timeout=120)
+    assert_equal(merged([loaded for loaded, _ in results]), tensors)
+    assert {"layers.3.mlp.fc2.weight", "embed_tokens.weight exp_avg", "norm.weight step"} <= tensors.keys()
+    for _, continued in results:
+        for one, other in zip(continued, losses, strict=True):
+            assert one == pytest.approx(other, rel=1e-12, abs=0)
