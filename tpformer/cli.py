@@ -1,6 +1,7 @@
 """The `tpformer` command. Parsing only; the work is in `training`, and that of dry-run in `planner`."""
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ USAGE = """usage: tpformer COMMAND ...
   verify FILE.toml [--section.key value ...]     two steps in the file's layout and in one process, compared
   dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   memory and communication of ranks, in one process
   generate RUN_DIR --prompt TEXT     sample from a run's newest checkpoint
+  timeline RUN_DIR                   draw the pipeline step that a run recorded (log.timeline_step)
   export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors
 
 `tpformer COMMAND --help` lists the options of each."""
@@ -208,6 +210,25 @@ def stdlib_command(arguments: Sequence[str]) -> None:
     tyro.cli(stdlib, prog="tpformer data stdlib", args=list(arguments))
 
 
+def timeline_command(arguments: Sequence[str]) -> None:
+    from tpformer.parallel import Action
+    from tpformer.planner import draw_timeline
+
+    def timeline(run_dir: tyro.conf.Positional[Path]) -> None:
+        """Draw plots/pipeline.svg and plots/pipeline.json (Perfetto, chrome://tracing) of the step a run recorded."""
+        path = run_dir / "timeline.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist: train a pipeline with --log.timeline-step N, the step to record"
+            )
+        record = json.loads(path.read_text())
+        actions = [Action(*action) for action in record["actions"]]
+        draw_timeline(actions, run_dir / "plots", record["schedule"], record["n_microbatches"])
+        print(f"written: {run_dir / 'plots' / 'pipeline.svg'} and pipeline.json")
+
+    tyro.cli(timeline, prog="tpformer timeline", args=list(arguments))
+
+
 COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
     ("data", "build"): build_data_command,
     ("data", "stdlib"): stdlib_command,
@@ -216,6 +237,7 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
     ("dry-run",): dry_run_command,
     ("generate",): generate_command,
     ("export",): export_command,
+    ("timeline",): timeline_command,
 }
 
 

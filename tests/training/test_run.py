@@ -197,3 +197,21 @@ def test_overrides_reach_the_run(tmp_path, tiny_values):
     assert rows[1]["tokens"] == 2 * 4 * 8
     stored = (tmp_path / "other" / "config.toml").read_text()
     assert "n_layers = 3" in stored and "vocab_size = 257" in stored and "ffn_hidden_size" not in stored
+
+
+def test_a_recorded_pipeline_step_is_drawn(tmp_path, tiny_values):
+    parallel = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_shard": 2}
+    toml = str(
+        write_run(tmp_path, tiny_values, parallel=parallel, model={"n_layers": 4}, log={"timeline_step": 2}, data={})
+    )
+    directory = Path(tiny_values["run"]["dir"])
+    code, out, err = run("pretrain", toml, "--train.steps", "2")
+    assert code == 0 and "tpformer timeline" in out, err
+    code, out, err = run("timeline", str(directory))
+    assert code == 0, err
+    trace = json.loads((directory / "plots" / "pipeline.json").read_text())
+    computed = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"][0] in "FB"]
+    assert len(computed) == 2 * 2 * 2 * 2, "forward and backward of 2 microbatches in 2 stages on 2 ranks"
+    assert "Interleaved1F1B" in (directory / "plots" / "pipeline.svg").read_text()
+    code, _, err = run("timeline", str(tmp_path))
+    assert code == 2 and "--log.timeline-step" in err

@@ -114,7 +114,7 @@ class TransformerBlock(ParallelModule):
             rows = ops.recompute(self._layer, rows, positions, sites)
         else:
             rows = self._layer(rows, positions, sites)
-        return rows if rows.shape == x.shape else rows.view(x.shape)  # FSDP2 warns of views
+        return rows if rows.shape == x.shape else rows.view(x.shape)
 
     def _dropout_sites(self, rows: Tensor, positions: Positions, key: DropoutKey | None) -> list[ops.Dropout | None]:
         """Of the attention's branch and of the MLP's."""

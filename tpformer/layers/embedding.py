@@ -50,8 +50,9 @@ class _VocabParallel(ParallelModule):
         return ops.VocabSlice(self.tp_rank * self.width, self.width, self.vocab_size)
 
     def check_ids(self, ids: Tensor, what: str) -> None:
-        """ValueError, on a CPU, for an id outside the vocabulary: no rank would hold it, and none would notice."""
-        if ids.device.type == "cpu" and ids.numel():
+        """ValueError, on a CPU, for an id outside the vocabulary: no rank would hold it, and none would notice. A fake
+        tensor (planner.dry_run) has no values to check."""
+        if type(ids) is Tensor and ids.device.type == "cpu" and ids.numel():
             low, high = (int(bound) for bound in ids.aminmax())
             if low < 0 or high >= self.vocab_size:
                 raise ValueError(f"{what} span [{low}, {high}], outside the vocabulary [0, {self.vocab_size - 1}]")
@@ -124,7 +125,10 @@ class LMHead(_VocabParallel):
     Communication, per rank: that of ops.column_linear (logits, carried by `transport`) or ops.linear_cross_entropy
              (loss, whose collectives are its own).
     Errors:  ValueError on a CPU for a target outside [0, vocab_size), and as ops.linear_cross_entropy.
+    `chunk_tokens`: that of ops.linear_cross_entropy, equal on all ranks; None for its default.
     """
+
+    chunk_tokens: int | None = None
 
     def forward(
         self,
@@ -141,5 +145,5 @@ class LMHead(_VocabParallel):
         if targets is None:
             return ops.column_linear(x, weight, transport=self.transport, width=self.width, **where)
         self.check_ids(targets.masked_fill(targets == IGNORE_INDEX, 0), "targets")
-        terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        terms = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
         return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **terms, **where)

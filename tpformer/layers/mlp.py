@@ -88,4 +88,4 @@ class MLP(ParallelModule):
         row = self.down_proj if self.gated else self.fc2
         gate = outputs[0] if self.gated else None
         y = row(outputs[-1], gate=gate, residual=carried, dropout=dropout, ends_region=ends_region)
-        return y.view(x.shape)
+        return y if y.shape == x.shape else y.view(x.shape)

@@ -2,7 +2,8 @@
 
 from .gradients import gradient_norm, reduce_partial_gradients, scale_gradients
 from .layout import SCHEDULES, Layout
-from .pipeline import Action, Pipeline
+from .pipeline import Pipeline
+from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
 from .split import split_stages
 from .tied import TiedParameter
@@ -16,6 +17,7 @@ __all__ = [
     "TiedParameter",
     "apply_zero",
     "data_parallel_mesh",
+    "gather_actions",
     "gradient_norm",
     "pipeline_sequential",
     "prepare_backward",

@@ -1,4 +1,4 @@
-"""A pipeline rank: its stages, the torch.distributed.pipelining schedule that runs them, and what was recorded of it.
+"""A pipeline rank: its stages, and the torch.distributed.pipelining schedule that runs them.
 
 Belongs here: the bridge between stages, FSDP2 and the weight-gradient queue. What a stage computes is its module's.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,8 @@ from tpformer.layers import ColumnParallelLinear, RowParallelLinear
 from tpformer.ops import WeightGradientQueue
 
 from .layout import Layout
+from .recording import Action
 from .zero import prepare_backward, reduce_accumulated, reshard, take_weight_gradients
-
-
-class Action(NamedTuple):
-    """One thing that a pipeline rank did. Times in seconds of time.perf_counter."""
-
-    rank: int
-    stage: int
-    microbatch: int
-    kind: str
-    """F forward, B whole backward, I its input gradients, W its weight gradients, R reduction of gradients."""
-    start: float
-    end: float
 
 
 class _Part(nn.Module):
@@ -71,9 +60,34 @@ class _Stage(PipelineStage):
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
+    # torch allocates what every microbatch will receive, activations and gradients, at the first step, for good: memory
+    # for all microbatches, where a schedule such as 1F1B needs that of those in flight
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        for infos in self.args_recv_info.values():
+            _receive_on(infos, "meta")
+        return result
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        for infos in self.grad_recv_info.values():
+            _receive_on(infos, "meta")
+        return result
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        _receive_on(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward:
+            _receive_on(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._recorded("F", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _receive_on(self.args_recv_info[fwd_chunk_id], "meta")  # the engine holds the input until its backward
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
@@ -86,6 +100,9 @@ class _Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             if full_backward and self.dw_builder is not None:
                 take_weight_gradients(self.part)
+        _receive_on(self.grad_recv_info[bwd_chunk_id], "meta")
+        if loss is not None and (full_backward or self.dw_builder is not None) and not loss._is_view():
+            loss.detach_()  # the engine keeps losses to the end of the step, and through their graphs what it received
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -109,6 +126,13 @@ class _Stage(PipelineStage):
         if self.has_backward and self.zero_stage < 2:
             with self._recorded("R", -1):
                 reduce_accumulated(self.part)
+
+
+def _receive_on(infos: Any, device: torch.device | str) -> None:
+    """Fresh memory on `device` for what a microbatch receives; on meta it keeps only its shape."""
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=info.buffer.requires_grad)
 
 
 def _queues(part: nn.Module) -> bool:

@@ -27,12 +27,14 @@ def apply_zero(
 ) -> None:
     """Lay a part of the model out over the data-parallel axes of `mesh` by FSDP2, as layout.zero says.
 
-    units: modules within `part` that are gathered, and reduced, one after the other; what is left of it is one more.
+    units: modules within `part`, in the order of its forward, that are gathered, and reduced, one after the other; what
+    is left of it is one more.
     Parameters keep the dtype they were built in (master weights) and compute in compute_dtype. Gradients are summed,
     not averaged: a loss is to be divided by the target tokens of the global batch.
     Communication, per unit of P parameters: stages 0 to 2 one all-gather of P * compute itemsize a step, stage 3 one in
     the forward and one in the backward of each microbatch; stages 0 and 1 one reduce-scatter of P * reduce itemsize a
-    step, stages 2 and 3 one each microbatch; and over dp_replicate an all-reduce of what that leaves.
+    step, stages 2 and 3 one each microbatch; and over dp_replicate one all-reduce of what that leaves a step (one each
+    microbatch where stages 2 and 3 reduce in 16 bits, which is no format to add up microbatches in).
     """
     master = next((parameter.dtype for parameter in part.parameters()), compute_dtype)
     low = compute_dtype.itemsize < master.itemsize
@@ -46,14 +48,15 @@ def apply_zero(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     shards = mesh["dp_shard"].size()
     options["shard_placement_fn"] = lambda parameter: _placement(parameter, shards)
-    for unit in units:
-        fully_shard(unit, reshard_after_forward=layout.zero == 3, **options)
+    sharded = [fully_shard(unit, reshard_after_forward=layout.zero == 3, **options) for unit in units]
     # the rest (embedding, last norm, head) is needed at both ends of a forward: torch keeps a root's parameters
-    fully_shard(part, reshard_after_forward=None if layout.zero == 3 else False, **options)
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo lacks the operation that divides
+    sharded.append(fully_shard(part, reshard_after_forward=None if layout.zero == 3 else False, **options))
+    for unit, before in zip(sharded, [sharded[-1], *sharded], strict=False):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo lacks the operation that divides
+        # left to itself, torch takes the unit that ended a forward before this one: with several microbatches in flight
+        # it gathers units that are not needed, or stops gathering ahead (pytorch#164756)
+        unit.set_modules_to_backward_prefetch([before])
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:
@@ -70,6 +73,8 @@ def prepare_backward(part: nn.Module, zero_stage: int, *, last: bool) -> None:
     """
     if isinstance(part, FSDPModule):
         part.set_requires_gradient_sync(last or zero_stage >= 2)
+        # sums over dp_shard wait for dp_replicate as shards, in the reduce dtype: only where that adds up microbatches well
+        part.set_requires_all_reduce(last or fully_shard.state(part)._mp_policy.reduce_dtype.itemsize < 4)
         part.set_is_last_backward(last or zero_stage >= 2)  # its reductions are complete when it returns
         part.set_reshard_after_backward(last or zero_stage == 3)
 

@@ -130,6 +130,8 @@ class LogSection:
     """Also write TensorBoard events, where tensorboard is installed."""
     plot: bool = True
     """Draw plots/loss.png at the end, where matplotlib is installed."""
+    timeline_step: int = 0
+    """The step whose pipeline actions are recorded for `tpformer timeline`; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

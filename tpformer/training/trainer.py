@@ -1,6 +1,7 @@
 """The pretraining loop of one rank."""
 
 import dataclasses
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tpformer.distributed import all_reduce, check_all, close
 from tpformer.distributed.mesh import AXES
 from tpformer.distributed.watchdog import Watchdog
 from tpformer.kernels.cost import machine_for
+from tpformer.parallel import gather_actions
 
 from .checkpoint import Checkpointer
 from .config import RunConfig, build_config, check_config, read_toml, to_toml
@@ -131,16 +133,17 @@ class Trainer:
         lr = learning_rate(step, config.train.steps, config.optimizer)
         samples, first = self._batch(step)
         check_all(step)
-        result = train_step(
-            self.model,
-            self.optimizers,
-            samples,
-            first_sample=first,
-            step=step,
-            lr=lr,
-            clip_norm=config.optimizer.clip_norm,
-            scaler=self.scaler,
-        )
+        with self._recorded(step):
+            result = train_step(
+                self.model,
+                self.optimizers,
+                samples,
+                first_sample=first,
+                step=step,
+                lr=lr,
+                clip_norm=config.optimizer.clip_norm,
+                scaler=self.scaler,
+            )
         check_all()  # a hang ends the run here, before its numbers are logged or saved
         self._count_skipped(step, result)
         self.step = step
@@ -148,6 +151,22 @@ class Trainer:
         if self.skipped:
             row["skipped"] = self.skipped
         return row
+
+    @contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
+        """Around the step that log.timeline_step names: the leader's pipeline's actions go to timeline.json."""
+        pipeline = self.model.pipeline
+        if pipeline is None or step != self.config.log.timeline_step:
+            yield
+            return
+        with pipeline.recording() as own:
+            yield
+        actions = gather_actions(own, self.mesh.get_group("pp"))
+        if self.leader:
+            layout = self.config.parallel
+            kept = {"schedule": layout.pipeline_schedule, "n_microbatches": self.config.n_microbatches}
+            (self.directory / "timeline.json").write_text(json.dumps({**kept, "actions": actions}))
+            self._notice(f"step {step} recorded: draw it with `tpformer timeline {self.directory}`")
 
     def _count_skipped(self, step: int, result: StepResult) -> None:
         """Skipped steps, in all and in a row; FloatingPointError on all ranks after too many."""
@@ -159,6 +178,7 @@ class Trainer:
         scale = "" if self.scaler is None else f", loss scale now {self.scaler.scale:g}"
         self._notice(f"step {step} skipped: loss {result.loss}, gradient norm {result.norm}, not finite {where}{scale}")
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
+            self.checkpointer.wait()
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} steps in a row were skipped, the last one step {step}: loss {result.loss}, "
                 f"gradient norm {result.norm}, not finite {where}; lower optimizer.lr or lengthen "

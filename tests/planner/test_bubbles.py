@@ -1,0 +1,107 @@
+"""What bubbles should be: closed forms against the simulation of torch's own orders, and the simulation's rules."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+
+from tpformer.parallel import SCHEDULES, Action
+from tpformer.planner import RATIOS, Step, bubble_ratio, bubble_share, bubble_time, schedule_order, simulate
+
+EQUAL = {"F": 1, "I": 1, "W": 1}
+DURATIONS = [EQUAL, {"F": 2, "I": 3, "W": 1}, {"F": 1, "I": Fraction(3, 2), "W": Fraction(1, 2)}]
+
+
+def simulated(schedule: str, ranks: int, n: int, stages: int, seconds: dict) -> list[Action]:
+    times = {**seconds, "B": seconds["I"] + seconds["W"]}
+    return simulate(schedule_order(schedule, ranks, n, stages), lambda step: times[step.kind])
+
+
+def idle(actions: list[Action], ranks: int) -> Fraction:
+    """Seconds per rank, exactly: the durations are rational."""
+    busy = sum(action.end - action.start for action in actions)
+    return max(action.end for action in actions) - Fraction(busy, ranks)
+
+
+def layouts() -> list[tuple[str, int, int, int]]:
+    found = []
+    for schedule, kind in SCHEDULES.items():
+        stages = (1, 2, 3) if kind.looped else (kind.stages_per_rank,)
+        for p, v, multiple in itertools.product((2, 3, 4), stages, (1, 2, 4)):
+            found.append((schedule, p, 1 if schedule == "naive" else multiple * p, v))
+    return [layout for layout in found if layout[0] != "DualPipeV" or layout[2] >= 2 * layout[1]]
+
+
+@pytest.mark.parametrize("seconds", DURATIONS, ids=str)
+def test_closed_forms_are_what_the_orders_take(seconds):
+    held = set()
+    for schedule, p, m, v in layouts():
+        expected = bubble_time(schedule, p, m, seconds)
+        if expected is not None:
+            assert idle(simulated(schedule, p, m, v, seconds), p) == expected, (schedule, p, m, v)
+            held.add(schedule)
+    v_shaped = {name for name, kind in SCHEDULES.items() if kind.v_shaped}
+    assert held == set(SCHEDULES) - (set() if seconds is EQUAL else v_shaped)
+
+
+def test_the_formulas_that_are_printed():
+    """With B = 2F the ratio is the text of RATIOS, read as arithmetic."""
+    for schedule, p, m, v in layouts():
+        ratio = bubble_ratio(schedule, p, m, v)
+        if ratio is not None:
+            formula = RATIOS[schedule].replace(" ", "*")
+            assert ratio == pytest.approx(eval(formula, {"p": p, "m": m, "v": v})), schedule
+    assert bubble_ratio("1F1B", 4, 8, 1) == 3 / 8
+    assert bubble_share(simulated("1F1B", 4, 8, 1, EQUAL), 4) == pytest.approx(3 / 11)
+    assert bubble_ratio("Interleaved1F1B", 4, 16, 2) == 3 / 32
+
+
+def test_where_no_closed_form_holds():
+    assert bubble_time("1F1B", 4, 3, EQUAL) is None
+    assert bubble_time("InterleavedZeroBubble", 4, 8, {"F": 1, "I": 2, "W": 2}) is None
+    for schedule in ("ZBVZeroBubble", "DualPipeV"):
+        assert bubble_time(schedule, 4, 8, {"F": 1, "I": 1, "W": 2}) is None
+    assert bubble_time("DualPipeV", 4, 7, EQUAL) is None and bubble_time("ZBVZeroBubble", 4, 7, EQUAL) == 3
+    # of its order for 2p - 1 microbatches, torch leaves out those that are not there: idle time stays where they were
+    assert bubble_time("ZBVZeroBubble", 4, 4, EQUAL) is None and bubble_ratio("ZBVZeroBubble", 4, 4, 2) is None
+    assert idle(simulated("ZBVZeroBubble", 4, 4, 2, EQUAL), 4) == 6
+    # by the measure of its paper, each rank from its own first start to its own last end, there is no bubble
+    actions = simulated("ZBVZeroBubble", 4, 8, 2, EQUAL)
+    for rank in range(4):
+        own = [action for action in actions if action.rank == rank]
+        assert max(a.end for a in own) - min(a.start for a in own) == len(own) == 2 * 8 * 3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_simulation_keeps_the_order_and_waits_for_inputs(schedule):
+    p, v = 4, SCHEDULES[schedule].stages_per_rank
+    m = 1 if schedule == "naive" else 8
+    order, actions = schedule_order(schedule, p, m, v), simulated(schedule, p, m, v, {"F": 2, "I": 3, "W": 1})
+    at = {(a.stage, "I" if a.kind == "B" else a.kind, a.microbatch): a for a in actions}
+    assert {key[:2] for key in at} >= {(stage, kind) for stage in range(p * v) for kind in "FI"}
+    assert len(at) == len(actions) and {a.microbatch for a in actions} == set(range(m))
+    for (stage, kind, microbatch), action in at.items():
+        needed = {"F": (stage - 1, "F"), "W": (stage, "I"), "I": (stage + 1, "I")}[kind]
+        if kind == "I" and stage == p * v - 1:
+            needed = (stage, "F")
+        assert stage == 0 and kind == "F" or at[*needed, microbatch].end <= action.start
+    for rank in range(p):
+        own = [action for action in actions if action.rank == rank]
+        assert all(before.end <= after.start for before, after in itertools.pairwise(own))
+        steps = [step for together in order[rank] for step in together]
+        assert [Step(a.stage, a.kind, a.microbatch) for a in own] == steps
+
+
+def test_results_of_steps_that_run_together_are_sent_together():
+    pair = (Step(0, "F", 1), Step(0, "B", 0))
+    order = [[(Step(0, "F", 0),), pair, (Step(0, "B", 1),)], []]
+    order[1] = [(Step(1, kind, microbatch),) for microbatch in (0, 1) for kind in "FB"]
+    start = {(a.stage, a.kind, a.microbatch): a.start for a in simulate(order, lambda step: 1)}
+    assert start[1, "B", 0] == 2 and start[0, "B", 0] == 3
+    assert start[1, "F", 1] == 4  # F1 of stage 0 ends at 2, and the pair at 4
+
+
+def test_an_order_that_waits_for_itself_is_named():
+    order = [[(Step(0, "B", 0),), (Step(0, "F", 0),)]]
+    with pytest.raises(ValueError, match="every rank waits for another.*Step"):
+        simulate(order, lambda step: 1)

@@ -1,0 +1,166 @@
+"""Pictures of recorded pipeline steps: read back from SVG and JSON, and drawn of a step that four ranks ran."""
+
+import json
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
+
+from bench.bubbles import build  # noqa: E402
+from tpformer.distributed import build_mesh  # noqa: E402
+from tpformer.parallel import Action, gather_actions, recording  # noqa: E402
+from tpformer.planner import (  # noqa: E402
+    Step,
+    bubble_share,
+    describe,
+    draw_timeline,
+    schedule_order,
+    simulate,
+    write_svg,
+    write_trace,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+# two ranks, one stage each, one microbatch, and a reduction on rank 0
+SMALL = [
+    Action(0, 0, 0, "F", 10.0, 11.0),
+    Action(0, 0, 0, "B", 14.0, 16.0),
+    Action(0, 0, -1, "R", 16.0, 17.0),
+    Action(1, 1, 0, "F", 11.0, 12.0),
+    Action(1, 1, 0, "B", 12.0, 14.0),
+]
+
+
+def test_share_is_idle_time_between_first_start_and_last_end():
+    assert bubble_share(SMALL, 2) == 0.5  # 6 of 2 x 6 s; the reduction neither computes nor lengthens
+    assert bubble_share(SMALL[3:], 1) == 0
+
+
+def test_svg_has_every_action_where_it_was(tmp_path):
+    write_svg(SMALL, tmp_path / "small.svg", "two <ranks>", "formula one\nand two")
+    root = ElementTree.parse(tmp_path / "small.svg").getroot()
+    boxes = {rect.find(f"{SVG}title").text: rect.attrib for rect in root.iter(f"{SVG}rect") if len(rect)}
+    bubble = boxes.pop("bubble")
+    assert bubble["fill"] == "url(#bubble)" and len(boxes) == len(SMALL)
+    second = float(bubble["width"]) / 7  # with the reduction there are seven
+    places = {
+        title.split(":")[0]: ((float(box["x"]) - float(bubble["x"])) / second, float(box["width"]) / second)
+        for title, box in boxes.items()
+    }
+    assert places == {
+        "forward, stage 0, microbatch 0": pytest.approx((0, 1), abs=1e-3),
+        "backward, stage 0, microbatch 0": pytest.approx((4, 2), abs=1e-3),
+        "gradient reduction, stage 0": pytest.approx((6, 1), abs=1e-3),
+        "forward, stage 1, microbatch 0": pytest.approx((1, 1), abs=1e-3),
+        "backward, stage 1, microbatch 0": pytest.approx((2, 2), abs=1e-3),
+    }
+    assert any(title.endswith("2000.0 ms from 4000.0 ms on") for title in boxes)
+    lanes = {title.split(",")[1]: box["y"] for title, box in boxes.items()}
+    assert lanes[" stage 0"] != lanes[" stage 1"] and len({box["fill"] for box in boxes.values()}) == 3
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert texts[:4] == [
+        "two <ranks>",
+        "bubble measured: 50.0% of the ranks' time, 1.000 of their computing time",
+        "formula one",
+        "and two",
+    ]
+    assert texts.count("0") == 4 and {"rank 0", "rank 1", "0 s", "7 s", "backward", "bubble"} <= set(texts)
+
+
+def test_later_stages_of_a_rank_are_paler(tmp_path):
+    actions = simulate(schedule_order("Interleaved1F1B", 2, 4, 2), lambda step: 0.1)
+    write_svg(actions, tmp_path / "looped.svg", "", "")
+    boxes = [rect for rect in ElementTree.parse(tmp_path / "looped.svg").iter(f"{SVG}rect") if len(rect)]
+    colours = {
+        rect.find(f"{SVG}title").text.split(",")[1]: rect.attrib["fill"] for rect in boxes if len(rect[0].text) > 6
+    }
+    assert colours[" stage 0"] == colours[" stage 1"] != colours[" stage 2"] == colours[" stage 3"]
+
+
+def test_trace_has_every_action_in_microseconds(tmp_path):
+    write_trace(SMALL, tmp_path / "small.json")
+    events = json.loads((tmp_path / "small.json").read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(SMALL)
+    assert complete[2] == {
+        **{"ph": "X", "name": "B0", "cat": "backward", "pid": 1, "tid": 1, "ts": 2e6, "dur": 2e6},
+        "args": {"stage": 1, "microbatch": 0},
+    }
+    assert [event["name"] for event in complete] == ["F0", "F0", "B0", "B0", "R"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+
+
+def test_describe_compares_with_formula_and_order():
+    actions = simulate(schedule_order("1F1B", 4, 8, 1), lambda step: 2.0 if step.kind == "B" else 1.0)
+    assert describe(actions, "1F1B", 8).split("\n") == [
+        "formula for equal stages: (p-1)/m = 0.375 of the computing time, 27.3% of the whole (p = 4, m = 8)",
+        "these actions in this order, if communication took no time: 27.3%",
+    ]
+    late = [action._replace(start=2 * action.start, end=action.start + action.end) for action in actions]
+    assert bubble_share(late, 4) > 0.5 and describe(late, "1F1B", 8) == describe(actions, "1F1B", 8)
+    actions = simulate(schedule_order("ZBVZeroBubble", 4, 4, 2), lambda step: 1.0)
+    assert "F = I = W: (p-1)/(6 m) does not hold for p = 4, m = 4, v = 2\n" in describe(actions, "ZBVZeroBubble", 4)
+
+
+def test_a_record_that_is_not_one_whole_step_is_refused():
+    actions = simulate(schedule_order("1F1B", 4, 8, 1), lambda step: 1.0)
+    for wrong in (actions[1:], actions + actions[:1]):
+        with pytest.raises(ValueError, match=rf"has 64 actions, and the record {len(wrong)}.*one whole step"):
+            describe(wrong, "1F1B", 8)
+    with pytest.raises(ValueError, match="1F1B on 4 ranks with 16 microbatches has 128 actions"):
+        describe(actions, "1F1B", 16)
+
+
+def run_and_draw(schedule: str, n_microbatches: int, directory: Path) -> list[Action] | None:
+    mesh = build_mesh("cpu", tensor_parallel=1, pipeline_parallel=dist.get_world_size())
+    actions = gather_actions(build(schedule, n_microbatches, 0.015, mesh)())
+    if actions is not None:
+        draw_timeline(actions, directory / "plots", schedule, n_microbatches)
+    return actions
+
+
+@pytest.mark.parametrize("schedule, n_microbatches", [("1F1B", 5), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 4)])
+def test_four_ranks_run_what_is_simulated_and_are_drawn(ranks, tmp_path, schedule, n_microbatches):
+    actions, *others = ranks(4).run(run_and_draw, schedule, n_microbatches, tmp_path)
+    assert others == [None] * 3
+    stages = 1 if schedule == "1F1B" else 2
+    order = schedule_order(schedule, 4, n_microbatches, stages)
+    for rank in range(4):
+        ran = [action for action in actions if action.rank == rank and action.kind != "R"]
+        assert [action[1:4] for action in ran] == [
+            (s.stage, s.microbatch, s.kind) for group in order[rank] for s in group
+        ]
+        assert all(a.end - a.start >= (0.03 if a.kind == "B" else 0.015) for a in ran)
+    seconds = {Step(a.stage, a.kind, a.microbatch): a.end - a.start for a in actions}
+    least = bubble_share(simulate(order, seconds.__getitem__), 4)  # what these actions leave idle at best
+    assert 0 < least <= bubble_share(actions, 4) < 1  # how much more it is depends on what else runs on the machine
+    events = json.loads((tmp_path / "plots" / "pipeline.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(actions)
+    texts = [text.text for text in ElementTree.parse(tmp_path / "plots" / "pipeline.svg").iter(f"{SVG}text")]
+    assert texts[0] == f"{schedule}: 4 pipeline ranks, {n_microbatches} microbatches"
+    assert texts[2].startswith("formula for equal stages") and "if communication took no time" in texts[3]
+
+
+def gather_from_another_machine() -> tuple[float, list[Action] | None]:
+    """Rank 1 is on a machine that has been up for 1000 s longer."""
+    later = 1000.0 * dist.get_rank()
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later)
+    now = time.perf_counter()
+    record = [Action(dist.get_rank(), 0, 0, "F", now + later, now + later + 1)]
+    with mock.patch.multiple(recording, time=clock, _machine=lambda: f"machine {dist.get_rank()}"):
+        return now, gather_actions(record)
+
+
+def test_clocks_of_machines_are_aligned(ranks):
+    (first, actions), (second, _) = ranks(2).run(gather_from_another_machine)
+    assert actions[0].start == first and actions[1].start == pytest.approx(second, abs=0.5)
+    assert actions[1].end - actions[1].start == pytest.approx(1)

@@ -1,0 +1,51 @@
+"""What pipeline ranks did and when: the record, and gathering it on one clock. Pictures of it: tpformer.planner."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+
+class Action(NamedTuple):
+    """One thing that a pipeline rank did. Times in seconds of time.perf_counter."""
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: str
+    """F forward, B whole backward, I its input gradients, W its weight gradients, R reduction of gradients."""
+    start: float
+    end: float
+
+
+def gather_actions(record: Sequence[Action], group: dist.ProcessGroup | None = None) -> list[Action] | None:
+    """All ranks' actions on the group's first rank, on its clock; None on the others.
+
+    Collective on `group`: a barrier and one gather of the pickled actions (about 60 bytes each). time.perf_counter
+    counts from the machine's start, so ranks of one machine share a clock; those of another are shifted by its
+    difference after the barrier, which assumes that the barrier releases all ranks at once (good to a network
+    round-trip).
+    """
+    dist.barrier(group)
+    mine = (_machine(), time.perf_counter(), list(record))
+    gathered: list | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(mine, gathered, group=group, group_dst=0)
+    if gathered is None:
+        return None
+    clocks: dict[str, float] = {}
+    actions = []
+    for machine, clock, recorded in gathered:
+        shift = gathered[0][1] - clocks.setdefault(machine, clock)
+        actions += [a._replace(start=a.start + shift, end=a.end + shift) for a in recorded]
+    return actions
+
+
+def _machine() -> str:
+    """What processes with one time.perf_counter have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else platform.node()

@@ -1,0 +1,18 @@
+"""Models of a run: what its pipeline schedule costs, beside what it did. Re-exports only."""
+
+from .bubbles import RATIOS, Step, bubble_ratio, bubble_time, schedule_order, simulate
+from .timeline import bubble_share, describe, draw_timeline, write_svg, write_trace
+
+__all__ = [
+    "RATIOS",
+    "Step",
+    "bubble_ratio",
+    "bubble_share",
+    "bubble_time",
+    "describe",
+    "draw_timeline",
+    "schedule_order",
+    "simulate",
+    "write_svg",
+    "write_trace",
+]

@@ -1,0 +1,214 @@
+"""The executed pipeline schedule as a picture: recorded actions to SVG and to Chrome/Perfetto JSON, and its bubble.
+
+Belongs here: everything that is made of recorded actions. What the bubble should be: bubbles.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from tpformer.parallel import SCHEDULES, Action
+
+from .bubbles import RATIOS, Step, bubble_ratio, schedule_order, simulate
+
+KINDS = {  # kind -> what it is, colour
+    "F": ("forward", "#4e79a7"),
+    "B": ("backward", "#59a14f"),
+    "I": ("input gradients", "#e08a3c"),
+    "W": ("weight gradients", "#b07aa1"),
+    "R": ("gradient reduction", "#79706e"),
+}
+COMPUTE = "FBIW"
+BUBBLE = "url(#bubble)"
+PATTERN = (
+    '<defs><pattern id="bubble" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" fill="#fdeceb"/><rect width="2" height="6" fill="#f3a6a3"/></pattern></defs>'
+)
+LEFT, RIGHT, LANE, GAP = 70, 24, 30, 6  # pixels
+NARROWEST, WIDEST = 900, 4000  # of the lanes
+SHORT = 17  # pixels of a box that three quarters of the boxes are longer than
+MARGIN, DIGIT = 2, 7  # pixels of a number in a box: around it, and of each digit
+PALER = 0.55  # how far a rank's last stage is from the colour of its first, towards white
+
+
+def bubble_share(actions: Iterable[Action], ranks: int) -> float:
+    """Idle share of the pipeline: 1 - busy / (ranks * span), in [0, 1).
+
+    busy: seconds of all ranks' F, B, I and W together. span: from the first start to the last end of those on any
+    rank, so a rank idles also before its first and after its last action. Gradient reductions (R) compute nothing and
+    count as idle. The usual (p-1)/m is another ratio, idle time to busy time: share / (1 - share).
+    """
+    computed = [action for action in actions if action.kind in COMPUTE]
+    span = max(action.end for action in computed) - min(action.start for action in computed)
+    return 1 - sum(action.end - action.start for action in computed) / (ranks * span)
+
+
+def write_trace(actions: Sequence[Action], path: Path) -> None:
+    """Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing: ranks as processes, stages as threads."""
+    origin = min(action.start for action in actions)
+    events: list[dict] = []
+    for rank, stage in sorted({(action.rank, action.stage) for action in actions}):
+        events += [
+            {"ph": "M", "name": "process_name", "pid": rank, "tid": stage, "args": {"name": f"rank {rank}"}},
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": stage, "args": {"name": f"stage {stage}"}},
+        ]
+    for action in sorted(actions, key=lambda action: action.start):
+        events.append(
+            {
+                "ph": "X",
+                "name": _label(action),
+                "cat": KINDS[action.kind][0],
+                "pid": action.rank,
+                "tid": action.stage,
+                "ts": round((action.start - origin) * 1e6, 3),
+                "dur": round((action.end - action.start) * 1e6, 3),
+                "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }
+        )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -> None:
+    """One lane per rank: a box per action with its microbatch, paler on a rank's later stages; between them, bubbles.
+
+    title: the first line. formula: what the bubble should be, shown beside what it was; may have several lines.
+    """
+    ranks = 1 + max(action.rank for action in actions)
+    origin, end = min(action.start for action in actions), max(action.end for action in actions)
+    short = statistics.quantiles((action.end - action.start for action in actions if action.kind in COMPUTE), n=4)[0]
+    width = min(WIDEST, max(NARROWEST, SHORT * (end - origin) / short))
+    share = bubble_share(actions, ranks)
+    lines = [f"bubble measured: {share:.1%} of the ranks' time, {share / (1 - share):.3f} of their computing time"]
+    lines += formula.split("\n")
+    parts = [_text(10, 24, title, font_size=15, font_weight="bold")]
+    parts += [_text(10, 44 + 17 * index, line, fill="#333") for index, line in enumerate(lines)]
+    y = 44 + 17 * len(lines)
+    visible = [action.kind for action in actions if (action.end - action.start) * width > end - origin]
+    parts += _legend(visible, y)
+    y += 28
+    for rank in range(ranks):
+        parts.append(_text(LEFT - 10, y + LANE / 2 + 4, f"rank {rank}", "end"))
+        parts += _lane([action for action in actions if action.rank == rank], y, origin, end, width / (end - origin))
+        y += LANE + GAP
+    parts += _axis(y, end - origin, width)
+    size = f'width="{LEFT + width + RIGHT:.0f}" height="{y + 30:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    path.write_text("\n".join([head, PATTERN, f'<rect {size} fill="white"/>', *parts, "</svg>"]) + "\n")
+
+
+def _text(x: float, y: float, content: str, anchor: str = "start", **attributes: object) -> str:
+    more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(content)}</text>'
+
+
+def _box(x: float, y: float, width: float, colour: str, title: str, **attributes: object) -> str:
+    more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    size = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{LANE}" fill="{colour}"'
+    return f"<rect {size}{more}><title>{escape(title)}</title></rect>"
+
+
+def _paler(colour: str, share: float) -> str:
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + share * (255 - channel)):02x}" for channel in channels)
+
+
+def _label(action: Action) -> str:
+    return f"{action.kind}{action.microbatch}" if action.kind in COMPUTE else action.kind
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _legend(kinds: Sequence[str], y: float) -> list[str]:
+    entries = [(name, colour) for kind, (name, colour) in KINDS.items() if kind in kinds] + [("bubble", BUBBLE)]
+    parts, x = [], 10.0
+    for name, colour in entries:
+        parts.append(f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="14" height="14" fill="{colour}"/>')
+        parts.append(_text(x + 19, y + 2, name))
+        x += 45 + 6.5 * len(name)
+    return [*parts, _text(x, y + 2, "numbers: microbatches; paler: a rank's later stages", fill="#777")]
+
+
+def _lane(actions: list[Action], y: float, origin: float, end: float, scale: float) -> list[str]:
+    """A rank's boxes from the time `origin` to `end`, over one bubble as long as the lane."""
+
+    def x(time: float) -> float:
+        return LEFT + (time - origin) * scale
+
+    parts = [_box(x(origin), y, (end - origin) * scale, BUBBLE, "bubble")]
+    stages = sorted({action.stage for action in actions})
+    for action in actions:
+        paler = PALER * stages.index(action.stage) / max(1, len(stages) - 1)
+        what = f"{KINDS[action.kind][0]}, stage {action.stage}"
+        if action.kind in COMPUTE:
+            what += f", microbatch {action.microbatch}"
+        what += f": {_milliseconds(action.end - action.start)} from {_milliseconds(action.start - origin)} on"
+        width = (action.end - action.start) * scale
+        colour = _paler(KINDS[action.kind][1], paler)
+        parts.append(_box(x(action.start), y, width, colour, what, stroke="white", stroke_width=0.7))
+        number = str(action.microbatch)
+        if action.kind in COMPUTE and width >= MARGIN + DIGIT * len(number):
+            fill = "#222" if paler > PALER / 2 else "white"
+            middle = x((action.start + action.end) / 2)
+            parts.append(_text(middle, y + LANE / 2 + 4, number, "middle", font_size=11, fill=fill))
+    return parts
+
+
+def _axis(y: float, span: float, width: float) -> list[str]:
+    """Times below the lanes, from the first start on, about 100 pixels apart."""
+    least = span * 100 / width
+    power = 10 ** math.floor(math.log10(least))
+    tick = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+    unit, name = (1.0, "s") if tick >= 0.1 else (1e-3, "ms")
+    parts = []
+    for index in range(int(span / tick + 1e-9) + 1):
+        x = LEFT + index * tick * width / span
+        parts.append(f'<path d="M{x:.1f} {y:.0f}v5" stroke="#666"/>')
+        parts.append(_text(x, y + 19, f"{index * tick / unit:g} {name}", "middle", fill="#666", font_size=11))
+    return parts
+
+
+def describe(actions: Sequence[Action], schedule: str, n_microbatches: int) -> str:
+    """What the bubble of a recorded step should be: by the closed form, and if communication took no time (two lines).
+
+    actions: of all ranks of one pipeline in one step. ValueError where they are not all actions of this schedule.
+    """
+    ranks = 1 + max(action.rank for action in actions)
+    per_rank = len({action.stage for action in actions}) // ranks
+    ratio = bubble_ratio(schedule, ranks, n_microbatches, per_rank)
+    equal = "equal stages and F = I = W" if SCHEDULES[schedule].splits_backward else "equal stages"
+    first = f"formula for {equal}: {RATIOS[schedule]}"
+    sizes = f"p = {ranks}, m = {n_microbatches}" + (f", v = {per_rank}" if per_rank > 1 else "")
+    if ratio is None:
+        first += f" does not hold for {sizes}"
+    else:
+        first += f" = {ratio:.3f} of the computing time, {ratio / (1 + ratio):.1%} of the whole ({sizes})"
+    order = schedule_order(schedule, ranks, n_microbatches, per_rank)
+    seconds = {Step(a.stage, a.kind, a.microbatch): a.end - a.start for a in actions if a.kind in COMPUTE}
+    steps = {step for rank in order for together in rank for step in together}
+    recorded = sum(action.kind in COMPUTE for action in actions)
+    if steps != seconds.keys() or recorded != len(steps):
+        raise ValueError(
+            f"{schedule} on {ranks} ranks with {n_microbatches} microbatches has {len(steps)} actions, and the record "
+            f"{recorded}, of which {len(steps & seconds.keys())} are among them: record one whole step on every rank"
+        )
+    share = bubble_share(simulate(order, seconds.__getitem__), ranks)
+    return f"{first}\nthese actions in this order, if communication took no time: {share:.1%}"
+
+
+def draw_timeline(actions: Sequence[Action], directory: Path, schedule: str, n_microbatches: int) -> None:
+    """Write directory/pipeline.svg and directory/pipeline.json of one recorded step; the directory is made.
+
+    actions: of all ranks of one pipeline on one clock (tpformer.parallel.gather_actions). ValueError as `describe`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    ranks = 1 + max(action.rank for action in actions)
+    title = f"{schedule}: {ranks} pipeline ranks, {n_microbatches} microbatches"
+    write_svg(actions, directory / "pipeline.svg", title, describe(actions, schedule, n_microbatches))
+    write_trace(actions, directory / "pipeline.json")
