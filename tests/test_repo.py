@@ -33,7 +33,9 @@ ARROWS = {
     "tpformer/models": ["kernels", "distributed", "ops", "layers"],
     "tpformer/parallel": ["kernels", "distributed", "ops", "layers"],
     "tpformer/training": ["kernels", "distributed", "ops", "layers", "models", "parallel"],
-    "tpformer/cli.py": ["distributed", "training"],
+    # a dry run builds a run's ranks as training does; nothing but the command imports it
+    "tpformer/planner": ["kernels", "distributed", "ops", "layers", "models", "parallel", "training"],
+    "tpformer/cli.py": ["distributed", "parallel", "training", "planner"],
 }
 
 

@@ -33,7 +33,8 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 def _gelu_tanh_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, act(x)) from one sigmoid; dx takes the place of da. With s the sigmoid of u, act' = s + x s (1 - s) u'."""
     a = torch.empty_like(x)
-    chunk = max(1, _CPU_ELEMENTS // x.shape[-1] if x.device.type == "cpu" else len(x))
+    real = type(x) is Tensor  # a fake tensor has no elements to keep in a cache
+    chunk = max(1, _CPU_ELEMENTS // x.shape[-1] if real and x.device.type == "cpu" else len(x))
     for first in range(0, len(x), chunk):
         part = slice(first, first + chunk)
         wide = x[part].to(torch.promote_types(x.dtype, torch.float32))

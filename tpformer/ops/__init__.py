@@ -2,7 +2,7 @@
 
 from .attention import causal_attention
 from .column_linear import column_linear
-from .cross_entropy import VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
+from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
 from .dropout import Dropout, dropout, dropout_starts
 from .embedding import vocab_parallel_embedding
 from .norm import Norm, Normed, norm
@@ -29,6 +29,7 @@ __all__ = [
     "causal_attention",
     "choose_transport",
     "column_linear",
+    "default_chunk_tokens",
     "dropout",
     "dropout_starts",
     "gather_rows",

@@ -165,6 +165,15 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x * factor
 
 
+def default_chunk_tokens(vocab: VocabSlice, device_type: str) -> int:
+    """Tokens whose logits linear_cross_entropy holds at once.
+
+    Ranks exchange once per chunk, so it is the same on all: by the width, not by a rank's own, maybe smaller shard.
+    """
+    logits, tokens = (GPU_LOGITS, GPU_TOKENS) if device_type == "cuda" else (CPU_LOGITS, CPU_TOKENS)
+    return max(tokens, logits // vocab.width)
+
+
 @torch.compiler.disable
 def linear_cross_entropy(
     x: Tensor,
@@ -200,8 +209,6 @@ def linear_cross_entropy(
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
     kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
     if chunk_tokens is None:
-        # ranks exchange once per chunk, so the size must be the same on all: not from a rank's own, maybe smaller shard
-        logits, tokens = (GPU_LOGITS, GPU_TOKENS) if x.is_cuda else (CPU_LOGITS, CPU_TOKENS)
-        chunk_tokens = max(tokens, logits // vocab.width)
+        chunk_tokens = default_chunk_tokens(vocab, x.device.type)
     head = _Head(vocab, terms, group, sequence_parallel, kind, eps, chunk_tokens, torch.is_grad_enabled())
     return LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head)

@@ -1,0 +1,374 @@
+"""What a dry run counts on fake tensors is what ranks of a real run hold and communicate; its formulas are exact where
+they say so; the largest example in one process."""
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from bench.layer_memory import Layer, expected_items
+from tpformer.distributed import record_collectives
+from tpformer.models import GPTConfig
+from tpformer.parallel import Layout
+from tpformer.planner.bubbles import schedule_order
+from tpformer.planner.counting import CollectiveCounter, StageCount, nbytes, storages
+from tpformer.planner.dry_run import count_parameters, count_rank, default_ranks, plan_config
+from tpformer.planner.memory import fused_workspaces, schedule_peak
+from tpformer.planner.report import rank_plan, report
+from tpformer.training.config import RunConfig, build_config, read_toml
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.setup import build_model, run_mesh
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4}
+LLAMA = {
+    **MODEL,
+    "n_kv_heads": 2,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "position": "rope",
+    "bias": False,
+    "tie_embeddings": False,
+}
+
+
+def configuration(parallel: dict, train: dict | None = None, model: dict | None = None) -> RunConfig:
+    values = {"global_batch_size": 8, "device": "cpu", **(train or {})}
+    return build_config({"model": model or MODEL, "parallel": parallel, "train": values})
+
+
+class Alive:
+    """Bytes that autograd keeps at a time, at most: storages whose last handle is gone are not counted any more."""
+
+    def __init__(self, left_out: set[torch.UntypedStorage], ids: torch.Tensor) -> None:
+        self.left_out, self.ids, self.uses = left_out, ids.flatten(), Counter()
+        self.now = self.most = 0
+
+    def pack(self, x: torch.Tensor):
+        storage = x.untyped_storage()
+        if x.dtype == torch.int64 and storage.nbytes() == self.ids.nbytes:
+            if torch.equal(torch.empty(0, dtype=x.dtype).set_(storage), self.ids):
+                return x  # the batch itself
+        return x if storage in self.left_out else Handle(x, self)
+
+
+class Handle:
+    def __init__(self, x: torch.Tensor, alive: Alive) -> None:
+        self.x, self.alive, self.storage = x.detach(), alive, x.untyped_storage()
+        alive.uses[self.storage] += 1
+        if alive.uses[self.storage] == 1:
+            alive.now += self.storage.nbytes()
+            alive.most = max(alive.most, alive.now)
+
+    def __del__(self) -> None:
+        self.alive.uses[self.storage] -= 1
+        if self.alive.uses[self.storage] == 0:
+            self.alive.now -= self.storage.nbytes()
+
+
+def real(config: RunConfig, saved: bool) -> dict:
+    """A step of one rank of a real run: bytes held, at most saved, collectives (those of tpformer, and of FSDP2)."""
+    mesh = run_mesh(config, "cpu")
+    model = build_model(config, mesh)
+    rows = config.train.global_batch_size // config.parallel.data_parallel
+    batch = torch.randint(config.model.vocab_size, (rows, config.model.seq_length + 1))
+    found = {"parameters": nbytes(model.parameters())}
+    alive = Alive(storages(model.parameters()), batch[:, :-1])
+    with record_collectives() as calls, CollectiveCounter(mesh) as fsdp:
+        if saved:
+            with saved_tensors_hooks(alive.pack, lambda x: x.x if isinstance(x, Handle) else x):
+                model.gradients(batch, first_sample=0, step=1)
+        else:
+            model.gradients(batch, first_sample=0, step=1)
+        model.gradient_norm()
+    found |= {"collectives": Counter(calls), "fsdp": fsdp.take(), "saved": alive.most}
+    found["gradients"] = nbytes(parameter.grad for parameter in model.parameters())
+    moments = 0
+    for part in model.parts:
+        optimizer = build_optimizer(part, config.optimizer)
+        optimizer.step()
+        moments += sum(nbytes(v for v in state.values() if v.ndim) for state in optimizer.state.values())
+    return found | {"optimizer": moments}
+
+
+def order_of(config: RunConfig):
+    layout = config.parallel
+    if layout.pipeline_parallel == 1:
+        return None
+    size = (layout.pipeline_parallel, config.n_microbatches, layout.stages_per_rank)
+    return schedule_order(layout.pipeline_schedule, *size)
+
+
+def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None:
+    count = count_rank(config, rank)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(count, name) == found[name], (rank, name)
+    plan = rank_plan(config, count, order_of(config))
+    if fsdp:
+        moved = {call: n for call, n in count.collectives.items() if call.axis.startswith("dp") and call.nbytes > 8}
+        assert moved and moved == {call: n for call, n in found["fsdp"].items() if call.axis.startswith("dp")}
+        return
+    assert plan.peak.saved == found["saved"] > 0
+    calls = Counter[tuple[str, int]]()
+    for call, times in count.collectives.items():
+        if call.operation not in ("send", "receive"):
+            calls[call.operation, call.nbytes] += times
+    assert calls == found["collectives"]
+
+
+WITHOUT_FSDP = {
+    "tp2": ({"tensor_parallel": 2}, {"microbatch_size": 2}, MODEL),
+    "tp2-llama-mlp-recomputed": ({"tensor_parallel": 2, "recompute": "mlp"}, {"microbatch_size": 4}, LLAMA),
+    "tp4-no-sp": ({"tensor_parallel": 4, "sequence_parallel": False}, {"dtype": "float64"}, LLAMA),
+    "pp2": ({"pipeline_parallel": 2}, {}, MODEL),
+    "pp2-gpipe-tp2": ({"pipeline_parallel": 2, "pipeline_schedule": "GPipe", "tensor_parallel": 2}, {}, LLAMA),
+    "pp2-interleaved": ({"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}, {}, MODEL),
+    "pp4-naive": ({"pipeline_parallel": 4, "pipeline_schedule": "naive"}, {}, MODEL),
+}
+DEFAULT = ["tp2", "pp2"]
+WITH_FSDP = {
+    "zero1": ({"data_parallel_shard": 2}, {"microbatch_size": 1}, MODEL),
+    "zero2": ({"data_parallel_shard": 2, "zero_stage": 2}, {"microbatch_size": 1}, LLAMA),
+    "zero3-tp2": ({"data_parallel_shard": 2, "zero_stage": 3, "tensor_parallel": 2}, {"microbatch_size": 2}, LLAMA),
+    "zero3-hybrid": (
+        {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_stage": 3},
+        {"microbatch_size": 1, "dtype": "bfloat16"},
+        MODEL,
+    ),
+    "zero0-pp2": ({"pipeline_parallel": 2, "data_parallel_replicate": 2}, {"dtype": "bfloat16"}, MODEL),
+    "zero1-zbv": (
+        {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2},
+        {},
+        MODEL,
+    ),
+    "zero2-interleaved": (
+        {
+            "pipeline_parallel": 2,
+            "pipeline_schedule": "Interleaved1F1B",
+            "data_parallel_shard": 2,
+            "zero_stage": 2,
+        },
+        {},
+        LLAMA,
+    ),
+}
+
+
+def compare(ranks, parallel: dict, train: dict, model: dict, *, fsdp: bool, some: slice = slice(None)) -> None:
+    config = plan_config(configuration(parallel, train, model))
+    found = ranks(config.parallel.world_size).run(real, config, not fsdp)
+    for rank in range(config.parallel.world_size)[some]:
+        check_rank(config, rank, found[rank], fsdp=fsdp)
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_a_rank_holds_and_moves_what_was_counted(ranks, name):
+    compare(ranks, *WITHOUT_FSDP[name], fsdp=False, some=slice(0, 1))
+
+
+def test_a_sharded_rank_holds_and_moves_what_was_counted(ranks):
+    compare(ranks, *WITH_FSDP["zero2"], fsdp=True, some=slice(1, 2))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", WITHOUT_FSDP)
+def test_every_rank_holds_and_moves_what_was_counted(ranks, name):
+    compare(ranks, *WITHOUT_FSDP[name], fsdp=False)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", WITH_FSDP)
+def test_every_sharded_rank_holds_and_moves_what_was_counted(ranks, name):
+    compare(ranks, *WITH_FSDP[name], fsdp=True)
+
+
+def saved_per_layer(tp: int, recompute: str) -> int:
+    """Of a bfloat16 layer: a model of two layers less one of one."""
+    sizes = []
+    for n_layers in (1, 2):
+        model = {**MODEL, "hidden_size": 128, "n_layers": n_layers}
+        config = plan_config(
+            configuration({"tensor_parallel": tp, "recompute": recompute}, {"dtype": "bfloat16"}, model)
+        )
+        sizes.append(count_rank(config, 0).stages[0].saved)
+    return sizes[1] - sizes[0]
+
+
+@pytest.mark.parametrize("tp,recompute", [(2, "none"), (1, "mlp")])
+def test_a_layer_keeps_what_the_memory_bench_counts(tp, recompute):
+    """20 and 12 s b h / t and the statistics of rows."""
+    config = GPTConfig(**{**MODEL, "hidden_size": 128, "seq_length": 8 * MODEL["seq_length"], "n_layers": 1})
+    layer = Layer("of the test", config, tp, recompute)  # one sample, as many tokens as 8 of seq_length
+    assert saved_per_layer(tp, recompute) == sum(expected_items(layer).values())
+
+
+SHARDED = {"data_parallel_shard": 4}
+ZERO = {
+    "0": ({"data_parallel_replicate": 4}, 16, 2, 4),
+    "1": (SHARDED, 4, 2, 4),
+    "2": ({**SHARDED, "zero_stage": 2}, 4, 2, 0),
+    "3": ({**SHARDED, "zero_stage": 3}, 4, None, 0),
+}
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_states_of_every_zero_stage_are_the_formulas(stage):
+    """16 M / N in shards, 2 M of copies below stage 3, 4 M of accumulated gradients below stage 2."""
+    parallel, shards, copies, accumulated = ZERO[stage]
+    train = {"dtype": "bfloat16", "microbatch_size": 1}
+    config = plan_config(configuration(parallel, train, {**MODEL, "n_layers": 2, "vocab_size": 256}))
+    count, m = count_rank(config, 0), config.model.n_parameters
+    assert count.parameters + count.gradients + count.optimizer == shards * m
+    assert count.accumulated == accumulated * m
+    assert copies is None or count.copies == copies * m
+    by_name = {state.name: state.nbytes for state in rank_plan(config, count, None).states}
+    assert by_name["unsharded copies"] == count.copies
+    assert by_name.get("accumulated gradients", 0) == count.accumulated
+    assert sum(by_name[name] for name in ("parameters", "gradients", "optimizer")) == shards * m
+
+
+def test_offloaded_activations_are_those_of_all_layers_but_the_last():
+    model = {**MODEL, "seq_length": 512, "hidden_size": 256, "n_heads": 8, "n_layers": 3}
+    stages = []
+    for offload in (False, True):
+        config = plan_config(
+            configuration({"offload_activations": offload}, {"global_batch_size": 2, "dtype": "float32"}, model)
+        )
+        stages.append(count_rank(config, 0).stages[0])
+    assert stages[0].saved == stages[1].saved and stages[0].offloaded == 0
+    unit = 2 * 512 * 256 * 4  # float32: 1 MiB of rows
+    # of each of two layers two residuals, q, k, v, attention output and fc1's: 10 of them; the embedding's is the first
+    assert stages[1].offloaded == 2 * 10 * unit
+    host = rank_plan(config, count_rank(config, 0), None).host
+    assert host == stages[1].offloaded
+
+
+@pytest.mark.parametrize(
+    "schedule,in_flight", [("1F1B", [4, 3, 2, 1]), ("GPipe", [8] * 4), ("ZBVZeroBubble", [8, 8, 8, 8])]
+)
+def test_microbatches_in_flight(schedule, in_flight):
+
+    layout = Layout(pipeline_parallel=4, pipeline_schedule=schedule)
+    order = schedule_order(schedule, 4, 8, layout.stages_per_rank)
+    for rank, most in enumerate(in_flight):
+        stages = [StageCount(stage, range(1), 10, 0, 1, 0) for stage in layout.stages_of(rank)]
+        peak = schedule_peak(order[rank], stages)
+        assert peak.in_flight == most
+        assert (peak.saved, peak.output) == (10 * most, most)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_workspaces_hold_what_the_kernels_ask_for(sequence_parallel):
+    triton = pytest.importorskip("triton")
+    from tpformer.distributed.kernel_workspace import SLOT_MINIMUM, power_of_two
+    from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul_space
+    from tpformer.kernels.configurations import TILES
+    from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce_space
+    from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter_space
+
+    assert triton
+    tokens, hidden, tp, tile, half = 4096, 5120, 8, TILES["large"], torch.bfloat16
+    if sequence_parallel:
+        spaces = [
+            all_gather_matmul_space(tokens // tp, hidden, tp, 2)[0],
+            matmul_reduce_scatter_space(tokens // tp, hidden, tp, half, tile)[0],
+        ]
+    else:
+        spaces = [matmul_all_reduce_space(tokens, hidden, tp, half, half, tile)[0]]
+    slots = sum(2 * max(SLOT_MINIMUM, power_of_two(space)) for space in spaces)
+    flags = 4 * tp * 1024 * len(spaces)
+    assert fused_workspaces(tokens, hidden, 2, tp, sequence_parallel) == slots + flags
+
+
+def test_a_layout_that_does_not_fit_is_told_what_to_change():
+    config = plan_config(configuration({"data_parallel_replicate": 2}, {"device": "cuda", "microbatch_size": 2}))
+    fits, text = (list(report(config, [0], memory)) for memory in (1e9, 1e6))
+    assert any("fits," in line for line in fits) and not any("does not" in line for line in fits)
+    assert any("predicted" in line and "does not fit" in line for line in text)
+    for change in ("zero_stage = 3 with data_parallel_shard = 2", "cpu_offload = true", 'recompute = "full"'):
+        assert any(line.strip().startswith(change) for line in text), change
+    assert not dist.is_initialized()
+
+
+def dry_run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tpformer.cli", "dry-run", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+
+
+def test_a_thousand_billion_parameters_on_3072_ranks():
+    started = time.perf_counter()
+    result = dry_run("examples/gpt_1t.toml")
+    assert result.returncode == 0, result.stderr
+    assert time.perf_counter() - started < 120
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("1008.0B parameters, world size 3072: pp 64 x dp_replicate 6 x dp_shard 1 x tp 8")
+    assert [line.split()[1] for line in lines if line.startswith("rank ")] == ["0", "1536", "3024"]
+    # arXiv:2104.04473, table 1, by hand: 2 layers of 25600 on 8 tensor-parallel ranks
+    h, t = 25600, 8
+    layer = 12 * h * h // t + (3 + 4) * h // t + 2 * h + 4 * h
+    table = 51200 * h // t
+    of_rank = [2 * layer + table + 2048 * h, 2 * layer, 2 * layer + table + 2 * h]
+    for name, factor in (
+        ("parameters", 4),
+        ("gradients", 4),
+        ("optimizer", 8),
+        ("unsharded copies", 2),
+        ("accumulated gradients", 4),
+    ):
+        rows = [
+            line.removeprefix(f"  {name}").split() for line in lines if line.startswith(f"  {name} ") and " M" in line
+        ]
+        assert len(rows) == 3
+        for row, m in zip(rows, of_rank, strict=True):
+            formula, counted = (int(number.replace(",", "")) for number in row[-2:])
+            assert formula == counted == factor * m
+
+
+@pytest.mark.parametrize(
+    "model,parallel,wanted",
+    [
+        ({"layers": 3}, {}, "unknown key in [model] 'layers'"),
+        ({"vocab_size": 100}, {"tensor_parallel": 5}, "choose tensor_parallel from"),
+        ({"vocab_size": 100}, {"pipeline_parallel": 13}, "every stage needs a layer"),
+        ({"n_layers": 2}, {}, "set model.vocab_size"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(model, parallel, wanted):
+    with pytest.raises(ValueError) as error:
+        plan_config(build_config({"model": model, "parallel": parallel}))
+    assert wanted in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_rank_that_does_not_exist_is_one_line_and_exit_code_2():
+    result = dry_run("examples/gpt_1t.toml", "--ranks", "0,3072")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == "tpformer: --ranks: 3072 is none of the layout's 3072 ranks, 0 to 3071\n"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_counted_and_fits(path):
+    if path.stem == "gpt_tiny":
+        config = build_config(read_toml(path), {"model": {"vocab_size": 257}})
+    else:
+        config = build_config(read_toml(path))
+    config = plan_config(config)
+    assert count_parameters(config) == config.model.n_parameters
+    order = order_of(config)
+    for rank in default_ranks(config):
+        count = count_rank(config, rank)
+        plan = rank_plan(config, count, order)
+        counted = (count.parameters, count.gradients, count.optimizer, count.copies, count.accumulated)
+        for state, found in zip(plan.states, counted, strict=False):
+            assert found == state.nbytes, (rank, state.name)
+        assert plan.total < 80e9, (path.stem, rank, plan)

@@ -1,0 +1,261 @@
+"""A run's ranks without its machines: the real model on fake tensors, rank after rank in one process.
+
+Belongs here: the fake world, the model in it, and what is run to be counted: microbatches and the optimizer step.
+Counters: counting.py. Formulas: memory.py. Text: report.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, debug
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tpformer.distributed.mesh import AXES
+from tpformer.models import GPT, GPTConfig
+from tpformer.ops import WeightGradientQueue, default_chunk_tokens
+from tpformer.parallel import prepare_backward, reduce_partial_gradients
+from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
+from tpformer.training.config import RunConfig, check_config
+from tpformer.training.data import read_sidecar
+from tpformer.training.model import ParallelModel
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.setup import build_parts, default_dtype, resolve, run_mesh
+
+from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes, nbytes, storages
+from .memory import boundary_bytes, microbatch_rows
+
+
+class RankCount(NamedTuple):
+    """What was counted on a rank, in bytes. gradients: when they are reduced. copies: parameters that FSDP2 gathers for
+    compute. accumulated: gradients that wait for their reduction. collectives: how often in an optimizer step."""
+
+    rank: int
+    coordinates: dict[str, int]
+    stages: list[StageCount]
+    parameters: int
+    gradients: int
+    optimizer: int
+    copies: int
+    accumulated: int
+    collectives: dict[Collective, int]
+
+
+def plan_config(config: RunConfig) -> RunConfig:
+    """The configuration as it is counted: for a GPU unless train.device is cpu, vocabulary and dtype set; checked.
+
+    No dataset is opened: an unset vocabulary comes from data.tokenizer, or from the sidecar of the first dataset.
+    ValueError as check_config, and for a vocabulary that nothing tells.
+    """
+    data = config.data
+    if config.model.vocab_size is None:
+        if not data.train or (data.tokenizer is None and read_sidecar(data.train[0]) is None):
+            raise ValueError(
+                "model.vocab_size is unset, and data.train names no dataset built by `tpformer data build` to take it "
+                "from: set model.vocab_size"
+            )
+        config = resolve(config)
+    device = config.train.device or "cuda"
+    dtype = config.train.dtype or ("bfloat16" if device == "cuda" else "float32")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, device=device, dtype=dtype))
+    check_config(config if data.train else dataclasses.replace(config, data=dataclasses.replace(data, train=("-",))))
+    return config
+
+
+def default_ranks(config: RunConfig) -> list[int]:
+    """Ranks that differ: the first ones of the first, a middle and the last pipeline stage."""
+    pipeline = config.parallel.pipeline_parallel
+    return [config.parallel.world_size // pipeline * index for index in sorted({0, pipeline // 2, pipeline - 1})]
+
+
+def check_ranks(config: RunConfig, ranks: Sequence[int]) -> None:
+    """ValueError for ranks that the layout does not have."""
+    size = config.parallel.world_size
+    for rank in ranks:
+        if not 0 <= rank < size:
+            raise ValueError(f"--ranks: {rank} is none of the layout's {size} ranks, 0 to {size - 1}")
+
+
+def device_memory() -> float:
+    """Bytes of this machine's GPU, else 80 GB: the most common kind's."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
+
+
+def count_parameters(config: RunConfig) -> int:
+    """Elements of the whole model's parameters, built on meta tensors; the vocabulary's padding not counted."""
+    model = GPT(
+        GPTConfig(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)}), device="meta"
+    )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for table in (model.embed_tokens, model.lm_head):
+        if table._parameters["weight"] is not None:
+            total -= (table.rows - table.vocab_size) * table.hidden_size
+    return total
+
+
+def count_rank(config: RunConfig, rank: int) -> RankCount:
+    """Build one rank of a configuration that plan_config gave, run it on fake tensors, and count.
+
+    RuntimeError in a process that has a process group; none is left behind.
+    """
+    with _fake_world(rank, config.parallel.world_size), warnings.catch_warnings():
+        # FSDP2 warns of views, which nobody here changes in place
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+        return _Rank(config).count(rank)
+
+
+@contextmanager
+def _fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as one rank of a world of which it is all there is: collectives return at once."""
+    if dist.is_initialized():
+        raise RuntimeError("a dry run makes a process group of its own: run it in a process that has none")
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches: meshes of two ranks can be equal, and the next rank would get this one's groups."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13
+    if clear is None:
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()
+
+
+class _Rank:
+    """One rank, its parameters fake CPU tensors: the code that runs is a CPU run's, which keeps and communicates what a
+    GPU's does."""
+
+    def __init__(self, config: RunConfig) -> None:
+        # whatever the transport, it moves the bytes of the collectives that "sequential" calls
+        layout = dataclasses.replace(config.parallel, transport="sequential", transport_table="")
+        self.config, self.layout, self.dtype = config, layout, default_dtype(config)
+        self.mesh = run_mesh(config, "cpu")
+        # dropout keeps and moves nothing, and its bits would look at the samples' values, which there are none of
+        model = dataclasses.replace(config.model, dropout=0.0)
+        parts = build_parts(dataclasses.replace(config, parallel=layout, model=model), self.mesh)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # the model is built of meta tensors
+        with self.mode:
+            for part in parts:
+                part.to_empty(device="cpu")
+        for part in parts:
+            part.offload_activations = False  # its hooks would hide what is saved
+            if part.lm_head is not None:
+                part.lm_head.chunk_tokens = default_chunk_tokens(part.lm_head.vocab_slice(), str(config.train.device))
+        self.model = ParallelModel(
+            parts,
+            layout,
+            self.mesh,
+            microbatch_size=config.microbatch_size,
+            n_microbatches=config.n_microbatches,
+            dtype=self.dtype,
+        )
+        self.pipelined = layout.pipeline_parallel > 1
+        splits = self.pipelined and layout.schedule.splits_backward
+        self.queues = [WeightGradientQueue() if splits else None for _ in parts]
+        self.shards = storages(self.model.parameters())
+        self.parameters = nbytes(self.model.parameters())
+        self.indices = layout.stages_of(self.mesh["pp"].get_local_rank())
+        self.copies = [0] * len(parts)
+
+    def _input(self, part: GPT) -> Tensor:
+        if part.is_first:
+            return torch.zeros(self.config.microbatch_size, self.config.model.seq_length, dtype=torch.int64)
+        rows = microbatch_rows(self.config.model, self.layout, self.config.microbatch_size)
+        return torch.empty(rows, self.config.model.hidden_size, dtype=self.dtype, requires_grad=True)
+
+    def _microbatch(self, index: int, *, last: bool) -> StageCount:
+        """Forward and backward of one microbatch of a part, as the trainer has them, or in a pipeline its stages."""
+        part, queue, zero = self.model.parts[index], self.queues[index], self.layout.zero
+        before = 0 if queue is None else live_bytes(self.mode)
+        x, saved = self._input(part), SavedBytes(part)
+        sample_index = torch.zeros(self.config.microbatch_size, dtype=torch.int64)
+        targets = torch.zeros(self.config.microbatch_size, self.config.model.seq_length, dtype=torch.int64)
+        with saved.recording(), nullcontext() if queue is None else queue.collect():
+            y = part(x, targets=targets, sample_index=sample_index, step=1)
+        self.copies[index] = sum(storage.nbytes() for storage in storages(part.parameters()) - self.shards)
+        if zero == 3:
+            self.copies[index] += sum(sorted(saved.gathered[1:])[-2:])  # a layer's, and the next one's beside it
+        kept, offloaded = saved.totals([x] if part.is_first else [])  # token ids are the batch's
+        output = 0 if part.is_last else nbytes([y])
+        prepare_backward(part, zero, last=last and (zero >= 2 or not self.pipelined))
+        y.backward(torch.empty_like(y))
+        del x, y, saved, targets, sample_index
+        queued = 0
+        if queue is not None:
+            queued = live_bytes(self.mode) - before
+            queue.run()
+            take_weight_gradients(part)
+        layers = [int(name) for name in part.layers]
+        moved = offloaded if self.layout.offload_activations else 0
+        return StageCount(self.indices[index], range(layers[0], layers[-1] + 1), kept, moved, output, queued)
+
+    def _accumulated(self) -> int:
+        """Whole gradients that FSDP2 holds between microbatches of stages 0 and 1."""
+        if self.layout.zero > 1 or not isinstance(self.model.parts[0], FSDPModule):
+            return 0
+        return live_bytes(self.mode) - self.parameters - sum(self.copies)
+
+    def _step(self, recorder: CollectiveCounter) -> tuple[list[StageCount], int, Counter[Collective]]:
+        """An optimizer step up to the gradient norm: stages, accumulated gradients, collectives. Of the microbatches at
+        most three are run: all between the first and the last are alike."""
+        m, zero, accumulated = self.config.n_microbatches, self.layout.zero, 0
+        calls: Counter[Collective] = Counter()
+        for number in sorted({1, min(2, m), m}):
+            stages = [self._microbatch(index, last=number == m) for index in range(len(self.model.parts))]
+            if number < m or (self.pipelined and zero < 2):
+                accumulated = self._accumulated()
+            for call, times in recorder.take().items():
+                calls[call] += times * (m - 2 if 1 < number < m else 1)
+        for part in self.model.parts:
+            if self.pipelined and zero < 2:
+                reduce_accumulated(part)
+            reduce_partial_gradients(part)
+        if self.model.tied is not None:
+            self.model.tied.reduce()
+        self.model.gradient_norm()
+        return stages, accumulated, calls + recorder.take()
+
+    def _messages(self) -> Counter[Collective]:
+        """Point to point, of all microbatches: rows from the stage before and gradients from the stage after, where
+        another rank has it, and as many sent to them."""
+        calls: Counter[Collective] = Counter()
+        size = boundary_bytes(self.config)
+        for stage in self.indices:
+            for other in (stage - 1, stage + 1):
+                if 0 <= other < self.layout.n_stages and other not in self.indices:
+                    for operation in ("receive", "send"):
+                        calls[Collective("pp", operation, size)] += self.config.n_microbatches
+        return calls
+
+    def count(self, rank: int) -> RankCount:
+        with self.mode, CollectiveCounter(self.mesh) as recorder:
+            stages, accumulated, calls = self._step(recorder)
+            gradients = nbytes(parameter.grad for parameter in self.model.parameters())
+            moments = 0
+            for part in self.model.parts:
+                optimizer = build_optimizer(part, self.config.optimizer)
+                optimizer.step()
+                for state in optimizer.state.values():
+                    moments += nbytes(value for value in state.values() if value.ndim)
+            if self.pipelined:
+                calls += self._messages()
+        for axis in ("dp_replicate", "dp_shard", "pp"):
+            if self.mesh[axis].size() > 1:
+                calls[Collective(axis, "all_reduce", 8)] += 1  # the loss, which is logged
+        coordinates = {axis: self.mesh[axis].get_local_rank() for axis in AXES}
+        held = self.parameters, gradients, moments, sum(self.copies), accumulated
+        return RankCount(rank, coordinates, stages, *held, dict(calls))

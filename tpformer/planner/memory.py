@@ -1,0 +1,212 @@
+"""What a rank should hold, by formula: model states by ZeRO stage, buffers, workspaces, and the peak of a schedule.
+
+Belongs here: arithmetic on a configuration, without tensors. What the built model really holds: dry_run.py.
+
+M: elements of this rank's stages after tensor parallelism, before ZeRO; N: data_parallel_shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tpformer.distributed.kernel_workspace import FLAG_BYTES, SLOT_MINIMUM, WRITER_FLAGS_MINIMUM, power_of_two
+from tpformer.layers.embedding import padded_vocab
+from tpformer.layers.mlp import MLP_ACTIVATIONS
+from tpformer.models import GPTConfig
+from tpformer.parallel import Layout
+from tpformer.training.config import RunConfig
+
+from .bubbles import Step
+from .counting import StageCount
+
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of the largest shipped tile, to whole ones of which a reduction's slot is padded
+
+
+class Elements(NamedTuple):
+    """Of a rank's stages, on one tensor-parallel rank: of each layer, of all layers, of the tables and the norm."""
+
+    layer: float
+    layers: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.rest
+
+
+def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
+    """From the architecture alone (docs/layouts.md: what is sharded). A fraction where tp does not divide a dim."""
+    h, f, t = config.hidden_size, config.ffn_size, tp
+    up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
+    kv = h // config.n_heads * config.kv_heads / (t if config.kv_heads % t == 0 else 1)
+    norm = h * (2 if config.norm == "layernorm" else 1)
+    layer = (2 * h * h + (up + 1) * h * f) / t + 2 * h * kv + 2 * norm
+    if config.bias:
+        layer += (h + up * f) / t + 2 * kv + 2 * h
+    table = padded_vocab(config.vocab_size or 0, config.vocab_multiple) * h / t
+    n_layers, rest = 0, 0.0
+    for stage in stages:
+        n_layers += len(stage)
+        first, last = stage.start == 0, stage.stop == config.n_layers
+        if first:
+            rest += table + (config.seq_length * h if config.position == "learned" else 0)
+        if last:
+            rest += norm + (0 if first and config.tie_embeddings else table)
+    return Elements(layer, n_layers * layer, rest)
+
+
+class Precision(NamedTuple):
+    """Of parameters and optimizer, of the computation, and of the reduction of gradients."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Precision:
+        """train.dtype must be set."""
+        compute = getattr(torch, str(config.train.dtype))
+        low = compute.itemsize < 4
+        master = torch.float32 if low else compute
+        return cls(master, compute, getattr(torch, config.parallel.reduce_dtype) if low else master)
+
+
+def uses_fsdp(layout: Layout, precision: Precision) -> bool:
+    """As training.setup.build_parts has it."""
+    return layout.data_parallel > 1 or layout.cpu_offload or precision.compute.itemsize < 4
+
+
+class State(NamedTuple):
+    """One kind of model state: its bytes, and the formula that they are by."""
+
+    name: str
+    formula: str
+    nbytes: float
+
+
+def model_states(size: Elements, layout: Layout, precision: Precision, *, accumulates: bool) -> list[State]:
+    """Parameters, gradients and Adam's moments as shards, and what FSDP2 keeps whole besides.
+
+    accumulates: whether the step has backwards before the one that reduces. Copies for compute are whole below stage 3;
+    there the tables and two layers, this one and the next one. Below stage 2 gradients add up whole in the reduce dtype
+    until the step's end, when shards take their place.
+    """
+    m, n = size.total, layout.data_parallel_shard
+    w, c, r = (dtype.itemsize for dtype in precision)
+    states = [
+        State("parameters", f"{w} M / {n}", w * m / n),
+        State("gradients", f"{w} M / {n}", w * m / n),
+        State("optimizer", f"{2 * w} M / {n}", 2 * w * m / n),
+    ]
+    if not uses_fsdp(layout, precision):
+        return states
+    if layout.zero < 3:
+        states.append(State("unsharded copies", f"{c} M", c * m))
+    else:
+        gathered = size.rest + min(size.layers, 2 * size.layer)
+        states.append(State("unsharded copies", f"{c} (tables + 2 layers)", c * gathered))
+    if layout.zero < 2 and accumulates:
+        states.append(State("accumulated gradients", f"{r} M", r * m))
+    return states
+
+
+def most_at_once(states: Iterable[State]) -> float:
+    """Bytes of a rank's model states in a step: accumulated gradients and their shards take turns, unit by unit."""
+    sizes = {state.name: state.nbytes for state in states}
+    gradients = max(sizes.pop("gradients"), sizes.pop("accumulated gradients", 0.0))
+    return sum(sizes.values()) + gradients
+
+
+def microbatch_rows(config: GPTConfig, layout: Layout, microbatch_size: int) -> int:
+    """Rows of the residual stream on a rank."""
+    shards = layout.tensor_parallel if layout.sequence_parallel else 1
+    return microbatch_size * config.seq_length // shards
+
+
+def boundary_bytes(config: RunConfig) -> int:
+    """Of one microbatch's rows between two pipeline stages; train.dtype must be set."""
+    rows = microbatch_rows(config.model, config.parallel, config.microbatch_size)
+    return rows * config.model.hidden_size * Precision.of(config).compute.itemsize
+
+
+def receive_buffers(config: RunConfig, stages: Iterable[int]) -> int:
+    """Bytes of what the stages of a rank receive at a time: the rows of one microbatch, the gradient of another one."""
+    boundaries = sum((stage > 0) + (stage < config.parallel.n_stages - 1) for stage in stages)
+    return boundaries * boundary_bytes(config)
+
+
+def fused_workspaces(tokens: int, hidden: int, itemsize: int, tp: int, sequence_parallel: bool = True) -> int:
+    """Bytes of the fused transport's workspaces on a rank (KernelWorkspace): flags and two slots each, powers of two.
+
+    A gather's slot holds the gathered rows, a reduction's every rank's part of this rank's rows, in whole tiles; with
+    all-reduces, instead of both, also the sums.
+    """
+    rows = -(-tokens // tp)
+    tiles = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-hidden // TILE_COLUMNS) * TILE_COLUMNS)
+    slots = [tp * tiles * itemsize, rows * tp * hidden * itemsize] if sequence_parallel else [2 * tp * tiles * itemsize]
+    flags = tp * WRITER_FLAGS_MINIMUM * FLAG_BYTES
+    return sum(2 * max(SLOT_MINIMUM, power_of_two(slot)) + flags for slot in slots)
+
+
+def loss_workspace(config: GPTConfig, tokens: int, width: int, chunk_tokens: int, itemsize: int) -> int:
+    """Bytes that linear_cross_entropy needs on its way: a chunk's logits (width vocabulary entries on a rank), the
+    float32 gradient of the table, the gathered rows and their gradient."""
+    h = config.hidden_size
+    logits = min(chunk_tokens, tokens) * width * itemsize
+    return logits + max(4, itemsize) * width * h + 2 * tokens * h * itemsize
+
+
+def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float, precision: Precision) -> float:
+    """Bytes on their way through the backward of one layer, at most: gathered output gradient and input, the partial
+    input gradient; the MLP's hidden gradients and activations; the gradients of the layer's parameters.
+    With recomputation also what the layer keeps without it."""
+    h, f, t = config.hidden_size, config.ffn_size, layout.tensor_parallel
+    up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
+    kv = h // config.n_heads * config.kv_heads
+    item = precision.compute.itemsize
+    again = 0.0 if layout.recompute == "none" else item * tokens * (4 * h + 2 * kv + up * f) / t
+    return item * (tokens * (3 * h + (up + 1) * f / t) + layer) + again
+
+
+def reduction_workspace(layout: Layout, layer: float, precision: Precision) -> float:
+    """Bytes of FSDP2's reduction of one layer's gradients: what goes in, and this rank's share."""
+    if not uses_fsdp(layout, precision):
+        return 0.0
+    return layer * precision.reduce.itemsize * (1 + 1 / layout.data_parallel_shard)
+
+
+class Peak(NamedTuple):
+    """Bytes at the moment of a schedule at which a rank keeps most: saved for backwards, results sent on, and queued
+    for weight gradients. in_flight: most microbatches that wait for a backward at a time, of all its stages."""
+
+    saved: int
+    output: int
+    queued: int
+    in_flight: int
+
+
+def schedule_peak(steps: Sequence[Sequence[Step]], stages: Sequence[StageCount]) -> Peak:
+    """Over the actions of one rank in their order, steps[i] being what is executed together; stages: the rank's."""
+    forward, waiting = ({stage.stage: 0 for stage in stages} for _ in range(2))
+    best, most = Peak(0, 0, 0, 0), 0
+    for step in (step for together in steps for step in together):
+        if step.kind == "F":
+            forward[step.stage] += 1
+        elif step.kind in ("B", "I"):
+            forward[step.stage] -= 1
+            waiting[step.stage] += step.kind == "I"
+        elif step.kind == "W":
+            waiting[step.stage] -= 1
+        most = max(most, sum(forward.values()))
+        now = Peak(
+            sum(forward[stage.stage] * (stage.saved - stage.offloaded) for stage in stages),
+            sum(forward[stage.stage] * stage.output for stage in stages),
+            sum(waiting[stage.stage] * stage.queued for stage in stages),
+            0,
+        )
+        if sum(now[:3]) > sum(best[:3]):
+            best = now
+    return best._replace(in_flight=most)
