@@ -1,0 +1,34 @@
+"""The table in README.md has all 26 items, names tests that exist, and every test of this folder under its numbers."""
+
+import ast
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_item_has_a_row_and_every_test_in_it_exists():
+    rows = dict(re.findall(r"^\| (\d+) \|(.*)\|$", (HERE / "README.md").read_text(), re.M))
+    assert list(rows) == [str(number) for number in range(1, 27)]
+    here = set().union(*(functions(path) for path in HERE.glob("test_*.py")))
+    ours = {name for name in here if name.startswith(("test_item_", "test_items_"))}
+    for number, row in rows.items():
+        named = re.findall(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`", row)
+        assert named, f"item {number} names no test"
+        for file, name in named:
+            assert name in (functions(ROOT / file) if file else ours), f"item {number}: {file or HERE.name}::{name}"
+    for name in ours:
+        for number in re.findall(r"_(\d\d)(?=_)", name):
+            assert f"`{name}`" in rows[str(int(number))], f"{name} is missing from the row of item {int(number)}"
+
+
+def test_every_test_carries_its_number():
+    for path in HERE.glob("test_*.py"):
+        if path != Path(__file__):
+            for name in functions(path):
+                assert not name.startswith("test_") or re.match(r"test_items?_\d\d_", name), f"{path.name}::{name}"

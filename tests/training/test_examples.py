@@ -1,0 +1,215 @@
+"""The examples: each is a run that can start, of the published size and layout, with no key that can be left out, and a
+memory that its comment adds up right; the SLURM script starts torchrun on its nodes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tpformer.planner.dry_run import plan_config
+from tpformer.planner.report import report
+from tpformer.training.config import RunConfig, build_config, check_config, read_toml
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class Published(NamedTuple):
+    """A row: parameters as printed, model-parallel size, GPUs, microbatch and batch in samples."""
+
+    parameters: str
+    model_parallel: int
+    gpus: int
+    microbatch: int
+    batch: int
+
+
+# arXiv:2104.04473, table 1
+TABLE = {
+    "gpt_1.7b": Published("1.7", 1, 32, 16, 512),
+    "gpt_7.5b": Published("7.5", 4, 128, 16, 512),
+    "gpt_18b": Published("18.4", 8, 256, 8, 1024),
+    "gpt_39b": Published("39.1", 16, 512, 4, 1536),
+    "gpt_145b": Published("145.6", 64, 1536, 2, 2304),
+    "gpt_1t": Published("1008.0", 512, 3072, 1, 3072),
+}
+LLAMA = {"llama3_8b": Published("8.0", 1, 8, 1, 64), "llama3_70b": Published("70.6", 8, 64, 2, 512)}
+ALL = {**TABLE, **LLAMA}
+
+
+def example(name: str) -> RunConfig:
+    return build_config(read_toml(EXAMPLES / f"{name}.toml"))
+
+
+def test_every_large_example_is_checked_here():
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*ALL, "gpt_tiny"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_example_can_start_and_is_the_published_row(name):
+    config, row = example(name), ALL[name]
+    check_config(config)
+    layout = config.parallel
+    assert layout.world_size == row.gpus
+    assert (config.microbatch_size, config.train.global_batch_size) == (row.microbatch, row.batch)
+    assert layout.tensor_parallel == min(8, row.model_parallel)
+    assert layout.pipeline_parallel == row.model_parallel // layout.tensor_parallel
+    assert layout.data_parallel == row.gpus // row.model_parallel
+    assert f"{config.model.n_parameters / 1e9:.1f}" == row.parameters
+    comment = (EXAMPLES / f"{name}.toml").read_text().split("\n")[0]
+    assert f"{row.parameters}B parameters" in comment and f"on {row.gpus} GPUs" in comment
+
+
+def effective(config: RunConfig) -> tuple:
+    """What a configuration comes to, derived values in place of unset ones."""
+    layout, train = config.parallel, config.train
+    axes = (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel, layout.zero)
+    batch = (train.steps, train.global_batch_size, config.microbatch_size)
+    return config.run, config.model, config.data, config.optimizer, axes, batch
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_key_of_an_example_can_be_left_out(name):
+    """Neither a default nor what would be derived is written down. Fails for `sequence_parallel = true`, for
+    `microbatch_size` where it is the rank's share, for a field that the preset has."""
+    values = read_toml(EXAMPLES / f"{name}.toml")
+    whole = effective(build_config(values))
+    for section, keys in values.items():
+        for key in keys:
+            less = {**values, section: {other: value for other, value in keys.items() if other != key}}
+            assert effective(build_config(less)) != whole, f"[{section}] {key} may be left out"
+
+
+def test_a_key_that_can_be_left_out_is_noticed():
+    values = read_toml(EXAMPLES / "gpt_7.5b.toml")
+    for section, key, value in (
+        ("parallel", "zero_stage", 0),
+        ("train", "microbatch_size", 16),
+        ("model", "n_layers", 36),
+    ):
+        more = {**values, section: {**values[section], key: value}}
+        assert effective(build_config(more)) == effective(build_config(values))
+
+
+def predicted_bytes(config: RunConfig) -> float:
+    """Of a rank of the first stage: float32 parameters, gradients and Adam moments (16), bfloat16 copy (2), and what
+    docs/memory.md counts of activations; vectors as if sharded, the loss and workspaces left out."""
+    model, layout = config.model, config.parallel
+    h, t, p = model.hidden_size, layout.tensor_parallel, layout.pipeline_parallel
+    kv = model.kv_heads / model.n_heads
+    gated = 2 if model.activation == "swiglu" else 1
+    wide = gated * model.ffn_size / h
+    layers = model.n_layers // p
+    tables = model.vocab_size * h * (1 if model.tie_embeddings else 2)
+    one_layer = (2 + 2 * kv + (wide + model.ffn_size / h)) * h * h
+    positions = model.seq_length * h if model.position == "learned" else 0
+    parameters = (layers * one_layer + tables) / t + positions
+    in_flight = min(p, config.n_microbatches)
+    kept = (2 + 2 + 2 + 4 * kv + 2 + 2 * wide) * model.seq_length * config.microbatch_size * h / t
+    assert layout.zero in (0, 2) and layout.recompute == "none", "what this formula is of"
+    return (16 / layout.data_parallel_shard + 2) * parameters + kept * layers * in_flight
+
+
+def said(name: str) -> tuple[int, int]:
+    """GB in an example's comment: of states and activations together, and in all."""
+    text = (EXAMPLES / f"{name}.toml").read_text()
+    found = re.search(r"# together: (\d+) GB\. `tpformer dry-run` adds .*:\n# predicted: (\d+) GB of 80,", text)
+    assert found, f"{name}: no sum"
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_comment_adds_the_memory_up_right_and_it_fits(name):
+    gigabytes = predicted_bytes(example(name)) / 1e9
+    together, predicted = said(name)
+    assert together == round(gigabytes), f"{gigabytes:.1f}"
+    assert together < predicted < 72, "a margin for what is not counted: libraries, and what the allocator cannot use"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ALL)
+def test_the_dry_run_says_so_too(name):
+    """Of the first rank, which holds most: it fits, in the GB of the comment, which is within 3%."""
+    text = "\n".join(report(plan_config(example(name)), [0], 80e9))
+    assert text.startswith(f"{ALL[name].parameters}B parameters, world size {ALL[name].gpus}:")
+    (gigabytes,) = re.findall(r"predicted: ([\d.]+) GB of 80.00 GB: fits", text)
+    assert float(gigabytes) == pytest.approx(said(name)[1], rel=0.03)
+
+
+def test_the_readme_lists_them():
+    rows = {}
+    for line in (EXAMPLES / "README.md").read_text().splitlines():
+        if found := re.match(r"\| \[(.+)\.toml\]", line):
+            rows[found[1]] = [cell.strip() for cell in line.strip("|").split("|")]
+    assert rows.keys() == ALL.keys()
+    for name, (_, parameters, gpus, axes, zero, samples, gigabytes) in rows.items():
+        config, layout = example(name), example(name).parallel
+        assert parameters == f"{ALL[name].parameters}B" and int(gpus) == ALL[name].gpus
+        assert axes == f"{layout.tensor_parallel} x {layout.pipeline_parallel} x {layout.data_parallel}"
+        assert int(zero) == layout.zero
+        assert samples == f"{config.microbatch_size}, {config.train.global_batch_size}"
+        assert int(gigabytes) == said(name)[1]
+
+
+STUBS = {
+    "scontrol": '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"',
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+    "torchrun": "printf '%s\\n' \"$@\"",
+}
+SLURM = {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_ID": "70012", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+
+
+def stubbed(folder: Path, *names: str, **slurm: str) -> dict[str, str]:
+    """An environment whose first commands are stubs of SLURM's, in a job on the nodes node3 and node4."""
+    for name in names:
+        (folder / name).write_text(f"#!/bin/bash\n{STUBS[name]}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, **SLURM, **slurm, "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def slurm(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = ["bash", str(EXAMPLES / "slurm.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, **options)
+
+
+def test_the_slurm_script_starts_torchrun(tmp_path):
+    script = EXAMPLES / "slurm.sh"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    result = slurm("run.toml", "--train.steps", "5", env=stubbed(tmp_path, *STUBS))
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.split()
+    options = dict(zip(words[0:12:2], words[1:12:2], strict=True))
+    assert options == {
+        "--nnodes": "2",
+        "--nproc-per-node": "8",
+        "--rdzv-backend": "c10d",
+        "--rdzv-id": "70012",
+        "--rdzv-endpoint": "node3:20012",
+        "--max-restarts": "3",
+    }
+    rest = ["-m", "tpformer.cli", "pretrain", "run.toml", "--train.steps", "5", "--run.resume", "True"]
+    assert words[12:] == rest
+    # a directive after the first command would be ignored by sbatch
+    assert "#SBATCH" not in script.read_text().split("set -euo")[1]
+    result = slurm(env=stubbed(tmp_path, *STUBS))
+    assert result.returncode == 2 and "usage: sbatch" in result.stderr
+
+
+@pytest.mark.proof
+def test_the_slurm_script_trains_and_continues(tmp_path, tiny_values):
+    """SLURM stubbed, torchrun not: one node of two ranks, submitted a second time with more steps."""
+    from tpformer.training.config import to_toml
+    from tpformer.training.metrics import read_metrics
+
+    (tmp_path / "run.toml").write_text(to_toml(build_config(tiny_values, {"parallel": {"tensor_parallel": 2}})))
+    environment = stubbed(tmp_path, "scontrol", "srun", SLURM_NNODES="1", SLURM_GPUS_ON_NODE="2", OMP_NUM_THREADS="1")
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho 127.0.0.1\n")
+    for steps in (2, 4):
+        result = slurm(str(tmp_path / "run.toml"), "--train.steps", str(steps), env=environment)
+        assert result.returncode == 0, result.stderr
+    rows = read_metrics(Path(tiny_values["run"]["dir"]) / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert "from step 2" in result.stdout
