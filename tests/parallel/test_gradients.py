@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.models import GPT, GPTConfig
@@ -68,3 +68,19 @@ def test_norm_and_clipping_equal_torch(ranks, sequence_parallel, maximum):
         assert norm == pytest.approx(expected, rel=1e-12)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(clipped[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def norm_of_a_mixture():
+    """A user's own mixture: a plain parameter, equal on all ranks, beside one that is sharded over one of two axes."""
+    mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2)
+    plain = torch.nn.Parameter(torch.zeros(3))
+    plain.grad = torch.tensor([1.0, 2.0, 2.0])
+    local = torch.full((2,), 2.0)
+    sharded = torch.nn.Parameter(DTensor.from_local(local.clone(), mesh["tp"], [Shard(0)], run_check=False))
+    sharded.grad = DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False)
+    return float(gradient_norm([plain, sharded], [mesh.get_group("tp"), mesh.get_group("dp_shard")]))
+
+
+def test_parameters_on_different_meshes_count_once(ranks):
+    # 9 of the plain one, 4 * 4 of the sharded one
+    assert ranks(4).run(norm_of_a_mixture) == pytest.approx([5.0] * 4)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -37,43 +38,53 @@ def reduce_partial_gradients(model: nn.Module) -> None:
             parameter.grad = DTensor.from_local(piece.view_as(grad), mesh, whole, run_check=False)
 
 
-def _local_and_copies(grad: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a gradient, and how many ranks hold the same part."""
-    if not isinstance(grad, DTensor):
-        return grad, 1
-    copies = 1
-    for axis, place in enumerate(grad.placements):
-        if isinstance(place, Partial):
-            raise RuntimeError("a gradient is still partial: call reduce_partial_gradients(model) before its norm")
-        if isinstance(place, Replicate):
-            copies *= grad.device_mesh.size(axis)
-    return grad.to_local(), copies
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _copies(grad: Tensor, groups: Iterable[ProcessGroup]) -> int:
+    """How many ranks of these groups together hold the same part of a gradient."""
+    copies, laid_out = 1, []  # by ranks: torch may give a mesh equal to an earlier one that one's process groups
+    if isinstance(grad, DTensor):
+        for axis, place in enumerate(grad.placements):
+            if isinstance(place, Partial):
+                raise RuntimeError("a gradient is still partial: call reduce_partial_gradients(model) before its norm")
+            laid_out.append(dist.get_process_group_ranks(grad.device_mesh.get_group(axis)))
+            if isinstance(place, Replicate):
+                copies *= grad.device_mesh.size(axis)
+    for group in groups:
+        if dist.get_process_group_ranks(group) not in laid_out:
+            copies *= group.size()
+    return copies
 
 
 @torch.no_grad()
 def gradient_norm(
     parameters: Iterable[nn.Parameter],
     groups: Iterable[ProcessGroup | None],
+    *,
+    pipeline: ProcessGroup | None = None,
     held_twice: Iterable[nn.Parameter] = (),
 ) -> Tensor:
     """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
 
-    groups: the process groups of the mesh axes that parameters are laid out over (None and groups of one are skipped),
-    the pipeline's among them. Each part is counted once: its square is divided by the number of ranks that hold it, and
-    by two more for those of `held_twice` (TiedParameter.local).
+    groups: the process groups of the mesh axes that parameters are laid out over, or copied on (None is skipped);
+    pipeline: that of the ranks that hold other parameters. Each part of a gradient is counted once: its square is
+    divided by the number of ranks that hold it, and by two more for parameters of `held_twice` (TiedParameter.local).
     Communication: one all-reduce of 8 bytes per group. RuntimeError for a gradient that is still partial.
     """
+    groups = [group for group in groups if group is not None]
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     twice = {id(parameter) for parameter in held_twice}
     for parameter in parameters:
         if parameter.grad is not None:
-            local, copies = _local_and_copies(parameter.grad)
-            by_copies[copies * (2 if id(parameter) in twice else 1)].append(local)
+            copies = _copies(parameter.grad, groups) * (2 if id(parameter) in twice else 1)
+            by_copies[copies].append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64)
     for copies, grads in by_copies.items():
         norms = torch.stack(torch._foreach_norm(grads))
         total = total.to(norms.device) + norms.double().square().sum() / copies
-    for group in groups:
+    for group in (*groups, pipeline):
         total = all_reduce(total.view(1), group)[0]
     return total.sqrt()
 
@@ -81,6 +92,6 @@ def gradient_norm(
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients, in place, by one number: that of clipping, of a loss scale, or both. No communication."""
-    grads = [_local_and_copies(p.grad)[0] for p in parameters if p.grad is not None]
+    grads = [_local(p.grad) for p in parameters if p.grad is not None]
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)

@@ -144,7 +144,8 @@ class ParallelModel:
     def gradient_norm(self) -> Tensor:
         """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks."""
         tied = [] if self.tied is None else self.tied.local
-        return gradient_norm(self.parameters(), self.groups.values(), held_twice=tied)
+        groups = [group for axis, group in self.groups.items() if axis != "pp"]
+        return gradient_norm(self.parameters(), groups, pipeline=self.groups.get("pp"), held_twice=tied)
 
     def first_not_finite(self) -> str | None:
         """Name of the first parameter, in the model's order, whose gradient is not finite on some rank; collective."""
