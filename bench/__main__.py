@@ -5,11 +5,11 @@ Belongs here: one import and one entry per bench. Everything else is in runner.p
 
 import sys
 
-from . import cpu, fused, layer, matmul, memory, memory_bound, nvlink, pretrain
+from . import bubbles, cpu, fused, layer, layouts, matmul, memory, memory_bound, nvlink, pretrain, zero
 from .runner import Bench, Tool, main
 
 BENCHES: tuple[Bench | Tool, ...] = (
-    *(cpu.BENCH, memory.TOOL, pretrain.TOOL),
+    *(cpu.BENCH, memory.TOOL, pretrain.TOOL, bubbles.TOOL, layouts.TOOL, zero.TOOL),
     *(matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
 )
 

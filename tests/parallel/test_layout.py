@@ -42,6 +42,10 @@ REFUSED = {
         {"zero_stage": 3, "data_parallel_shard": 2, "pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"},
         ["zero_stage=3", "DualPipeV"],
     ),
+    "zero 3 of one shard, split backward": (
+        {"zero_stage": 3, "pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"},
+        ["zero_stage=3", "DualPipeV"],
+    ),
     "stages of 1F1B": ({"pipeline_parallel": 2, "pipeline_stages_per_rank": 2}, ["1F1B has 1", "Interleaved1F1B"]),
     "stages of ZBV": (
         {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "pipeline_stages_per_rank": 3},

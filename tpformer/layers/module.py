@@ -105,14 +105,15 @@ class ParallelModule(nn.Module):
         parameter = self._parameters[name]
         assert parameter is not None
         sharded = isinstance(parameter, DTensor)
-        shape = (parameter.to_local() if sharded else parameter).shape
+        held = parameter.to_local() if sharded else parameter
+        shape = held.shape
         if rows is not None:
             gradient, part = gradient.new_zeros(shape), gradient
             gradient[rows] = part
-        if gradient.shape != shape:
+        if gradient.shape != shape or gradient.dtype != held.dtype:
             raise RuntimeError(
-                f"{name} has the local shape {tuple(shape)}, its gradient {tuple(gradient.shape)}: keep parameters "
-                f"unsharded from the backward until the weight gradients have run"
+                f"{name} is {tuple(shape)} {held.dtype} on this rank, its gradient {tuple(gradient.shape)} "
+                f"{gradient.dtype}: keep parameters unsharded from the backward until the weight gradients have run"
             )
         if parameter.grad is not None:
             (parameter.grad.to_local() if sharded else parameter.grad).add_(gradient)

@@ -131,10 +131,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if wants_gradient:
             reduce = reduce_scatter if head.sequence_parallel else all_reduce
             kept = x if head.norm_kind else None  # without a norm the gradient is ready
-            ctx.save_for_backward(
-                kept, norm_weight, norm_bias, mean, rstd, reduce(dgathered, head.group), dweight.to(weight.dtype)
-            )
-            ctx.norm_kind, ctx.eps = head.norm_kind, head.eps
+            if weight.dtype != torch.float16:  # its sum over tokens would overflow there, before any scale
+                dweight = dweight.to(weight.dtype)
+            ctx.save_for_backward(kept, norm_weight, norm_bias, mean, rstd, reduce(dgathered, head.group), dweight)
+            ctx.norm_kind, ctx.eps, ctx.weight_dtype = head.norm_kind, head.eps, weight.dtype
         return losses.sum()
 
     @staticmethod
@@ -145,7 +145,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if ctx.norm_kind:
             norm = Norm(ctx.norm_kind, norm_weight, norm_bias, ctx.eps)
             dx, dnorm_weight, dnorm_bias = implementation("norm", x).norm_backward(dx, x, (mean, rstd), norm)
-        return dx, _scaled(dweight, dloss), dnorm_weight, dnorm_bias, None, None
+        return dx, _scaled(dweight, dloss).to(ctx.weight_dtype), dnorm_weight, dnorm_bias, None, None
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:

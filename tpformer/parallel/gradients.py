@@ -76,14 +76,15 @@ def gradient_norm(
     groups = [group for group in groups if group is not None]
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     twice = {id(parameter) for parameter in held_twice}
+    device: torch.device | None = None
     for parameter in parameters:
+        device = device or _local(parameter).device  # also of a rank without gradients: all join in one collective
         if parameter.grad is not None:
             copies = _copies(parameter.grad, groups) * (2 if id(parameter) in twice else 1)
             by_copies[copies].append(_local(parameter.grad))
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
-        norms = torch.stack(torch._foreach_norm(grads))
-        total = total.to(norms.device) + norms.double().square().sum() / copies
+        total = total + torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
     for group in (*groups, pipeline):
         total = all_reduce(total.view(1), group)[0]
     return total.sqrt()

@@ -67,7 +67,8 @@ class Layout:
     """What data_parallel_shard ranks share: 1 optimizer state, 2 also gradients, 3 also parameters; 0 nothing.
     Unset: 1 if data_parallel_shard > 1, else 0."""
     reduce_dtype: str = "float32"
-    """In which gradients of 16-bit compute are reduced over data-parallel ranks: float32 or bfloat16."""
+    """In which gradients of 16-bit compute are reduced over data-parallel ranks: float32 or bfloat16. ZeRO stages 0
+    and 1 add up microbatches in it too, 2 and 3 always in float32."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
     recompute: str = "none"
@@ -142,7 +143,7 @@ class Layout:
                 f"data_parallel_shard={replicate} and data_parallel_replicate=1 (or a hybrid whose product is "
                 f"{replicate})"
             )
-        if self.zero > 1 and shard > 1 and self.pipeline_parallel > 1 and self.schedule.splits_backward:
+        if self.zero > 1 and self.pipeline_parallel > 1 and self.schedule.splits_backward:
             raise ValueError(
                 f"parallel.zero_stage={self.zero} with pipeline_schedule={self.pipeline_schedule}: its weight "
                 f"gradients wait, with the parameters they need, across other microbatches, so neither can be given "

@@ -93,6 +93,7 @@ class _Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not self.has_backward:
+            self.fwd_cache.pop(bwd_chunk_id, None)  # what an evaluation's forward left, else kept until the next step
             return
         # the last reduction of stages 0 and 1 is perform_reduce_grad's: weight gradients may still be to come
         prepare_backward(self.part, self.zero_stage, last=last_backward and self.zero_stage >= 2)

@@ -35,7 +35,7 @@ def pipeline_sequential(
     layout: pipeline_parallel, schedule, split and data-parallel axes; tensor parallelism is the model's own affair.
     loss_fn(output, target) of a microbatch: gradients are summed over microbatches and data-parallel ranks, so divide
     by the samples of the global batch.
-    Communication: Pipeline's and, with data-parallel axes, apply_zero's, each part being one unit.
+    Communication: Pipeline's and, with data-parallel axes, apply_zero's, each child being a unit.
     Errors: ValueError for fewer children than stages, and for a layout that contradicts itself.
     """
     layout.check()
@@ -52,8 +52,8 @@ def pipeline_sequential(
         if not any(tensor.is_meta for tensor in (*part.parameters(), *part.buffers())):
             part.to(device)
         if layout.data_parallel > 1 and next(part.parameters(), None) is not None:
-            dtype = next(part.parameters()).dtype
-            apply_zero(part, [], mesh, layout, dtype)
+            units = [child for child in part if next(child.parameters(), None) is not None]
+            apply_zero(part, units, mesh, layout, next(part.parameters()).dtype)
         parts.append(part)
     output = torch.empty_like(boundaries[-1])
     ends = [boundaries[each.start] for each in ranges]

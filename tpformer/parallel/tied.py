@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed.collectives import all_reduce
+from tpformer.distributed.mesh import DEFAULT_TIMEOUT
 
 
 class TiedParameter:
@@ -18,16 +20,25 @@ class TiedParameter:
 
     owners: this rank's modules that have a copy as their `weight`: two (the stages share a rank), one, or none (only
     stages in between). mesh: the run's mesh; first_rank, last_rank: the pipeline ranks of the two stages.
-    Constructing it is collective over the world: one process group for each pair of ranks that hold the same shard.
+    Constructing it is collective over the world: one process group, which waits `timeout`, for each pair of ranks that
+    hold the same shard.
     """
 
-    def __init__(self, owners: Sequence[nn.Module], mesh: DeviceMesh, *, first_rank: int, last_rank: int) -> None:
+    def __init__(
+        self,
+        owners: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        *,
+        first_rank: int,
+        last_rank: int,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
         self.owners = owners
         self.group: dist.ProcessGroup | None = None
         if first_rank != last_rank:
             ranks = mesh.mesh.flatten(start_dim=1)
             for pair in zip(ranks[first_rank].tolist(), ranks[last_rank].tolist(), strict=True):
-                group = dist.new_group(list(pair))
+                group = dist.new_group(list(pair), timeout=timeout)
                 if dist.get_rank() in pair:
                     self.group = group
 
@@ -42,7 +53,8 @@ class TiedParameter:
 
         Communication: one all-reduce of this rank's shard between the two ranks; none where they are one.
         """
-        gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self.local]
+        found = [p.grad for p in self.local if p.grad is not None]  # a frozen table has none, on either rank
+        gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in found]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])

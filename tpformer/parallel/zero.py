@@ -73,7 +73,7 @@ def prepare_backward(part: nn.Module, zero_stage: int, *, last: bool) -> None:
     """
     if isinstance(part, FSDPModule):
         part.set_requires_gradient_sync(last or zero_stage >= 2)
-        # sums over dp_shard wait for dp_replicate as shards, in the reduce dtype: only where that adds up microbatches well
+        # sums over dp_shard wait for dp_replicate as shards in the reduce dtype: where that can add up microbatches
         part.set_requires_all_reduce(last or fully_shard.state(part)._mp_policy.reduce_dtype.itemsize < 4)
         part.set_is_last_backward(last or zero_stage >= 2)  # its reductions are complete when it returns
         part.set_reshard_after_backward(last or zero_stage == 3)

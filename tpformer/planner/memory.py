@@ -132,10 +132,17 @@ def boundary_bytes(config: RunConfig) -> int:
     return rows * config.model.hidden_size * Precision.of(config).compute.itemsize
 
 
-def receive_buffers(config: RunConfig, stages: Iterable[int]) -> int:
-    """Bytes of what the stages of a rank receive at a time: the rows of one microbatch, the gradient of another one."""
-    boundaries = sum((stage > 0) + (stage < config.parallel.n_stages - 1) for stage in stages)
-    return boundaries * boundary_bytes(config)
+def pipeline_buffers(config: RunConfig, stages: Sequence[int], outputs: int) -> int:
+    """Bytes of what the stages of a rank receive at a time (the rows of one microbatch, the gradient of another one)
+    and have sent: `outputs`, those in flight, or all of the step where a rank has several stages, since torch's engine
+    for these schedules lets go of what it sent, rows and gradients, at the end of the step."""
+    layout, last = config.parallel, config.parallel.n_stages - 1
+    received = sum((stage > 0) + (stage < last) for stage in stages) * boundary_bytes(config)
+    if layout.stages_per_rank == 1:
+        return received + outputs
+    neighbours = [other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last]
+    sent = sum(other not in stages for other in neighbours)
+    return received + config.n_microbatches * sent * boundary_bytes(config)
 
 
 def fused_workspaces(tokens: int, hidden: int, itemsize: int, tp: int, sequence_parallel: bool = True) -> int:

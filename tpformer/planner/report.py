@@ -29,7 +29,7 @@ from .memory import (
     loss_workspace,
     model_states,
     most_at_once,
-    receive_buffers,
+    pipeline_buffers,
     reduction_workspace,
     schedule_peak,
 )
@@ -87,7 +87,7 @@ def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
     if peak.queued:
         parts.append(("queued weight gradients", float(peak.queued)))
     if order is not None:
-        parts.append(("pipeline buffers", float(receive_buffers(config, indices) + peak.output)))
+        parts.append(("pipeline buffers", float(pipeline_buffers(config, indices, peak.output))))
     if (workspaces := _workspaces(config)) > 0:
         parts.append(("fused workspaces *", float(workspaces)))
     parts.append(("temporaries *", _temporaries(config, count, of_rank, peak.saved)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed.collectives import all_reduce
-from tpformer.distributed.mesh import AXES
+from tpformer.distributed.mesh import AXES, DEFAULT_TIMEOUT
 from tpformer.models import GPT
 from tpformer.parallel import (
     Layout,
@@ -29,7 +30,8 @@ class ParallelModel:
 
     parts: in the order of layout.stages_of(pipeline rank), FSDP2 applied where it is wanted. mesh: the run's, None for
     a single process without process groups. microbatch_size: samples in a forward of one data-parallel rank;
-    n_microbatches: of them in a step, which a pipeline has to know. dtype: that of the activations.
+    n_microbatches: of them in a step, which a pipeline has to know. dtype: that of the activations. timeout: of the
+    process groups it makes.
     Constructing it is collective over the world when there is a pipeline.
     """
 
@@ -42,6 +44,7 @@ class ParallelModel:
         microbatch_size: int,
         n_microbatches: int = 1,
         dtype: torch.dtype = torch.float32,
+        timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self.parts, self.layout, self.mesh = list(parts), layout, mesh
         self.config, self.microbatch_size, self.n_microbatches = parts[0].config, microbatch_size, n_microbatches
@@ -54,7 +57,7 @@ class ParallelModel:
             if self.config.tie_embeddings:
                 owners = [part.embed_tokens for part in self.parts if part.embed_tokens is not None]
                 last_rank = 0 if layout.schedule.v_shaped else layout.pipeline_parallel - 1
-                self.tied = TiedParameter(owners, mesh, first_rank=0, last_rank=last_rank)
+                self.tied = TiedParameter(owners, mesh, first_rank=0, last_rank=last_rank, timeout=timeout)
 
     def _pipeline(self, mesh: DeviceMesh, dtype: torch.dtype) -> Pipeline:
         size, length, part = self.microbatch_size, self.config.seq_length, self.parts[0]

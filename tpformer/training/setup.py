@@ -145,6 +145,7 @@ def build_model(config: RunConfig, mesh: DeviceMesh) -> ParallelModel:
         microbatch_size=config.microbatch_size,
         n_microbatches=config.n_microbatches,
         dtype=default_dtype(config),
+        timeout=group_timeout(config),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,9 @@ class StepResult(NamedTuple):
 class LossScaler:
     """Dynamic loss scaling for float16: halved when a gradient overflows, doubled after `interval` steps without.
 
-    The same on all ranks, because the global norm is. Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
+    The same on all ranks, because the global norm is. The usual first scale, 2**16, is for the mean over a microbatch;
+    here a loss is divided by the tokens of the global batch: multiply it by the number of microbatches in that.
+    Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
     """
 
     def __init__(self, scale: float = 2.0**16, interval: int = 2000) -> None:
@@ -64,9 +67,9 @@ def train_step(
     ParallelModel.gradients. Gradients are gone afterwards."""
     scale = 1.0 if scaler is None else scaler.scale
     loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
-    norm_tensor = model.gradient_norm() / scale
-    loss, norm = float(loss_tensor), float(norm_tensor)
-    skipped, offender = not (torch.isfinite(loss_tensor) and torch.isfinite(norm_tensor)), None
+    norm = float(model.gradient_norm()) / scale
+    loss = float(loss_tensor)
+    skipped, offender = not (math.isfinite(loss) and math.isfinite(norm)), None
     if skipped:
         offender = model.first_not_finite()
     else:

@@ -82,7 +82,9 @@ class Trainer:
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.model = build_model(config, self.mesh)
         self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
-        self.scaler = LossScaler() if default_dtype(config) == torch.float16 else None
+        microbatches = config.n_microbatches * config.parallel.data_parallel
+        half = default_dtype(config) == torch.float16
+        self.scaler = LossScaler(2.0 ** (16 + (microbatches - 1).bit_length())) if half else None
         self.skipped_in_a_row = self.skipped = 0
         self.checkpointer = Checkpointer(self.directory / "checkpoints", keep=config.checkpoint.keep)
         self.step = self._resume() if config.run.resume else 0

@@ -1,0 +1,142 @@
+"""Bytes of parameters, gradients and optimizer state that a rank holds: in FSDP2's own books, and by a scan of memory.
+
+Belongs here: the counting, for any ParallelModel. Nothing about which model is counted or what should come out.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tpformer.parallel.zero import parameter_groups
+from tpformer.training.model import ParallelModel
+
+SHARDED, GATHERED = "sharded parameters", "gathered parameters"
+WHOLE_GRADIENTS, SHARDED_GRADIENTS = "whole gradients", "sharded gradients"
+OPTIMIZER, BUFFERS = "optimizer state", "communication buffers"
+KINDS = (SHARDED, GATHERED, WHOLE_GRADIENTS, SHARDED_GRADIENTS, OPTIMIZER, BUFFERS)
+Held = dict[str, int]
+
+
+def _local(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _group_tensors(group: Any) -> Iterator[tuple[str, Tensor | None]]:
+    """What one FSDP2 parameter group holds, by kind."""
+    for parameter in group.fsdp_params:
+        yield SHARDED, parameter._sharded_param_data
+        yield SHARDED_GRADIENTS, parameter.sharded_param.grad
+        yield from ((GATHERED, output) for output in parameter.all_gather_outputs)
+        yield WHOLE_GRADIENTS, parameter.unsharded_accumulated_grad
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        yield WHOLE_GRADIENTS, None if unsharded is None else unsharded.grad
+    yield SHARDED_GRADIENTS, group._partial_reduce_output  # reduced over dp_shard, not yet over dp_replicate
+    yield BUFFERS, None if group._all_gather_result is None else group._all_gather_result.all_gather_output
+
+
+def _communicated(communication: Any) -> Iterator[Tensor]:
+    """Buffers that FSDP2 keeps until the next collective of a part is done."""
+    gathered = getattr(communication, "all_gather_state", None)  # none of this before the first forward
+    if gathered is not None:
+        yield gathered.all_gather_result.all_gather_output
+    yield from (state.reduce_scatter_input for state in getattr(communication, "reduce_scatter_states", ()))
+
+
+def _tensors(model: ParallelModel, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor | None]]:
+    for part in model.parts:
+        if isinstance(part, FSDPModule):
+            for group in parameter_groups(part):
+                yield from _group_tensors(group)
+            yield from ((BUFFERS, x) for x in _communicated(fully_shard.state(part)._comm_ctx))
+        else:
+            for parameter in part.parameters():
+                yield SHARDED, parameter
+                yield SHARDED_GRADIENTS, parameter.grad
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from ((OPTIMIZER, value) for value in state.values() if isinstance(value, Tensor))
+
+
+def held(model: ParallelModel, optimizers: Iterable[torch.optim.Optimizer]) -> Held:
+    """Bytes by kind, each storage once and with its whole size; after the first forward."""
+    kinds: dict[torch.UntypedStorage, str] = {}
+    for kind, tensor in _tensors(model, optimizers):
+        if tensor is not None:
+            kinds.setdefault(_local(tensor).untyped_storage(), kind)
+    sizes = dict.fromkeys(KINDS, 0)
+    for storage, kind in kinds.items():
+        sizes[kind] += storage.nbytes()
+    return sizes
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that tensors of this process refer to, other than from C++ alone (as autograd does), and
+    other than memory that torch did not allocate (collectives' shared memory)."""
+    storages: dict[torch.UntypedStorage, int] = {}
+    for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
+        for x in (tensor, tensor.grad if tensor.is_leaf else None):
+            if x is not None and not (local := _local(x)).is_meta and type(local) in (Tensor, torch.nn.Parameter):
+                storages[local.untyped_storage()] = local.untyped_storage().nbytes()
+    return sum(size for storage, size in storages.items() if storage.resizable())
+
+
+@contextmanager
+def at_layers(model: ParallelModel, sample: Callable[[], None], at_end: Callable[[], None]) -> Iterator[None]:
+    """Call `sample` at both ends of every layer's forward and backward, and after a part's weight gradients were made
+    apart; `at_end` when a part's forward is over.
+
+    A backward's first sample comes when the layer's parameters are gathered, its last before its gradients are reduced.
+    """
+
+    def watch(tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: sample())
+
+    def before(_: Any, arguments: Sequence[Any]) -> None:
+        sample()
+        watch(arguments[0])
+
+    def after(_: Any, arguments: Sequence[Any], result: Any) -> None:
+        sample()
+        watch(result)
+
+    def end(*_: Any) -> None:
+        at_end()
+
+    hooks = [part.register_forward_hook(end) for part in model.parts]
+    for layer in (layer for part in model.parts for layer in part.layers.values()):
+        hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+    stages = [] if model.pipeline is None else [stage for stage in model.pipeline.stages if stage.dw_builder]
+    builders = [stage.dw_builder for stage in stages]
+    for stage, builder in zip(stages, builders, strict=True):
+        stage.dw_builder = _then(builder, sample)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for stage, builder in zip(stages, builders, strict=True):
+            stage.dw_builder = builder
+
+
+def _then(builder: Callable[[], Callable[[], None]], sample: Callable[[], None]) -> Callable[[], Callable[[], None]]:
+    """The builder of a function that makes weight gradients, with a sample after them."""
+
+    def build() -> Callable[[], None]:
+        make = builder()
+
+        def run() -> None:
+            make()
+            sample()
+
+        return run
+
+    return build

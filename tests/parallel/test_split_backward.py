@@ -1,0 +1,44 @@
+"""Split-backward schedules communicate and multiply exactly as much as 1F1B, whatever is recomputed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from pool import WorkerPool
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+from bench.split_backward import BASELINE, MICROBATCHES, SCHEDULES, count_schedule, differences, total  # noqa: E402
+from bench.step_counts import StepCounts  # noqa: E402
+
+
+def counts(ranks: WorkerPool, recompute: str, data_parallel: int) -> dict[str, StepCounts]:
+    world = ranks(4 * data_parallel)
+    return {name: total(world.run(count_schedule, name, recompute, data_parallel)) for name in SCHEDULES}
+
+
+def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
+    baseline = by_schedule[BASELINE]
+    assert baseline.flops > 0 and baseline.layers and bool(baseline.data) == (data_parallel > 1)
+    for name in SCHEDULES:
+        assert differences(by_schedule[name], baseline) == [], name
+    # point to point there is more, as there are more stages: activations and gradients at each boundary between ranks
+    pipelines = 2 * data_parallel  # of 2 ranks: TP 2 x DP
+    boundaries = {BASELINE: 1, "InterleavedZeroBubble": 3, "ZBVZeroBubble": 2, "DualPipeV": 2}
+    sent = {name: sum(each.messages.values()) for name, each in by_schedule.items()}
+    assert sent == {name: pipelines * 2 * MICROBATCHES * number for name, number in boundaries.items()}
+
+
+def test_counts(ranks: WorkerPool) -> None:
+    kept, recomputed = (counts(ranks, recompute, 1) for recompute in ("none", "full"))
+    for each in (kept, recomputed):
+        check(each, 1)
+    # and the comparison notices a GEMM or a gather that is done again
+    assert len(differences(recomputed[BASELINE], kept[BASELINE])) == 2
+    assert recomputed[BASELINE].flops > kept[BASELINE].flops
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+def test_counts_with_data_parallel_ranks(ranks: WorkerPool, recompute: str) -> None:
+    check(counts(ranks, recompute, 2), 2)
