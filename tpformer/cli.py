@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tpformer.distributed.launch import USAGE_EXIT_CODE, launched, record_exception, run_ranks
+from tpformer.distributed.launch import USAGE_EXIT_CODE, check_local_ranks, launched, record_exception, run_ranks
 from tpformer.training.config import RunConfig, build_config, check_config, read_toml
 
 USAGE = """usage: tpformer COMMAND ...
@@ -54,11 +54,13 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     return build_config(file, _overrides(arguments[1:], parsed))
 
 
-def _with_ranks(arguments: Sequence[str], world_size: int, work: Callable[[], None], max_restarts: int = 0) -> None:
+def _with_ranks(arguments: Sequence[str], config: RunConfig, work: Callable[[], None], max_restarts: int = 0) -> None:
     """Do the work in this process, or start the ranks that will each do it; restarts resume the run."""
+    world_size = config.parallel.world_size
     if launched() or (world_size == 1 and not max_restarts):
         work()
         return
+    check_local_ranks(world_size, config.train.device)
     command = [sys.executable, "-m", "tpformer.cli", *arguments]
     sys.exit(run_ranks(command, world_size, max_restarts=max_restarts, restart_arguments=("--run.resume", "True")))
 
@@ -75,7 +77,7 @@ def pretrain_command(arguments: Sequence[str]) -> None:
 
         pretrain(config)
 
-    _with_ranks(["pretrain", *arguments], config.parallel.world_size, work, config.run.max_restarts)
+    _with_ranks(["pretrain", *arguments], config, work, config.run.max_restarts)
 
 
 def verify_command(arguments: Sequence[str]) -> None:
@@ -92,7 +94,7 @@ def verify_command(arguments: Sequence[str]) -> None:
         dist.destroy_process_group()
         sys.exit(code)
 
-    _with_ranks(["verify", *arguments], config.parallel.world_size, work)
+    _with_ranks(["verify", *arguments], config, work)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ def generate_command(arguments: Sequence[str]) -> None:
             print(text)
         dist.destroy_process_group()
 
-    _with_ranks(["generate", *arguments], config.parallel.world_size, work)
+    _with_ranks(["generate", *arguments], config, work)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

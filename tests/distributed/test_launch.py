@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tpformer.distributed.launch import run_ranks
+from tpformer.distributed.launch import check_local_ranks, run_ranks
 from tpformer.distributed.watchdog import HANG_EXIT_CODE
 
 # every rank notes its start and its arguments, and waits until all have; `error` leaves a message as
@@ -147,3 +147,9 @@ time.sleep(60)  # goes on after a handler
         launcher.kill()
     assert launcher.returncode == code, err
     assert "restart" not in err and len(starts(tmp_path, 0)) == 1
+
+
+def test_a_clusters_layout_is_not_started_on_one_machine():
+    check_local_ranks(16, "cpu")
+    with pytest.raises(ValueError, match="3072 ranks.*torchrun.*dry-run"):
+        check_local_ranks(3072, "cpu")

@@ -25,6 +25,25 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_local_ranks(world_size: int, device: str | None) -> None:
+    """ValueError for more ranks than this machine should start: one for each GPU, or four for each CPU core (16 at least).
+
+    device: cpu or cuda; None for cuda where there is one.
+    """
+    import torch
+
+    cuda = device == "cuda" or (device is None and torch.cuda.is_available())
+    cores = os.cpu_count() or 1
+    most = torch.cuda.device_count() if cuda else max(16, 4 * cores)
+    if world_size > most:
+        here = f"{most} GPUs" if cuda else f"{cores} CPU cores"
+        raise ValueError(
+            f"the layout has {world_size} ranks, which this command would all start on this machine of {here}: start "
+            f"it on several with torchrun or SLURM (examples/README.md), shrink the layout, or look at it with "
+            f"`tpformer dry-run`"
+        )
+
+
 def record_exception(error: BaseException) -> None:
     """Leave the exception for the launcher, in the file that torchrun and run_ranks name by TORCHELASTIC_ERROR_FILE.
 
