@@ -2,7 +2,7 @@
 # A run on the nodes that SLURM gives, one torchrun on each:
 #   sbatch --nodes 8 examples/slurm.sh examples/llama3_70b.toml [--section.key value ...]
 # It continues a run that is already there: torchrun starts the ranks again after a failure, at most three times, and a
-# job that was cut off is submitted again as it was.
+# job that reached its time limit goes on when you submit it again.
 #SBATCH --job-name=tpformer
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

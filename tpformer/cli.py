@@ -66,11 +66,14 @@ def _with_ranks(arguments: Sequence[str], config: RunConfig, work: Callable[[], 
 
 
 def pretrain_command(arguments: Sequence[str]) -> None:
+    from tpformer.training.data import IndexedDataset
     from tpformer.training.setup import resolve
 
     config = parse_run(arguments)
     check_config(config)
-    resolve(config)  # a missing dataset is one clear message here, not one per rank
+    resolve(config)
+    for prefix in (*config.data.train, *config.data.valid):
+        IndexedDataset(prefix)  # a missing dataset is one clear message here, not one per rank
 
     def work() -> None:
         from tpformer.training.trainer import pretrain

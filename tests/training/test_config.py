@@ -135,3 +135,11 @@ def test_unreadable_files_are_named(tmp_path):
 def test_every_section_is_frozen():
     for field in dataclasses.fields(RunConfig):
         assert field.default_factory.__dataclass_params__.frozen  # type: ignore[union-attr]
+
+
+def test_numbers_that_are_not_finite_survive_the_file(tiny_values, tmp_path):
+    config = build_config(tiny_values, {"optimizer": {"clip_norm": float("inf")}, "data": {"weights": [1.5]}})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert build_config(read_toml(tmp_path / "run.toml")) == config
+    with pytest.raises(ValueError, match="run.timeout=inf"):
+        check_config(build_config(tiny_values, {"run": {"timeout": float("inf")}}))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tpformer.training.checkpoint import steps
 from tpformer.training.config import build_config, to_toml
 from tpformer.training.metrics import read_metrics
 
@@ -215,3 +216,20 @@ def test_a_recorded_pipeline_step_is_drawn(tmp_path, tiny_values):
     assert "Interleaved1F1B" in (directory / "plots" / "pipeline.svg").read_text()
     code, _, err = run("timeline", str(tmp_path))
     assert code == 2 and "--log.timeline-step" in err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path, tiny_values):
+    toml = str(write_run(tmp_path, tiny_values, train={"steps": 2}, data={"valid": []}))
+    directory = Path(tiny_values["run"]["dir"])
+    assert run("pretrain", toml)[0] == 0
+    before = losses(directory)
+    (directory / "checkpoints" / "step-2" / "manifest.json").unlink()
+    code, out, err = run("pretrain", toml, "--run.resume", "True")
+    assert code == 2 and "checkpoints of steps 2, and none is usable" in err, out + err
+    assert losses(directory) == before
+
+
+def test_a_copy_that_the_user_keeps_is_no_checkpoint(tmp_path):
+    for name in ("step-3", "step-3.keep", "step-12"):
+        (tmp_path / name).mkdir()
+    assert steps(tmp_path) == [3, 12]

@@ -26,7 +26,7 @@ def launched() -> bool:
 
 
 def check_local_ranks(world_size: int, device: str | None) -> None:
-    """ValueError for more ranks than this machine should start: one for each GPU, or four for each CPU core (16 at least).
+    """ValueError for more ranks than this machine should start: one for each GPU; four a core, at least 16.
 
     device: cpu or cuda; None for cuda where there is one.
     """

@@ -24,6 +24,7 @@ from .rank_states import RankState, position_of_thread, read_states, report, wri
 
 HANG_EXIT_CODE = 124  # as of coreutils' timeout
 HEARTBEAT_SECONDS = 1.0
+RANKS_PER_SECOND = 64  # files that all ranks together may write
 PATIENCE = 5  # heartbeats: without one for so long a rank counts as stopped
 REPORT_SECONDS = 10.0  # how long the other ranks leave the reporting one to finish
 
@@ -45,7 +46,8 @@ class Watchdog:
             raise ValueError(f"a timeout must be positive, not {timeout}")
         self.directory, self.timeout = directory, timeout
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.interval = min(HEARTBEAT_SECONDS, timeout / 10)
+        # more ranks write less often: they share one file system
+        self.interval = min(max(HEARTBEAT_SECONDS, self.world_size / RANKS_PER_SECOND), timeout / 10)
         self._report = directory / "hang-report.txt"
         self._attempt_file, self._claim = directory / "attempt", directory / "reporter"
         attempt = [uuid.uuid4().hex]
@@ -120,6 +122,7 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             self._beat()
+            self._leave_if_replaced()
             if self._idle > self.timeout:
                 self._end()
             if self._closed.wait(self.interval):
@@ -157,6 +160,7 @@ class Watchdog:
             return
         head = f"rank {self.rank} made no progress for {self._idle:.1f} s (timeout {self.timeout:g} s): the job ends.\n"
         text = head + report(self.world_size, states, self._ages(states), alive) + "\n"
+        text += "If it was only slow (compilation, validation, a large checkpoint), raise run.timeout.\n"
         print(text, file=sys.stderr, flush=True, end="")
         with contextlib.suppress(OSError):
             temporary = self._report.with_suffix(".tmp")
@@ -175,11 +179,17 @@ class Watchdog:
 
     def _leave_if_over(self) -> None:
         """Exit if this attempt was reported, or another one has begun."""
-        try:
-            over = self._report.exists() or self._attempt_file.read_text() != self._attempt
-        except OSError:
-            return
-        if over:
-            text = f"rank {self.rank} of an attempt that has ended leaves (see {self._report})"
-            print(text, file=sys.stderr, flush=True)
-            os._exit(HANG_EXIT_CODE)
+        if self._report.exists():
+            self._leave()
+        self._leave_if_replaced()
+
+    def _leave_if_replaced(self) -> None:
+        """Exit if another attempt works in this directory."""
+        with contextlib.suppress(OSError):
+            if self._attempt_file.read_text() != self._attempt:
+                self._leave()
+
+    def _leave(self) -> None:
+        text = f"rank {self.rank} of an attempt that has ended leaves (see {self._report})"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(HANG_EXIT_CODE)

@@ -88,7 +88,8 @@ def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
 
 def steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints in a run's checkpoints directory, ascending; none if it does not exist."""
-    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*") if path.is_dir())
+    names = (path.name.removeprefix("step-") for path in directory.glob("step-*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())  # a copy such as step-100.keep is the user's
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -261,9 +262,9 @@ class Checkpointer:
     of them share. Saving uses a process group of its own, so that its collectives never meet those of training.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 2) -> None:
+    def __init__(self, directory: Path, *, keep: int = 2, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.directory, self.keep = directory, keep
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pending: Future | None = None
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
@@ -326,6 +327,11 @@ class Checkpointer:
             done.set_exception(failure)
 
     def _publish(self, temporary: Path, step: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        if missing := [name for name in entries if not (temporary / name).is_file()]:
+            raise RuntimeError(
+                f"rank 0 does not see {_listed(missing)} that other ranks wrote to {temporary}: the run directory must "
+                f"be on a file system that all ranks share"
+            )
         write_manifest(temporary, entries)
         final = step_path(self.directory, step)
         if final.exists():  # a bad one of the same step, which the resumed run now replaces

@@ -6,6 +6,7 @@ preset < TOML file < command line are merged as plain dicts, so that fields left
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import types
 import typing
@@ -225,9 +226,17 @@ def to_toml(config: RunConfig) -> str:
         lines.append(f"[{section}]")
         for key, value in values.items():
             if value is not None:
-                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+                lines.append(f"{key} = {_toml_value(value)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value)  # inf and nan are not JSON's
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def check_config(config: RunConfig) -> None:
@@ -255,10 +264,10 @@ def check_config(config: RunConfig) -> None:
             f"change either"
         )
     config.parallel.check_pipeline(model.n_layers, config.n_microbatches)
-    if config.run.timeout <= 0 or config.run.max_restarts < 0:
+    if not 0 < config.run.timeout < math.inf or config.run.max_restarts < 0:
         raise ValueError(
-            f"run.timeout={config.run.timeout} must be positive and run.max_restarts={config.run.max_restarts} not "
-            f"negative"
+            f"run.timeout={config.run.timeout} must be a positive number of seconds, and "
+            f"run.max_restarts={config.run.max_restarts} not negative"
         )
     tokens = config.microbatch_size * model.seq_length
     if config.parallel.sequence_parallel and tokens % tp:

@@ -5,7 +5,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tpformer.distributed.watchdog import Watchdog
 from tpformer.kernels.cost import machine_for
 from tpformer.parallel import gather_actions
 
-from .checkpoint import Checkpointer
+from .checkpoint import Checkpointer, CheckpointError, steps
 from .config import RunConfig, build_config, check_config, read_toml, to_toml
 from .data import batch
 from .metrics import MetricsLog, cut_metrics, plot_losses
@@ -78,6 +78,17 @@ class Trainer:
         join_ranks(device, group_timeout(config))
         self.leader = dist.get_rank() == 0
         self._prepare_directory()
+        # from here on a rank that does not come is named: it may hang while it builds or loads, too
+        with ExitStack() as stack:
+            self.watchdog = stack.enter_context(Watchdog(self.directory / "ranks", timeout=config.run.timeout))
+            self._build(device)
+            if self.leader:
+                self._write_config()
+            self._watched = stack.pop_all()
+
+    def _build(self, device: str) -> None:
+        config = self.config
+        self.watchdog.progress(0, "building the model")
         self.mesh: DeviceMesh = run_mesh(config, device)
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.model = build_model(config, self.mesh)
@@ -86,27 +97,40 @@ class Trainer:
         half = default_dtype(config) == torch.float16
         self.scaler = LossScaler(2.0 ** (16 + (microbatches - 1).bit_length())) if half else None
         self.skipped_in_a_row = self.skipped = 0
-        self.checkpointer = Checkpointer(self.directory / "checkpoints", keep=config.checkpoint.keep)
+        self.watchdog.progress(0, "looking for a checkpoint")
+        where = self.directory / "checkpoints"
+        self.checkpointer = Checkpointer(where, keep=config.checkpoint.keep, timeout=group_timeout(config))
         self.step = self._resume() if config.run.resume else 0
 
     def _prepare_directory(self) -> None:
-        """Rank 0 checks and claims the run directory; its error becomes every rank's."""
+        """Rank 0 checks the run directory and makes it; its error becomes every rank's."""
         errors: list[str | None] = [None]
         if self.leader:
             try:
                 check_run_directory(self.config)
                 self.directory.mkdir(parents=True, exist_ok=True)
-                (self.directory / "config.toml").write_text(to_toml(self.config))
             except (ValueError, OSError) as error:
                 errors = [str(error)]
         dist.broadcast_object_list(errors, src=0)
         if errors[0] is not None:
             raise ValueError(errors[0])
 
+    def _write_config(self) -> None:
+        """Only of a layout that could be built, and whole or not at all: a run without its config cannot be resumed."""
+        temporary = self.directory / "config.tmp"
+        temporary.write_text(to_toml(self.config))
+        temporary.replace(self.directory / "config.toml")
+
     def _resume(self) -> int:
         step = self.checkpointer.newest()
         if step is None:
+            if found := steps(self.checkpointer.directory):
+                raise CheckpointError(
+                    f"{self.checkpointer.directory} has checkpoints of steps {', '.join(map(str, found))}, and none is "
+                    f"usable (see above): repair or move them away to begin anew, or set another run.dir"
+                )
             return 0
+        self.watchdog.progress(step, "loading the checkpoint")
         extra = self.checkpointer.load(step, self.model.parts, self.optimizers)
         self.skipped, self.skipped_in_a_row = (int(extra[name]) for name in ("skipped", "skipped_in_a_row"))
         if self.scaler is not None and "scaler" in extra:
@@ -203,19 +227,19 @@ class Trainer:
 
         A step, validation or checkpoint that takes longer than run.timeout ends the process (see Watchdog).
         """
-        with Watchdog(self.directory / "ranks", timeout=self.config.run.timeout) as watchdog:
+        with self._watched:
             if not self.leader:
-                self._loop(watchdog, None)
+                self._loop(None)
                 return
             cut_metrics(self.directory / "metrics.jsonl", self.step)
             options = {"first_step": self.step, "steps": self.config.train.steps}
             with MetricsLog(self.directory, tensorboard=self.config.log.tensorboard, **options) as log:
-                self._loop(watchdog, log)
+                self._loop(log)
         if self.config.log.plot:
             plot_losses(self.directory)
 
-    def _loop(self, watchdog: Watchdog, log: MetricsLog | None) -> None:
-        config, steps = self.config, self.config.train.steps
+    def _loop(self, log: MetricsLog | None) -> None:
+        config, steps, watchdog = self.config, self.config.train.steps, self.watchdog
         tokens = config.train.global_batch_size * config.model.seq_length
         linears = self.model.explain(default_dtype(config))
         if log is not None:
@@ -236,7 +260,8 @@ class Trainer:
                     row |= {"tokens": self.step * tokens, "tokens_per_second": round(speed, 1), **self._mfu(speed)}
                     log.row(**row)
                     started, first = now, self.step
-                if self.data.valid and (last or self.step % config.train.validation_interval == 0):
+                due = last or (not stop and self.step % config.train.validation_interval == 0)
+                if self.data.valid and due:
                     watchdog.progress(self.step, "validation")
                     before = time.perf_counter()
                     loss = self.validate()

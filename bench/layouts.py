@@ -1,0 +1,368 @@
+"""`python -m bench layouts`: one training run in many layouts on 1 to 8 CPU processes, compared with one process.
+
+Belongs here: which layouts, a rank's training, what must agree and how closely, the result file. Tables and
+drawing: layout_report.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer.parallel import SCHEDULES, Layout
+from tpformer.training.config import (
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    RunConfig,
+    TrainSection,
+    check_config,
+)
+from tpformer.training.data import batch, build_stdlib
+from tpformer.training.optimizer import build_optimizer, learning_rate
+from tpformer.training.setup import build_model, open_data, run_mesh
+from tpformer.training.step import train_step
+from tpformer.training.verify import full_tensor
+
+from .layout_report import bfloat16_table, draw, result_table
+from .ranks import Calls, Ranks
+from .runner import Tool, write
+
+STEPS, CURVE_STEPS, BATCH = 10, 60, 8
+LR, CURVE_LR = 1e-3, 5e-3
+FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
+BOUNDS = {FLOAT64: 1e-9, FLOAT32: 1e-5}
+NOTE = (
+    f"Largest difference from one process over {STEPS} steps and all ranks. loss, norm (of all gradients): relative. "
+    f"parameters: after the last step, element by element, in units of max(|p|, learning rate). Bounds: "
+    f"{BOUNDS[FLOAT64]:g} in float64, {BOUNDS[FLOAT32]:g} in float32 (parameters only in float64: AdamW amplifies the "
+    "rounding of gradients that are zero, such as the key biases'). m: microbatches of a data-parallel rank. bfloat16: "
+    "error against one process in float64, at most 2 * (that of one process in bfloat16 + eps * largest value), as "
+    "maximum and as RMS over the steps. Dropout 0.1 throughout."
+)
+
+
+class Case(NamedTuple):
+    """A layout, and what else of the run it goes with. microbatch_size unset: what the configuration derives."""
+
+    layout: Layout
+    microbatch_size: int | None = None
+    tied: bool = True
+
+    def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
+        model = ModelSection(
+            vocab_size=257, seq_length=16, n_layers=8, hidden_size=32, n_heads=4, dropout=0.1, tie_embeddings=self.tied
+        )
+        section = TrainSection(
+            steps=steps, global_batch_size=BATCH, microbatch_size=self.microbatch_size, dtype=dtype, device="cpu"
+        )
+        return RunConfig(
+            model=model,
+            data=DataSection(train=(train,)),
+            parallel=self.layout,
+            optimizer=OptimizerSection(lr=lr, warmup_steps=steps // 5),
+            train=section,
+        )
+
+    @property
+    def n_microbatches(self) -> int:
+        return self.config(FLOAT64, "", STEPS, LR).n_microbatches
+
+    def __str__(self) -> str:
+        layout, words = self.layout, []
+        if layout.tensor_parallel > 1:
+            words.append(f"TP{layout.tensor_parallel}" + ("" if layout.sequence_parallel else " without SP"))
+        if layout.pipeline_parallel > 1:
+            words.append(f"PP{layout.pipeline_parallel} {layout.pipeline_schedule}")
+        if layout.data_parallel > 1:
+            replicate, shard = layout.data_parallel_replicate, layout.data_parallel_shard
+            hybrid = f"{replicate}x{shard}" if min(replicate, shard) > 1 else f"{replicate * shard}"
+            words.append(f"DP{hybrid} ZeRO-{layout.zero}")
+        words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+        words += ["CPU offload"] if layout.cpu_offload else []
+        words += [] if self.tied else ["untied"]
+        return ", ".join(words) or "one process"
+
+
+def case(microbatch_size: int | None = None, tied: bool = True, **layout: object) -> Case:
+    """Keywords of Layout by their short names: tp, pp, schedule, replicate, shard, zero."""
+    short = {
+        "tp": "tensor_parallel",
+        "pp": "pipeline_parallel",
+        "schedule": "pipeline_schedule",
+        "replicate": "data_parallel_replicate",
+        "shard": "data_parallel_shard",
+        "zero": "zero_stage",
+    }
+    return Case(Layout(**{short.get(key, key): value for key, value in layout.items()}), microbatch_size, tied)  # type: ignore[arg-type]
+
+
+ONE = case()
+TP4, PP4 = case(tp=4), case(2, pp=4, schedule="1F1B")
+DP4 = case(shard=4, zero=3)
+ALL_AXES = case(2, tp=2, pp=2, shard=2, zero=3, recompute="full")
+CASES = (
+    # one process: accumulation, recompute, offload
+    *(case(1), case(2, recompute="mlp"), case(4, recompute="full"), case(4, cpu_offload=True)),
+    # one axis of two
+    *(case(tp=2), case(2, tp=2, sequence_parallel=False), case(4, tp=2, recompute="mlp"), case(tp=2, tied=False)),
+    *(case(2, replicate=2), case(2, shard=2, zero=1), case(1, shard=2, zero=2), case(2, shard=2, zero=3)),
+    case(2, shard=2, zero=3, cpu_offload=True),
+    *(case(None if name == "naive" else 2, pp=2, schedule=name) for name in SCHEDULES),
+    case(2, pp=2, schedule="ZBVZeroBubble", recompute="full"),
+    case(2, pp=2, schedule="GPipe", tied=False),
+    # four ranks: one axis, two axes
+    *(TP4, case(tp=4, sequence_parallel=False, recompute="full")),
+    *(case(replicate=4), case(shard=4, zero=1), case(1, shard=4, zero=2), DP4),
+    *(case(None if stage == 1 else 1, replicate=2, shard=2, zero=stage) for stage in (1, 2, 3)),
+    *(case({"naive": None, "DualPipeV": 1}.get(name, 2), pp=4, schedule=name) for name in SCHEDULES),
+    *(case(2, tp=2, shard=2, zero=2), case(2, tp=2, pp=2, schedule="Interleaved1F1B")),
+    *(case(2, pp=2, replicate=2), case(2, pp=2, shard=2, schedule="ZBVZeroBubble")),
+    *(case(2, pp=2, shard=2, zero=2, schedule="Interleaved1F1B"), case(2, pp=2, shard=2, zero=3)),
+    # eight ranks
+    *(case(2, tp=4, shard=2, zero=3), case(tp=2, replicate=2, shard=2, zero=3)),
+    *(case(2, tp=4, pp=2, schedule="ZBVZeroBubble"), case(1, tp=2, pp=4, schedule="DualPipeV")),
+    *(case(1, pp=4, shard=2, zero=2), case(1, pp=2, shard=4, zero=3)),
+    case(2, tp=2, pp=2, replicate=2, schedule="GPipe"),
+    case(1, tp=2, pp=2, shard=2, schedule="DualPipeV", recompute="mlp"),
+    case(2, tp=2, pp=2, shard=2, zero=2, schedule="Interleaved1F1B"),
+    ALL_AXES,
+    case(2, tp=2, pp=2, shard=2, zero=3, schedule="LoopedBFS", cpu_offload=True, tied=False),
+)
+# the least, on at most four processes
+QUICK_CASES = (case(4, tp=2), case(2, shard=2, zero=3), case(2, tp=2, pp=2, schedule="ZBVZeroBubble"))
+BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)
+LISTS = {"loss": "losses", "norm": "norms"}
+CURVES = {"one process": ONE, "TP4": TP4, "PP4 1F1B": PP4, "DP4 ZeRO-3": DP4}
+
+
+class Trained(NamedTuple):
+    """What a rank has of a run: per step the mean loss and the gradient norm; and whole parameters after it."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, np.ndarray]
+    seconds: float
+
+
+class Differences(TypedDict):
+    loss: float
+    norm: float
+    parameters: float
+    worst: str
+    seconds: float
+
+
+class LayoutRow(TypedDict):
+    """One layout against one process; ok: within BOUNDS."""
+
+    layout: str
+    ranks: int
+    microbatches: int
+    float64: Differences
+    float32: Differences
+    ok: bool
+
+
+class Bfloat16Row(TypedDict):
+    """loss, norm: largest relative difference from one process in bfloat16; errors against float64, each maximum and
+    RMS, beside those of one process in bfloat16 (single) and what is allowed."""
+
+    layout: str
+    ranks: int
+    loss: float
+    norm: float
+    loss_error: list[float]
+    loss_single: list[float]
+    loss_allowed: list[float]
+    norm_error: list[float]
+    norm_single: list[float]
+    norm_allowed: list[float]
+    ok: bool
+
+
+Results = dict[tuple[str, Case], list[Trained]]  # by purpose (a dtype, or a curve's) and layout: every rank's
+
+
+def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained:
+    """This rank's part of a run: the functions of `tpformer pretrain`, without its files."""
+    model = build_model(config, mesh)
+    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    data, share = open_data(config).train, BATCH // config.parallel.data_parallel
+    losses, norms, steps = [], [], config.train.steps
+    start = time.perf_counter()
+    for step in range(1, steps + 1):
+        first = (step - 1) * BATCH + model.data_rank * share
+        lr = learning_rate(step, steps, config.optimizer)
+        options = {"first_sample": first, "step": step, "lr": lr, "clip_norm": config.optimizer.clip_norm}
+        result = train_step(model, optimizers, batch(data, first, share), **options)
+        losses.append(result.loss)
+        norms.append(result.norm)
+    seconds = time.perf_counter() - start
+    parameters = {}
+    if keep_parameters:
+        named = [one for part in model.parts for one in part.named_parameters()]
+        parameters = {name: full_tensor(parameter).cpu().numpy() for name, parameter in named}
+    return Trained(losses, norms, parameters, seconds)
+
+
+def setup(runs: Mapping[str, RunConfig]) -> Calls:
+    """A rank's calls: the runs, by name; short float64 ones return their parameters.
+
+    One mesh serves all runs of its shape: DTensor keeps the first of equal meshes, and so its process groups, for good.
+    """
+    warnings.filterwarnings("ignore", module="torch")
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how a whole tensor is gathered
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    gc.freeze()  # what is imported is not to be searched for the models that are collected below
+
+    def call(config: RunConfig) -> Trained:
+        layout = config.parallel
+        degrees = (layout.pipeline_parallel, layout.data_parallel_replicate, layout.data_parallel_shard)
+        if degrees not in meshes:
+            meshes[degrees] = run_mesh(config, "cpu")
+        gc.collect()  # a model refers to itself
+        return train(config, meshes[degrees], config.train.dtype == FLOAT64 and config.train.steps == STEPS)
+
+    return {name: partial(call, config) for name, config in runs.items()}
+
+
+def relative(values: Sequence[Sequence[float]], expected: Sequence[float]) -> float:
+    """Largest |value / expected - 1| of several ranks' series; nan where a value is."""
+    return float(np.abs(np.array(values) / np.array(expected) - 1).max())
+
+
+def compare(ranks: Sequence[Trained], one: Trained) -> Differences:
+    """All ranks' results against one process's; ValueError when a parameter is on no rank."""
+    worst, seen = (0.0, ""), set()
+    for name, value in (each for rank in ranks for each in rank.parameters.items()):
+        expected = one.parameters[name]
+        difference = (np.abs(value - expected) / np.maximum(np.abs(expected), LR)).max()
+        worst = max(worst, (float(np.nan_to_num(difference, nan=np.inf)), name))
+        seen.add(name)
+    if missing := one.parameters.keys() - seen:
+        raise ValueError(f"no rank has {', '.join(sorted(missing))}")
+    return {
+        "loss": relative([rank.losses for rank in ranks], one.losses),
+        "norm": relative([rank.norms for rank in ranks], one.norms),
+        "parameters": worst[0],
+        "worst": worst[1],
+        "seconds": round(max(rank.seconds for rank in ranks), 2),
+    }
+
+
+def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> LayoutRow:
+    """runs, expected: by dtype, of all ranks and of one process."""
+    found = {dtype: compare(runs[dtype], expected[dtype]) for dtype in BOUNDS}
+    ok = all(found[dtype][key] <= bound for dtype, bound in BOUNDS.items() for key in ("loss", "norm", "parameters"))  # type: ignore[literal-required]
+    return {
+        "layout": str(one),
+        "ranks": one.layout.world_size,
+        "microbatches": one.n_microbatches,
+        "float64": found[FLOAT64],
+        "float32": found[FLOAT32],
+        "ok": ok,
+    }
+
+
+def errors(values: Sequence[Sequence[float]], oracle: Sequence[float]) -> list[float]:
+    """Maximum and RMS over the steps of the difference from float64, the largest of several ranks'."""
+    difference = np.abs(np.array(values) - np.array(oracle))
+    return [float(difference.max()), float(np.sqrt(np.square(difference).mean(axis=1)).max())]
+
+
+def bfloat16_row(one: Case, ranks: Sequence[Trained], single: Trained, oracle: Trained) -> Bfloat16Row:
+    """single: one process in bfloat16; oracle: one process in float64."""
+    row: dict = {"layout": str(one), "ranks": one.layout.world_size}
+    found, ok = {}, True
+    for key in ("loss", "norm"):
+        values, alone, exact = ([getattr(each, LISTS[key]) for each in group] for group in (ranks, [single], [oracle]))
+        rounding = torch.finfo(torch.bfloat16).eps * max(map(abs, exact[0]))
+        error = errors(values, exact[0])
+        allowed = [2 * (own + rounding) for own in errors(alone, exact[0])]
+        row[key] = relative(values, alone[0])
+        found |= {f"{key}_error": error, f"{key}_single": errors(alone, exact[0]), f"{key}_allowed": allowed}
+        ok &= all(mine <= limit for mine, limit in zip(error, allowed, strict=True))
+    return {**row, **found, "ok": ok}  # type: ignore[typeddict-item]
+
+
+def plan(cases: Sequence[Case], complete: bool, train: str) -> dict[int, dict[tuple[str, Case], RunConfig]]:
+    """World size -> what runs in it, by purpose (a dtype, or a curve's) and layout; refused here if it cannot run."""
+    wanted = {(dtype, one) for dtype in BOUNDS for one in cases}
+    wanted |= {(dtype, Case(Layout(), tied=one.tied)) for dtype, one in wanted}
+    if complete:
+        wanted |= {(BFLOAT16, one) for one in (ONE, *BFLOAT16_CASES)}
+        wanted |= {(f"curve {dtype}", one) for dtype in BOUNDS for one in CURVES.values()}
+    worlds: dict[int, dict[tuple[str, Case], RunConfig]] = {}
+    for purpose, one in sorted(wanted, key=str):
+        long = purpose.startswith("curve")
+        steps, lr = (CURVE_STEPS, CURVE_LR) if long else (STEPS, LR)
+        config = one.config(purpose.removeprefix("curve "), train, steps, lr)
+        check_config(config)
+        worlds.setdefault(one.layout.world_size, {})[purpose, one] = config
+    return dict(sorted(worlds.items()))
+
+
+def train_all(worlds: Mapping[int, Mapping[tuple[str, Case], RunConfig]], console: Console) -> Results:
+    results: Results = {}
+    for size, runs in worlds.items():
+        console.print(f"{size} ranks: {len(runs)} runs", highlight=False)
+        with Ranks(size, 1, setup, {str(key): config for key, config in runs.items()}) as ranks:
+            for key in runs:
+                results[key] = ranks.call(str(key))
+    return results
+
+
+def run(arguments: Sequence[str], results: Path, console: Console) -> int:
+    """The tool; the exit code: 1 where a layout is not the run of one process."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
+    parser.add_argument("--quick", action="store_true", help="few layouts on at most 4 processes, nothing written")
+    quick = parser.parse_args(arguments).quick
+    cases = QUICK_CASES if quick else CASES
+    with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
+        text, _ = build_stdlib(Path(directory), quiet=True)
+        trained = train_all(plan(cases, not quick, str(text)), console)
+    rows = []
+    for one in cases:
+        alone = Case(Layout(), tied=one.tied)
+        runs, expected = ({dtype: trained[dtype, each] for dtype in BOUNDS} for each in (one, alone))
+        rows.append(make_row(one, runs, {dtype: single for dtype, (single,) in expected.items()}))
+    console.print(result_table(rows), highlight=False)
+    console.print(NOTE, highlight=False, soft_wrap=True)
+    missed = [row["layout"] for row in rows if not row["ok"]]
+    if not quick:
+        single, oracle = trained[BFLOAT16, ONE][0], trained[FLOAT64, ONE][0]
+        low = [bfloat16_row(one, trained[BFLOAT16, one], single, oracle) for one in BFLOAT16_CASES]
+        console.print(bfloat16_table(low), highlight=False)
+        missed += [f"{row['layout']} in bfloat16" for row in low if not row["ok"]]
+        curves = {
+            dtype: {name: trained[f"curve {dtype}", one][0].losses for name, one in CURVES.items()} for dtype in BOUNDS
+        }
+        content = {"note": NOTE, "bounds": BOUNDS, "rows": rows, "bfloat16": low, "curves": curves}
+        write(TOOL, content, device="cpu", results=results, draw=draw, console=console)
+    else:
+        console.print("--quick: few layouts; nothing is written", highlight=False)
+    outcome = f"{len(missed)} of {len(rows)} layouts are not the run of one process: {'; '.join(missed)}"
+    held = f"all {len(rows)} layouts are the run of one process"
+    console.print(f"layouts: {outcome if missed else held}", highlight=False, soft_wrap=True)
+    return 1 if missed else 0
+
+
+TOOL = Tool(
+    name="layouts",
+    description="one run in many layouts, schedules and ZeRO stages against one process; on 8 CPU processes",
+    run=run,
+)

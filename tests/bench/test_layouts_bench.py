@@ -1,0 +1,249 @@
+"""The equivalence matrix: what it covers, what it counts as a miss, that known defects are misses; whole as a proof."""
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from pool import WorkerPool
+from rich.console import Console
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
+
+from bench import layouts  # noqa: E402
+from bench.layout_report import draw  # noqa: E402
+from bench.layouts import (  # noqa: E402
+    BFLOAT16_CASES,
+    CASES,
+    FLOAT32,
+    FLOAT64,
+    ONE,
+    Bfloat16Row,
+    LayoutRow,
+    Trained,
+    bfloat16_row,
+    case,
+    make_row,
+    plan,
+)
+from bench.runner import machine, versions  # noqa: E402
+from tpformer.parallel import SCHEDULES, TiedParameter  # noqa: E402
+from tpformer.training import model as training_model  # noqa: E402
+from tpformer.training.config import RunConfig  # noqa: E402
+
+
+def test_what_the_matrix_covers() -> None:
+    assert len({str(one) for one in CASES}) >= 24 and len(CASES) == len(set(CASES))
+    plan(CASES, True, "unused")  # checks every configuration
+    every = [one.layout for one in CASES]
+    for field, values in {
+        "tensor_parallel": {1, 2, 4},
+        "pipeline_parallel": {1, 2, 4},
+        "data_parallel": {1, 2, 4},
+        "zero": {0, 1, 2, 3},
+        "recompute": {"none", "mlp", "full"},
+        "sequence_parallel": {False, True},
+        "cpu_offload": {False, True},
+    }.items():
+        assert {getattr(layout, field) for layout in every} == values, field
+    for ranks in (2, 4):
+        assert {one.pipeline_schedule for one in every if one.pipeline_parallel == one.world_size == ranks} == {
+            *SCHEDULES
+        }
+    assert max(layout.world_size for layout in every) == 8
+    assert min(one.data_parallel_replicate * one.data_parallel_shard for one in every if one.world_size == 8) == 1
+    assert {one.n_microbatches for one in CASES} == {1, 2, 4, 8} and {one.tied for one in CASES} == {False, True}
+    assert len(BFLOAT16_CASES) == 4
+
+
+def trained(loss: float = 2.0, norm: float = 1.0, parameter: float = 0.5) -> Trained:
+    return Trained([2.0, loss], [1.0, norm], {"a": np.zeros(2), "b": np.array([0.5, parameter])}, 0.1)
+
+
+def row(double: Trained, single: Trained) -> LayoutRow:
+    """Of two ranks, the first without a difference."""
+    runs = {FLOAT64: [trained(), double], FLOAT32: [trained(), single]}
+    return make_row(case(tp=2), runs, {FLOAT64: trained(), FLOAT32: trained()})
+
+
+@pytest.mark.parametrize("key, value", [("loss", 2.0), ("norm", 1.0), ("parameter", 0.5)])
+def test_a_difference_on_any_rank_is_a_miss(key: str, value: float) -> None:
+    good = row(trained(**{key: value * (1 + 0.9e-9)}), trained())
+    assert good["ok"] and list(good) == list(LayoutRow.__annotations__)
+    bad = row(trained(**{key: value * (1 + 1.1e-9)}), trained())
+    assert not bad["ok"] and (key != "parameter" or bad["float64"]["worst"] == "b")
+    assert not row(trained(**{key: math.nan}), trained())["ok"]
+
+
+def test_float32_has_its_own_bound() -> None:
+    assert row(trained(), trained(loss=2 * (1 + 0.9e-5)))["ok"]
+    assert not row(trained(), trained(loss=2 * (1 + 1.1e-5)))["ok"]
+    assert not row(trained(), trained(norm=1 + 1.1e-5))["ok"]
+
+
+def test_small_parameters_count_in_units_of_the_learning_rate() -> None:
+    moved = trained()
+    moved.parameters["a"] = np.array([0.0, layouts.LR * 5e-10])
+    assert row(moved, trained())["float64"]["parameters"] == pytest.approx(5e-10)
+
+
+def test_a_parameter_that_no_rank_has_is_an_error() -> None:
+    lacking = trained()
+    del lacking.parameters["b"]
+    with pytest.raises(ValueError, match="no rank has b"):
+        make_row(ONE, {FLOAT64: [lacking], FLOAT32: [trained()]}, {FLOAT64: trained(), FLOAT32: trained()})
+
+
+def test_bfloat16_is_allowed_twice_the_error_of_one_process() -> None:
+    eps = torch.finfo(torch.bfloat16).eps
+    oracle, single = Trained([2.0] * 4, [1.0] * 4, {}, 0), Trained([2.0, 2.0, 2.0, 2.1], [1.0] * 4, {}, 0)
+    found = bfloat16_row(case(tp=2), [single, single], single, oracle)
+    assert found["ok"] and found["loss"] == 0 and set(found) == set(Bfloat16Row.__annotations__)
+    limit = 2 * (0.1 + eps * 2)
+    assert found["loss_allowed"] == pytest.approx([limit, 2 * (0.05 + eps * 2)])
+    for value, ok in ((limit * 0.99, True), (limit * 1.01, False), (math.nan, False)):
+        one_step = single._replace(losses=[2.0, 2.0, 2.0, 2.0 + value])
+        assert bfloat16_row(case(tp=2), [single, one_step], single, oracle)["ok"] is ok
+    every_step = single._replace(losses=[2.0 + limit * 0.99] * 4)  # the largest error would do, the RMS does not
+    assert not bfloat16_row(case(tp=2), [every_step], single, oracle)["ok"]
+
+
+# defects, and whether the command notices them
+
+
+def without_reduction(part: torch.nn.Module) -> None:
+    """Partial gradients taken for whole ones."""
+    for parameter in part.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
+            places = [Replicate() if isinstance(place, Partial) else place for place in grad.placements]
+            parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, places, run_check=False)
+
+
+set_divide_factor = FSDPModule.set_gradient_divide_factor
+
+
+def defect(name: str) -> contextlib.AbstractContextManager:
+    return {
+        "none": contextlib.nullcontext(),
+        "tied": mock.patch.object(TiedParameter, "reduce", lambda self: None),
+        "partial": mock.patch.object(training_model, "reduce_partial_gradients", without_reduction),
+        # the mean over data-parallel ranks, as DDP takes it
+        "mean": mock.patch.object(
+            FSDPModule, "set_gradient_divide_factor", lambda self, _: set_divide_factor(self, 2.0)
+        ),
+    }[name]
+
+
+def train_with(name: str, config: RunConfig) -> Trained:
+    with defect(name):
+        return layouts.setup({"run": config})["run"]()
+
+
+class Pooled:
+    """bench.ranks.Ranks on the tests' pool, with a defect."""
+
+    def __init__(
+        self, pool: WorkerPool, defect: str, size: int, _: int, __: object, runs: Mapping[str, RunConfig]
+    ) -> None:
+        self.pool, self.defect, self.size, self.runs = pool, defect, size, runs
+
+    def __enter__(self) -> "Pooled":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def call(self, name: str) -> list[Trained]:
+        config = self.runs[name]
+        alone = config.parallel.world_size == 1
+        return self.pool(self.size).run(train_with, "none" if alone else self.defect, config)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two steps of two layers, in the command's place."""
+    whole = layouts.Case.config
+
+    def config(self: layouts.Case, *arguments: object) -> RunConfig:
+        found = whole(self, *arguments)  # type: ignore[arg-type]
+        return replace(found, model=replace(found.model, n_layers=2))
+
+    monkeypatch.setattr(layouts.Case, "config", config)
+    monkeypatch.setattr(layouts, "STEPS", 2)
+    yield
+
+
+MISSED = {"none": set(), "tied": {"PP2 1F1B"}, "partial": {"TP2"}, "mean": {"DP2 ZeRO-1"}}
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_the_command_notices_a_defect(
+    name: str,
+    short: None,
+    ranks: WorkerPool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(layouts, "QUICK_CASES", (case(tp=2), case(pp=2), case(2, shard=2, zero=1)))
+    monkeypatch.setattr(layouts, "Ranks", partial(Pooled, ranks, name))
+    code = layouts.run(["--quick"], tmp_path, Console(width=200))
+    assert code == (1 if MISSED[name] else 0)
+    assert not list(tmp_path.iterdir())
+    lines = capsys.readouterr().out.splitlines()
+    missed = {
+        layout
+        for layout in ("TP2", "PP2 1F1B", "DP2 ZeRO-1")
+        for line in lines
+        if line.startswith(layout) and " NO" in line
+    }
+    assert missed == MISSED[name]
+    assert lines[-1].startswith(f"layouts: {len(missed) or 'all 3'}")
+
+
+def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None:
+    one = [5.0, 4.0, 3.0]
+    curves = {FLOAT64: {"one process": one, "TP4": [5.0, 4.0 + 4e-15, 3.0], "PP4": [5.0, 4.0, 3.0 - 3e-13]}}
+    curves[FLOAT32] = {"one process": one, "TP4": one, "PP4": one}
+    head = {"bench": "layouts", "machine": machine(), "versions": versions(), "date": "2026-01-01"}
+    (tmp_path / "layouts.json").write_text(json.dumps({**head, "curves": curves}))
+    root = ElementTree.parse(draw(tmp_path / "layouts.json")).getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    drawn = [each.attrib["points"].split() for each in root.iter(name + "polyline")]
+    assert [len(points) for points in drawn] == [2, 2, 2, 3, 3, 3]  # the legend, the losses
+    heights = [float(dot.attrib["cy"]) for dot in root.iter(name + "circle")]
+    assert len(heights) == 2 * 2 * 3
+    zero, small = heights[0], heights[1]
+    assert heights[2] == zero > small > heights[5], "upwards: 0, 1e-15, 1e-13"
+    assert len(set(heights[6:])) == 1, "no difference in float32"
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+def test_the_whole_matrix(tmp_path: Path) -> None:
+    run = "import sys; from pathlib import Path; from bench import layouts; from bench.runner import main; "
+    run += "sys.exit(main(['layouts'], [layouts.TOOL], Path(sys.argv[1])))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", run, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
+    assert len(result["rows"]) == len(CASES) and all(row["ok"] for row in result["rows"])
+    assert len(result["bfloat16"]) == 4
+    losses = result["curves"]["float64"]["one process"]
+    assert len(losses) == layouts.CURVE_STEPS and losses[-1] < 0.8 * losses[0]

@@ -1,0 +1,149 @@
+"""`tpformer verify`: layouts that train as one process does, defects it names, data it takes, models it refuses."""
+
+import contextlib
+import io
+import math
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from test_run import finish, start, write_run
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from tpformer.distributed.launch import run_ranks
+from tpformer.parallel import TiedParameter
+from tpformer.training import model as training_model
+from tpformer.training import verify as verifying
+from tpformer.training.config import RunConfig, build_config, check_config, read_toml
+from tpformer.training.verify import RANDOM, Difference, Report, check_memory, verify_config, verify_rank
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
+VALUES = {"model": MODEL, "train": {"global_batch_size": 8}, "data": {"train": ["missing/data"]}}
+
+
+def config_of(**sections: dict) -> RunConfig:
+    config = verify_config(build_config(VALUES, sections))
+    check_config(config)
+    return config
+
+
+def without_reduction(part: torch.nn.Module) -> None:
+    """Partial gradients taken for whole ones."""
+    for parameter in part.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
+            places = [Replicate() if isinstance(place, Partial) else place for place in grad.placements]
+            parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, places, run_check=False)
+
+
+DEFECTS = {
+    "none": contextlib.nullcontext,
+    "tied": lambda: mock.patch.object(TiedParameter, "reduce", lambda self: None),
+    "partial": lambda: mock.patch.object(training_model, "reduce_partial_gradients", without_reduction),
+}
+
+
+def verified(config: RunConfig, defect: str) -> tuple[int, str]:
+    """Exit code and output of one rank."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), DEFECTS[defect]():
+        return verify_rank(config), out.getvalue()
+
+
+def test_the_command_passes_a_layout(tmp_path):
+    file = write_run(tmp_path, VALUES, parallel={"tensor_parallel": 2, "pipeline_parallel": 2})
+    code, out, err = finish(start("verify", str(file)), seconds=170)
+    assert code == 0, out + err
+    assert "tensor_parallel 2, pipeline_parallel 2: 4 ranks, microbatches 8 x 1," in out
+    assert f"data: {RANDOM}" in out and "this layout trains as one process does" in out
+
+
+WRAPPER = """
+import tpformer.parallel
+from tpformer.cli import main
+
+tpformer.parallel.TiedParameter.reduce = lambda self: None
+main()
+"""
+
+
+def test_the_command_fails_where_tied_gradients_are_not_added_up(tmp_path, capfd):
+    """As a rank that a launcher started: those that it starts itself would not have the defect."""
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    file = write_run(tmp_path, VALUES, parallel={"pipeline_parallel": 2})
+    code = run_ranks([sys.executable, str(tmp_path / "wrapper.py"), "verify", str(file)], 2)
+    out, err = capfd.readouterr()
+    assert code == 1, out + err
+    assert "THIS LAYOUT DOES NOT TRAIN AS ONE PROCESS DOES" in out
+    (gradients,) = [line for line in out.splitlines() if line.startswith("gradients, step 1")]
+    assert gradients.split()[-1] == "embed_tokens.weight"
+    assert "rank 0 of 2 failed with exit code 1" in err and "rank 1" not in err
+
+
+LAYOUTS = {
+    "v-shaped": {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2},
+    "hybrid": {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 3, "recompute": "full"},
+    "tp-dp": {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, "cpu_offload": True},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_pass(ranks, name):
+    results = ranks(4).run(verified, config_of(parallel=LAYOUTS[name]), "none")
+    assert [code for code, _ in results] == [0] * 4
+    assert "this layout trains as one process does" in results[0][1]
+    assert not any(out for _, out in results[1:]), "one rank prints"
+
+
+def test_a_missing_reduction_over_tensor_parallel_ranks_is_named(ranks):
+    (code, out), (other, _) = ranks(2).run(verified, config_of(parallel={"tensor_parallel": 2}), "partial")
+    assert (code, other) == (1, 0), out
+    (gradients,) = [line for line in out.splitlines() if line.startswith("gradients, step 1")]
+    worst = gradients.split()[-1]
+    assert "norm" in worst or worst.endswith(("o_proj.bias", "fc2.bias", "embed_positions.weight")), worst
+
+
+def test_the_data_of_the_file_is_used_where_it_exists(ranks, tiny_values, tiny_data):
+    values = {**tiny_values, "parallel": {"data_parallel_replicate": 2}}
+    config = verify_config(build_config(values))
+    assert config.data.train == (str(tiny_data),) and config.model.vocab_size == 257
+    (code, out), _ = ranks(2).run(verified, config, "none")
+    assert code == 0 and f"data: {tiny_data}" in out
+
+
+def test_a_vocabulary_that_nothing_tells_is_asked_for(tiny_values):
+    values = {**tiny_values, "data": {"train": ["missing/data"]}}
+    with pytest.raises(ValueError, match="missing/data.bin and .idx do not exist.*set model.vocab_size"):
+        verify_config(build_config(values))
+    config = verify_config(build_config(values, {"model": {"vocab_size": 100}}))
+    assert config.data.train == (RANDOM,) and config.train.dtype == "float64" and config.train.device == "cpu"
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch):
+    config = verify_config(build_config(read_toml(EXAMPLES / "gpt_1t.toml")))
+    with pytest.raises(
+        ValueError, match=r"1008\d+\.\dM parameters in one process.*3072 ranks.*n-layers 64 is the least"
+    ):
+        check_memory(config)
+    small = config_of()
+    check_memory(small)
+    one, of_ranks = verifying.needed_bytes(small)
+    assert 32 * small.model.n_parameters < one < 2**28 and of_ranks >= verifying.PROCESS_BYTES
+    monkeypatch.setattr(verifying, "available_bytes", lambda device: one + of_ranks - 1)
+    with pytest.raises(ValueError, match="make the model smaller"):
+        check_memory(small)
+
+
+def test_the_verdict():
+    good = Report([(2.0, 2.0)], [(1.0, 1.0 + 5e-10)], Difference(9e-10, "a"), Difference(0.0, ""))
+    assert good.ok
+    for bad in (
+        good._replace(losses=[(2.0, 2.0), (2.0 * (1 + 2e-9), 2.0)]),
+        good._replace(norms=[(math.nan, 1.0)]),
+        good._replace(gradients=Difference(2e-9, "a")),
+        good._replace(parameters=Difference(math.inf, "a")),
+    ):
+        assert not bad.ok

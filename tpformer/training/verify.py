@@ -1,0 +1,310 @@
+"""`tpformer verify`: two steps of a configuration in its layout and in one process, in float64, compared.
+
+Belongs here: what the two runs are, what is compared and how closely, and whether there is memory for it. The steps
+themselves are training's own.
+"""
+
+import dataclasses
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import close
+from tpformer.distributed.mesh import AXES
+from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import Layout
+
+from .config import DataSection, RunConfig
+from .data import batch
+from .model import ParallelModel
+from .optimizer import build_optimizer, learning_rate
+from .setup import build_model, device_type, group_timeout, join_ranks, open_data, resolve, run_mesh
+from .step import StepResult, train_step
+
+STEPS, BOUND = 2, 1e-9
+STATE_BYTES = 32  # of a float64 parameter, its gradient and AdamW's two moments
+ACTIVATION_BYTES = 80  # that a layer keeps of each token and hidden unit: docs/memory.md, in float64
+PROCESS_BYTES = 250 * 2**20  # a rank's own share of an interpreter with torch
+RANDOM = "random tokens"
+T = TypeVar("T")
+
+
+class Difference(NamedTuple):
+    """The largest |actual - expected| / max(|expected|, learning rate), and the parameter it is in."""
+
+    value: float
+    parameter: str
+
+
+class Report(NamedTuple):
+    """One entry per step in the lists, in the layout (the rank that differs most) and in one process."""
+
+    losses: list[tuple[float, float]]
+    norms: list[tuple[float, float]]
+    gradients: Difference
+    parameters: Difference
+
+    @property
+    def ok(self) -> bool:
+        pairs = [*self.losses, *self.norms]
+        return all(value <= BOUND for value in (*map(relative, pairs), self.gradients.value, self.parameters.value))
+
+
+def relative(pair: tuple[float, float]) -> float:
+    """|actual / expected - 1|; infinite where either is not finite."""
+    actual, expected = pair
+    difference = abs(actual - expected) / abs(expected) if expected else abs(actual)
+    return difference if math.isfinite(difference) else math.inf
+
+
+def verify_config(config: RunConfig) -> RunConfig:
+    """The configuration that is verified: float64, on the CPU unless it names a device, with the vocabulary filled in.
+
+    data.train is RANDOM where one of the datasets does not exist; ValueError if the vocabulary is then unknown.
+    """
+    train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
+    data = dataclasses.replace(config.data, valid=())
+    config = dataclasses.replace(config, train=train, data=data)
+    missing = [prefix for prefix in data.train if not all(Path(f"{prefix}{end}").is_file() for end in (".bin", ".idx"))]
+    if data.train and not missing:
+        return resolve(config)
+    if config.model.vocab_size is None:
+        what = f"{missing[0]}.bin and .idx do not exist" if missing else "data.train names no dataset"
+        raise ValueError(f"{what}, so tokens are random and the vocabulary is unknown: set model.vocab_size")
+    return dataclasses.replace(config, data=DataSection(train=(RANDOM,)))
+
+
+# memory
+
+
+def available_bytes(device: str) -> int:
+    """Of memory for new allocations: the GPU's, else this machine's or this container's."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        available = min(available, int(text))
+    return available
+
+
+def needed_bytes(config: RunConfig) -> tuple[int, int]:
+    """At least, on the machine (or GPU) of rank 0: of the one-process run, and of the ranks that run the layout."""
+    model, layout = config.model, config.parallel
+    tokens = config.microbatch_size * model.seq_length
+    kept = tokens * (ACTIVATION_BYTES * model.hidden_size * model.n_layers + 8 * (model.vocab_size or 0))
+    one = STATE_BYTES * model.n_parameters + kept
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)) if config.train.device == "cpu" else 1
+    states = STATE_BYTES * model.n_parameters * layout.data_parallel_replicate * here // layout.world_size
+    return one, states + (here * PROCESS_BYTES if config.train.device == "cpu" else 0)
+
+
+def check_memory(config: RunConfig) -> None:
+    """ValueError, with the numbers and the remedy, where the two runs certainly do not fit side by side."""
+    (one, ranks), available = needed_bytes(config), available_bytes(device_type(config))
+    if one + ranks > available:
+        raise ValueError(
+            f"verify needs at least {(one + ranks) / 1e9:.1f} GB here: {one / 1e9:.1f} GB for "
+            f"{config.model.n_parameters / 1e6:.1f}M parameters in one process in float64, and {ranks / 1e9:.1f} GB "
+            f"for {config.parallel.world_size} ranks; {available / 1e9:.1f} GB are available. What can go wrong in a "
+            f"layout does not depend on the size: make the model smaller (--model.n-layers "
+            f"{config.parallel.n_stages} is the least for this pipeline, --model.hidden-size, --model.vocab-size, "
+            f"--model.seq-length), or use fewer ranks (--parallel.data-parallel-replicate, ...)"
+        )
+
+
+# the two runs
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A parameter or gradient as a whole, detached; collective over the mesh of a DTensor.
+
+    Where ranks hold copies, each gets its own: a copy that differs is seen by the rank that has it.
+    """
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class Run:
+    """One of the two: a model, its optimizers, and its samples of each step."""
+
+    def __init__(self, config: RunConfig, model: ParallelModel, samples: Callable[[int, int], Tensor]) -> None:
+        self.config, self.model, self.samples = config, model, samples
+        self.optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+        self.named = [dict(part.named_parameters()) for part in model.parts]
+        self.device = torch.device(device_type(config))
+
+    def _batch(self, step: int) -> tuple[Tensor, int]:
+        size = self.config.train.global_batch_size
+        share = size // self.model.layout.data_parallel
+        first = (step - 1) * size + self.model.data_rank * share
+        return self.samples(first, share).to(self.device), first
+
+    def gradients(self, step: int) -> None:
+        rows, first = self._batch(step)
+        self.model.gradients(rows, first_sample=first, step=step)
+
+    def train(self, step: int) -> StepResult:
+        rows, first = self._batch(step)
+        section = self.config.optimizer
+        return train_step(
+            self.model,
+            self.optimizers,
+            rows,
+            first_sample=first,
+            step=step,
+            lr=learning_rate(step, self.config.train.steps, section),
+            clip_norm=section.clip_norm,
+        )
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """This rank's parameters of that name: none, one, or two (tied tables of a V-shaped pipeline)."""
+        return [named[name] for named in self.named if name in named]
+
+
+def one_process(config: RunConfig, device: str) -> ParallelModel:
+    """The model of a configuration without mesh, process groups, FSDP2 or recomputation; device "meta": its shapes."""
+    architecture = GPTConfig(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)})
+    model = GPT(
+        architecture,
+        label_smoothing=config.train.label_smoothing,
+        z_loss=config.train.z_loss,
+        seed=config.train.seed,
+        device=device,
+        dtype=torch.float64,
+    )
+    return ParallelModel([model], Layout(), microbatch_size=config.microbatch_size, dtype=torch.float64)
+
+
+def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
+    """(first, count) -> those global samples, (count, seq_length + 1) int64: the data's, or random ones."""
+    if config.data.train != (RANDOM,):
+        return partial(batch, open_data(config).train)
+    vocabulary, length = config.model.vocab_size, config.model.seq_length + 1
+
+    def draw(first: int, count: int) -> Tensor:
+        generators = [torch.Generator().manual_seed(config.train.seed + first + index) for index in range(count)]
+        return torch.stack([torch.randint(vocabulary, (length,), generator=generator) for generator in generators])
+
+    return draw
+
+
+def largest_difference(run: Run, one: Run | None, read: Callable[[nn.Parameter], Tensor | None]) -> Difference:
+    """Over all parameters and ranks, of what `read` gives; the result counts on rank 0, which has `one`. Collective.
+
+    Memory: two whole parameters. Communicates, per parameter: an all-gather of it over its mesh, and a broadcast over
+    the world.
+    """
+    lr, worst = run.config.optimizer.lr, Difference(0.0, "")
+    for name, shape in ((name, p.shape) for name, p in one_process(run.config, "meta").parts[0].named_parameters()):
+        if one is None:
+            expected = torch.empty(shape, dtype=torch.float64, device=run.device)
+        else:
+            expected = read(one.parameters(name)[0]).detach()  # type: ignore[union-attr]
+        dist.broadcast(expected, src=0)
+        for parameter in run.parameters(name):
+            actual, value = read(parameter), math.inf
+            if actual is not None:
+                actual = full_tensor(actual.to(run.device))
+                value = float(((actual - expected).abs() / expected.abs().clamp(min=lr)).max())
+            worst = max(worst, Difference(value if math.isfinite(value) else math.inf, name))
+    return max(_from_ranks(worst))
+
+
+def _from_ranks(value: T) -> list[T]:
+    """Every rank's small object. Collective."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def verify(config: RunConfig) -> Report:
+    """Run a configuration of verify_config both ways and compare; the result counts on rank 0. Collective.
+
+    Gradients are those of step 1 before clipping; losses and norms of all ranks, every copy of every parameter.
+    """
+    device = device_type(config)
+    join_ranks(device, group_timeout(config))
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how a whole tensor is gathered
+    mesh, samples = run_mesh(config, device), token_samples(config)
+    run = Run(config, build_model(config, mesh), samples)
+    one = Run(config, one_process(config, device), samples) if dist.get_rank() == 0 else None
+    runs = [run] if one is None else [run, one]
+    for each in runs:
+        each.gradients(1)
+    gradients = largest_difference(run, one, lambda parameter: parameter.grad)
+    for optimizer in (optimizer for each in runs for optimizer in each.optimizers):
+        optimizer.zero_grad()
+    losses, norms = [], []
+    for step in range(1, STEPS + 1):
+        results = [each.train(step) for each in runs]
+        expected = results[-1]
+        everywhere = _from_ranks((results[0].loss, results[0].norm))
+        losses.append(max(((loss, expected.loss) for loss, _ in everywhere), key=relative))
+        norms.append(max(((norm, expected.norm) for _, norm in everywhere), key=relative))
+    parameters = largest_difference(run, one, lambda parameter: parameter)
+    for axis in AXES:
+        close(mesh.get_group(axis))
+    return Report(losses, norms, gradients, parameters)
+
+
+def describe(config: RunConfig) -> str:
+    """What is verified, in two lines: the layout and the data."""
+    plain, layout, world = Layout(), config.parallel, config.parallel.world_size
+    names = [field.name for field in dataclasses.fields(Layout)]
+    changed = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) != getattr(plain, name)]
+    parts, size = config.n_microbatches, config.microbatch_size
+    return (
+        f"{', '.join(changed) or 'no parallelism'}: {world} {'rank' if world == 1 else 'ranks'}, microbatches "
+        f"{parts} x {size}, {config.model.n_parameters / 1e6:.2f}M parameters, float64, {config.train.device}\n"
+        f"data: {', '.join(config.data.train)}"
+    )
+
+
+def report_table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("layout", "one process", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("largest in", no_wrap=True)
+    for name, pairs in (("loss", report.losses), ("gradient norm", report.norms)):
+        for step, pair in enumerate(pairs, 1):
+            table.add_row(f"{name}, step {step}", *(f"{value:.12g}" for value in pair), f"{relative(pair):.1e}", "")
+    for name, (value, parameter) in (
+        ("gradients, step 1", report.gradients),
+        ("parameters at the end", report.parameters),
+    ):
+        table.add_row(name, "", "", f"{value:.1e}", parameter)
+    return table
+
+
+def verify_rank(config: RunConfig) -> int:
+    """This rank's part of `tpformer verify`; its exit code: 1, on rank 0, where the layout is not one process's run.
+
+    It stays in the process group.
+    """
+    leader = os.environ.get("RANK", "0") == "0"
+    console = Console(width=None if sys.stdout.isatty() else 160, quiet=not leader)
+    console.print(describe(config), highlight=False, soft_wrap=True)
+    report = verify(config)
+    console.print(report_table(report), highlight=False)
+    outcome = (
+        "this layout trains as one process does" if report.ok else "THIS LAYOUT DOES NOT TRAIN AS ONE PROCESS DOES"
+    )
+    limit = f"{BOUND:g}, relative; gradients and parameters relative to max(|p|, learning rate)"
+    console.print(f"{outcome} (bound {limit})", highlight=False, soft_wrap=True)
+    return 0 if report.ok or not leader else 1
