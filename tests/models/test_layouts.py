@@ -109,6 +109,7 @@ def test_float64_equals_one_process(ranks, name):
             assert torch.equal(value, records[0]["partial"][key]), key
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float32_equals_one_process(ranks, name):
     config, tp, sequence_parallel = LAYOUTS[name]

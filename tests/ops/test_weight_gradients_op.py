@@ -187,7 +187,8 @@ def test_a_parameter_laid_out_anew_is_refused():
     backward(y)
     model[0].weight = nn.Parameter(model[0].weight[:4].detach().clone())
     with pytest.raises(
-        RuntimeError, match=r"weight has the local shape \(4, 6\), its gradient \(8, 6\): keep .*unshar"
+        RuntimeError,
+        match=r"weight is \(4, 6\) torch.float32 on this rank, its gradient \(8, 6\) torch.float32: keep .*unshar",
     ):
         queue.run()
 

@@ -86,6 +86,7 @@ def test_with_data_parallel_ranks(ranks, schedule, zero):
     assert sum(loss for loss, *_ in records) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.proof
 def test_the_example_learns():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     file = Path(__file__).parents[2] / "examples/pipeline_cnn.py"

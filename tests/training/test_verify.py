@@ -53,6 +53,7 @@ def verified(config: RunConfig, defect: str) -> tuple[int, str]:
         return verify_rank(config), out.getvalue()
 
 
+@pytest.mark.proof
 def test_the_command_passes_a_layout(tmp_path):
     file = write_run(tmp_path, VALUES, parallel={"tensor_parallel": 2, "pipeline_parallel": 2})
     code, out, err = finish(start("verify", str(file)), seconds=170)
