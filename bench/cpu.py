@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh, keep_freed_memory
 from tpformer.kernels.activation.reference import activation_forward
 from tpformer.kernels.norm.reference import Norm, norm_forward
 from tpformer.models import GPT, GPTConfig
-from tpformer.training.config import OptimizerSection
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.step import StepResult, train_step

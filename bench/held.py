@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from tpformer.parallel.zero import parameter_groups
+from tpformer.planner.counting import local
 from tpformer.training.model import ParallelModel
 
 SHARDED, GATHERED = "sharded parameters", "gathered parameters"
@@ -23,10 +23,6 @@ WHOLE_GRADIENTS, SHARDED_GRADIENTS = "whole gradients", "sharded gradients"
 OPTIMIZER, BUFFERS = "optimizer state", "communication buffers"
 KINDS = (SHARDED, GATHERED, WHOLE_GRADIENTS, SHARDED_GRADIENTS, OPTIMIZER, BUFFERS)
 Held = dict[str, int]
-
-
-def _local(x: Tensor) -> Tensor:
-    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def _group_tensors(group: Any) -> Iterator[tuple[str, Tensor | None]]:
@@ -70,7 +66,7 @@ def held(model: ParallelModel, optimizers: Iterable[torch.optim.Optimizer]) -> H
     kinds: dict[torch.UntypedStorage, str] = {}
     for kind, tensor in _tensors(model, optimizers):
         if tensor is not None:
-            kinds.setdefault(_local(tensor).untyped_storage(), kind)
+            kinds.setdefault(local(tensor).untyped_storage(), kind)
     sizes = dict.fromkeys(KINDS, 0)
     for storage, kind in kinds.items():
         sizes[kind] += storage.nbytes()
@@ -83,8 +79,8 @@ def live_bytes() -> int:
     storages: dict[torch.UntypedStorage, int] = {}
     for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
         for x in (tensor, tensor.grad if tensor.is_leaf else None):
-            if x is not None and not (local := _local(x)).is_meta and type(local) in (Tensor, torch.nn.Parameter):
-                storages[local.untyped_storage()] = local.untyped_storage().nbytes()
+            if x is not None and not (held := local(x)).is_meta and type(held) in (Tensor, torch.nn.Parameter):
+                storages[held.untyped_storage()] = held.untyped_storage().nbytes()
     return sum(size for storage, size in storages.items() if storage.resizable())
 
 

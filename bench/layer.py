@@ -9,16 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tpformer.config import MLP_ACTIVATIONS, preset_config
 from tpformer.kernels.activation.reference import activation_cost
 from tpformer.kernels.cost import Machine, gemm_seconds
 from tpformer.kernels.dropout.reference import dropout_apply, finish_cost
 from tpformer.kernels.norm.reference import norm_cost
 from tpformer.kernels.rope.reference import rope_cost
 from tpformer.layers import DropoutKey, Positions, TransformerBlock
-from tpformer.layers.mlp import MLP_ACTIVATIONS
 from tpformer.models import GPTConfig
 from tpformer.models.gpt import transformer_block
-from tpformer.models.presets import preset_config
 
 from .accuracy import require_accurate
 from .gpu_timing import FULL, QUICK, Call, Effort, measure

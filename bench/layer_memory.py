@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpformer.config import MLP_ACTIVATIONS, check_heads
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.layers import DropoutKey, Positions
-from tpformer.layers.attention import check_heads
-from tpformer.layers.mlp import MLP_ACTIVATIONS
 from tpformer.models import GPTConfig
 from tpformer.models.gpt import transformer_block
 from tpformer.parallel import reduce_partial_gradients

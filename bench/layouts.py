@@ -22,8 +22,7 @@ import torch
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.parallel import SCHEDULES, Layout
-from tpformer.training.config import (
+from tpformer.config import (
     DataSection,
     ModelSection,
     OptimizerSection,
@@ -31,10 +30,11 @@ from tpformer.training.config import (
     TrainSection,
     check_config,
 )
-from tpformer.training.data import batch, build_stdlib
+from tpformer.parallel import SCHEDULES, Layout
+from tpformer.training.data import build_stdlib
 from tpformer.training.optimizer import build_optimizer, learning_rate
 from tpformer.training.setup import build_model, open_data, run_mesh
-from tpformer.training.step import train_step
+from tpformer.training.step import batch, train_step
 from tpformer.training.verify import full_tensor
 
 from .layout_report import bfloat16_table, draw, result_table
@@ -201,11 +201,11 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained
     """This rank's part of a run: the functions of `tpformer pretrain`, without its files."""
     model = build_model(config, mesh)
     optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
-    data, share = open_data(config).train, BATCH // config.parallel.data_parallel
+    data = open_data(config).train
     losses, norms, steps = [], [], config.train.steps
     start = time.perf_counter()
     for step in range(1, steps + 1):
-        first = (step - 1) * BATCH + model.data_rank * share
+        first, share = model.own_samples(step, BATCH)
         lr = learning_rate(step, steps, config.optimizer)
         options = {"first_sample": first, "step": step, "lr": lr, "clip_norm": config.optimizer.clip_norm}
         result = train_step(model, optimizers, batch(data, first, share), **options)

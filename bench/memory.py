@@ -14,7 +14,7 @@ from typing import TypedDict
 from rich.console import Console
 from rich.table import Table
 
-from tpformer.layers.block import RECOMPUTE
+from tpformer.config import RECOMPUTE
 from tpformer.models import GPTConfig, preset_config
 
 from . import parallelized

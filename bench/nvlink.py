@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpformer.config.transport_table import TIMES
 from tpformer.distributed.symmetric import PRIVATE_MODULE
 from tpformer.ops import column_linear, row_linear
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
-from tpformer.ops.transports.measured import TIMES
 
 from .accuracy import require_accurate
 from .gpu_timing import FULL, QUICK, Call, Effort, cold, flush_buffer

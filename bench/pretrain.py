@@ -23,14 +23,14 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
 from tpformer.distributed import build_mesh, close
 from tpformer.kernels.cost import machine_for
 from tpformer.models import GPTConfig, preset_config
-from tpformer.training.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
-from tpformer.training.data import batch, build_stdlib, read_sidecar
+from tpformer.training.data import build_stdlib, read_sidecar
 from tpformer.training.optimizer import build_optimizer, learning_rate
 from tpformer.training.setup import build_model, default_dtype, join_ranks, open_data
-from tpformer.training.step import train_step
+from tpformer.training.step import batch, train_step
 
 from .charts import draw_curves
 from .runner import Tool, write

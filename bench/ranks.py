@@ -29,7 +29,8 @@ class Ranks:
     """
 
     def __init__(self, size: int, threads: int, setup: Callable[..., Calls], *arguments: Any) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tpformer.training.trainer"])  # imported once, not by every rank
         self.directory = tempfile.TemporaryDirectory(prefix="tpformer-bench-")
         self.pipes: list[connection.Connection] = []
         self.processes = []

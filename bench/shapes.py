@@ -6,9 +6,8 @@ Belongs here: which models, layers and numbers of rows are measured. Every size 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tpformer.layers.mlp import MLP_ACTIVATIONS
+from tpformer.config import MLP_ACTIVATIONS, preset_config
 from tpformer.models import GPTConfig
-from tpformer.models.presets import preset_config
 from tpformer.ops.transports.interface import ALL, GATHER, SCATTER
 
 MODELS = {

@@ -15,8 +15,7 @@ from typing import TypedDict
 import torch
 from rich.table import Table
 
-from tpformer.layers.block import RECOMPUTE
-from tpformer.training.config import build_config, check_config
+from tpformer.config import RECOMPUTE, build_config, check_config
 from tpformer.training.setup import build_model, run_mesh
 
 from .ranks import Calls, Ranks

@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tpformer.config import RunConfig, build_config, check_config
 from tpformer.models import GPT
-from tpformer.training.config import RunConfig, build_config, check_config
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, default_dtype, run_mesh

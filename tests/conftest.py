@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from commands import Commands
 from pool import WorkerPool
 
 
@@ -24,12 +25,22 @@ def ranks() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def commands(ranks: WorkerPool) -> Commands:
+    """`commands.run("pretrain", "run.toml")` runs a `tpformer` command: (exit code, stdout, stderr)."""
+    return Commands(ranks.server)
+
+
+# the kernels, which are decorated for the interpreter or for a GPU when they are imported
+INTERPRETED = ("tpformer.ops.transports.fused", "tpformer.kernels.norm.kernel", "tpformer.kernels.cross_entropy.kernel")
+
+
+@pytest.fixture(scope="session")
 def interpreted() -> Iterator[WorkerPool]:
     """As `ranks`, with Triton kernels running in Triton's interpreter."""
     reason = why_not_interpreted()
     if reason is not None:
         pytest.skip(reason)
-    pool = WorkerPool({"TRITON_INTERPRET": "1"})
+    pool = WorkerPool({"TRITON_INTERPRET": "1"}, INTERPRETED)
     yield pool
     pool.close()
 

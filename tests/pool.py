@@ -1,14 +1,18 @@
 """A pool of worker processes that stays alive for a whole pytest session.
 
 Belongs here: starting workers, handing them a test function, collecting results and failures. No test logic.
+The ranks leave their process groups when a test file is done, because gloo polls with threads for every open group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import inspect
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -18,15 +22,37 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection, forkserver
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+from tpformer.distributed.mesh import forget_meshes
+
+# what a fork server imports once for all workers; what cannot be imported here is left to the worker that needs it
+PRELOAD = [
+    "hypothesis",
+    "pytest",
+    "safetensors.torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.testing._internal.distributed.fake_pg",
+    "tpformer.cli",
+    "tpformer.planner.report",
+    "tpformer.training.export",
+    "tpformer.training.generate",
+    "tpformer.training.trainer",
+    "tpformer.training.verify",
+]
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=60)
 GRACE = 0.3  # seconds the other ranks get to report after the first failure; a peer's error is often the telling one
 
@@ -41,28 +67,58 @@ class WorkerPool:
     environment: variables set in every worker before it imports anything of the project (such as TRITON_INTERPRET).
     """
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self.environment = {"OMP_NUM_THREADS": "1"} | (environment or {})
+    def __init__(self, environment: dict[str, str] | None = None, preload: tuple[str, ...] = ()) -> None:
+        self.server = Server({"OMP_NUM_THREADS": "1"} | (environment or {}), [*PRELOAD, *preload])
         self.directory = tempfile.mkdtemp(prefix="tpformer-pool-")
         self.worlds: dict[int, World] = {}
+        self.file = ""  # the test file whose tests run
 
     def __call__(self, size: int) -> World:
+        file = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
+        if file != self.file:
+            self.file = file
+            for world in self.worlds.values():
+                world.leave()
         if size not in self.worlds:
-            self.worlds[size] = World(size, self.environment, self.directory)
+            self.worlds[size] = World(size, self.server, self.directory)
         return self.worlds[size]
 
     def close(self) -> None:
         for world in self.worlds.values():
-            world.kill()
+            world.close()
+        self.server.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class Server:
+    """A fork server: processes that start in milliseconds, with everything imported in an environment of their own."""
+
+    def __init__(self, environment: Mapping[str, str], preload: list[str]) -> None:
+        self.environment = dict(environment)
+        self.server = forkserver.ForkServer()
+        self.server.set_forkserver_preload(preload)
+
+    def start(self, target: Callable[..., None], *args: Any, name: str = "", daemon: bool = True) -> Any:
+        """A started process that calls the module-level `target(*args)`."""
+        process = multiprocessing.get_context("forkserver").Process(target=target, args=args, name=name, daemon=daemon)
+        # the environment is read at imports, hence by the server
+        with mock.patch.dict(os.environ, self.environment):
+            self.server.ensure_running()
+        with mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process):
+            process.start()
+        return process
+
+    def close(self) -> None:
+        """End the server; its processes have to have ended."""
+        self.server._stop()
 
 
 class World:
     """`size` worker processes joined in one gloo world, one thread each; started by the first `run`."""
 
-    def __init__(self, size: int, environment: dict[str, str], directory: str) -> None:
+    def __init__(self, size: int, server: Server, directory: str) -> None:
         self.size = size
-        self.environment = environment
+        self.server = server
         self.directory = directory
         self.processes: list[Any] = []
         self.connections: list[connection.Connection] = []
@@ -90,26 +146,34 @@ class World:
             raise
 
     def start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        start_forkserver(self.environment["OMP_NUM_THREADS"])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, self.size, self.store.port, self.environment, self.stack_file(rank), theirs)
-            process = context.Process(target=serve, args=arguments, daemon=True, name=f"rank {rank} of {self.size}")
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            arguments = (rank, self.size, self.store.port, self.stack_file(rank), theirs)
+            self.processes.append(self.server.start(serve, *arguments, name=f"rank {rank} of {self.size}"))
             theirs.close()
-            self.processes.append(process)
             self.connections.append(ours)
+
+    def leave(self) -> None:
+        """Let the ranks leave all process groups; the next `run` makes them enter a new world."""
+        for conn in self.connections:
+            with contextlib.suppress(BrokenPipeError):  # a worker that was killed; the next run notices
+                conn.send(None)
 
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
-        for process, conn in zip(self.processes, self.connections, strict=True):
-            process.join()
+        self.close()
+
+    def close(self) -> None:
+        """Workers whose connection is closed end by themselves; those that are stuck are killed."""
+        for conn in self.connections:
             conn.close()
-        self.processes, self.connections = [], []
+        for process in self.processes:
+            process.join(GRACE)
+            process.kill()
+            process.join()
+        self.processes, self.connections, self.store = [], [], None
 
     def stack_file(self, rank: int) -> str:
         return f"{self.directory}/stack-{self.size}-{rank}"
@@ -156,37 +220,36 @@ class World:
         return "\n".join(lines)
 
 
-def start_forkserver(threads: str) -> None:
-    """Start the fork server with OMP_NUM_THREADS set: it imports torch, which reads it then, once."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = threads
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
-    else:
-        os.environ["OMP_NUM_THREADS"] = before
-
-
-def serve(rank: int, size: int, port: int, environment: dict[str, str], stack_file: str, conn: Any) -> None:
-    """A worker's life: join the world, then run tasks until the pool's end of the pipe closes."""
-    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
+    """A worker's life: run tasks, and leave the world when told to, until the pool's end of the pipe closes."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported is never garbage: collections, and tests that list objects, pass it over
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PROCESS_GROUP_TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PROCESS_GROUP_TIMEOUT)
-        while True:
+        for world in itertools.count():
+            options = {"rank": rank, "world_size": size, "timeout": PROCESS_GROUP_TIMEOUT}
+            enter = partial(dist.init_process_group, "gloo", store=dist.PrefixStore(f"world {world}", store), **options)
             try:
-                path, module, file, name, args = conn.recv()
-            except EOFError:
+                while (task := conn.recv()) is not None:
+                    conn.send_bytes(run_task(enter, *task))
+            except (EOFError, BrokenPipeError):
                 os._exit(0)  # the pool is gone: peers may be gone too, so no orderly shutdown
-            sys.path[:] = path
-            try:
-                reply = (True, getattr_path(import_module(module, file), name)(*pickle.loads(args)))
-                payload = pickle.dumps(reply)
-            except BaseException:
-                payload = pickle.dumps((False, "raised\n" + traceback.format_exc()))
-            conn.send_bytes(payload)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+                forget_meshes()
+
+
+def run_task(enter: Callable[[], None], path: list[str], module: str, file: str, name: str, args: bytes) -> bytes:
+    """The pickled pair (whether it returned, what it returned or its traceback)."""
+    sys.path[:] = path
+    try:
+        if not dist.is_initialized():
+            enter()
+        return pickle.dumps((True, getattr_path(import_module(module, file), name)(*pickle.loads(args))))
+    except BaseException:
+        return pickle.dumps((False, "raised\n" + traceback.format_exc()))
 
 
 def import_module(name: str, file: str) -> Any:

@@ -2,9 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parent
 SAMPLE = """
@@ -17,21 +18,25 @@ def test_absent(): pass
 """
 
 
-def test_the_report(tmp_path):
+def report(folder: str, options: list[str]) -> None:
+    os.chdir(folder)
+    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+    sys.exit(pytest.main([*options, folder]))
+
+
+def test_the_report(commands, tmp_path):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "test_whole.py").write_text("import pytest\n# mark.gpu\npytest.importorskip('absent_package')\n")
     (tmp_path / "test_other.py").write_text("import absent_package\n")  # no test for a GPU in it: never imported
     path = tmp_path / "results" / "report.json"
     options = ["-p", "gpu_report", "-m", "gpu", "--report", str(path), "--rootdir", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert f"gpu tests: 1 failed, 1 passed, 2 skipped; written: {path}" in result.stdout
-    report = json.loads(path.read_text())
-    assert report["counts"] == {"failed": 1, "passed": 1, "skipped": 2}
-    assert {"torch", "pytest", "python"} <= report["versions"].keys() and "device" in report and "commit" in report
-    outcomes = {entry["test"]: (entry["outcome"], entry.get("reason")) for entry in report["tests"]}
+    code, out, err = commands.call(report, str(tmp_path), options).finish()
+    assert code == 1, out + err
+    assert f"gpu tests: 1 failed, 1 passed, 2 skipped; written: {path}" in out
+    written = json.loads(path.read_text())
+    assert written["counts"] == {"failed": 1, "passed": 1, "skipped": 2}
+    assert {"torch", "pytest", "python"} <= written["versions"].keys() and "device" in written and "commit" in written
+    outcomes = {entry["test"]: (entry["outcome"], entry.get("reason")) for entry in written["tests"]}
     assert outcomes == {
         "test_sample.py::test_good": ("passed", None),
         "test_sample.py::test_bad": ("failed", "AssertionError: unequal ... assert 1 == 2"),

@@ -1,20 +1,33 @@
-"""tpformer imports and computes where triton, CUDA and the command-line parser are absent, without a process group."""
+"""What is imported, and when: nothing that is missing on some machine, and torch only where tensors are."""
 
 import subprocess
 import sys
 
+import pytest
+
 BLOCK = """
 import importlib, pkgutil, sys
 class Block:
+    blocked = {"triton", "tyro", "matplotlib", "tensorboard", "tokenizers"}
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in BLOCKED:
+        if name.split(".")[0] in self.blocked:
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 sys.meta_path.insert(0, Block())
 import tpformer
-names = [m.name for m in pkgutil.walk_packages(tpformer.__path__, "tpformer.") if m.name not in SKIPPED]
+later = {"tpformer.cli", "tpformer.ops.transports.fused"}  # the command needs tyro, the fused transport triton
+names = [m.name for m in pkgutil.walk_packages(tpformer.__path__, "tpformer.") if m.name not in later]
 assert len(names) > 30, names
 for name in names:
     importlib.import_module(name)
+for name in later:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert "is blocked" in str(error)
+    else:
+        raise AssertionError(f"the block lets {name} through, so it shows nothing")
+Block.blocked.remove("tyro")
+import tpformer.cli
 """
 
 USE = """
@@ -32,29 +45,47 @@ assert x.grad.abs().sum() > 0 and not torch.distributed.is_initialized() and not
 """
 
 
-TRITON = "tpformer.ops.transports.fused"  # what the fused transport is made of; imported when it is chosen
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
-def run(script: str) -> None:
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+def test_everything_imports_and_a_layer_works_without_triton_and_all_but_the_command_without_tyro():
+    result = python("-c", BLOCK + USE)
     assert result.returncode == 0, result.stderr
 
 
-def test_everything_imports_and_a_layer_works_without_triton():
-    run(f"BLOCKED, SKIPPED = {{'triton'}}, {{{TRITON!r}}}" + BLOCK + USE)
+# packages that `import tpformer.layers` may bring beside torch itself: half a second, most of it torch.distributed
+LAYERS = {"einops", "numpy", "packaging", "torch", "tpformer", "typing_extensions"}
+# parts of torch that take from half a second to two, and that a layer without a mesh does not need
+SLOW = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.onnx"}
 
 
-def test_all_but_the_command_works_without_tyro():
-    blocked = {"tyro", "triton", "matplotlib", "tensorboard", "tokenizers"}
-    run(f"BLOCKED, SKIPPED = {blocked}, {{'tpformer.cli', {TRITON!r}}}" + BLOCK)
+def test_layers_import_little_beside_torch_and_use_it_before_the_rest():
+    script = USE.replace("import torch\n", "import sys, torch\nbefore = set(sys.modules)\n", 1)
+    result = python("-c", script + "print(*sorted(set(sys.modules) - before))")
+    assert result.returncode == 0, result.stderr
+    names = set(result.stdout.split())
+    assert "tpformer.layers.block" in names and not names & SLOW
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names - LAYERS <= {"__mp_main__"}
 
 
-def test_the_block_blocks():
-    """The two tests above would pass without showing anything if the finder let triton through."""
-    result = subprocess.run(
-        [sys.executable, "-c", f"BLOCKED, SKIPPED = {{'triton'}}, {{{TRITON!r}}}" + BLOCK + "import triton"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode != 0 and "triton is blocked" in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--version"], "tpformer 0."),
+        (["--help"], "tpformer COMMAND"),
+        (["pretrain", "--help"], "--model.n-layers"),
+        (["generate", "missing"], "missing is not a run"),
+        (["pretrain", "examples/absent.toml"], "no configuration file examples/absent.toml"),
+        (["pretrain", "run.toml", "--model.n-layer", "3"], "--model.n-layer"),
+        (["pretrain", "run.toml", "--parallel.tensor-parallel", "5"], "n_heads=12 cannot be split"),
+        (["pretrain", "run.toml"], "missing.bin does not exist"),
+    ],
+)
+def test_help_and_mistakes_are_answered_without_torch(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('[data]\ntrain = ["missing"]\n[model]\nvocab_size = 100\n')
+    result = python("-X", "importtime", "-m", "tpformer.cli", *arguments)
+    imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines() if line.startswith("import time")}
+    assert said in result.stdout + result.stderr and "Traceback" not in result.stderr
+    assert "tpformer.config.run" in imported and "torch" not in imported

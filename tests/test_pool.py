@@ -38,7 +38,7 @@ def process_id() -> int:
     return os.getpid()
 
 
-def interpreted() -> str | None:
+def environment() -> str | None:
     return os.getenv("TRITON_INTERPRET")
 
 
@@ -90,9 +90,5 @@ def test_local_function_is_refused(ranks: WorkerPool) -> None:
         ranks(1).run(lambda: None)
 
 
-def test_a_pool_can_have_an_environment_of_its_own() -> None:
-    pool = WorkerPool({"TRITON_INTERPRET": "1"})
-    try:
-        assert pool(1).run(interpreted) == ["1"]
-    finally:
-        pool.close()
+def test_a_pool_can_have_an_environment_of_its_own(ranks: WorkerPool, interpreted: WorkerPool) -> None:
+    assert [pool(1).run(environment) for pool in (ranks, interpreted)] == [[None], ["1"]]

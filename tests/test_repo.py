@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tpformer.training.config import RunConfig
+from tpformer.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 FILES = [
@@ -27,15 +27,17 @@ PROSE = [path for path in FILES if path.suffix == ".md"]
 # what each part may import of tpformer, beside itself
 ARROWS = {
     "kernels": [],
+    "tpformer/config": [],
     "tpformer/distributed": ["kernels"],
-    "tpformer/ops": ["kernels", "distributed"],
-    "tpformer/layers": ["kernels", "distributed", "ops"],
-    "tpformer/models": ["kernels", "distributed", "ops", "layers"],
-    "tpformer/parallel": ["kernels", "distributed", "ops", "layers"],
-    "tpformer/training": ["kernels", "distributed", "ops", "layers", "models", "parallel"],
+    "tpformer/processes": ["distributed"],
+    "tpformer/ops": ["kernels", "config", "distributed"],
+    "tpformer/layers": ["kernels", "config", "distributed", "ops"],
+    "tpformer/models": ["kernels", "config", "distributed", "ops", "layers"],
+    "tpformer/parallel": ["kernels", "config", "distributed", "ops", "layers"],
+    "tpformer/training": ["kernels", "config", "distributed", "processes", "ops", "layers", "models", "parallel"],
     # a dry run builds a run's ranks as training does; nothing but the command imports it
-    "tpformer/planner": ["kernels", "distributed", "ops", "layers", "models", "parallel", "training"],
-    "tpformer/cli.py": ["distributed", "parallel", "training", "planner"],
+    "tpformer/planner": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "training"],
+    "tpformer/cli.py": ["config", "processes", "parallel", "training", "planner"],
 }
 
 

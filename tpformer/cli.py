@@ -1,17 +1,22 @@
-"""The `tpformer` command. Parsing only; the work is in `training`, and that of dry-run in `planner`."""
+"""The `tpformer` command: parsing, and starting ranks. The work is in `training`, and that of dry-run in `planner`.
+
+torch takes seconds to import, so no command imports it before its arguments and its configuration have been checked.
+"""
 
 import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from tpformer.distributed.launch import USAGE_EXIT_CODE, check_local_ranks, launched, record_exception, run_ranks
-from tpformer.training.config import RunConfig, build_config, check_config, read_toml
+import tpformer
+from tpformer.config import RunConfig, build_config, check_config, read_toml
+from tpformer.processes.launch import USAGE_EXIT_CODE, check_local_ranks, launched, record_exception, run_ranks
 
 USAGE = """usage: tpformer COMMAND ...
 
@@ -24,7 +29,7 @@ USAGE = """usage: tpformer COMMAND ...
   timeline RUN_DIR                   draw the pipeline step that a run recorded (log.timeline_step)
   export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors
 
-`tpformer COMMAND --help` lists the options of each."""
+`tpformer COMMAND --help` lists the options of each; `tpformer --version` prints the version."""
 
 
 def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[str, Any]]:
@@ -54,50 +59,54 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     return build_config(file, _overrides(arguments[1:], parsed))
 
 
-def _with_ranks(arguments: Sequence[str], config: RunConfig, work: Callable[[], None], max_restarts: int = 0) -> None:
-    """Do the work in this process, or start the ranks that will each do it; restarts resume the run."""
+def _with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0) -> None:
+    """Do the work in this process, or in one for each rank, forks of this one; restarts resume the run.
+
+    What `work` needs is to be imported already, so that the ranks share it.
+    """
     world_size = config.parallel.world_size
     if launched() or (world_size == 1 and not max_restarts):
-        work()
+        work(config)
         return
     check_local_ranks(world_size, config.train.device)
-    command = [sys.executable, "-m", "tpformer.cli", *arguments]
-    sys.exit(run_ranks(command, world_size, max_restarts=max_restarts, restart_arguments=("--run.resume", "True")))
+    resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+
+    def attempt(number: int) -> None:
+        guarded(partial(work, resumed if number else config))
+
+    sys.exit(run_ranks(attempt, world_size, max_restarts=max_restarts))
 
 
 def pretrain_command(arguments: Sequence[str]) -> None:
-    from tpformer.training.data import IndexedDataset
-    from tpformer.training.setup import resolve
+    from tpformer.training.resolve import check_datasets, resolve
 
     config = parse_run(arguments)
     check_config(config)
     resolve(config)
-    for prefix in (*config.data.train, *config.data.valid):
-        IndexedDataset(prefix)  # a missing dataset is one clear message here, not one per rank
+    check_datasets(config)  # a missing dataset is one clear message here, not one per rank
 
-    def work() -> None:
-        from tpformer.training.trainer import pretrain
+    from tpformer.training.trainer import pretrain
 
-        pretrain(config)
-
-    _with_ranks(["pretrain", *arguments], config, work, config.run.max_restarts)
+    _with_ranks(pretrain, config, config.run.max_restarts)
 
 
 def verify_command(arguments: Sequence[str]) -> None:
+    config = parse_run(arguments, "verify")
+
+    import torch.distributed as dist
+
     from tpformer.training.verify import check_memory, verify_config, verify_rank
 
-    config = verify_config(parse_run(arguments, "verify"))
+    config = verify_config(config)
     check_config(config)
     check_memory(config)
 
-    def work() -> None:
-        import torch.distributed as dist
-
+    def work(config: RunConfig) -> None:
         code = verify_rank(config)
         dist.destroy_process_group()
         sys.exit(code)
 
-    _with_ranks(["verify", *arguments], config, work)
+    _with_ranks(work, config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,11 +121,13 @@ class DryRun:
 
 
 def dry_run_command(arguments: Sequence[str]) -> None:
+    options, rest = tyro.cli(DryRun, prog="tpformer dry-run FILE.toml", args=list(arguments), return_unknown_args=True)
+    config = parse_run(rest, "dry-run")
+
     from tpformer.planner.dry_run import check_ranks, default_ranks, device_memory, plan_config
     from tpformer.planner.report import report
 
-    options, rest = tyro.cli(DryRun, prog="tpformer dry-run FILE.toml", args=list(arguments), return_unknown_args=True)
-    config = plan_config(parse_run(rest, "dry-run"))
+    config = plan_config(config)
     try:
         ranks = default_ranks(config) if options.ranks is None else [int(rank) for rank in options.ranks.split(",")]
     except ValueError:
@@ -143,15 +154,17 @@ class Generate:
 
 
 def generate_command(arguments: Sequence[str]) -> None:
-    from tpformer.training.generate import generate_text, load_run_config
+    from tpformer.training.resolve import load_run_config
 
     options = tyro.cli(Generate, prog="tpformer generate", args=list(arguments))
     config = load_run_config(options.run_dir, options.tensor_parallel)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(options.run_dir)))
 
-    def work() -> None:
-        import torch.distributed as dist
+    import torch.distributed as dist
 
+    from tpformer.training.generate import generate_text
+
+    def work(config: RunConfig) -> None:
         text = generate_text(
             config,
             prompt=options.prompt,
@@ -163,7 +176,7 @@ def generate_command(arguments: Sequence[str]) -> None:
             print(text)
         dist.destroy_process_group()
 
-    _with_ranks(["generate", *arguments], config, work)
+    _with_ranks(work, config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,9 +193,10 @@ class Export:
 
 
 def export_command(arguments: Sequence[str]) -> None:
+    options = tyro.cli(Export, prog="tpformer export", args=list(arguments))
+
     from tpformer.training.export import export
 
-    options = tyro.cli(Export, prog="tpformer export", args=list(arguments))
     step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype)
     print(f"step {step} of {options.run_dir} -> {options.out}")
 
@@ -216,9 +230,6 @@ def stdlib_command(arguments: Sequence[str]) -> None:
 
 
 def timeline_command(arguments: Sequence[str]) -> None:
-    from tpformer.parallel import Action
-    from tpformer.planner import draw_timeline
-
     def timeline(run_dir: tyro.conf.Positional[Path]) -> None:
         """Draw plots/pipeline.svg and plots/pipeline.json (Perfetto, chrome://tracing) of the step a run recorded."""
         path = run_dir / "timeline.json"
@@ -226,6 +237,9 @@ def timeline_command(arguments: Sequence[str]) -> None:
             raise FileNotFoundError(
                 f"{path} does not exist: train a pipeline with --log.timeline-step N, the step to record"
             )
+        from tpformer.parallel import Action
+        from tpformer.planner import draw_timeline
+
         record = json.loads(path.read_text())
         actions = [Action(*action) for action in record["actions"]]
         draw_timeline(actions, run_dir / "plots", record["schedule"], record["n_microbatches"])
@@ -246,31 +260,40 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. What a user can mend (a value, a missing file or package, a run that diverges) is one line on stderr
+def guarded(work: Callable[[], None]) -> None:
+    """Call `work`. What a user can mend (a value, a missing file or package, a run that diverges) is one line on stderr
     and exit code 2.
 
     Any other exception is its traceback, which torch prefixes with the rank, and exit code 1. Both leave at once: an
     open process group can hang or abort on the way out of the interpreter, and peers notice only a process that ended.
     """
+    try:
+        work()
+    except SystemExit:
+        raise
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        record_exception(error)
+        usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
+        if usage:
+            print(f"tpformer: {error}", file=sys.stderr, flush=True)
+        else:
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        os._exit(USAGE_EXIT_CODE if usage else 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: the command that the first words name."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for words, command in COMMANDS.items():
         if tuple(arguments[: len(words)]) == words:
-            try:
-                return command(arguments[len(words) :])
-            except SystemExit:
-                raise
-            except BaseException as error:  # DCP's CheckpointException is no Exception
-                record_exception(error)
-                usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
-                if usage:
-                    print(f"tpformer: {error}", file=sys.stderr, flush=True)
-                else:
-                    sys.excepthook(*sys.exc_info())
-                sys.stdout.flush()
-                os._exit(USAGE_EXIT_CODE if usage else 1)
-    print(USAGE, file=sys.stderr if arguments and arguments[0] not in ("-h", "--help") else sys.stdout)
-    sys.exit(0 if arguments and arguments[0] in ("-h", "--help") else 2)
+            return guarded(partial(command, arguments[len(words) :]))
+    if arguments[:1] == ["--version"]:
+        print(f"tpformer {tpformer.__version__}")
+        return
+    helped = arguments[:1] in (["-h"], ["--help"])
+    print(USAGE, file=sys.stdout if helped or not arguments else sys.stderr)
+    sys.exit(0 if helped else USAGE_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -198,8 +198,8 @@ def test_a_wrong_or_missing_result_is_refused() -> None:
 
 TINY = [
     Shape("tiny", "gather", GATHER, 3 * 5, 7, 3, 3),
-    Shape("tiny", "gather", GATHER, 2 * 40, 70, 36, 2),
-    Shape("tiny", "scatter", SCATTER, 3 * 40, 37, 9, 3),
+    Shape("tiny", "gather", GATHER, 2 * 20, 35, 36, 2),
+    Shape("tiny", "scatter", SCATTER, 3 * 20, 37, 9, 3),
     Shape("tiny", "one-shot", ALL, 7, 40, 5, 3),
     Shape("tiny", "two-shot", ALL, 1030, 70, 4, 4),  # above 256 KiB; the last chunk is shorter
 ]

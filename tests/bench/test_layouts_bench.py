@@ -16,10 +16,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from defects import without_reduction
 from pool import WorkerPool
 from rich.console import Console
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
@@ -41,9 +41,9 @@ from bench.layouts import (  # noqa: E402
     plan,
 )
 from bench.runner import machine, versions  # noqa: E402
+from tpformer.config import RunConfig  # noqa: E402
 from tpformer.parallel import SCHEDULES, TiedParameter  # noqa: E402
 from tpformer.training import model as training_model  # noqa: E402
-from tpformer.training.config import RunConfig  # noqa: E402
 
 
 def test_what_the_matrix_covers() -> None:
@@ -123,15 +123,6 @@ def test_bfloat16_is_allowed_twice_the_error_of_one_process() -> None:
 
 
 # defects, and whether the command notices them
-
-
-def without_reduction(part: torch.nn.Module) -> None:
-    """Partial gradients taken for whole ones."""
-    for parameter in part.parameters():
-        grad = parameter.grad
-        if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
-            places = [Replicate() if isinstance(place, Partial) else place for place in grad.placements]
-            parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, places, run_check=False)
 
 
 set_divide_factor = FSDPModule.set_gradient_divide_factor

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 from bench import nvlink  # noqa: E402
 from bench.gpu_timing import Effort  # noqa: E402
 from bench.shapes import Shape  # noqa: E402
+from tpformer.config.transport_table import read_transport_table  # noqa: E402
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER  # noqa: E402
-from tpformer.ops.transports.measured import read_measured_table  # noqa: E402
 
 
 def linears_on_processes() -> tuple[list[str], dict[str, list[float]]]:
@@ -98,8 +98,8 @@ def test_rows_and_table_of_the_nvlink_bench(tmp_path: Path) -> None:
     assert len(nvlink.means(rows * 2)) == 3
     path = nvlink.write_table([nvlink.table_row(shape, seconds)], tmp_path)
     assert path.name == "transports_8.json"
-    (row,) = read_measured_table(path).rows
-    assert (row.op, row.ranks, row.dtype, row.m, row.n, row.k) == (SCATTER, 8, torch.bfloat16, 8192, 8192, 3584)
+    (row,) = read_transport_table(path).rows
+    assert (row.op, row.ranks, row.dtype, row.m, row.n, row.k) == (SCATTER, 8, "bfloat16", 8192, 8192, 3584)
     assert row.times == {"sequential": 1000.0, "fused": 800.0}
     assert json.loads(path.read_text())[0]["pipelined_us"] is None
 

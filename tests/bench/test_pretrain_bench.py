@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 from bench import pretrain  # noqa: E402
 from bench.layer_memory import Layer, expected_items  # noqa: E402
 from bench.pretrain import GPT2, LARGE, Model, PretrainRow, problems, run_config, saved_bytes  # noqa: E402
+from tpformer.config import OptimizerSection  # noqa: E402
 from tpformer.distributed import build_mesh  # noqa: E402
 from tpformer.models import GPTConfig  # noqa: E402
-from tpformer.training.config import OptimizerSection  # noqa: E402
 from tpformer.training.setup import build_model  # noqa: E402
 
 SMALL = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=32, n_heads=2)

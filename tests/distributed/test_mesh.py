@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import Commands
 from pool import PROCESS_GROUP_TIMEOUT, WorkerPool
 
-from tpformer.distributed import build_mesh, initialize
+from tpformer.distributed import all_reduce, build_mesh, initialize
 
 
 def coordinates() -> tuple[list[int], dict[str, list[int]]]:
@@ -63,38 +61,30 @@ def test_mesh_needs_a_world() -> None:
         build_mesh("cpu", tensor_parallel=1)
 
 
-SCRIPT = """
-import torch, torch.distributed as dist
-from tpformer.distributed import build_mesh, initialize, all_reduce
-initialize("cpu")
-initialize("cpu")
-mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())
-print("total", all_reduce(torch.tensor([dist.get_rank() + 1.0]), mesh.get_group("tp")).item())
-dist.destroy_process_group()
-"""
+def join_and_add_up() -> None:
+    initialize("cpu")
+    initialize("cpu")
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())
+    print("total", all_reduce(torch.tensor([dist.get_rank() + 1.0]), mesh.get_group("tp")).item())
+    dist.destroy_process_group()
+
+
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 
 
-def start(**variables: str) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
-    environment |= {"OMP_NUM_THREADS": "1"} | variables
-    command = [sys.executable, "-c", SCRIPT]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def test_one_process_without_launcher() -> None:
-    output, errors = start().communicate(timeout=60)
+def test_one_process_without_launcher(commands: Commands) -> None:
+    _, output, errors = commands.call(join_and_add_up).finish(60)
     assert output == "total 1.0\n", errors
 
 
-def test_torchrun_environment() -> None:
+def test_torchrun_environment(commands: Commands) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # finds a free port
     port = str(store.port)
     del store
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [start(RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
+    processes = [commands.call(join_and_add_up, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(2)]
     for process in processes:
-        output, errors = process.communicate(timeout=60)
+        _, output, errors = process.finish(60)
         assert output == "total 3.0\n", errors
 
 

@@ -1,8 +1,5 @@
 """Every layer works inside someone else's module in a process without any process group; names and shapes are plain."""
 
-import subprocess
-import sys
-
 import torch
 
 from tpformer import layers
@@ -47,22 +44,20 @@ LAYERS = {
 }
 
 
-def test_each_layer_in_a_module_of_others():
-    """One process for all of them: importing torch is most of the time."""
+def execute(programs: list[str]) -> None:
+    for program in programs:
+        exec(program, {"__name__": "theirs"})
+
+
+def test_each_layer_in_a_module_of_others(commands):
     programs = []
     for layer, call in LAYERS.items():
         text = PROGRAM.format(layer=layer, call=call, again="torch.ones(2, 3, 8)")
         if "argmax" in call:  # ids have no gradient, so the first layer gets none
             text = text.replace('model.parameters()), "gradients"', 'model.layer.parameters()), "gradients"')
         programs.append(text)
-    result = subprocess.run(
-        [sys.executable, "-c", "for p in eval(input()): exec(p, {'__name__': 'theirs'})"],
-        input=repr(programs),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert result.stdout.split() == ["fine"] * len(LAYERS), result.stderr
+    _, out, err = commands.call(execute, programs).finish()
+    assert out.split() == ["fine"] * len(LAYERS), err
 
 
 def test_block_state_dict_names_and_shapes():

@@ -8,9 +8,9 @@ from plain import rotate
 from torch.distributed.tensor import Replicate, Shard
 
 from tpformer import ops
+from tpformer.config import check_heads
 from tpformer.distributed import build_mesh
 from tpformer.layers import Positions, SelfAttention
-from tpformer.layers.attention import check_heads
 
 BATCH, SEQ, D = 2, 5, 4
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from tpformer.distributed import build_mesh
 from tpformer.layers import DropoutKey, Positions
 
-BACKENDS = [
-    "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")),
-]
+# inductor compiles C++, which takes half a minute
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.proof, NEEDS_COMPILER])]
 KINDS = ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"]
 SAMPLES = torch.arange(BATCH)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tpformer import ops
+from tpformer.config import RECOMPUTE
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.kernels.dropout.reference import dropout_apply
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.layers import DropoutKey, Positions, TransformerBlock
-from tpformer.layers.block import RECOMPUTE
 from tpformer.parallel import reduce_partial_gradients
 
 P, SEED, STEP, LAYER = 0.1, 3, 7, 2

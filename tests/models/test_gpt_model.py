@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from pool import RankFailure
 from torch import Tensor, nn
 
+from tpformer.config import selected_layers
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
-from tpformer.models.gpt import selected_layers
 
 TINY = {"vocab_size": 50, "vocab_multiple": 16, "seq_length": 8, "n_layers": 2, "hidden_size": 24, "n_heads": 6}
 LLAMA = {

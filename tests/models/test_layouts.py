@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
-from tpformer.training.config import OptimizerSection
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer, learning_rate
 from tpformer.training.step import train_step
 
-LR, STEPS, BATCH, SEQ = 1e-3, 20, 4, 12
+LR, STEPS, BATCH, SEQ = 1e-3, 4, 4, 12
 # tokens per microbatch 2 * 12 = 24: divisible by 2, 3 and 4
 GELU = {"vocab_size": 250, "seq_length": SEQ, "n_layers": 2, "hidden_size": 48, "n_heads": 4}
 LLAMA = {
@@ -40,7 +40,7 @@ LAYOUTS = {
     "tp4-llama-bias-dropout": ({**LLAMA, "bias": True, "dropout": 0.1}, 4, True),
     "tp3-6-heads": ({**GELU, "n_heads": 6}, 3, True),
     "tp3-6-heads-4-kv": ({**LLAMA, "hidden_size": 48, "n_heads": 12, "n_kv_heads": 4}, 3, True),
-    "tp2-vocab-50257": ({**GELU, "n_layers": 1, "vocab_size": 50257}, 2, True),
+    "tp2-vocab-50257": ({**GELU, "n_layers": 1, "hidden_size": 16, "vocab_size": 50257}, 2, True),
     "tp3-uneven-vocab": ({**GELU, "n_heads": 6, "vocab_size": 300, "vocab_multiple": 100, "position": "rope"}, 3, True),
     "tp2-dropout-mlp-recomputed": ({**GELU, "dropout": 0.1}, 2, True),
     "tp4-llama-one-layer-recomputed-dropout": ({**LLAMA, "dropout": 0.1}, 4, True),

@@ -71,8 +71,7 @@ def check_plans(model: GPT, forward: list, backward: list, transport: str, text:
         assert f"  {transport}  " in line and line.startswith("layers.0-1.")
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "sequence_parallel"), [("gelu", True), ("gelu", False), ("swiglu-gqa", True)])
 def test_loss_and_gradients_are_the_same(ranks, interpreted, name, sequence_parallel):
     config = CONFIGS[name]
     (oracle, _), (baseline, _) = train(config, torch.float64), train(config, torch.float32)

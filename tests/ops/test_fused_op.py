@@ -19,23 +19,24 @@ from shards import OnTransport, make
 from tpformer import ops
 from tpformer.distributed import HangError, set_timeout
 
-# (tokens per rank, K, widths per rank, norm, bias): one of everything, primes, several weights
+RANKS = [2, 3, pytest.param(4, marks=pytest.mark.proof)]
+# (tokens per rank, K, widths per rank, norm, bias): one of everything, primes, more than a tile of 16, several weights
 COLUMNS = [
     (1, 1, (1,), (None, False), False),
     (3, 5, (7, 2, 3), ("layernorm", True), True),
-    (37, 11, (13,), ("rmsnorm", False), True),
+    (17, 11, (13,), ("rmsnorm", False), True),
     (2, 8, (1, 2, 3, 4), (None, False), False),
 ]
 # (tokens per rank, K per rank, N, (activation, gated), (bias, residual, dropout))
 ROWS = [
     (1, 1, 1, (None, False), (False, False, False)),
     (3, 5, 7, ("gelu_tanh", False), (True, True, True)),
-    (37, 3, 11, ("silu", True), (True, True, False)),
+    (17, 3, 11, ("silu", True), (True, True, False)),
     (2, 13, 3, ("gelu", False), (False, True, False)),
 ]
 
 
-@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("t", RANKS)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_column(interpreted, t, sequence_parallel):
     for tokens, k, widths, norm, bias in COLUMNS:
@@ -43,7 +44,7 @@ def test_column(interpreted, t, sequence_parallel):
         column.check(OnTransport(interpreted, "fused"), t, case, torch.float32)
 
 
-@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("t", RANKS)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_row(interpreted, t, sequence_parallel):
     for tokens, k, n, activation, switches in ROWS:
@@ -78,7 +79,7 @@ def test_gathers_by_copies(interpreted):
 def whole_numbers(transport: str) -> list[torch.Tensor]:
     """Zeros and ones: every sum is exact, so every transport gives the same bits. Several steps reuse the slots."""
     group, results = dist.group.WORLD, []
-    for step in range(4):
+    for step in range(3):  # the third reuses the first one's slots
         if step % dist.get_world_size() == dist.get_rank():
             time.sleep(0.02)
         values = make(10 * step + dist.get_rank(), torch.float32, x=(3, 8), w=(6, 8), v=(6, 8), down=(5, 6))

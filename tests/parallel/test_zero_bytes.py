@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 from bench import zero  # noqa: E402
 from bench.held import WHOLE_GRADIENTS  # noqa: E402
 from bench.zero_formulas import FORWARD  # noqa: E402
-from tpformer.training.config import build_config, check_config  # noqa: E402
+from tpformer.config import build_config, check_config  # noqa: E402
 from tpformer.training.setup import build_model, run_mesh  # noqa: E402
 
 SMALL = {**zero.MODEL, "vocab_size": 250, "hidden_size": 64, "n_layers": 4}

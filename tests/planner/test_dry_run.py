@@ -1,10 +1,6 @@
 """What a dry run counts on fake tensors is what ranks of a real run hold and communicate; its formulas are exact where
 they say so; the largest example in one process."""
 
-import os
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +10,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from bench.layer_memory import Layer, expected_items
+from tpformer.config import RunConfig, build_config, read_toml
 from tpformer.distributed import record_collectives
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
@@ -22,7 +19,6 @@ from tpformer.planner.counting import CollectiveCounter, StageCount, nbytes, sto
 from tpformer.planner.dry_run import count_parameters, count_rank, default_ranks, plan_config
 from tpformer.planner.memory import fused_workspaces, schedule_peak
 from tpformer.planner.report import rank_plan, report
-from tpformer.training.config import RunConfig, build_config, read_toml
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 
@@ -81,7 +77,7 @@ def real(config: RunConfig, saved: bool) -> dict:
     rows = config.train.global_batch_size // config.parallel.data_parallel
     batch = torch.randint(config.model.vocab_size, (rows, config.model.seq_length + 1))
     found = {"parameters": nbytes(model.parameters())}
-    alive = Alive(storages(model.parameters()), batch[:, :-1])
+    alive = Alive(storages([*model.parameters(), batch]), batch[:, :-1])
     with record_collectives() as calls, CollectiveCounter(mesh) as fsdp:
         if saved:
             with saved_tensors_hooks(alive.pack, lambda x: x.x if isinstance(x, Handle) else x):
@@ -298,19 +294,10 @@ def test_a_layout_that_does_not_fit_is_told_what_to_change():
     assert not dist.is_initialized()
 
 
-def dry_run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tpformer.cli", "dry-run", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
-
-
-def test_a_thousand_billion_parameters_on_3072_ranks():
-    started = time.perf_counter()
-    result = dry_run("examples/gpt_1t.toml")
-    assert result.returncode == 0, result.stderr
-    assert time.perf_counter() - started < 120
-    assert result.stderr == ""
-    lines = result.stdout.splitlines()
+def test_a_thousand_billion_parameters_on_3072_ranks(commands):
+    code, out, err = commands.run("dry-run", str(ROOT / "examples/gpt_1t.toml"), seconds=120)
+    assert code == 0 and err == "", err
+    lines = out.splitlines()
     assert lines[0].startswith("1008.0B parameters, world size 3072: pp 64 x dp_replicate 6 x dp_shard 1 x tp 8")
     assert [line.split()[1] for line in lines if line.startswith("rank ")] == ["0", "1536", "3024"]
     # arXiv:2104.04473, table 1, by hand: 2 layers of 25600 on 8 tensor-parallel ranks
@@ -349,10 +336,10 @@ def test_what_cannot_run_is_refused_in_one_line(model, parallel, wanted):
     assert wanted in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_rank_that_does_not_exist_is_one_line_and_exit_code_2():
-    result = dry_run("examples/gpt_1t.toml", "--ranks", "0,3072")
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr == "tpformer: --ranks: 3072 is none of the layout's 3072 ranks, 0 to 3071\n"
+def test_a_rank_that_does_not_exist_is_one_line_and_exit_code_2(commands):
+    code, out, err = commands.run("dry-run", str(ROOT / "examples/gpt_1t.toml"), "--ranks", "0,3072")
+    assert code == 2 and out == ""
+    assert err == "tpformer: --ranks: 3072 is none of the layout's 3072 ranks, 0 to 3071\n"
 
 
 @pytest.mark.proof

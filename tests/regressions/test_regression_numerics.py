@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tpformer.config import build_config, check_config
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import cross_entropy
 from tpformer.parallel import reduce_partial_gradients
-from tpformer.training.config import build_config, check_config
 
 TINY = {"vocab_size": 60, "seq_length": 12, "n_layers": 2, "hidden_size": 48, "n_heads": 4}
 LLAMA = {**TINY, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False}

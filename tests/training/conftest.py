@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tpformer.training.config import RunConfig, build_config
+from tpformer.config import RunConfig, build_config
 from tpformer.training.data import build_dataset
 
 

@@ -4,15 +4,16 @@ import dataclasses
 
 import pytest
 
-from tpformer.distributed import build_mesh
-from tpformer.training.config import (
+from tpformer.config import (
     RunConfig,
     build_config,
     check_config,
     read_toml,
     to_toml,
 )
-from tpformer.training.setup import build_model, resolve
+from tpformer.distributed import build_mesh
+from tpformer.training.resolve import resolve
+from tpformer.training.setup import build_model
 
 
 def test_later_layers_win_and_the_preset_comes_first():

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.planner.dry_run import plan_config
 from tpformer.planner.report import report
-from tpformer.training.config import RunConfig, build_config, check_config, read_toml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -201,7 +201,7 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
 @pytest.mark.proof
 def test_the_slurm_script_trains_and_continues(tmp_path, tiny_values):
     """SLURM stubbed, torchrun not: one node of two ranks, submitted a second time with more steps."""
-    from tpformer.training.config import to_toml
+    from tpformer.config import to_toml
     from tpformer.training.metrics import read_metrics
 
     (tmp_path / "run.toml").write_text(to_toml(build_config(tiny_values, {"parallel": {"tensor_parallel": 2}})))

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from checkpointed import CONFIG, LAYOUTS, build, everything, merged
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tpformer.config import build_config, to_toml
 from tpformer.models import GPT
 from tpformer.training.checkpoint import Checkpointer, CheckpointError
-from tpformer.training.config import build_config, to_toml
 from tpformer.training.export import export, export_config, load_export
 
 
@@ -182,11 +181,11 @@ def test_an_export_that_fails_half_way_leaves_no_directory(trained, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(trained, tmp_path):
+def test_the_command(commands, trained, tmp_path):
     run, _ = trained
-    command = [sys.executable, "-m", "tpformer.cli", "export", str(run), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--dtype", "bfloat16"], capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0 and "step 12" in done.stdout and done.stderr == "", done.stderr
+    arguments = ("export", str(run), "--out", str(tmp_path / "out"))
+    code, out, err = commands.run(*arguments, "--dtype", "bfloat16")
+    assert code == 0 and "step 12" in out and err == "", err
     assert load_file(tmp_path / "out" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
-    again = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert again.returncode == 2 and "is not an empty directory" in again.stderr and "Traceback" not in again.stderr
+    code, _, err = commands.run(*arguments)
+    assert code == 2 and "is not an empty directory" in err and "Traceback" not in err

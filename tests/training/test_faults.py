@@ -8,19 +8,20 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import Command, main
 from pool import RankFailure
 
-from tpformer.distributed.watchdog import HANG_EXIT_CODE
-from tpformer.training.config import build_config, to_toml
+from tpformer.config import build_config, to_toml
+from tpformer.processes.watchdog import HANG_EXIT_CODE
 from tpformer.training.metrics import read_metrics
 from tpformer.training.model import ParallelModel
 from tpformer.training.trainer import Trainer
@@ -32,81 +33,45 @@ TWO = {"pipeline_parallel": 2}
 PIPELINE = {"tensor_parallel": 2, "pipeline_parallel": 2}
 SHARDED = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
 
-# `tpformer` of which a rank raises before or after the gradients of a step, in its n-th start: faults[n] = (rank, step,
-# when)
-FAULTY = """
-import json, os, sys
-from tpformer import cli
-from tpformer.distributed.launch import run_ranks
-from tpformer.training.model import ParallelModel
 
-folder, faults, arguments = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:]
-if "RANK" in os.environ:
-    with open(f"{folder}/starts-{os.environ['RANK']}", "a+") as file:
-        file.write("start\\n")
-        file.seek(0)
-        start = len(file.readlines()) - 1
-    rank, at, when = faults[start] if start < len(faults) else (None, None, None)
-    original = ParallelModel.gradients
+def faulty(folder: str, faults: list[tuple[int, int, str]], *arguments: str) -> None:
+    """`tpformer` of which a rank raises before or after the gradients of a step, in its n-th start: faults[n] = (rank,
+    step, when). The ranks are forks of this process, and have its gradients."""
+    original, starts = ParallelModel.gradients, Counter[str]()
 
     def gradients(self, batch, **options):
-        faulty = options["step"] == at and int(os.environ["RANK"]) == rank
-        if faulty and when == "before":
+        rank = os.environ["RANK"]
+        if not starts[rank]:
+            with open(f"{folder}/starts-{rank}", "a+") as file:
+                file.write("start\n")
+                file.seek(0)
+                starts[rank] = len(file.readlines())
+        number = starts[rank] - 1
+        blamed, at, when = faults[number] if number < len(faults) else (None, None, None)
+        is_faulty = options["step"] == at and int(rank) == blamed
+        if is_faulty and when == "before":
             raise ValueError(f"injected before the gradients of step {at}")
         loss = original(self, batch, **options)
-        if faulty:
+        if is_faulty:
             raise LookupError(f"injected after the gradients of step {at}")
         return loss
 
     ParallelModel.gradients = gradients
-own = [sys.executable, __file__, folder, sys.argv[2]]
-cli.run_ranks = lambda command, *more, **options: run_ranks([*own, *command[3:]], *more, **options)
-cli.main(arguments)
-"""
+    main(*arguments)
 
 
-class Job:
-    """A `tpformer pretrain` in the background."""
+class Job(NamedTuple):
+    """A `tpformer pretrain` in the background, and the directory of its run."""
 
-    def __init__(self, command: list[str], folder: Path, run: Path) -> None:
-        self.run, self.error_file = run, folder / f"{run.name}.err"
-        self.files = [(folder / f"{run.name}.out").open("w"), self.error_file.open("w")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdout=self.files[0], stderr=self.files[1], env=environment)
+    command: Command
+    run: Path
 
     @property
     def err(self) -> str:
-        return self.error_file.read_text()
-
-    def ranks(self) -> list[int]:
-        """Process ids, in rank order."""
-        pid = self.process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
-        while not happened():
-            assert self.process.poll() is None, f"ended before: {what}\n{self.err}"
-            assert time.monotonic() < deadline, f"took too long: {what}\n{self.err}"
-            time.sleep(0.002)
+        return self.command.err
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_until(lambda: step <= last_step(self.run), f"step {step}")
-
-    def finish(self, seconds: float = 120) -> int:
-        try:
-            return self.process.wait(seconds)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()  # the launcher ends its ranks, if they listen
-            time.sleep(0.5)
-            self.process.terminate()
-            self.process.wait(20)
-        for file in self.files:
-            file.close()
+        self.command.wait_until(lambda: step <= last_step(self.run), f"step {step}")
 
 
 def last_step(run: Path) -> int:
@@ -137,23 +102,24 @@ def run_values(run: Path, data: Path, layout: dict, steps: int, restarts: int = 
 
 
 @pytest.fixture
-def start(tiny_data, tmp_path) -> Iterator[Callable[..., Job]]:
+def start(commands, tiny_data, tmp_path) -> Iterator[Callable[..., Job]]:
     """start(layout, steps, restarts=0, faults=None): a job on the run directory tmp_path/run."""
     jobs = []
 
     def start(layout: dict, steps: int, restarts: int = 0, faults: list | None = None) -> Job:
         run, toml = tmp_path / "run", tmp_path / "run.toml"
         toml.write_text(to_toml(build_config(run_values(run, tiny_data, layout, steps, restarts))))
-        command = [sys.executable, "-m", "tpformer.cli", "pretrain", str(toml)]
-        if faults is not None:
-            (tmp_path / "faulty.py").write_text(FAULTY)
-            command[1:3] = [str(tmp_path / "faulty.py"), str(tmp_path), json.dumps(faults)]
-        jobs.append(Job(command, tmp_path, run))
+        arguments = ("pretrain", str(toml))
+        if faults is None:
+            command = commands.start(*arguments)
+        else:
+            command = commands.call(faulty, str(tmp_path), faults, *arguments)
+        jobs.append(Job(command, run))
         return jobs[-1]
 
     yield start
     for job in jobs:
-        job.close()
+        job.command.close()
 
 
 def train(values: dict) -> None:
@@ -182,10 +148,10 @@ def disturb(job: Job, number: int, rank: int, step: int) -> float:
     """Send a signal to a rank at some moment after a step; seconds until its job has ended or started again."""
     job.wait_for_step(step)
     time.sleep(random.Random(step).random() * 0.05)  # anywhere in a step
-    before, pids = completed(job.run), job.ranks()
+    before, pids = completed(job.run), job.command.children()
     os.kill(pids[rank], number)
     began = time.monotonic()
-    while job.process.poll() is None and job.ranks() in (pids, []):
+    while job.command.poll() is None and job.command.children() in (pids, []):
         assert time.monotonic() - began < TIMEOUT + 60, job.err
         time.sleep(0.01)
     assert before <= completed(job.run), "a completed checkpoint was lost"
@@ -194,7 +160,7 @@ def disturb(job: Job, number: int, rank: int, step: int) -> float:
 
 def wait_for_resumed_run(job: Job, inode: int) -> None:
     """Until the ranks that were started again have cut metrics.jsonl back to their checkpoint."""
-    job.wait_until(lambda: (job.run / "metrics.jsonl").stat().st_ino != inode, "a resumed run")
+    job.command.wait_until(lambda: (job.run / "metrics.jsonl").stat().st_ino != inode, "a resumed run")
 
 
 def faults_of(seed: int, count: int, world_size: int) -> list[tuple[int, int]]:
@@ -217,15 +183,16 @@ def signals_and_restarts(start, undisturbed, layout: dict, number: int, seed: in
         inode = (job.run / "metrics.jsonl").stat().st_ino if index else 0
         seconds = disturb(job, number, rank, step)
         assert seconds < (TIMEOUT + 15 if number == signal.SIGSTOP else 10), job.err
-        assert job.process.poll() is None, job.err
+        assert job.command.poll() is None, job.err
         wait_for_resumed_run(job, inode)
-    assert job.finish() == 0, job.err
+    code, _, err = job.command.finish(120)
+    assert code == 0, err
     for index, (rank, _) in enumerate(faults):
         words = f"rank {rank} of {world_size} was killed by SIGKILL" if number == signal.SIGKILL else ""
         words = words or f"rank {rank}: no heartbeat from rank {rank}: "
-        after = job.err.split("starting all ranks again")[index]
+        after = err.split("starting all ranks again")[index]
         assert words in after, after
-    assert f"restart {count} of {count}" in job.err
+    assert f"restart {count} of {count}" in err
     assert losses(job.run) == expected
 
 
@@ -235,13 +202,14 @@ def raise_and_restart(start, undisturbed, layout: dict, seed: int, count: int) -
     expected = undisturbed(layout, steps)
     faults = [(rank, step, chance.choice(["before", "after"])) for rank, step in faults_of(seed, count, world_size)]
     job = start(layout, steps, restarts=count, faults=faults)
-    assert job.finish(60 * (count + 1)) == 0, job.err
-    attempts = job.err.split("starting all ranks again")
+    code, _, err = job.command.finish(60 * (count + 1))
+    assert code == 0, err
+    attempts = err.split("starting all ranks again")
     assert len(attempts) == count + 1
-    for (rank, step, when), err in zip(faults, attempts, strict=False):
-        assert f"rank {rank} of {world_size} failed with exit code 1 (" in err, err
-        assert f"injected {when} the gradients of step {step}" in err.split("; all ranks were stopped")[0], err
-        assert f"[rank{rank}]: Traceback (most recent call last)" in err, err
+    for (rank, step, when), said in zip(faults, attempts, strict=False):
+        assert f"rank {rank} of {world_size} failed with exit code 1 (" in said, said
+        assert f"injected {when} the gradients of step {step}" in said.split("; all ranks were stopped")[0], said
+        assert f"[rank{rank}]: Traceback (most recent call last)" in said, said
     assert losses(job.run) == expected
     assert completed(job.run) == {f"step-{step}" for step in (*range(INTERVAL, steps, INTERVAL), steps)}
 
@@ -297,8 +265,9 @@ def test_ten_random_ranks_raise(start, undisturbed):
 def test_without_restarts_the_job_ends(start, kind, code, words):
     job = start(SHARDED, 100_000)
     seconds = disturb(job, getattr(signal, kind), 2, 5)
-    assert job.finish() == code and words in job.err and seconds < TIMEOUT + 15
-    assert "starting all ranks" not in job.err
+    ended, _, err = job.command.finish(120)
+    assert ended == code and words in err and seconds < TIMEOUT + 15
+    assert "starting all ranks" not in err
     assert (job.run / "ranks" / "hang-report.txt").exists() == (kind == "SIGSTOP")
 
 

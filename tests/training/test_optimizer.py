@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import reduce_partial_gradients
-from tpformer.training.config import OptimizerSection
 from tpformer.training.optimizer import LocalAdamW, build_optimizer, learning_rate
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from checkpointed import assert_equal, everything, merged
 
+from tpformer.config import RunConfig, build_config
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.checkpoint import Checkpointer, load_checkpoint
-from tpformer.training.config import RunConfig, build_config
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh

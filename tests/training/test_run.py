@@ -6,34 +6,14 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from commands import Command, Commands
 
+from tpformer.config import build_config, to_toml
 from tpformer.training.checkpoint import steps
-from tpformer.training.config import build_config, to_toml
 from tpformer.training.metrics import read_metrics
-
-COMMAND = [sys.executable, "-m", "tpformer.cli"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def start(*arguments: str, **options) -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
-    return subprocess.Popen([*COMMAND, *arguments], **pipes, **options)
-
-
-def finish(process: subprocess.Popen, seconds: float = 90) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
-    return process.returncode, out, err
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    return finish(start(*arguments))
 
 
 def write_run(folder: Path, values: dict, **sections: dict) -> Path:
@@ -50,21 +30,12 @@ def losses(directory: Path) -> list[tuple[int, float, float]]:
     ]
 
 
-def wait_for_step(directory: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(directory: Path, step: int, command: Command) -> None:
     metrics = directory / "metrics.jsonl"
-    for _ in range(60_000):
-        if metrics.exists() and metrics.read_text().count("\n") >= step:
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-    raise AssertionError(f"step {step} was not reached")
+    command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, f"step {step}")
 
 
-def rank_pids(launcher: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
-
-
-def kill_and_resume(folder: Path, values: dict, seed: int) -> None:
+def kill_and_resume(commands: Commands, folder: Path, values: dict, seed: int) -> None:
     """An uninterrupted run, and one whose random rank is killed at a random step and resumed: the same bits."""
     chance = random.Random(seed)
     long = {
@@ -75,16 +46,16 @@ def kill_and_resume(folder: Path, values: dict, seed: int) -> None:
     }
     whole, broken = folder / "whole", folder / "broken"
     toml = str(write_run(folder, values, **long))
-    code, _, err = run("pretrain", toml, "--run.dir", str(whole))
+    code, _, err = commands.run("pretrain", toml, "--run.dir", str(whole))
     assert code == 0, err
-    process = start("pretrain", toml, "--run.dir", str(broken))
+    process = commands.start("pretrain", toml, "--run.dir", str(broken))
     wait_for_step(broken, chance.randrange(20, 100), process)
     victim = chance.randrange(2)
-    os.kill(rank_pids(process)[victim], signal.SIGKILL)
-    code, _, err = finish(process)
+    os.kill(process.children()[victim], signal.SIGKILL)
+    code, _, err = process.finish()
     assert code == 128 + signal.SIGKILL and f"rank {victim} of 2 was killed by SIGKILL" in err
     assert len(losses(broken)) < 120
-    code, out, err = run("pretrain", toml, "--run.dir", str(broken), "--run.resume", "True")
+    code, out, err = commands.run("pretrain", toml, "--run.dir", str(broken), "--run.resume", "True")
     assert code == 0, err
     assert "from step 0" not in out, "it must continue from a checkpoint"
     assert losses(broken) == losses(whole)
@@ -92,77 +63,77 @@ def kill_and_resume(folder: Path, values: dict, seed: int) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", range(7))
-def test_a_killed_rank_ends_the_job_and_resume_gives_the_same_bits(tmp_path, tiny_values, seed):
-    kill_and_resume(tmp_path, tiny_values, seed)
+def test_a_killed_rank_ends_the_job_and_resume_gives_the_same_bits(commands, tmp_path, tiny_values, seed):
+    kill_and_resume(commands, tmp_path, tiny_values, seed)
 
 
-def test_sigterm_writes_a_checkpoint_and_exits_cleanly(tmp_path, tiny_values):
+def test_sigterm_writes_a_checkpoint_and_exits_cleanly(commands, tmp_path, tiny_values):
     toml = write_run(
         tmp_path, tiny_values, train={"steps": 100_000}, parallel={"tensor_parallel": 2}, data={"valid": []}
     )
-    process = start("pretrain", str(toml))
+    process = commands.start("pretrain", str(toml))
     directory = Path(tiny_values["run"]["dir"])
     wait_for_step(directory, 3, process)
-    process.send_signal(signal.SIGTERM)
-    code, out, err = finish(process)
+    process.terminate()
+    code, out, err = process.finish()
     assert code == 0, err
     last = losses(directory)[-1][0]
     assert f"stopped at step {last}; checkpoint written" in out
     assert (directory / "checkpoints" / f"step-{last}" / "manifest.json").exists()
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_continues(tmp_path, tiny_values):
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_continues(commands, tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values))
     directory = Path(tiny_values["run"]["dir"])
-    assert run("pretrain", toml)[0] == 0
+    assert commands.run("pretrain", toml)[0] == 0
     before = losses(directory)
     file = next((directory / "checkpoints" / "step-6").glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    code, out, err = run("pretrain", toml, "--run.resume", "True")
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True")
     assert code == 0, err
     assert "checkpoint of step 6 is not usable" in out and file.name in out and "SHA-256" in out
     assert "from step 4" in out
     assert losses(directory) == before
     # the bad one of step 6 was replaced by a good one
-    code, out, err = run("pretrain", toml, "--run.resume", "True")
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True")
     assert code == 0 and "from step 6" in out, out + err
 
 
 @pytest.mark.proof
-def test_generate_gives_the_same_text_on_one_and_two_ranks(tmp_path, tiny_values):
+def test_generate_gives_the_same_text_on_one_and_two_ranks(commands, tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}))
     directory = tiny_values["run"]["dir"]
-    assert run("pretrain", toml)[0] == 0
+    assert commands.run("pretrain", toml)[0] == 0
     # 5 prompt tokens: not divisible by 2, so TP 2 pads
     options = ["--prompt", "def f", "--max-new-tokens", "21", "--temperature", "0.5"]
-    code, two, err = run("generate", directory, *options)
+    code, two, err = commands.run("generate", directory, *options)
     assert code == 0 and two.startswith("def f") and len(two) > 10, err
-    code, one, err = run("generate", directory, *options, "--tensor-parallel", "1")
+    code, one, err = commands.run("generate", directory, *options, "--tensor-parallel", "1")
     assert code == 0, err
     assert one == two
-    assert run("generate", directory, *options, "--temperature", "0")[0] == 0
+    assert commands.run("generate", directory, *options, "--temperature", "0")[0] == 0
 
 
 def test_torchrun_joins_instead_of_starting_ranks(tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}, train={"steps": 2}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [*command, "-m", "tpformer.cli", "pretrain", toml], capture_output=True, text=True, env=ENVIRONMENT, timeout=90
-    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, "-m", "tpformer.cli", "pretrain", toml]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90)
     assert result.returncode == 0, result.stderr
     assert len(losses(Path(tiny_values["run"]["dir"]))) == 2
 
 
-def test_nothing_is_overwritten(tmp_path, tiny_values):
+def test_nothing_is_overwritten(commands, tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values, train={"steps": 1}))
     directory = Path(tiny_values["run"]["dir"])
-    assert run("pretrain", toml)[0] == 0
+    assert commands.run("pretrain", toml)[0] == 0
     before = (directory / "metrics.jsonl").read_bytes()
-    code, _, err = run("pretrain", toml)
+    code, _, err = commands.run("pretrain", toml)
     assert code == 2 and "already holds a run" in err and "--run.resume" in err
-    code, _, err = run("pretrain", toml, "--run.resume", "True", "--model.n-layers", "3")
+    code, _, err = commands.run("pretrain", toml, "--run.resume", "True", "--model.n-layers", "3")
     assert code == 2 and "model.n_layers: 2 -> 3" in err
     assert (directory / "metrics.jsonl").read_bytes() == before
 
@@ -176,18 +147,18 @@ def test_nothing_is_overwritten(tmp_path, tiny_values):
         (["--model.vocab-size", "50"], ["50", "vocab_size"]),
     ],
 )
-def test_command_line_mistakes_are_named_before_any_rank_starts(tmp_path, tiny_values, arguments, words):
-    code, out, err = run("pretrain", str(write_run(tmp_path, tiny_values)), *arguments)
+def test_command_line_mistakes_are_named_before_any_rank_starts(commands, tmp_path, tiny_values, arguments, words):
+    code, out, err = commands.run("pretrain", str(write_run(tmp_path, tiny_values)), *arguments)
     assert code == 2
     for word in words:
         assert word in out + err
     assert "Traceback" not in err and not Path(tiny_values["run"]["dir"]).exists()
 
 
-def test_overrides_reach_the_run(tmp_path, tiny_values):
+def test_overrides_reach_the_run(commands, tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values))
     options = "--model.n-layers 3 --model.seq-length 8 --parallel.tensor-parallel 2 --train.steps=2".split()
-    code, out, err = run("pretrain", toml, *options, "--run.dir", str(tmp_path / "other"))
+    code, out, err = commands.run("pretrain", toml, *options, "--run.dir", str(tmp_path / "other"))
     assert code == 0, err
     rows = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
@@ -197,31 +168,31 @@ def test_overrides_reach_the_run(tmp_path, tiny_values):
     assert "n_layers = 3" in stored and "vocab_size = 257" in stored and "ffn_hidden_size" not in stored
 
 
-def test_a_recorded_pipeline_step_is_drawn(tmp_path, tiny_values):
+def test_a_recorded_pipeline_step_is_drawn(commands, tmp_path, tiny_values):
     parallel = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_shard": 2}
     toml = str(
         write_run(tmp_path, tiny_values, parallel=parallel, model={"n_layers": 4}, log={"timeline_step": 2}, data={})
     )
     directory = Path(tiny_values["run"]["dir"])
-    code, out, err = run("pretrain", toml, "--train.steps", "2")
+    code, out, err = commands.run("pretrain", toml, "--train.steps", "2")
     assert code == 0 and "tpformer timeline" in out, err
-    code, out, err = run("timeline", str(directory))
+    code, out, err = commands.run("timeline", str(directory))
     assert code == 0, err
     trace = json.loads((directory / "plots" / "pipeline.json").read_text())
     computed = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"][0] in "FB"]
     assert len(computed) == 2 * 2 * 2 * 2, "forward and backward of 2 microbatches in 2 stages on 2 ranks"
     assert "Interleaved1F1B" in (directory / "plots" / "pipeline.svg").read_text()
-    code, _, err = run("timeline", str(tmp_path))
+    code, _, err = commands.run("timeline", str(tmp_path))
     assert code == 2 and "--log.timeline-step" in err
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path, tiny_values):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(commands, tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values, train={"steps": 2}, data={"valid": []}))
     directory = Path(tiny_values["run"]["dir"])
-    assert run("pretrain", toml)[0] == 0
+    assert commands.run("pretrain", toml)[0] == 0
     before = losses(directory)
     (directory / "checkpoints" / "step-2" / "manifest.json").unlink()
-    code, out, err = run("pretrain", toml, "--run.resume", "True")
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True")
     assert code == 2 and "checkpoints of steps 2, and none is usable" in err, out + err
     assert losses(directory) == before
 

@@ -5,7 +5,7 @@ import torch
 from testing import assert_kernel_close
 
 from tpformer import ops
-from tpformer.training.config import build_config
+from tpformer.config import build_config
 from tpformer.training.metrics import read_metrics
 from tpformer.training.trainer import pretrain
 

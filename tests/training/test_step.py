@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tpformer.training.config import build_config
+from tpformer.config import build_config
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, default_dtype, run_mesh

@@ -3,20 +3,18 @@
 import contextlib
 import io
 import math
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from test_run import finish, start, write_run
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from commands import main
+from defects import without_reduction
+from test_run import write_run
 
-from tpformer.distributed.launch import run_ranks
+from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.parallel import TiedParameter
 from tpformer.training import model as training_model
 from tpformer.training import verify as verifying
-from tpformer.training.config import RunConfig, build_config, check_config, read_toml
 from tpformer.training.verify import RANDOM, Difference, Report, check_memory, verify_config, verify_rank
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,15 +26,6 @@ def config_of(**sections: dict) -> RunConfig:
     config = verify_config(build_config(VALUES, sections))
     check_config(config)
     return config
-
-
-def without_reduction(part: torch.nn.Module) -> None:
-    """Partial gradients taken for whole ones."""
-    for parameter in part.parameters():
-        grad = parameter.grad
-        if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
-            places = [Replicate() if isinstance(place, Partial) else place for place in grad.placements]
-            parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, places, run_check=False)
 
 
 DEFECTS = {
@@ -54,29 +43,23 @@ def verified(config: RunConfig, defect: str) -> tuple[int, str]:
 
 
 @pytest.mark.proof
-def test_the_command_passes_a_layout(tmp_path):
+def test_the_command_passes_a_layout(commands, tmp_path):
     file = write_run(tmp_path, VALUES, parallel={"tensor_parallel": 2, "pipeline_parallel": 2})
-    code, out, err = finish(start("verify", str(file)), seconds=170)
+    code, out, err = commands.run("verify", str(file), seconds=170)
     assert code == 0, out + err
     assert "tensor_parallel 2, pipeline_parallel 2: 4 ranks, microbatches 8 x 1," in out
     assert f"data: {RANDOM}" in out and "this layout trains as one process does" in out
 
 
-WRAPPER = """
-import tpformer.parallel
-from tpformer.cli import main
-
-tpformer.parallel.TiedParameter.reduce = lambda self: None
-main()
-"""
+def untied(*arguments: str) -> None:
+    """`tpformer` whose ranks do not add up the gradients of a tied embedding."""
+    TiedParameter.reduce = lambda self: None
+    main(*arguments)
 
 
-def test_the_command_fails_where_tied_gradients_are_not_added_up(tmp_path, capfd):
-    """As a rank that a launcher started: those that it starts itself would not have the defect."""
-    (tmp_path / "wrapper.py").write_text(WRAPPER)
+def test_the_command_fails_where_tied_gradients_are_not_added_up(commands, tmp_path):
     file = write_run(tmp_path, VALUES, parallel={"pipeline_parallel": 2})
-    code = run_ranks([sys.executable, str(tmp_path / "wrapper.py"), "verify", str(file)], 2)
-    out, err = capfd.readouterr()
+    code, out, err = commands.call(untied, "verify", str(file)).finish()
     assert code == 1, out + err
     assert "THIS LAYOUT DOES NOT TRAIN AS ONE PROCESS DOES" in out
     (gradients,) = [line for line in out.splitlines() if line.startswith("gradients, step 1")]

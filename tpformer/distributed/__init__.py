@@ -6,7 +6,7 @@ Belongs here: the names the rest of tpformer uses, and nothing else.
 from .collectives import all_gather, all_reduce, record_collectives, reduce_scatter
 from .cpu import keep_freed_memory, share_cores
 from .hang import HangError
-from .kernel_workspace import check_all, set_timeout
+from .kernel_workspace import check_all, indexed, set_timeout
 from .mesh import build_mesh, initialize
 from .workspace import close, transport_of, use_backend
 
@@ -17,6 +17,7 @@ __all__ = [
     "build_mesh",
     "check_all",
     "close",
+    "indexed",
     "initialize",
     "keep_freed_memory",
     "record_collectives",

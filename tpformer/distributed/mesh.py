@@ -83,3 +83,17 @@ def build_mesh(
         if group is not dist.group.WORLD and dist.get_backend(group) != "fake":
             _set_pg_timeout(timeout, group)  # new groups do not inherit the world's: torch gives them 10 to 30 minutes
     return mesh
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches, to be called when the process group has been destroyed and another one follows.
+
+    They keep layouts by their mesh. A mesh of the next process group can be equal to an earlier one, and would be taken
+    for it, with groups that are gone.
+    """
+    from torch.distributed.tensor import DTensor, debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13
+    if clear is None:
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.config import check_heads
 
 from .linear import ColumnParallelLinear, RowParallelLinear, project
 from .module import ParallelModule
@@ -106,21 +107,6 @@ class SelfAttention(ParallelModule):
         heads = rearrange(y, "tokens heads d -> tokens (heads d)")
         y = self.o_proj(heads, residual=carried, dropout=dropout, next_norm=next_norm)
         return y.view(x.shape) if next_norm is None else (y[0].view(x.shape), y[1])
-
-
-def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool) -> None:
-    """Raise ValueError, with the numbers and the remedy, for head counts that cannot be laid out."""
-    if hidden_size % n_heads:
-        raise ValueError(f"hidden_size={hidden_size} is not a multiple of n_heads={n_heads}: change either")
-    if n_heads % n_kv_heads:
-        raise ValueError(f"n_heads={n_heads} is not a multiple of n_kv_heads={n_kv_heads}: change either")
-    if n_heads % tp:
-        fitting = [t for t in range(1, n_heads + 1) if n_heads % t == 0]
-        raise ValueError(
-            f"n_heads={n_heads} cannot be split over tensor_parallel={tp} ranks: choose tensor_parallel from {fitting}"
-        )
-    if rope and (hidden_size // n_heads) % 2:
-        raise ValueError(f"RoPE needs an even head dim, not hidden_size / n_heads = {hidden_size // n_heads}")
 
 
 def positions_of(x: Tensor, *, sharded: bool) -> Positions:

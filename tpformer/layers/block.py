@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.config import RECOMPUTE
 from tpformer.kernels.philox.reference import philox_key
 
 from .attention import SelfAttention, positions_of
@@ -12,8 +13,6 @@ from .mlp import MLP
 from .module import ParallelModule
 from .norm import NORMS
 from .positions import Positions
-
-RECOMPUTE = ("none", "mlp", "full")
 
 
 class DropoutKey:

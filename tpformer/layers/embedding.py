@@ -141,9 +141,9 @@ class LMHead(_VocabParallel):
         z_loss: float = 0.0,
     ) -> Tensor:
         weight = self.local("weight") if tied is None else tied
-        where = {"norm": norm, "group": self.group, "sequence_parallel": self.sequence_parallel}
+        where: dict = {"norm": norm, "group": self.group, "sequence_parallel": self.sequence_parallel}
         if targets is None:
             return ops.column_linear(x, weight, transport=self.transport, width=self.width, **where)
         self.check_ids(targets.masked_fill(targets == IGNORE_INDEX, 0), "targets")
-        terms = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
+        terms: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
         return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **terms, **where)

@@ -4,23 +4,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.config import MLP_ACTIVATIONS, default_ffn_size
 
 from .linear import ColumnParallelLinear, RowParallelLinear, project
 from .module import ParallelModule
-
-# name in a config -> (elementwise function, gated)
-MLP_ACTIVATIONS = {
-    "gelu": ("gelu", False),
-    "gelu_tanh": ("gelu_tanh", False),
-    "swiglu": ("silu", True),
-    "geglu": ("gelu_tanh", True),
-    "relu2": ("relu2", False),
-}
-
-
-def default_ffn_size(hidden_size: int, activation: str) -> int:
-    """4 * hidden, or for a gated MLP 8/3 * hidden (as many parameters) rounded up to a multiple of 128."""
-    return -(-8 * hidden_size // 384) * 128 if MLP_ACTIVATIONS[activation][1] else 4 * hidden_size
 
 
 class MLP(ParallelModule):

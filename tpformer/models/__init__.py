@@ -1,7 +1,7 @@
 """GPT, its configuration and named presets. Re-exports only."""
 
-from .config import GPTConfig
+from tpformer.config import PRESETS, GPTConfig, preset, preset_config
+
 from .gpt import GPT
-from .presets import PRESETS, preset, preset_config
 
 __all__ = ["GPT", "GPTConfig", "PRESETS", "preset", "preset_config"]

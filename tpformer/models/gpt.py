@@ -1,7 +1,6 @@
 """GPT: token embedding, transformer blocks, output head; one module for every preset and tensor-parallel layout."""
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.config import GPTConfig, check_heads, selected_layers
 from tpformer.layers import (
     DropoutKey,
     LMHead,
@@ -22,33 +22,8 @@ from tpformer.layers import (
     explain,
     initialize,
 )
-from tpformer.layers.attention import check_heads
 from tpformer.layers.embedding import IGNORE_INDEX
 from tpformer.layers.norm import NORMS
-
-from .config import GPTConfig
-
-
-def selected_layers(pattern: str, n_layers: int) -> set[int]:
-    """Layers by comma-separated indexes or slices as in Python: "0:8", "::2", "0,5,-1"; "" selects all.
-
-    ValueError for what is neither, and for an index or a slice that selects nothing.
-    """
-    layers, found = range(n_layers), set[int]()
-    chosen: Sequence[int]
-    for part in pattern.split(",") if pattern else ["::"]:
-        try:
-            numbers = [int(number) if number.strip() else None for number in part.split(":")]
-            chosen = layers[slice(*numbers)] if len(numbers) > 1 else [layers[numbers[0]]]  # type: ignore[index]
-        except (ValueError, TypeError, IndexError):
-            chosen = ()
-        if not chosen:
-            raise ValueError(
-                f"recompute_layers={pattern!r}: {part!r} selects none of the {n_layers} layers; write comma-separated "
-                f'indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"'
-            )
-        found.update(chosen)
-    return found
 
 
 def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:

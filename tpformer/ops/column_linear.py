@@ -12,6 +12,7 @@ from .implementation import implementation
 from .norm import Norm, Normed
 from .transport import LOCAL, column_request, open_transport
 from .transports.interface import Transport
+from .uncompiled import uncompiled
 from .weight_gradients import Deferred
 
 
@@ -95,7 +96,7 @@ def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Seque
         queue.add(make)
 
 
-@torch.compiler.disable
+@uncompiled
 def column_linear(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],

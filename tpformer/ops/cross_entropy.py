@@ -14,6 +14,7 @@ from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 from .implementation import implementation
 from .norm import Norm
 from .transports.interface import record_transport
+from .uncompiled import uncompiled
 
 # Logits that linear_cross_entropy holds at once. On a GPU every chunk reads and writes the float32 gradient of W: by an
 # H200's bandwidth and arithmetic, a tenth of what the GEMMs of 2048 tokens take.
@@ -54,7 +55,7 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):
         return dlogits, None, None, None, None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -174,7 +175,7 @@ def default_chunk_tokens(vocab: VocabSlice, device_type: str) -> int:
     return max(tokens, logits // vocab.width)
 
 
-@torch.compiler.disable
+@uncompiled
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

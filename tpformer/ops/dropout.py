@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 from tpformer.kernels.finish import Dropout
 
 from .implementation import implementation
+from .uncompiled import uncompiled
 
 
 def dropout_starts(sample_index: Tensor, seq_length: int, hidden: int, rows: slice) -> Tensor:
@@ -31,7 +32,7 @@ class DropoutFunction(torch.autograd.Function):
         return implementation("dropout", dy).dropout_apply(dy, *ctx.site), None
 
 
-@torch.compiler.disable
+@uncompiled
 def dropout(x: Tensor, site: Dropout | None) -> Tensor:
     """Dropout of rows x (tokens, hidden), or x itself for None. Saves nothing; no communication."""
     return x if site is None else DropoutFunction.apply(x, site)

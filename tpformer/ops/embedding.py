@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .sequence import reduce_rows
+from .uncompiled import uncompiled
 
 
-@torch.compiler.disable
+@uncompiled
 def vocab_parallel_embedding(
     ids: Tensor,
     weight: Tensor,

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from tpformer.kernels.norm.reference import Norm
 
 from .implementation import implementation
+from .uncompiled import uncompiled
 
 
 class Normed(NamedTuple):
@@ -35,7 +36,7 @@ class NormFunction(torch.autograd.Function):
         return *implementation("norm", x).norm_backward(dy.contiguous(), x, (mean, rstd), norm), None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def norm(x: Tensor, prologue: Norm) -> Tensor:
     """Normalise the last dim of x (..., N). Saves x and two statistics a row, never the output; no communication."""
     flat = x.reshape(-1, x.shape[-1])

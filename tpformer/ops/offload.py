@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+
+from tpformer.distributed.dtensor import is_dtensor
 
 SMALLEST = 1 << 20  # bytes of a storage: copies of less cost more than the memory is worth
 
@@ -70,7 +71,7 @@ class _Layer:
         if self.parameters is None:  # only now: FSDP2 gathers them in the module's forward
             self.parameters = {_address(parameter) for parameter in self.module.parameters()}
         address = _address(x)
-        if isinstance(x, DTensor) or x.untyped_storage().nbytes() < self.smallest or address in self.parameters:
+        if is_dtensor(x) or x.untyped_storage().nbytes() < self.smallest or address in self.parameters:
             return x
         if address not in self.open:
             self.open[address] = _Storage(x)
@@ -161,7 +162,7 @@ class _Storage:
 
 
 def _address(x: Tensor) -> int:
-    return (x.to_local() if isinstance(x, DTensor) else x).untyped_storage().data_ptr()
+    return (x.to_local() if is_dtensor(x) else x).untyped_storage().data_ptr()
 
 
 def _copy_stream(device: torch.device) -> Any:

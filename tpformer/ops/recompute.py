@@ -4,11 +4,12 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
-from torch.compiler import disable
 from torch.utils.checkpoint import checkpoint
 
+from .uncompiled import uncompiled
 
-@disable
+
+@uncompiled
 def recompute(region: Callable[..., Any], *inputs: Any) -> Any:
     """region(*inputs) with its inputs saved and nothing else; the backward runs the region again, on all ranks alike.
 

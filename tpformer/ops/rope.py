@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .implementation import implementation
+from .uncompiled import uncompiled
 
 
 class RopeFunction(torch.autograd.Function):
@@ -21,7 +22,7 @@ class RopeFunction(torch.autograd.Function):
         return *rotate(dq, dk, ctx.table, ctx.positions, ctx.interleaved, inverse=True), None, None, None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def rope(
     q: Tensor, k: Tensor, table: tuple[Tensor, Tensor], positions: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:

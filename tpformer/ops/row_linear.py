@@ -15,6 +15,7 @@ from .norm import Norm, Normed
 from .recompute import running_again
 from .transport import LOCAL, open_transport, row_request
 from .transports.interface import Transport
+from .uncompiled import uncompiled
 from .weight_gradients import Deferred
 
 
@@ -70,7 +71,7 @@ def _result_rows(x: Tensor, layout: _Layout) -> int:
     return len(x) // group.size() if layout.sequence_parallel and group is not None else len(x)
 
 
-@torch.compiler.disable
+@uncompiled
 def row_linear(
     x: Tensor,
     weight: Tensor,

@@ -7,6 +7,8 @@ from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 
+from .uncompiled import uncompiled
+
 
 class _ReduceRows(torch.autograd.Function):
     @staticmethod
@@ -44,7 +46,7 @@ class _GatherRows(torch.autograd.Function):
         return dy.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
 
 
-@torch.compiler.disable
+@uncompiled
 def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool = True) -> Tensor:
     """Sum partial rows x (tokens, N) over the group, into this rank's slice (tokens / t, N) or into all rows.
 
@@ -53,7 +55,7 @@ def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool =
     return x if group is None else _ReduceRows.apply(x, group, sequence_parallel)
 
 
-@torch.compiler.disable
+@uncompiled
 def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """This rank's slice (tokens / t, N) of rows x (tokens, N) that are equal on all ranks.
 
@@ -69,7 +71,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _ScatterRows.apply(x, group)
 
 
-@torch.compiler.disable
+@uncompiled
 def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """All rows (tokens, N) from every rank's slice (tokens / t, N), for computation that is then equal on all ranks.
 

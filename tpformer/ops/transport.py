@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
+from tpformer.config import TRANSPORTS
+from tpformer.config.transport_table import read_transport_table
 from tpformer.distributed.kernel_workspace import why_not
 from tpformer.distributed.workspace import backend_of
 from tpformer.kernels.cost import Machine, break_even_width, machine_for
 
 from .implementation import KERNEL_DTYPES
 from .transports.interface import ALL, GATHER, REGISTRY, SCATTER, Request, Transport
-from .transports.measured import read_measured_table
 from .transports.pipelined import Pipelined
 from .transports.sequential import Sequential
 
-TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 FUSED_ROWS = 1024  # below, a collective and a library GEMM beat the fused kernels of sequence parallelism
 ONE_SHOT_BYTES = 256 << 10  # up to here an all-reduce is latency, which the fused kernel has least of
@@ -131,11 +131,15 @@ def why_not_pipelined(request: Request) -> str | None:
 
 
 def use_measured_table(path: str | Path | None) -> None:
-    """Let "auto" go by measured times (measured.read_measured_table) in this process; None: by the model again.
+    """Let "auto" go by measured times (config.transport_table) in this process; None: by the model again.
 
     All ranks must use the same table. FileNotFoundError or ValueError for a file that is not one.
     """
-    REGISTRY.table = None if path is None else read_measured_table(path)
+    REGISTRY.table = None if path is None else read_transport_table(path)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:
@@ -158,7 +162,7 @@ def _automatic(request: Request) -> Decision:
     if (measured := _measured(request)) is not None:
         return measured
     if request.dtype not in FUSED_DTYPES:
-        return Decision("sequential", f"{str(request.dtype).removeprefix('torch.')} is for verification, not for speed")
+        return Decision("sequential", f"{dtype_name(request.dtype)} is for verification, not for speed")
     obstacle = why_not_fused(request)
     if obstacle is None:
         return _fused_or_sequential(request)
@@ -193,7 +197,7 @@ def _measured(request: Request) -> Decision | None:
     """The fastest transport of the nearest measured shape, of those that can run here."""
     if REGISTRY.table is None:
         return None
-    row = REGISTRY.table.nearest(request.op, request.ranks, request.dtype, request.m, request.n, request.k)
+    row = REGISTRY.table.nearest(request.op, request.ranks, dtype_name(request.dtype), request.m, request.n, request.k)
     if row is None:
         return None
     obstacles = {"fused": why_not_fused, "pipelined": why_not_pipelined}

@@ -1,7 +1,8 @@
 """How a model is laid out on a mesh and how its gradients are completed. Re-exports only."""
 
-from .gradients import gradient_norm, reduce_partial_gradients, scale_gradients
-from .layout import SCHEDULES, Layout
+from tpformer.config import SCHEDULES, Layout
+
+from .gradients import gradient_norm, local_part, reduce_partial_gradients, scale_gradients
 from .pipeline import Pipeline
 from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
@@ -19,6 +20,7 @@ __all__ = [
     "data_parallel_mesh",
     "gather_actions",
     "gradient_norm",
+    "local_part",
     "pipeline_sequential",
     "prepare_backward",
     "reduce_partial_gradients",

@@ -38,12 +38,13 @@ def reduce_partial_gradients(model: nn.Module) -> None:
             parameter.grad = DTensor.from_local(piece.view_as(grad), mesh, whole, run_check=False)
 
 
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: a DTensor's local tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _copies(grad: Tensor, groups: Iterable[ProcessGroup]) -> int:
-    """How many ranks of these groups together hold the same part of a gradient."""
+def _copies(grad: Tensor, groups: Iterable[list[int]]) -> int:
+    """How many ranks of these groups (each given by its ranks) together hold the same part of a gradient."""
     copies, laid_out = 1, []  # by ranks: torch may give a mesh equal to an earlier one that one's process groups
     if isinstance(grad, DTensor):
         for axis, place in enumerate(grad.placements):
@@ -53,8 +54,8 @@ def _copies(grad: Tensor, groups: Iterable[ProcessGroup]) -> int:
             if isinstance(place, Replicate):
                 copies *= grad.device_mesh.size(axis)
     for group in groups:
-        if dist.get_process_group_ranks(group) not in laid_out:
-            copies *= group.size()
+        if group not in laid_out:
+            copies *= len(group)
     return copies
 
 
@@ -74,14 +75,15 @@ def gradient_norm(
     Communication: one all-reduce of 8 bytes per group. RuntimeError for a gradient that is still partial.
     """
     groups = [group for group in groups if group is not None]
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     twice = {id(parameter) for parameter in held_twice}
     device: torch.device | None = None
     for parameter in parameters:
-        device = device or _local(parameter).device  # also of a rank without gradients: all join in one collective
+        device = device or local_part(parameter).device  # also of a rank without gradients: all join in one collective
         if parameter.grad is not None:
-            copies = _copies(parameter.grad, groups) * (2 if id(parameter) in twice else 1)
-            by_copies[copies].append(_local(parameter.grad))
+            copies = _copies(parameter.grad, ranks) * (2 if id(parameter) in twice else 1)
+            by_copies[copies].append(local_part(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
         total = total + torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
@@ -93,6 +95,6 @@ def gradient_norm(
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients, in place, by one number: that of clipping, of a loss scale, or both. No communication."""
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)

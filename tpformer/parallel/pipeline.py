@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from tpformer.config import Layout
 from tpformer.layers import ColumnParallelLinear, RowParallelLinear
 from tpformer.ops import WeightGradientQueue
 
-from .layout import Layout
 from .recording import Action
 from .zero import prepare_backward, reduce_accumulated, reshard, take_weight_gradients
 

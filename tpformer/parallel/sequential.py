@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from .layout import Layout
+from tpformer.config import Layout
+from tpformer.distributed import indexed
+
 from .pipeline import Pipeline
 from .split import split_stages
 from .zero import apply_zero
@@ -43,9 +45,7 @@ def pipeline_sequential(
     boundaries, costs = _trace(model, example, layout.pipeline_split)
     ranges = split_stages(costs, layout.n_stages)
     children = list(model.named_children())
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = indexed(torch.device(mesh.device_type))
     parts: list[nn.Module] = []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
         part = nn.Sequential(OrderedDict(children[ranges[stage].start : ranges[stage].stop]))

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from tpformer.distributed.collectives import all_reduce
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT
+
+from .gradients import local_part
 
 
 class TiedParameter:
@@ -54,7 +55,7 @@ class TiedParameter:
         Communication: one all-reduce of this rank's shard between the two ranks; none where they are one.
         """
         found = [p.grad for p in self.local if p.grad is not None]  # a frozen table has none, on either rank
-        gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in found]
+        gradients = [local_part(grad) for grad in found]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])

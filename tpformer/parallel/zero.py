@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from .layout import Layout
+from tpformer.config import Layout
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tpformer.distributed.mesh import AXES
-from tpformer.models import GPT, GPTConfig
+from tpformer.config import RunConfig, check_config
+from tpformer.distributed.mesh import AXES, forget_meshes
+from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
 from tpformer.parallel import prepare_backward, reduce_partial_gradients
 from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
-from tpformer.training.config import RunConfig, check_config
 from tpformer.training.data import read_sidecar
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.setup import build_parts, default_dtype, resolve, run_mesh
+from tpformer.training.resolve import resolve
+from tpformer.training.setup import build_parts, default_dtype, run_mesh
 
 from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes, nbytes, storages
 from .memory import boundary_bytes, microbatch_rows
@@ -93,9 +93,7 @@ def device_memory() -> float:
 
 def count_parameters(config: RunConfig) -> int:
     """Elements of the whole model's parameters, built on meta tensors; the vocabulary's padding not counted."""
-    model = GPT(
-        GPTConfig(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)}), device="meta"
-    )
+    model = GPT(config.model.architecture, device="meta")
     total = sum(parameter.numel() for parameter in model.parameters())
     for table in (model.embed_tokens, model.lm_head):
         if table._parameters["weight"] is not None:
@@ -124,15 +122,7 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Empty DTensor's caches: meshes of two ranks can be equal, and the next rank would get this one's groups."""
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13
-    if clear is None:
-        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
-    clear()
+        forget_meshes()  # or the next rank would get this one's groups
 
 
 class _Rank:

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from tpformer.config import MLP_ACTIVATIONS, RunConfig
 from tpformer.distributed.kernel_workspace import FLAG_BYTES, SLOT_MINIMUM, WRITER_FLAGS_MINIMUM, power_of_two
 from tpformer.layers.embedding import padded_vocab
-from tpformer.layers.mlp import MLP_ACTIVATIONS
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
-from tpformer.training.config import RunConfig
 
 from .bubbles import Step
 from .counting import StageCount

@@ -10,11 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tpformer.config import MLP_ACTIVATIONS, RunConfig
 from tpformer.distributed.mesh import AXES
 from tpformer.layers.embedding import padded_vocab
-from tpformer.layers.mlp import MLP_ACTIVATIONS
 from tpformer.ops import VocabSlice, default_chunk_tokens
-from tpformer.training.config import RunConfig
 
 from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank

@@ -1,37 +1,19 @@
 """Sampling text from a run's newest checkpoint, under any tensor-parallel layout."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpformer.config import RunConfig, check_config
 from tpformer.distributed import all_gather
 from tpformer.models import GPT
 
 from .checkpoint import Checkpointer
-from .config import RunConfig, build_config, check_config, read_toml
 from .data import load_tokenizer
-from .setup import build_model, device_type, group_timeout, join_ranks, run_mesh, tokenizer_name
-
-
-def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
-    """The configuration of a run, laid out over `tensor_parallel` ranks alone (unset: its own number of them)."""
-    path = directory / "config.toml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
-    config = build_config(read_toml(path))
-    parallel = dataclasses.replace(
-        config.parallel,
-        tensor_parallel=tensor_parallel or config.parallel.tensor_parallel,
-        pipeline_parallel=1,
-        data_parallel_replicate=1,
-        data_parallel_shard=1,
-        cpu_offload=False,
-    )
-    train = dataclasses.replace(config.train, microbatch_size=None)
-    return dataclasses.replace(config, parallel=parallel, train=train)
+from .resolve import tokenizer_name
+from .setup import build_model, device_type, group_timeout, join_ranks, run_mesh
 
 
 @torch.no_grad()

@@ -9,20 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from tpformer.distributed import indexed
 from tpformer.distributed.collectives import all_reduce
 from tpformer.distributed.mesh import AXES, DEFAULT_TIMEOUT
+from tpformer.layers.embedding import IGNORE_INDEX
 from tpformer.models import GPT
 from tpformer.parallel import (
     Layout,
     Pipeline,
     TiedParameter,
     gradient_norm,
+    local_part,
     prepare_backward,
     reduce_partial_gradients,
     reshard,
 )
+
+NO_TARGET = -1  # the tokens of samples that only fill a batch up: nothing is predicted from them
 
 
 class ParallelModel:
@@ -66,7 +70,6 @@ class ParallelModel:
         ids = torch.empty(size, length, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
         between = [torch.empty_like(rows) for _ in range(self.layout.n_stages - 1)]
-        kind = mesh.device_type
         return Pipeline(
             self.parts,
             self.layout,
@@ -74,7 +77,7 @@ class ParallelModel:
             n_microbatches=self.n_microbatches,
             boundaries=[ids, *between, loss],
             loss_fn=lambda summed, _: summed * self._scale,
-            device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+            device=indexed(torch.device(mesh.device_type)),
         )
 
     @property
@@ -86,6 +89,11 @@ class ParallelModel:
             self.mesh["dp_replicate"].get_local_rank() * self.layout.data_parallel_shard
             + self.mesh["dp_shard"].get_local_rank()
         )
+
+    def own_samples(self, step: int, global_batch_size: int) -> tuple[int, int]:
+        """(first, number) of this data-parallel rank's global samples in step 1, 2, ...: always the same ones."""
+        share = global_batch_size // self.layout.data_parallel
+        return (step - 1) * global_batch_size + self.data_rank * share, share
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self.parts for parameter in part.parameters()]
@@ -107,7 +115,7 @@ class ParallelModel:
         """
         samples, length = batch.shape
         self._scale = loss_scale / (samples * self.layout.data_parallel * (length - 1))
-        total = self._run(batch, first_sample, step, train=True)
+        total = self._run(batch[:, :-1], batch[:, 1:], first_sample, step, train=True)
         for part in self.parts:
             reduce_partial_gradients(part)
         if self.tied is not None:
@@ -118,26 +126,26 @@ class ParallelModel:
     def summed_loss(self, batch: Tensor) -> Tensor:
         """The loss summed over the target tokens of all data-parallel ranks' batches; equal on all ranks.
 
-        batch as for `gradients`, with n_microbatches microbatches in a pipeline.
+        batch as for `gradients`, with n_microbatches microbatches in a pipeline; samples of NO_TARGET only fill it up.
         """
         self._scale = 1.0
-        return self._total(self._run(batch, 0, 0, train=False))
+        filler = batch == NO_TARGET
+        ids, targets = batch.masked_fill(filler, 0)[:, :-1], batch.masked_fill(filler, IGNORE_INDEX)[:, 1:]
+        return self._total(self._run(ids, targets, 0, 0, train=False))
 
-    def _run(self, batch: Tensor, first_sample: int, step: int, *, train: bool) -> Tensor:
+    def _run(self, ids: Tensor, targets: Tensor, first_sample: int, step: int, *, train: bool) -> Tensor:
         """Forward, and backward in training, of all microbatches; this rank's sum of their scaled losses."""
-        index = torch.arange(first_sample, first_sample + len(batch), device=batch.device)
-        targets = batch[:, 1:].masked_fill(batch[:, 1:] < 0, -100)
-        ids = batch[:, :-1].clamp(min=0)
+        index = torch.arange(first_sample, first_sample + len(ids), device=ids.device)
         if self.pipeline is not None:
             run = self.pipeline.step if train else self.pipeline.evaluate
             return run(ids, targets, targets=targets, sample_index=index, step=step)
         (model,), size = self.parts, self.microbatch_size
-        total = torch.zeros((), device=batch.device)
-        for first in range(0, len(batch), size):
+        total = torch.zeros((), device=ids.device)
+        for first in range(0, len(ids), size):
             rows = slice(first, first + size)
             loss = model(ids[rows], targets=targets[rows], sample_index=index[rows], step=step) * self._scale
             if train:
-                prepare_backward(model, self.layout.zero, last=first + size >= len(batch))
+                prepare_backward(model, self.layout.zero, last=first + size >= len(ids))
                 loss.backward()
             total = total + loss.detach()
         if not train:
@@ -156,8 +164,7 @@ class ParallelModel:
         rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
         for stage, part in zip(self.layout.stages_of(rank), self.parts, strict=True):
             for position, (name, parameter) in enumerate(part.named_parameters()):
-                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                if grad is not None and not bool(grad.isfinite().all()):
+                if parameter.grad is not None and not bool(local_part(parameter.grad).isfinite().all()):
                     found.append((stage, position, name))
                     break
         everywhere = [found]

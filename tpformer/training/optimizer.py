@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .config import OptimizerSection
+from tpformer.config import OptimizerSection
 
 
 class LocalAdamW(torch.optim.AdamW):

@@ -1,6 +1,5 @@
 """From a RunConfig to the things a run works with: device, datasets, model. Shared by training and generation."""
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,20 +7,19 @@ from datetime import timedelta
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpformer.config import RunConfig
 from tpformer.distributed import build_mesh, initialize, keep_freed_memory, share_cores
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT
-from tpformer.models import GPT, GPTConfig
+from tpformer.models import GPT
 from tpformer.ops import use_measured_table
 from tpformer.parallel import apply_zero, split_stages
 
-from .config import RunConfig
 from .data import (
     BlendedSamples,
     IndexedDataset,
     Samples,
     TokenSamples,
     check_vocab,
-    load_tokenizer,
     read_sidecar,
 )
 from .model import ParallelModel
@@ -45,31 +43,6 @@ def join_ranks(device: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
 def group_timeout(config: RunConfig) -> timedelta:
     """Of the process groups: twice the run's, whose own report of a hang says more than theirs."""
     return timedelta(seconds=2 * config.run.timeout)
-
-
-def tokenizer_name(config: RunConfig) -> str:
-    """The configured tokenizer, else the one the first training dataset was built with; ValueError if neither says."""
-    if config.data.tokenizer:
-        return config.data.tokenizer
-    sidecar = read_sidecar(config.data.train[0])
-    if sidecar is None:
-        raise ValueError(
-            f"{config.data.train[0]}.json does not exist, so the dataset's tokenizer is unknown: set data.tokenizer"
-        )
-    return sidecar["tokenizer"]
-
-
-def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with what the data decides filled in: vocab_size and tokenizer."""
-    name = config.data.tokenizer
-    if config.model.vocab_size is None or read_sidecar(config.data.train[0]) is not None:
-        name = tokenizer_name(config)
-    vocab_size = config.model.vocab_size or load_tokenizer(name).vocab_size  # type: ignore[arg-type]
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, vocab_size=vocab_size),
-        data=dataclasses.replace(config.data, tokenizer=name),
-    )
 
 
 @dataclass(frozen=True)
@@ -107,7 +80,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     """
     use_measured_table(config.parallel.transport_table or None)
     layout, compute = config.parallel, default_dtype(config)
-    architecture = GPTConfig(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)})
+    architecture = config.model.architecture
     ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
     parts = []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):

@@ -6,15 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tpformer.parallel import scale_gradients
 
-from .data import Samples, TokenSamples, batch
-from .model import ParallelModel
-
-NO_TARGET = -1  # of samples that only fill a batch up: nothing is predicted from them
+from .data import Samples, TokenSamples
+from .model import NO_TARGET, ParallelModel
 
 
 class StepResult(NamedTuple):
@@ -84,6 +83,13 @@ def train_step(
     if scaler is not None:
         scaler.update(not skipped)
     return StepResult(loss, norm, skipped, offender)
+
+
+def batch(samples: Samples, first: int, count: int) -> Tensor:
+    """Samples first .. first + count - 1 as one int64 tensor (count, seq_length + 1); ValueError when count < 1."""
+    if count < 1:
+        raise ValueError(f"a batch needs at least one sample, got count {count}")
+    return torch.from_numpy(np.stack([samples.sample(i) for i in range(first, first + count)]))
 
 
 def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:

@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.distributed import all_reduce, check_all, close
+from tpformer.config import RunConfig, build_config, check_config, read_toml, to_toml
+from tpformer.distributed import all_reduce, check_all, close, indexed
 from tpformer.distributed.mesh import AXES
-from tpformer.distributed.watchdog import Watchdog
 from tpformer.kernels.cost import machine_for
 from tpformer.parallel import gather_actions
+from tpformer.processes.watchdog import Watchdog
 
 from .checkpoint import Checkpointer, CheckpointError, steps
-from .config import RunConfig, build_config, check_config, read_toml, to_toml
-from .data import batch
 from .metrics import MetricsLog, cut_metrics, plot_losses
 from .optimizer import build_optimizer, learning_rate
-from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, resolve, run_mesh
-from .step import LossScaler, StepResult, evaluate, train_step
+from .resolve import resolve
+from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
+from .step import LossScaler, StepResult, batch, evaluate, train_step
 
 # what a resumed run may not change: with another value the loss would not be this run's
 _FIXED = (("model", None), ("data", None), ("train", "seed"), ("train", "global_batch_size"))
@@ -90,7 +90,7 @@ class Trainer:
         config = self.config
         self.watchdog.progress(0, "building the model")
         self.mesh: DeviceMesh = run_mesh(config, device)
-        self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        self.device = indexed(torch.device(device))
         self.model = build_model(config, self.mesh)
         self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
         microbatches = config.n_microbatches * config.parallel.data_parallel
@@ -145,9 +145,7 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Tensor, int]:
         """This data-parallel rank's samples of step 1, 2, ...: always the same, so resuming needs no data state."""
-        size = self.config.train.global_batch_size
-        share = size // self.config.parallel.data_parallel
-        first = (step - 1) * size + self.model.data_rank * share
+        first, share = self.model.own_samples(step, self.config.train.global_batch_size)
         return batch(self.data.train, first, share).to(self.device), first
 
     def validate(self) -> float:

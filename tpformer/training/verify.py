@@ -7,9 +7,11 @@ themselves are training's own.
 import dataclasses
 import logging
 import math
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -21,17 +23,17 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpformer.config import DataSection, RunConfig
 from tpformer.distributed import close
 from tpformer.distributed.mesh import AXES
-from tpformer.models import GPT, GPTConfig
+from tpformer.models import GPT
 from tpformer.parallel import Layout
 
-from .config import DataSection, RunConfig
-from .data import batch
 from .model import ParallelModel
 from .optimizer import build_optimizer, learning_rate
-from .setup import build_model, device_type, group_timeout, join_ranks, open_data, resolve, run_mesh
-from .step import StepResult, train_step
+from .resolve import resolve
+from .setup import build_model, device_type, group_timeout, join_ranks, open_data, run_mesh
+from .step import StepResult, batch, train_step
 
 STEPS, BOUND = 2, 1e-9
 STATE_BYTES = 32  # of a float64 parameter, its gradient and AdamW's two moments
@@ -92,7 +94,9 @@ def verify_config(config: RunConfig) -> RunConfig:
 def available_bytes(device: str) -> int:
     """Of memory for new allocations: the GPU's, else this machine's or this container's."""
     if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
+        # asked by a fork: CUDA, once started, could not be used by the ranks that this process forks
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as executor:
+            return executor.submit(torch.cuda.mem_get_info).result()[0]
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     if meminfo.exists():
@@ -149,9 +153,7 @@ class Run:
         self.device = torch.device(device_type(config))
 
     def _batch(self, step: int) -> tuple[Tensor, int]:
-        size = self.config.train.global_batch_size
-        share = size // self.model.layout.data_parallel
-        first = (step - 1) * size + self.model.data_rank * share
+        first, share = self.model.own_samples(step, self.config.train.global_batch_size)
         return self.samples(first, share).to(self.device), first
 
     def gradients(self, step: int) -> None:
@@ -178,9 +180,8 @@ class Run:
 
 def one_process(config: RunConfig, device: str) -> ParallelModel:
     """The model of a configuration without mesh, process groups, FSDP2 or recomputation; device "meta": its shapes."""
-    architecture = GPTConfig(**{f.name: getattr(config.model, f.name) for f in dataclasses.fields(GPTConfig)})
     model = GPT(
-        architecture,
+        config.model.architecture,
         label_smoothing=config.train.label_smoothing,
         z_loss=config.train.z_loss,
         seed=config.train.seed,

@@ -14,11 +14,11 @@ from tpformer.training.data import (
     IndexedDataset,
     IndexedWriter,
     TokenSamples,
-    batch,
     check_vocab,
     permute,
     token_dtype,
 )
+from tpformer.training.step import batch
 
 
 def dataset_of(path: Path, n_tokens: int, vocab_size: int = 65536) -> IndexedDataset:

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.config.transport_table import OPERATIONS
 from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
 
 if TYPE_CHECKING:
-    from .measured import MeasuredTable
+    from tpformer.config.transport_table import TransportTable
 
-GATHER, SCATTER, ALL = OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+GATHER, SCATTER, ALL = OPERATIONS
 
 
 class Request(NamedTuple):
@@ -117,7 +118,7 @@ class Registry:
     """The only module-level state of tpformer.ops: listeners to the transports, and the table of measured times."""
 
     recorders: list[list[tuple[str, str]]] = field(default_factory=list)
-    table: MeasuredTable | None = None
+    table: TransportTable | None = None
 
 
 REGISTRY = Registry()

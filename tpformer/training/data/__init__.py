@@ -1,9 +1,10 @@
-"""Training data: token files, tokenizers, the default corpus and the order of samples. Only re-exports belong here."""
+"""Training data: token files, tokenizers, the default corpus and the order of samples, all without torch. Only
+re-exports belong here."""
 
 from .build import Summary, build_dataset, build_stdlib
 from .corpus import split_files, stdlib_files, stdlib_root
 from .indexed import IndexedDataset, IndexedWriter, dataset_paths, read_sidecar, token_dtype
-from .sampling import BlendedSamples, Samples, TokenSamples, batch, check_vocab, permute
+from .sampling import BlendedSamples, Samples, TokenSamples, check_vocab, permute
 from .tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -16,7 +17,6 @@ __all__ = [
     "Summary",
     "TokenSamples",
     "Tokenizer",
-    "batch",
     "build_dataset",
     "build_stdlib",
     "check_vocab",

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from .indexed import IndexedDataset
 
@@ -140,13 +139,6 @@ class BlendedSamples:
         quota = self.quotas[part]
         rank = slot - (self._ends[part] - quota)
         return part, block * quota + rank
-
-
-def batch(samples: Samples, first: int, count: int) -> torch.Tensor:
-    """Samples first .. first + count - 1 as one int64 tensor (count, seq_length + 1); ValueError when count < 1."""
-    if count < 1:
-        raise ValueError(f"a batch needs at least one sample, got count {count}")
-    return torch.from_numpy(np.stack([samples.sample(i) for i in range(first, first + count)]))
 
 
 def check_vocab(dataset: IndexedDataset, vocab_size: int) -> None:

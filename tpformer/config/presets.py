@@ -1,6 +1,6 @@
 """Named architectures, as plain dicts of GPTConfig fields: GPT-2, the ten Megatron rows, Llama 2 and 3."""
 
-from .config import GPTConfig
+from .architecture import GPTConfig
 
 _GPT2 = {"vocab_size": 50257, "seq_length": 1024}
 _MEGATRON = {"vocab_size": 51200, "seq_length": 2048}

@@ -15,15 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpformer.layers.attention import check_heads
-from tpformer.layers.block import RECOMPUTE
-from tpformer.models import GPTConfig, preset
-from tpformer.models.gpt import selected_layers
-from tpformer.ops import TRANSPORTS
-from tpformer.ops.transports.measured import read_measured_table
-from tpformer.parallel import Layout
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+from .architecture import GPTConfig, check_heads
+from .layout import RECOMPUTE, TRANSPORTS, Layout, selected_layers
+from .presets import preset
+from .transport_table import DTYPES, read_transport_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +27,11 @@ class ModelSection(GPTConfig):
 
     preset: str | None = None
     """A named architecture whose fields apply where this section gives none."""
+
+    @property
+    def architecture(self) -> GPTConfig:
+        """What a model is built from: this section without its preset."""
+        return GPTConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(GPTConfig)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +279,7 @@ def check_config(config: RunConfig) -> None:
     if config.parallel.transport not in TRANSPORTS:
         raise ValueError(f"parallel.transport={config.parallel.transport!r}: choose one of {', '.join(TRANSPORTS)}")
     if config.parallel.transport_table:
-        read_measured_table(config.parallel.transport_table)
+        read_transport_table(config.parallel.transport_table)
     if config.parallel.recompute not in RECOMPUTE:
         raise ValueError(f"parallel.recompute={config.parallel.recompute!r}: choose one of {', '.join(RECOMPUTE)}")
     if config.parallel.recompute_layers and config.parallel.recompute == "none":

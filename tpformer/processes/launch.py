@@ -1,22 +1,27 @@
-"""Starting the ranks of a run on this machine, ending them together, and starting them again after a failure."""
+"""Starting the ranks of a run on this machine, ending them together, and starting them again after a failure.
+
+Ranks are forks of the launcher, which has imported what they need: a run of eight ranks imports torch once. The
+launcher itself must compute nothing before it forks, because threads and CUDA do not survive a fork.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from .watchdog import HANG_EXIT_CODE
-
 POLL_SECONDS = 0.05
+HANG_EXIT_CODE = 124  # a watchdog ended the rank; as of coreutils' timeout
+STOPS = (signal.SIGTERM, signal.SIGINT)
 USAGE_EXIT_CODE = 2  # what only the user can mend (a value, a missing file): starting again would not help
 
 
@@ -30,6 +35,8 @@ def check_local_ranks(world_size: int, device: str | None) -> None:
 
     device: cpu or cuda; None for cuda where there is one.
     """
+    # CUDA's own answer would start CUDA in this process, and its forks could not use it
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     cuda = device == "cuda" or (device is None and torch.cuda.is_available())
@@ -50,6 +57,8 @@ def record_exception(error: BaseException) -> None:
     To be called before the process exits: peers fail only once its connections are closed, so the oldest file of a job
     is the first failure's. Without a launcher it does nothing.
     """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     with contextlib.suppress(OSError):  # the launcher is gone, and its directory with it
@@ -66,17 +75,33 @@ def _error_file(directory: str, rank: int) -> Path:
     return Path(directory, f"rank-{rank}.json")
 
 
-def _start(command: Sequence[str], world_size: int, errors: str, processes: list[subprocess.Popen]) -> None:
+def _rank(work: Callable[[int], object], attempt: int, environment: dict[str, str]) -> None:
+    """A rank's life: `work` in a process whose signals mean again what they mean to a new one."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    os.environ.update(environment)
+    work(attempt)
+
+
+def _start(work: Callable[[int], object], attempt: int, world_size: int, errors: str, ranks: list[BaseProcess]) -> None:
+    context = multiprocessing.get_context("fork")
     shared = {
-        **os.environ,
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
-    for rank in range(world_size):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(_error_file(errors, rank))}
-        processes.append(subprocess.Popen(command, env={**shared, **own}))
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until each rank has handlers of its own
+    try:
+        for rank in range(world_size):
+            error_file = str(_error_file(errors, rank))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file}
+            process = context.Process(target=_rank, args=(work, attempt, shared | own), name=f"rank {rank}")
+            process.start()
+            ranks.append(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 def _order(code: int, error_file: Path) -> tuple[int, int]:
@@ -98,16 +123,16 @@ def _describe(code: int, error_file: Path) -> str:
     return f"failed with exit code {code} ({message})"
 
 
-def _run_once(command: Sequence[str], world_size: int, processes: list[subprocess.Popen]) -> int:
+def _run_once(work: Callable[[int], object], attempt: int, world_size: int, ranks: list[BaseProcess]) -> int:
     """One attempt: 0, or the code of the rank that failed first (negative: a signal), which stderr then names."""
     with tempfile.TemporaryDirectory(prefix="tpformer-ranks-") as errors:
         try:
-            _start(command, world_size, errors, processes)
-            while not any(codes := [process.poll() for process in processes]) and None in codes:
+            _start(work, attempt, world_size, errors, ranks)
+            while not any(codes := [rank.exitcode for rank in ranks]) and None in codes:
                 time.sleep(POLL_SECONDS)
             # asked once more: the rank that died first may have been asked just before it died
-            failed = [(rank, code) for rank, process in enumerate(processes) if (code := process.poll())]
-            for process in processes:
+            failed = [(rank, code) for rank, process in enumerate(ranks) if (code := process.exitcode)]
+            for process in ranks:
                 process.kill()
             failed.sort(key=lambda each: _order(each[1], _error_file(errors, each[0])))
             for index, (rank, code) in enumerate(failed):
@@ -115,39 +140,37 @@ def _run_once(command: Sequence[str], world_size: int, processes: list[subproces
                 print(f"then {what}" if index else f"{what}; all ranks were stopped", file=sys.stderr, flush=True)
             return failed[0][1] if failed else 0
         finally:
-            for process in processes:
+            for process in ranks:
                 process.kill()
-                process.wait()
-            processes.clear()
+                process.join()
+            ranks.clear()
 
 
-def run_ranks(
-    command: Sequence[str], world_size: int, *, max_restarts: int = 0, restart_arguments: Sequence[str] = ()
-) -> int:
-    """Run `command` once per rank, with torchrun's environment; returns 0, or the exit code of the first to fail.
+def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: int = 0) -> int:
+    """Call `work(attempt)` in a process per rank, with torchrun's environment; 0, or the code of the first to fail.
 
     SIGTERM and SIGINT are passed on, so that ranks can finish in order; a second one kills them. When a rank fails the
     others are killed at once (they would wait for it), and stderr names it, with the message that it left by
-    `record_exception`. Then all ranks are started again, at most max_restarts times, with restart_arguments appended:
-    those that make the command continue where it was. Exit code 2 (a user's mistake) and a failure after SIGTERM or
-    SIGINT end the job at once.
+    `record_exception`. Then all ranks are started again, at most max_restarts times; `attempt` counts from 0 and tells
+    `work` that it continues. Exit code 2 (a user's mistake) and a failure after SIGTERM or SIGINT end the job at once.
     """
-    processes: list[subprocess.Popen] = []
+    ranks: list[BaseProcess] = []
     received: list[int] = []
 
     def forward(number: int, _) -> None:
         received.append(number)
-        for process in processes:
-            process.send_signal(number if len(received) == 1 else signal.SIGKILL)
+        for process in ranks:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, number if len(received) == 1 else signal.SIGKILL)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, forward) for number in STOPS}
     try:
-        code = _run_once(command, world_size, processes)
-        for restart in range(1, max_restarts + 1):
+        code = _run_once(work, 0, world_size, ranks)
+        for attempt in range(1, max_restarts + 1):
             if code in (0, USAGE_EXIT_CODE) or received:
                 break
-            print(f"starting all ranks again: restart {restart} of {max_restarts}", file=sys.stderr, flush=True)
-            code = _run_once([*command, *restart_arguments], world_size, processes)
+            print(f"starting all ranks again: restart {attempt} of {max_restarts}", file=sys.stderr, flush=True)
+            code = _run_once(work, attempt, world_size, ranks)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -20,13 +20,13 @@ from types import FrameType
 
 import torch
 
-from .hang import PACKAGE
+from tpformer.distributed.hang import PACKAGE
 
 ROWS = 64
 STACK_DEPTH = 12
 
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-DISTRIBUTED = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.join(TORCH, "distributed") + os.sep)
+DISTRIBUTED = (os.path.join(PACKAGE, "distributed") + os.sep, os.path.join(TORCH, "distributed") + os.sep)
 # what callers know collectives by; frames below are how they work
 COLLECTIVES = (
     os.path.join(TORCH, "distributed", "distributed_c10d.py"),

@@ -20,9 +20,9 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from .launch import HANG_EXIT_CODE
 from .rank_states import RankState, position_of_thread, read_states, report, write_state
 
-HANG_EXIT_CODE = 124  # as of coreutils' timeout
 HEARTBEAT_SECONDS = 1.0
 RANKS_PER_SECOND = 64  # files that all ranks together may write
 PATIENCE = 5  # heartbeats: without one for so long a rank counts as stopped

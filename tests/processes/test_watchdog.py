@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from pool import RankFailure
 
-from tpformer.distributed.watchdog import HANG_EXIT_CODE, Watchdog
+from tpformer.processes.watchdog import HANG_EXIT_CODE, Watchdog
 
 TIMEOUT = 2.0
 

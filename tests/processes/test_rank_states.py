@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tpformer.distributed import all_gather, all_reduce, close, use_backend
-from tpformer.distributed.rank_states import (
+from tpformer.processes.rank_states import (
     ROWS,
     Position,
     RankState,

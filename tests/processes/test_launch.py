@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tpformer.distributed.launch import check_local_ranks, run_ranks
-from tpformer.distributed.watchdog import HANG_EXIT_CODE
+from tpformer.processes.launch import check_local_ranks, run_ranks
+from tpformer.processes.watchdog import HANG_EXIT_CODE
 
-# every rank notes its start and its arguments, and waits until all have; `error` leaves a message as
-# tpformer.distributed.launch.record_exception does
+# every rank notes its start and waits until all have; `error` leaves a message as record_exception does
 PRELUDE = """
 import json, os, signal, sys, time
 rank = int(os.environ["RANK"])
-folder, *arguments = sys.argv[1:]
 with open(f"{folder}/{rank}", "a") as file:
-    print(*arguments, file=file)
+    print(attempt, file=file)
 def starts(rank):
     path = f"{folder}/{rank}"
     return len(open(path).readlines()) if os.path.exists(path) else 0
 
-attempt = starts(rank)
-while any(starts(other) < attempt for other in range(int(os.environ["WORLD_SIZE"]))):
+while any(starts(other) <= attempt for other in range(int(os.environ["WORLD_SIZE"]))):
     time.sleep(0.01)
 
 def error(text):
@@ -36,8 +34,12 @@ def error(text):
 """
 
 
-def command(folder: Path, script: str) -> list[str]:
-    return [sys.executable, "-S", "-c", PRELUDE + script, str(folder)]
+def work(folder: Path, script: str) -> Callable[[int], None]:
+    def rank(attempt: int) -> None:
+        faulthandler.disable()  # pytest's, which would print the stacks of a rank that aborts
+        exec(PRELUDE + script, {"folder": folder, "attempt": attempt})
+
+    return rank
 
 
 def starts(folder: Path, rank: int) -> list[str]:
@@ -47,7 +49,7 @@ def starts(folder: Path, rank: int) -> list[str]:
 def test_ranks_have_torchruns_environment(tmp_path):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     script = f"open(f'{{folder}}/env-{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
-    assert run_ranks(command(tmp_path, script), 3) == 0
+    assert run_ranks(work(tmp_path, script), 3) == 0
     values = [(tmp_path / f"env-{rank}").read_text().split() for rank in range(3)]
     assert [value[:5] for value in values] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
     assert len({value[5] for value in values}) == 1
@@ -55,7 +57,7 @@ def test_ranks_have_torchruns_environment(tmp_path):
 
 def test_a_failing_rank_ends_the_others_and_is_named(tmp_path, capfd):
     began = time.monotonic()
-    assert run_ranks(command(tmp_path, "if rank == 1: sys.exit(7)\ntime.sleep(60)"), 3) == 7
+    assert run_ranks(work(tmp_path, "if rank == 1: sys.exit(7)\ntime.sleep(60)"), 3) == 7
     assert time.monotonic() - began < 20
     assert capfd.readouterr().err == "rank 1 of 3 failed with exit code 7; all ranks were stopped\n"
     assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 1, 1]
@@ -75,7 +77,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(tmp_path, capfd):
 )
 def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, note, end, consequence, text):
     """All end within one poll of the launcher."""
-    monkeypatch.setattr("tpformer.distributed.launch.POLL_SECONDS", 0.5)
+    monkeypatch.setattr("tpformer.processes.launch.POLL_SECONDS", 0.5)
     script = f"""
 if rank == 1:
     if "{note}":
@@ -86,38 +88,39 @@ while not os.path.exists(f"{{folder}}/first"):
     time.sleep(0.01)
 {consequence}
 """
-    code = run_ranks(command(tmp_path, script), 2)
+    code = run_ranks(work(tmp_path, script), 2)
     first, then = capfd.readouterr().err.splitlines()
     assert first.startswith(f"rank 1 of 2 {text}") and first.endswith("; all ranks were stopped")
     assert then.startswith("then rank 0 of 2 ")
     assert code in (1, 128 + signal.SIGKILL, HANG_EXIT_CODE)
 
 
-def test_restart_runs_all_ranks_again_with_the_arguments_that_resume(tmp_path, capfd):
-    script = "if rank == 2 and attempt < 3: os.kill(os.getpid(), signal.SIGKILL)\nif attempt < 3: time.sleep(60)"
-    assert run_ranks(command(tmp_path, script), 3, max_restarts=2, restart_arguments=("--resume", "True")) == 0
+def test_restart_runs_all_ranks_again_and_tells_them_the_attempt(tmp_path, capfd):
+    script = "if rank == 2 and attempt < 2: os.kill(os.getpid(), signal.SIGKILL)\nif attempt < 2: time.sleep(60)"
+    assert run_ranks(work(tmp_path, script), 3, max_restarts=2) == 0
     for rank in range(3):
-        assert starts(tmp_path, rank) == ["", "--resume True", "--resume True"]
+        assert starts(tmp_path, rank) == ["0", "1", "2"]
     killed = "rank 2 of 3 was killed by SIGKILL; all ranks were stopped"
     again = "starting all ranks again: restart {} of 2"
     assert capfd.readouterr().err.splitlines() == [killed, again.format(1), killed, again.format(2)]
 
 
 def test_restarts_are_used_up(tmp_path, capfd):
-    assert run_ranks(command(tmp_path, "sys.exit(3 + attempt)"), 1, max_restarts=2) == 6
+    assert run_ranks(work(tmp_path, "sys.exit(4 + attempt)"), 1, max_restarts=2) == 6
     assert len(starts(tmp_path, 0)) == 3 and "exit code 6" in capfd.readouterr().err
 
 
 def test_a_users_mistake_is_not_tried_again(tmp_path):
-    assert run_ranks(command(tmp_path, "sys.exit(2)"), 2, max_restarts=5) == 2
+    assert run_ranks(work(tmp_path, "sys.exit(2)"), 2, max_restarts=5) == 2
     assert len(starts(tmp_path, 0)) == 1
 
 
-LAUNCHER = "import sys; from tpformer.distributed.launch import run_ranks; sys.exit(run_ranks({}, 2, max_restarts=3))"
+def launch(folder: Path, script: str) -> None:
+    sys.exit(run_ranks(work(folder, script), 2, max_restarts=3))
 
 
 @pytest.mark.parametrize(("handler", "signals", "code"), [("sys.exit(5)", 1, 5), ("pass", 2, 128 + signal.SIGKILL)])
-def test_sigterm_is_passed_on_and_nothing_restarts(tmp_path, handler, signals, code):
+def test_sigterm_is_passed_on_and_nothing_restarts(commands, tmp_path, handler, signals, code):
     """The first lets ranks finish (or fail: no restart), the second kills them."""
     script = f"""
 def stop(number, frame):
@@ -127,26 +130,31 @@ signal.signal(signal.SIGTERM, stop)
 open(f"{{folder}}/ready-{{rank}}", "w")
 time.sleep(60)  # goes on after a handler
 """
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER.format(command(tmp_path, script))], stderr=subprocess.PIPE, text=True
-    )
+    launcher = commands.call(launch, tmp_path, script)
 
-    def wait_for(name: str) -> None:
-        deadline = time.monotonic() + 60
-        while not all((tmp_path / f"{name}-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
-            time.sleep(0.01)
+    def all_have(name: str) -> bool:
+        return all((tmp_path / f"{name}-{rank}").exists() for rank in range(2))
 
-    try:
-        wait_for("ready")
-        os.kill(launcher.pid, signal.SIGTERM)
-        if signals == 2:
-            wait_for("seen")
-            os.kill(launcher.pid, signal.SIGTERM)
-        err = launcher.communicate(timeout=60)[1]
-    finally:
-        launcher.kill()
-    assert launcher.returncode == code, err
+    launcher.wait_until(lambda: all_have("ready"), "handlers")
+    launcher.terminate()
+    if signals == 2:
+        launcher.wait_until(lambda: all_have("seen"), "signals")
+        launcher.terminate()
+    ended, _, err = launcher.finish()
+    assert ended == code, err
     assert "restart" not in err and len(starts(tmp_path, 0)) == 1
+
+
+def test_ranks_share_what_the_launcher_has_imported(tmp_path):
+    """Nothing is pickled or imported again: a rank sees the launcher's objects."""
+    own = []
+
+    def rank(attempt: int) -> None:
+        own.append(attempt)
+        (tmp_path / os.environ["RANK"]).write_text(f"{own} {os.getppid()}")
+
+    assert run_ranks(rank, 2) == 0 and own == []
+    assert {(tmp_path / str(rank)).read_text() for rank in range(2)} == {f"[0] {os.getpid()}"}
 
 
 def test_a_clusters_layout_is_not_started_on_one_machine():

@@ -5,8 +5,12 @@ Belongs here: the [parallel] settings, what follows from them alone, and their c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
+RECOMPUTE = ("none", "mlp", "full")
 
 
 class ScheduleKind(NamedTuple):
@@ -191,3 +195,25 @@ class Layout:
                 f"pipeline_schedule={name} runs its microbatches in {rounds} equal rounds (microbatches // "
                 f"pipeline_parallel = {n_microbatches} // {p}): make their number a multiple of {p}"
             )
+
+
+def selected_layers(pattern: str, n_layers: int) -> set[int]:
+    """Layers by comma-separated indexes or slices as in Python: "0:8", "::2", "0,5,-1"; "" selects all.
+
+    ValueError for what is neither, and for an index or a slice that selects nothing.
+    """
+    layers, found = range(n_layers), set[int]()
+    chosen: Sequence[int]
+    for part in pattern.split(",") if pattern else ["::"]:
+        try:
+            numbers = [int(number) if number.strip() else None for number in part.split(":")]
+            chosen = layers[slice(*numbers)] if len(numbers) > 1 else [layers[numbers[0]]]  # type: ignore[index]
+        except (ValueError, TypeError, IndexError):
+            chosen = ()
+        if not chosen:
+            raise ValueError(
+                f"recompute_layers={pattern!r}: {part!r} selects none of the {n_layers} layers; write comma-separated "
+                f'indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"'
+            )
+        found.update(chosen)
+    return found

@@ -7,33 +7,34 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from .interface import OPERATIONS
-
+OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 TIMES = {"sequential": "sequential_us", "pipelined": "pipelined_us", "fused": "fused_us"}
 SIZES = ("ranks", "m", "n", "k")
 FARTHEST = 1.0  # log2: a row speaks for shapes up to a factor 2 away in each of m, n and k
 
 
 class MeasuredRow(NamedTuple):
-    """One row: an operation, its shape (interface.Request) and microseconds by transport, without those unmeasured."""
+    """One row: an operation, its shape (ops.transports.interface.Request), and microseconds by transport.
+
+    times lacks the transports that were not measured.
+    """
 
     number: int
     op: str
     ranks: int
-    dtype: torch.dtype
+    dtype: str
     m: int
     n: int
     k: int
     times: dict[str, float]
 
 
-class MeasuredTable(NamedTuple):
+class TransportTable(NamedTuple):
     path: str
     rows: list[MeasuredRow]
 
-    def nearest(self, op: str, ranks: int, dtype: torch.dtype, m: int, n: int, k: int) -> MeasuredRow | None:
+    def nearest(self, op: str, ranks: int, dtype: str, m: int, n: int, k: int) -> MeasuredRow | None:
         """The row of the same op, ranks and dtype that is nearest in log m + log n + log k; None beyond a factor 2."""
         best, distance = None, math.inf
         for row in self.rows:
@@ -45,7 +46,7 @@ class MeasuredTable(NamedTuple):
         return best
 
 
-def read_measured_table(path: str | Path) -> MeasuredTable:
+def read_transport_table(path: str | Path) -> TransportTable:
     """The table in a JSON file: a list of {op, ranks, dtype, m, n, k, sequential_us, pipelined_us, fused_us}.
 
     Times may be null (not measured); other keys are ignored. FileNotFoundError, or ValueError naming file, row and key.
@@ -59,7 +60,7 @@ def read_measured_table(path: str | Path) -> MeasuredTable:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, list):
         raise ValueError(f"{path}: expected a list of rows, not {type(values).__name__}")
-    return MeasuredTable(str(path), [_row(path, number, row) for number, row in enumerate(values)])
+    return TransportTable(str(path), [_row(path, number, row) for number, row in enumerate(values)])
 
 
 def _row(path: Path, number: int, row: Any) -> MeasuredRow:
@@ -71,9 +72,8 @@ def _row(path: Path, number: int, row: Any) -> MeasuredRow:
         raise ValueError(f"{where} lacks {', '.join(missing)}; a time that was not measured is null")
     if row["op"] not in OPERATIONS:
         raise ValueError(f"{where}: op {row['op']!r}, expected one of {', '.join(OPERATIONS)}")
-    dtype = getattr(torch, str(row["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{where}: dtype {row['dtype']!r}, expected a name such as bfloat16")
+    if row["dtype"] not in DTYPES:
+        raise ValueError(f"{where}: dtype {row['dtype']!r}, expected one of {', '.join(DTYPES)}")
     for key in SIZES:
         if type(row[key]) is not int or row[key] < 1:
             raise ValueError(f"{where}: {key} {row[key]!r}, expected a whole number from 1")
@@ -81,4 +81,4 @@ def _row(path: Path, number: int, row: Any) -> MeasuredRow:
     for name, time in times.items():
         if type(time) not in (int, float) or not 0 < time < math.inf:
             raise ValueError(f"{where}: {TIMES[name]} {time!r}, expected microseconds above 0, or null")
-    return MeasuredRow(number, row["op"], row["ranks"], dtype, row["m"], row["n"], row["k"], times)
+    return MeasuredRow(number, row["op"], row["ranks"], row["dtype"], row["m"], row["n"], row["k"], times)

@@ -1,11 +1,40 @@
-"""GPTConfig: the architecture of a GPT, independent of any layout, and its parameter count."""
+"""GPTConfig: the architecture of a GPT, independent of any layout, and its parameter count.
+
+Belongs here: what an architecture may say, and what follows from it in plain numbers.
+"""
 
 from dataclasses import dataclass
 
-from tpformer.layers.mlp import MLP_ACTIVATIONS, default_ffn_size
-from tpformer.layers.norm import NORMS
-
+NORM_NAMES = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
+# name in a config -> (elementwise function, gated)
+MLP_ACTIVATIONS = {
+    "gelu": ("gelu", False),
+    "gelu_tanh": ("gelu_tanh", False),
+    "swiglu": ("silu", True),
+    "geglu": ("gelu_tanh", True),
+    "relu2": ("relu2", False),
+}
+
+
+def default_ffn_size(hidden_size: int, activation: str) -> int:
+    """4 * hidden, or for a gated MLP 8/3 * hidden (as many parameters) rounded up to a multiple of 128."""
+    return -(-8 * hidden_size // 384) * 128 if MLP_ACTIVATIONS[activation][1] else 4 * hidden_size
+
+
+def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool) -> None:
+    """Raise ValueError, with the numbers and the remedy, for head counts that cannot be laid out."""
+    if hidden_size % n_heads:
+        raise ValueError(f"hidden_size={hidden_size} is not a multiple of n_heads={n_heads}: change either")
+    if n_heads % n_kv_heads:
+        raise ValueError(f"n_heads={n_heads} is not a multiple of n_kv_heads={n_kv_heads}: change either")
+    if n_heads % tp:
+        fitting = [t for t in range(1, n_heads + 1) if n_heads % t == 0]
+        raise ValueError(
+            f"n_heads={n_heads} cannot be split over tensor_parallel={tp} ranks: choose tensor_parallel from {fitting}"
+        )
+    if rope and (hidden_size // n_heads) % 2:
+        raise ValueError(f"RoPE needs an even head dim, not hidden_size / n_heads = {hidden_size // n_heads}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +81,7 @@ class GPTConfig:
                 f"attention_dropout={self.attention_dropout} is not supported: PyTorch's attention then leaves its "
                 f"fused kernel and stores seq_length x seq_length masks; use dropout (residual) instead"
             )
-        choices = {"norm": tuple(NORMS), "activation": tuple(MLP_ACTIVATIONS), "position": POSITIONS}
+        choices = {"norm": NORM_NAMES, "activation": tuple(MLP_ACTIVATIONS), "position": POSITIONS}
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}")

@@ -1,0 +1,117 @@
+"""`tpformer` commands for tests: each in a process of its own, which starts in milliseconds.
+
+Belongs here: starting such a process, its output and its end. It is a fork of a server that has imported everything,
+and otherwise what a shell would start: own environment, own standard output, own exit code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pool import Server, getattr_path, import_module
+
+
+class Commands:
+    """`commands.run("pretrain", "run.toml")` is (exit code, stdout, stderr); `start` returns at once."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def start(self, *arguments: str, **environment: str) -> Command:
+        return self.call(main, *arguments, **environment)
+
+    def run(self, *arguments: str, seconds: float = 90, **environment: str) -> tuple[int, str, str]:
+        return self.start(*arguments, **environment).finish(seconds)
+
+    def call(self, function: Callable[..., None], *args: Any, **environment: str) -> Command:
+        """The module-level `function(*args)` in place of the command; it may change modules before it calls `main`."""
+        return Command(self.server, function, args, environment)
+
+
+class Command:
+    """A running process. stdout and stderr are files, so nothing waits for a reader."""
+
+    def __init__(self, server: Server, function: Callable[..., None], args: tuple, environment: dict[str, str]) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="tpformer-command-")
+        self.files = [Path(self.folder.name, name) for name in ("out", "err")]
+        place = (list(sys.path), function.__module__, inspect.getfile(function), function.__qualname__)
+        # not a daemon: it may start ranks
+        self.process = server.start(enter, os.getcwd(), environment, self.files, *place, args, daemon=False)
+        self.pid: int = self.process.pid
+
+    @property
+    def out(self) -> str:
+        return self.files[0].read_text() if self.files[0].exists() else ""
+
+    @property
+    def err(self) -> str:
+        return self.files[1].read_text() if self.files[1].exists() else ""
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def children(self) -> list[int]:
+        """Process ids of its ranks, in rank order."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 90) -> None:
+        """Return when it has happened; AssertionError if the process ends before, or it takes too long."""
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert self.poll() is None, f"ended before: {what}\n{self.out}\n{self.err}"
+            assert time.monotonic() < deadline, f"took too long: {what}\n{self.err}"
+            time.sleep(0.002)
+
+    def finish(self, seconds: float = 90) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr when it has ended; a process that takes longer is ended with its ranks."""
+        self.process.join(seconds)
+        code = self.process.exitcode
+        try:
+            assert code is not None, f"still running after {seconds} s\n{self.out}\n{self.err}"
+            return code, self.out, self.err
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.process.exitcode is None:
+            for pid in (*self.children(), self.pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.join()
+        self.folder.cleanup()
+
+
+def enter(
+    directory: str,
+    environment: dict[str, str],
+    files: list[Path],
+    path: list[str],
+    module: str,
+    file: str,
+    name: str,
+    args: tuple,
+) -> None:
+    """In the new process: become what a shell would have started, then call the function."""
+    os.chdir(directory)
+    os.environ.update(environment)
+    sys.path[:] = path
+    for number, output in enumerate(files, start=1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
+    getattr_path(import_module(module, file), name)(*args)
+
+
+def main(*arguments: str) -> None:
+    from tpformer import cli
+
+    sys.argv = ["tpformer", *arguments]
+    cli.main()

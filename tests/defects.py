@@ -1,0 +1,13 @@
+"""Defects of a training step that checks of whole layouts must notice: replacements for what does it right."""
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+def without_reduction(part: torch.nn.Module) -> None:
+    """Partial gradients taken for whole ones."""
+    for parameter in part.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
+            places = [Replicate() if isinstance(place, Partial) else place for place in grad.placements]
+            parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, places, run_check=False)

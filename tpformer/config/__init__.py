@@ -1,0 +1,50 @@
+"""What a run, an architecture and a layout may say, and the checks that need nothing else. Re-exports only.
+
+Nothing in this package imports torch, so that `tpformer --help` and a mistake in a configuration answer at once.
+"""
+
+from .architecture import MLP_ACTIVATIONS, NORM_NAMES, GPTConfig, check_heads, default_ffn_size
+from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, selected_layers
+from .presets import PRESETS, preset, preset_config
+from .run import (
+    CheckpointSection,
+    DataSection,
+    LogSection,
+    ModelSection,
+    OptimizerSection,
+    RunConfig,
+    RunSection,
+    TrainSection,
+    build_config,
+    check_config,
+    read_toml,
+    to_toml,
+)
+
+__all__ = [
+    "CheckpointSection",
+    "DataSection",
+    "GPTConfig",
+    "LogSection",
+    "Layout",
+    "MLP_ACTIVATIONS",
+    "ModelSection",
+    "NORM_NAMES",
+    "OptimizerSection",
+    "PRESETS",
+    "RECOMPUTE",
+    "RunConfig",
+    "RunSection",
+    "SCHEDULES",
+    "TRANSPORTS",
+    "TrainSection",
+    "build_config",
+    "check_config",
+    "check_heads",
+    "default_ffn_size",
+    "preset",
+    "preset_config",
+    "read_toml",
+    "selected_layers",
+    "to_toml",
+]

@@ -1,0 +1,57 @@
+"""What a configuration lacks, from where it stands: its data, or the directory of a run. Nothing here imports torch."""
+
+import dataclasses
+from pathlib import Path
+
+from tpformer.config import RunConfig, build_config, read_toml
+
+from .data import IndexedDataset, load_tokenizer, read_sidecar
+
+
+def tokenizer_name(config: RunConfig) -> str:
+    """The configured tokenizer, else the one the first training dataset was built with; ValueError if neither says."""
+    if config.data.tokenizer:
+        return config.data.tokenizer
+    sidecar = read_sidecar(config.data.train[0])
+    if sidecar is None:
+        raise ValueError(
+            f"{config.data.train[0]}.json does not exist, so the dataset's tokenizer is unknown: set data.tokenizer"
+        )
+    return sidecar["tokenizer"]
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with what the data decides filled in: vocab_size and tokenizer."""
+    name = config.data.tokenizer
+    if config.model.vocab_size is None or read_sidecar(config.data.train[0]) is not None:
+        name = tokenizer_name(config)
+    vocab_size = config.model.vocab_size or load_tokenizer(name).vocab_size  # type: ignore[arg-type]
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        data=dataclasses.replace(config.data, tokenizer=name),
+    )
+
+
+def check_datasets(config: RunConfig) -> None:
+    """FileNotFoundError or ValueError, naming the file, for a dataset that is missing or damaged."""
+    for prefix in (*config.data.train, *config.data.valid):
+        IndexedDataset(prefix)
+
+
+def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
+    """The configuration of a run, laid out over `tensor_parallel` ranks alone (unset: its own number of them)."""
+    path = directory / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
+    config = build_config(read_toml(path))
+    parallel = dataclasses.replace(
+        config.parallel,
+        tensor_parallel=tensor_parallel or config.parallel.tensor_parallel,
+        pipeline_parallel=1,
+        data_parallel_replicate=1,
+        data_parallel_shard=1,
+        cpu_offload=False,
+    )
+    train = dataclasses.replace(config.train, microbatch_size=None)
+    return dataclasses.replace(config, parallel=parallel, train=train)
