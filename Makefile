@@ -8,7 +8,11 @@ UNINSTALLED := PYTHONPATH=.:tests $(PYTHON)
 GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce \
 	norm activation rope dropout cross_entropy layer pretrain
 
-.PHONY: train test check proofs compile-check gpu nvlink bench clean
+# two tests at a time, one file's tests in one process: many tests wait, for timeouts and for one another's ranks
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.PHONY: train test check proofs coverage mutations compile-check gpu nvlink bench clean
 
 # the environment, remade when the pins or the package's metadata change
 .venv/ready: constraints.txt pyproject.toml
@@ -23,7 +27,7 @@ train: .venv/ready  ## build the data, pretrain the example (about 4 minutes on 
 	$(BIN)/tpformer generate runs/gpt_tiny --prompt "def " --max-new-tokens 300 --temperature 0.6
 
 test: .venv/ready  ## the test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST)
 
 check: .venv/ready  ## format, lint, types, repository rules; under a minute
 	$(BIN)/ruff format --check .
@@ -32,7 +36,14 @@ check: .venv/ready  ## format, lint, types, repository rules; under a minute
 	$(BIN)/python -m pytest tests/test_repo.py
 
 proofs: compile-check  ## the long checks: compiled kernels, protocol model, every random kill, every README command
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --proof
+	$(PYTEST) --proof
+
+coverage: .venv/ready  ## lines and branches that the test suite runs; build/coverage/
+	rm -rf build/coverage
+	$(PYTEST) --cov --cov-context=test --cov-report=term:skip-covered --cov-report=json:build/coverage/coverage.json
+
+mutations: .venv/ready  ## a fixed sample of wrong edits, each against the tests that reach it; after `make coverage`
+	$(BIN)/python tests/mutants.py
 
 compile-check: .venv/ready  ## every shipped kernel compiled for three GPU architectures, and its code checked; no GPU
 	$(BIN)/python -m bench.compile
