@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import util
+from multiprocessing import forkserver
 from typing import Any
 
 import numpy
@@ -28,6 +29,12 @@ def ranks() -> Iterator[WorkerPool]:
 def commands(ranks: WorkerPool) -> Commands:
     """`commands.run("pretrain", "run.toml")` runs a `tpformer` command: (exit code, stdout, stderr)."""
     return Commands(ranks.server)
+
+
+@pytest.fixture
+def forked(ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What starts processes by multiprocessing's fork server gets the pool's, which has imported everything."""
+    monkeypatch.setattr(forkserver, "connect_to_new_process", ranks.server.server.connect_to_new_process)
 
 
 # the kernels, which are decorated for the interpreter or for a GPU when they are imported

@@ -125,7 +125,7 @@ def compile_all(source: str, keys: Sequence[str], jobs: int) -> Iterator[tuple[s
     pending = list(keys)[::-1]
     while pending:
         suspects = []
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("forkserver")) as pool:
             running: dict[Future[Row], str] = {}
             while (pending and not suspects) or running:
                 while pending and not suspects and len(running) < jobs:
@@ -142,7 +142,7 @@ def compile_all(source: str, keys: Sequence[str], jobs: int) -> Iterator[tuple[s
 
 
 def alone(source: str, key: str) -> Row | None:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
         try:
             return pool.submit(work, source, key).result()
         except BrokenProcessPool:

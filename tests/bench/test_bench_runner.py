@@ -165,7 +165,7 @@ def rank_calls(factor: int) -> dict[str, Callable]:
     return {"seconds": lambda: float(factor * rank), "threads": torch.get_num_threads, "fail": lambda: 1 / rank}
 
 
-def test_ranks_run_calls_and_report_failures() -> None:
+def test_ranks_run_calls_and_report_failures(forked: None) -> None:
     with Ranks(2, 1, rank_calls, 3) as ranks:
         assert ranks.call("threads") == [1, 1]
         assert ranks.sample("seconds") == 3.0

@@ -62,7 +62,7 @@ def test_what_misses_is_repeated_within_the_budget() -> None:
     assert not row["ok"] and row["steps"] == 1 and len(actions) == 64
 
 
-def test_a_run_writes_shares_and_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_writes_shares_and_timelines(forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = {"NAMES": ("1F1B",), "MICROBATCHES": (8,), "SHORTEST": 0.01, "LENGTHENED": 0.0, "BUDGET": 0.0}
     for name, value in short.items():
         monkeypatch.setattr(bubbles, name, value)

@@ -194,7 +194,7 @@ def new_check(folder: Path, cases: str) -> Check:
     return Check(f"compile_kernels:{cases}", kernels, folder / "cache", folder / "results" / "compile.json")
 
 
-def test_results_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_results_are_kept(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     check = new_check(tmp_path, "good_cases")
     assert main([], check) == 0
     assert "2 cases, 2 to compile" in (printed := capsys.readouterr().out) and "0 violations" in printed
@@ -224,7 +224,7 @@ def test_results_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert Cache(check.cache, fingerprint(check)).get(key) is None
 
 
-def test_the_command_lists_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     check = new_check(tmp_path, "bad_cases")
     (check.kernels / "toy.py").write_text(
         "@triton.jit(repr=f)\ndef another_kernel():\n    pass\ndef to_kernel(): ...\n"

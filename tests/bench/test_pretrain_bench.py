@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Commands
 from pool import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,13 +42,16 @@ sys.exit(main(["pretrain"], [pretrain.TOOL], results))
 """
 
 
-def test_a_run_on_a_cpu(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", RUN, str(tmp_path / "results")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr  # six steps teach little
-    assert "--quick: few steps; nothing is written" in done.stdout
-    assert "pretrain: small: final loss" in done.stdout and "not below 0.8 of" in done.stdout
+def execute(script: str, *arguments: str) -> None:
+    sys.argv = ["bench", *arguments]
+    exec(script, {"__name__": "bench of a small model"})
+
+
+def test_a_run_on_a_cpu(commands: Commands, tmp_path: Path) -> None:
+    code, out, err = commands.call(execute, RUN, str(tmp_path / "results"), CUDA_VISIBLE_DEVICES="").finish()
+    assert code == 1, err  # six steps teach little
+    assert "--quick: few steps; nothing is written" in out
+    assert "pretrain: small: final loss" in out and "not below 0.8 of" in out
     result = json.loads((tmp_path / "results" / "cpu" / "pretrain.json").read_text())
     header = "schema bench description date machine commit dirty versions"
     assert list(result) == [*header.split(), "note", "rows"]

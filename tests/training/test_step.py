@@ -70,24 +70,28 @@ def test_all_ranks_skip_a_step_that_is_not_finite(ranks, poison):
 
 def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
     model, optimizers, compute = setup(parallel, dtype)
-    scaler = LossScaler(scale, interval=5) if scale else None
+    scaler = LossScaler(scale, interval=3) if scale else None
     results = [run(model, optimizers, step, scaler) for step in range(1, steps + 1)]
     dtypes = {parameter.dtype for parameter in model.parameters()}
     losses = [result.loss for result in results]
     return losses, [result.skipped for result in results], None if scaler is None else scaler.scale, compute, dtypes
 
 
+@pytest.fixture(scope="module")
+def float32_losses(ranks):
+    return ranks(1).run(train, {}, "float32", 8)[0][0]
+
+
 @pytest.mark.parametrize("parallel", [{}, ZERO3, TP2_PP2, ZBV], ids=["one", "zero3", "tp2-pp2", "zbv"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_trains_as_float32_does(ranks, parallel, dtype):
+def test_low_precision_trains_as_float32_does(ranks, float32_losses, parallel, dtype):
     size = math.prod(value for key, value in parallel.items() if key.endswith(("_parallel", "_shard")))
-    expected = ranks(1).run(train, {}, "float32", 12)[0][0]
     scale = 2.0**8 if dtype == "float16" else None
-    for losses, skipped, last_scale, compute, kept in ranks(size).run(train, parallel, dtype, 12, scale):
+    for losses, skipped, last_scale, compute, kept in ranks(size).run(train, parallel, dtype, 8, scale):
         assert compute == getattr(torch, dtype) and kept == {torch.float32}
-        assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 5 and 10 good steps"
-        torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)
-        assert losses != expected, "it must not have run in float32"
+        assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 3 and 6 good steps"
+        torch.testing.assert_close(losses, float32_losses, rtol=0.02, atol=0)
+        assert losses != float32_losses, "it must not have run in float32"
         assert losses[-1] < 0.9 * losses[0]
 
 
