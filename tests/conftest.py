@@ -38,7 +38,12 @@ def forked(ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # the kernels, which are decorated for the interpreter or for a GPU when they are imported
-INTERPRETED = ("tpformer.ops.transports.fused", "tpformer.kernels.norm.kernel", "tpformer.kernels.cross_entropy.kernel")
+INTERPRETED = (
+    "interpreter",
+    "tpformer.ops.transports.fused",
+    "tpformer.kernels.norm.kernel",
+    "tpformer.kernels.cross_entropy.kernel",
+)
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,8 @@ class Server:
     """A fork server: processes that start in milliseconds, with everything imported in an environment of their own."""
 
     def __init__(self, environment: Mapping[str, str], preload: list[str]) -> None:
-        self.environment = dict(environment)
+        tests = os.path.dirname(__file__)  # for what is preloaded
+        self.environment = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]), **environment}
         self.server = forkserver.ForkServer()
         self.server.set_forkserver_preload(preload)
 

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -120,15 +121,16 @@ def test_killed_peer_is_named(ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch
         ranks(2).run(killed_peer)
 
 
-def named_files() -> set[str]:
-    folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)]
+def named_files(temporary: str) -> set[str]:
+    folders = [folder for folder in ("/dev/shm", temporary) if os.path.isdir(folder)]
     return {entry.path for folder in folders for entry in os.scandir(folder)}
 
 
-def allocate_and_die(before: set[str]) -> set[str]:
+def allocate_and_die(temporary: str, before: set[str]) -> set[str]:
+    tempfile.tempdir = temporary  # a folder of its own: other processes use the common one
     memory = SharedMemory(1 << 20, world(), timeout=10)
     memory.barrier()
-    after = named_files() - before
+    after = named_files(temporary) - before
     dist.barrier()
     if memory.rank == 0:
         os.kill(os.getpid(), 9)
@@ -139,10 +141,10 @@ def barrier() -> None:
     dist.barrier()
 
 
-def test_nothing_is_left_behind_by_a_killed_rank(ranks: WorkerPool) -> None:
+def test_nothing_is_left_behind_by_a_killed_rank(ranks: WorkerPool, tmp_path: Path) -> None:
     ranks(2).run(barrier)
     with pytest.raises(RankFailure, match=r"named files: \[\]"):
-        ranks(2).run(allocate_and_die, named_files())
+        ranks(2).run(allocate_and_die, str(tmp_path), named_files(str(tmp_path)))
 
 
 def mappings() -> int:

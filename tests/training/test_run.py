@@ -4,12 +4,11 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from commands import Command, Commands
+from torch.distributed import TCPStore
 
 from tpformer.config import build_config, to_toml
 from tpformer.training.checkpoint import steps
@@ -116,13 +115,16 @@ def test_generate_gives_the_same_text_on_one_and_two_ranks(commands, tmp_path, t
     assert commands.run("generate", directory, *options, "--temperature", "0")[0] == 0
 
 
-def test_torchrun_joins_instead_of_starting_ranks(tmp_path, tiny_values):
+def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_path, tiny_values):
+    """By torchrun's environment. The README's own line starts them by torchrun (tests/test_readme.py)."""
     toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}, train={"steps": 2}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, "-m", "tpformer.cli", "pretrain", toml]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90)
-    assert result.returncode == 0, result.stderr
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # finds a free port
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    del store
+    ranks = [commands.start("pretrain", toml, RANK=str(r), LOCAL_RANK=str(r), **variables) for r in range(2)]
+    for rank in ranks:
+        code, _, err = rank.finish()
+        assert code == 0, err
     assert len(losses(Path(tiny_values["run"]["dir"]))) == 2
 
 
