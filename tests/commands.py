@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pool import Server, getattr_path, import_module
+from pool import Server, getattr_path, import_module, on_account_of
 
 
 class Commands:
@@ -42,7 +42,8 @@ class Command:
     def __init__(self, server: Server, function: Callable[..., None], args: tuple, environment: dict[str, str]) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="tpformer-command-")
         self.files = [Path(self.folder.name, name) for name in ("out", "err")]
-        place = (list(sys.path), function.__module__, inspect.getfile(function), function.__qualname__)
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        place = (test, list(sys.path), function.__module__, inspect.getfile(function), function.__qualname__)
         # not a daemon: it may start ranks
         self.process = server.start(enter, os.getcwd(), environment, self.files, *place, args, daemon=False)
         self.pid: int = self.process.pid
@@ -95,6 +96,7 @@ def enter(
     directory: str,
     environment: dict[str, str],
     files: list[Path],
+    test: str,
     path: list[str],
     module: str,
     file: str,
@@ -107,7 +109,8 @@ def enter(
     sys.path[:] = path
     for number, output in enumerate(files, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
-    getattr_path(import_module(module, file), name)(*args)
+    with on_account_of(test):
+        getattr_path(import_module(module, file), name)(*args)
 
 
 def main(*arguments: str) -> None:

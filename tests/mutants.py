@@ -112,8 +112,14 @@ def mutants_of(file: str, reached: set[int]) -> list[Mutant]:
     return found
 
 
+def test_name(context: str) -> str:
+    """Of pytest-cov's "name|run" and of PYTEST_CURRENT_TEST's "name (call)"; "" where a module was imported."""
+    names = [part.rsplit(" (", 1)[0] for part in context.split("|") if "::" in part]
+    return names[-1] if names else ""
+
+
 def read_reach() -> dict[str, dict[int, set[str]]]:
-    """file -> line -> the tests that run it; the name of a test is "" where it ran while a module was imported."""
+    """file -> line -> the tests that run it, "" for an import."""
     reach: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     with sqlite3.connect(COVERAGE) as data:
         rows = data.execute(
@@ -122,13 +128,13 @@ def read_reach() -> dict[str, dict[int, set[str]]]:
         )
         for path, context, _, line in rows:
             if line > 0:
-                reach[os.path.relpath(path, ROOT)][line].add(context.split(" (")[0])
+                reach[os.path.relpath(path, ROOT)][line].add(test_name(context))
         for path, context, bits in data.execute(
             "select file.path, context.context, line_bits.numbits from line_bits"
             " join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
         ):
             for line in numbits_to_nums(bits):
-                reach[os.path.relpath(path, ROOT)][line].add(context.split(" (")[0])
+                reach[os.path.relpath(path, ROOT)][line].add(test_name(context))
     return reach
 
 

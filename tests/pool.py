@@ -22,7 +22,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection, forkserver
@@ -140,7 +141,7 @@ class World:
             self.start()
         try:
             for conn in self.connections:
-                conn.send((list(sys.path), *task))
+                conn.send((os.environ.get("PYTEST_CURRENT_TEST", ""), list(sys.path), *task))
             return self.collect(timeout)
         except BaseException:  # also KeyboardInterrupt: unread results would be taken for the next run's
             self.kill()
@@ -242,15 +243,33 @@ def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
                 forget_meshes()
 
 
-def run_task(enter: Callable[[], None], path: list[str], module: str, file: str, name: str, args: bytes) -> bytes:
+def run_task(
+    enter: Callable[[], None], test: str, path: list[str], module: str, file: str, name: str, args: bytes
+) -> bytes:
     """The pickled pair (whether it returned, what it returned or its traceback)."""
     sys.path[:] = path
     try:
         if not dist.is_initialized():
             enter()
-        return pickle.dumps((True, getattr_path(import_module(module, file), name)(*pickle.loads(args))))
+        with on_account_of(test):
+            return pickle.dumps((True, getattr_path(import_module(module, file), name)(*pickle.loads(args))))
     except BaseException:
         return pickle.dumps((False, "raised\n" + traceback.format_exc()))
+
+
+@contextmanager
+def on_account_of(test: str) -> Iterator[None]:
+    """`make coverage` reports what runs within as run by that test, also if this process is killed later."""
+    os.environ["PYTEST_CURRENT_TEST"] = test
+    measured = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+    if measured is None:
+        yield
+        return
+    measured.switch_context(test)
+    try:
+        yield
+    finally:
+        measured.save()
 
 
 def import_module(name: str, file: str) -> Any:
