@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import util
-from multiprocessing import forkserver
 from typing import Any
 
 import numpy
@@ -32,9 +31,10 @@ def commands(ranks: WorkerPool) -> Commands:
 
 
 @pytest.fixture
-def forked(ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(ranks: WorkerPool) -> Iterator[None]:
     """What starts processes by multiprocessing's fork server gets the pool's, which has imported everything."""
-    monkeypatch.setattr(forkserver, "connect_to_new_process", ranks.server.server.connect_to_new_process)
+    with ranks.server.serving():
+        yield
 
 
 # the kernels, which are decorated for the interpreter or for a GPU when they are imported

@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection, forkserver
@@ -106,9 +106,13 @@ class Server:
         # the environment is read at imports, hence by the server
         with mock.patch.dict(os.environ, self.environment):
             self.server.ensure_running()
-        with mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process):
+        with self.serving():
             process.start()
         return process
+
+    def serving(self) -> AbstractContextManager[Any]:
+        """Within, what starts processes by multiprocessing's fork server gets this one."""
+        return mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process)
 
     def close(self) -> None:
         """End the server; its processes have to have ended."""

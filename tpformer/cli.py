@@ -1,4 +1,4 @@
-"""The `tpformer` command: parsing, and starting ranks. The work is in `training`, and that of dry-run in `planner`.
+"""The `tpformer` command: it parses, and starts ranks. `training` does the work, and `planner` the dry run's.
 
 torch takes seconds to import, so no command imports it before its arguments and its configuration have been checked.
 """
