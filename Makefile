@@ -9,7 +9,7 @@ GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce 
 	norm activation rope dropout cross_entropy layer pretrain
 
 # two tests at a time, one file's tests in one process: many tests wait, for timeouts and for one another's ranks.
-# Proofs run one by one: beside eight ranks of another proof, a run of two trains at a fifth of its speed.
+# Proofs marked `alone` run by themselves: beside eight ranks of another, a run of two trains at a fifth of its speed.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
@@ -37,7 +37,8 @@ check: .venv/ready  ## format, lint, types, repository rules; under a minute
 	$(BIN)/python -m pytest tests/test_repo.py
 
 proofs: compile-check  ## the long checks: compiled kernels, protocol model, every random kill, every README command
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --proof
+	$(PYTEST) --proof -m "not alone"
+	$(PYTEST) --numprocesses 0 --proof -m alone
 
 coverage: .venv/ready  ## lines and branches that the test suite runs; build/coverage/
 	rm -rf build/coverage

@@ -17,23 +17,28 @@ from pool import WorkerPool
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[WorkerPool]:
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def ranks(pool: WorkerPool) -> Iterator[WorkerPool]:
     """`ranks(n).run(function, *args)` runs a module-level function on n gloo ranks; returns the results by rank."""
-    pool = WorkerPool()
     yield pool
-    pool.close()
+    pool.leave()
 
 
 @pytest.fixture(scope="session")
-def commands(ranks: WorkerPool) -> Commands:
+def commands(pool: WorkerPool) -> Commands:
     """`commands.run("pretrain", "run.toml")` runs a `tpformer` command: (exit code, stdout, stderr)."""
-    return Commands(ranks.server)
+    return Commands(pool.server)
 
 
 @pytest.fixture
-def forked(ranks: WorkerPool) -> Iterator[None]:
+def forked(pool: WorkerPool) -> Iterator[None]:
     """What starts processes by multiprocessing's fork server gets the pool's, which has imported everything."""
-    with ranks.server.serving():
+    with pool.server.serving():
         yield
 
 
@@ -47,22 +52,26 @@ INTERPRETED = (
 
 
 @pytest.fixture(scope="session")
-def interpreted() -> Iterator[WorkerPool]:
-    """As `ranks`, with Triton kernels running in Triton's interpreter."""
+def interpreting_pool() -> Iterator[WorkerPool]:
     reason = why_not_interpreted()
     if reason is not None:
         pytest.skip(reason)
-    pool = WorkerPool({"TRITON_INTERPRET": "1"}, INTERPRETED)
-    yield pool
-    pool.close()
+    with WorkerPool({"TRITON_INTERPRET": "1"}, INTERPRETED) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def interpreted(interpreting_pool: WorkerPool) -> Iterator[WorkerPool]:
+    """As `ranks`, with Triton kernels running in Triton's interpreter."""
+    yield interpreting_pool
+    interpreting_pool.leave()
 
 
 @pytest.fixture(scope="session")
 def one_gpu() -> Iterator[WorkerPool]:
     """As `ranks`, for tests marked `gpu`: all ranks use cuda:0 and map one another's memory there."""
-    pool = WorkerPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
-    yield pool
-    pool.close()
+    with WorkerPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}) as pool:
+        yield pool
 
 
 def why_not_interpreted() -> str | None:

@@ -42,6 +42,8 @@ class Mutant(NamedTuple):
 
     file: str
     line: int
+    statement: int
+    """First line of the innermost statement: what coverage may know a longer one by."""
     start: int
     end: int
     kind: str
@@ -92,23 +94,25 @@ def skipped(tree: ast.AST) -> set[ast.AST]:
     return found
 
 
-def mutants_of(file: str, reached: set[int]) -> list[Mutant]:
-    """All edits of a file on lines that some test runs."""
+def mutants_of(file: str) -> list[Mutant]:
     text = (ROOT / file).read_text()
     offsets = [0]
     for line in text.encode().splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
     tree, found = ast.parse(text), []
     left_out = skipped(tree)
+    statements: dict[ast.AST, int] = {}  # ast.walk comes to a statement after those around it
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.stmt):
+            statements.update(dict.fromkeys(ast.walk(statement), statement.lineno))
     for node in ast.walk(tree):
         if node in left_out:
             continue
         for kind, place, after in edits(node):
             start = offsets[place.lineno - 1] + place.col_offset  # type: ignore[attr-defined]
             end = offsets[place.end_lineno - 1] + place.end_col_offset  # type: ignore[attr-defined]
-            if place.lineno in reached:  # type: ignore[attr-defined]
-                before = text.encode()[start:end].decode()
-                found.append(Mutant(file, place.lineno, start, end, kind, before, after))  # type: ignore[attr-defined]
+            lines = (place.lineno, statements[node])  # type: ignore[attr-defined]
+            found.append(Mutant(file, *lines, start, end, kind, text.encode()[start:end].decode(), after))
     return found
 
 
@@ -141,9 +145,9 @@ def read_reach() -> dict[str, dict[int, set[str]]]:
 def tests_of(mutant: Mutant, reach: dict[str, dict[int, set[str]]]) -> list[str]:
     """The tests that run the mutant's line, or its file if the line runs at imports; the nearest first."""
     lines = reach[mutant.file]
-    tests = {test for test in lines[mutant.line] if "::" in test}
-    if not tests:
-        tests = {test for line in lines.values() for test in line if "::" in test}
+    tests = {test for test in lines.get(mutant.line) or lines.get(mutant.statement, ()) if test}
+    if not tests and mutant.statement in lines:
+        tests = {test for line in lines.values() for test in line if test}
     folder, stem = Path(mutant.file).parent.name, Path(mutant.file).stem
 
     def distance(test: str) -> tuple[bool, bool, str]:
@@ -172,7 +176,7 @@ def try_mutant(clone: Path, mutant: Mutant, tests: list[str]) -> Outcome:
     original = path.read_bytes()
     path.write_bytes(original[: mutant.start] + mutant.after.encode() + original[mutant.end :])
     try:
-        killer = run_tests(clone, tests[:FIRST_TESTS])
+        killer = run_tests(clone, tests[:FIRST_TESTS]) if tests else ""
         if not killer and len(tests) > FIRST_TESTS:
             killer = run_tests(clone, tests[FIRST_TESTS:])
     finally:
@@ -180,9 +184,10 @@ def try_mutant(clone: Path, mutant: Mutant, tests: list[str]) -> Outcome:
     return Outcome(mutant, killer, len(tests), time.monotonic() - began)
 
 
-def draw(reach: dict[str, dict[int, set[str]]], count: int, seed: int) -> list[Mutant]:
-    files = sorted(file for file in reach if file.startswith("tpformer/") and (ROOT / file).is_file())
-    candidates = [mutant for file in files for mutant in mutants_of(file, set(reach[file]))]
+def draw(count: int, seed: int) -> list[Mutant]:
+    """From every line of tpformer/, whether a test runs it or not."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tpformer").rglob("*.py"))
+    candidates = [mutant for file in files for mutant in mutants_of(file)]
     return random.Random(seed).sample(candidates, count)
 
 
@@ -195,7 +200,7 @@ def main() -> None:
     if not COVERAGE.exists():
         sys.exit(f"{COVERAGE} does not exist: run `make coverage` first")
     reach = read_reach()
-    mutants = draw(reach, options.count, options.seed)
+    mutants = draw(options.count, options.seed)
     folder = ROOT / "build" / "mutants"
     clones: Queue[Path] = Queue()
     for number in range(options.jobs):

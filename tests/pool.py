@@ -1,7 +1,7 @@
 """A pool of worker processes that stays alive for a whole pytest session.
 
 Belongs here: starting workers, handing them a test function, collecting results and failures. No test logic.
-The ranks leave their process groups when a test file is done, because gloo polls with threads for every open group.
+Ranks leave their process groups when a test file is done: gloo polls with threads for every open group.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RankFailure(RuntimeError):
 
 
 class WorkerPool:
-    """`pool(n)` gives the world of n ranks; worlds are started on first use and kept until `close()`.
+    """`pool(n)` gives the world of n ranks; worlds are started on first use and kept until this context manager ends.
 
     environment: variables set in every worker before it imports anything of the project (such as TRITON_INTERPRET).
     """
@@ -72,19 +72,21 @@ class WorkerPool:
         self.server = Server({"OMP_NUM_THREADS": "1"} | (environment or {}), [*PRELOAD, *preload])
         self.directory = tempfile.mkdtemp(prefix="tpformer-pool-")
         self.worlds: dict[int, World] = {}
-        self.file = ""  # the test file whose tests run
 
     def __call__(self, size: int) -> World:
-        file = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
-        if file != self.file:
-            self.file = file
-            for world in self.worlds.values():
-                world.leave()
         if size not in self.worlds:
             self.worlds[size] = World(size, self.server, self.directory)
         return self.worlds[size]
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Let all ranks leave their process groups, so that they idle; the next `run` makes them enter new worlds."""
+        for world in self.worlds.values():
+            world.leave()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for world in self.worlds.values():
             world.close()
         self.server.close()
@@ -161,7 +163,6 @@ class World:
             self.connections.append(ours)
 
     def leave(self) -> None:
-        """Let the ranks leave all process groups; the next `run` makes them enter a new world."""
         for conn in self.connections:
             with contextlib.suppress(BrokenPipeError):  # a worker that was killed; the next run notices
                 conn.send(None)

@@ -10,10 +10,11 @@ import pytest
 from test_repo import ROOT, readme_commands
 
 # what CI runs beside this test
-ELSEWHERE = ("make test", "make check", "make proofs", "-m pytest")
+ELSEWHERE = ("make test", "make check", "make proofs", "make compile-check", "-m pytest")
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 @pytest.mark.timeout(2400)
 def test_readme_commands_in_a_fresh_clone(tmp_path):
     clone = tmp_path / "clone"

@@ -225,6 +225,7 @@ def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_the_whole_matrix(tmp_path: Path) -> None:
     run = "import sys; from pathlib import Path; from bench import layouts; from bench.runner import main; "

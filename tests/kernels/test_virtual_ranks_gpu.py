@@ -247,9 +247,8 @@ def run_late_at_once(name: str, world: int) -> None:
 def queues() -> Iterator[WorkerPool]:
     """A process whose streams have hardware queues of their own: with fewer than streams, kernels of two ranks could
     stand in one, the first one waiting for the second for ever."""
-    pool = WorkerPool({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-    yield pool
-    pool.close()
+    with WorkerPool({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}) as pool:
+        yield pool
 
 
 @pytest.mark.gpu

@@ -23,15 +23,13 @@ STEPS = 200
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Callable]:
-    pool = WorkerPool()
-
     def world(size: int):
         if size > torch.cuda.device_count():
             pytest.skip(f"{size} CUDA devices needed, {torch.cuda.device_count()} found")
         return pool(size)
 
-    yield world
-    pool.close()
+    with WorkerPool() as pool:
+        yield world
 
 
 @pytest.fixture(params=[2, 3, 4, 8])
