@@ -4,6 +4,7 @@ Belongs here: what is read from PTX. Loops and program order are read from TTGIR
 is not the program's, so whatever is said about order here follows the branches.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -124,11 +125,15 @@ def read_instruction(text: str, source: str, block: Block) -> bool:
             block.targets.append("any")
         block.falls_through = predicate is not None
         return True
-    for kind, pattern in KINDS.items():
-        if re.match(pattern, opcode):
-            block.events.append(Event(kind, opcode, source))
-            break
+    if kind := kind_of(opcode):
+        block.events.append(Event(kind, opcode, source))
     return False
+
+
+@functools.cache
+def kind_of(opcode: str) -> str | None:
+    """Cached: a kernel has thousands of instructions, and few opcodes."""
+    return next((kind for kind, pattern in KINDS.items() if re.match(pattern, opcode)), None)
 
 
 def connect(blocks: list[Block]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tpformer.processes.launch import check_local_ranks, run_ranks
+from tpformer.processes.launch import _start, check_local_ranks, run_ranks
 from tpformer.processes.watchdog import HANG_EXIT_CODE
 
 # every rank notes its start and waits until all have; `error` leaves a message as record_exception does
@@ -76,8 +76,14 @@ def test_a_failing_rank_ends_the_others_and_is_named(tmp_path, capfd):
     ],
 )
 def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, note, end, consequence, text):
-    """All end within one poll of the launcher."""
-    monkeypatch.setattr("tpformer.processes.launch.POLL_SECONDS", 0.5)
+    """All have ended when the launcher first looks."""
+
+    def start_and_wait(*arguments) -> None:
+        _start(*arguments)
+        for rank in arguments[-1]:
+            rank.join()
+
+    monkeypatch.setattr("tpformer.processes.launch._start", start_and_wait)
     script = f"""
 if rank == 1:
     if "{note}":

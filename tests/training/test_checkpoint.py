@@ -210,6 +210,14 @@ def test_wrong_calls_are_refused_before_anything_is_written(ranks, tmp_path):
         assert word in message
 
 
+def test_the_manifest_has_every_file(ranks, saved, tmp_path):
+    """So that damage to any of them is noticed, whichever rank wrote it."""
+    ranks(1).run(save_run, tmp_path, PLAIN)
+    for directory in (tmp_path, saved("hybrid")[0]):
+        listed = json.loads((directory / "step-2" / "manifest.json").read_text())
+        assert {*listed, "manifest.json"} == {path.name for path in (directory / "step-2").iterdir()}
+
+
 def test_the_step_and_the_extra_can_be_read_by_eye(saved):
     note = json.loads((saved("hybrid")[0] / "step-2" / "trainer.json").read_text())
     assert note == {"step": 2, "extra": {"skipped": 2, "scaler": {"scale": 0.2}}}

@@ -1,6 +1,8 @@
 """metrics.jsonl survives kills and resumes; the loss curve is drawn from it."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +35,33 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path):
     path.write_text(path.read_text().replace('"step": 2', "step 2"))
     with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not JSON"):
         read_metrics(path)
+
+
+def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
+    """Stand-ins for tensorboard, which need not be installed."""
+    written = []
+
+    def writer(directory, purge_step):
+        written.append((directory, purge_step))
+        return SimpleNamespace(
+            add_scalar=lambda *scalar: written.append(scalar), close=lambda: written.append("closed")
+        )
+
+    monkeypatch.setattr("tpformer.training.metrics.find_spec", lambda name: name == "tensorboard")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    with MetricsLog(tmp_path, first_step=6, steps=9, tensorboard=True) as log:
+        log.row(step=7, loss=2.5, lr=0.125)
+    assert written == [(tmp_path / "tensorboard", 7), ("loss", 2.5, 7), ("lr", 0.125, 7), "closed"]
+
+
+def test_on_a_terminal_the_bar_shows_the_newest_loss(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich take a pipe for a terminal
+    with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
+        log.row(step=3, loss=2.5, tokens_per_second=1234.0, mfu=0.25)
+        log.row(step=3, val_loss=2.75)
+        bar = log._progress.tasks[0]
+        assert (bar.completed, bar.total, bar.description) == (3, 4, "loss 2.5000  1,234 tokens/s  MFU 25.0%")
+    assert "step 3/4" in capsys.readouterr().out, "validation is a line of its own"
 
 
 def test_loss_curve(tmp_path):

@@ -10,6 +10,7 @@ from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, default_dtype, run_mesh
 from tpformer.training.step import LossScaler, train_step
+from tpformer.training.trainer import Trainer
 
 MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "n_heads": 2}
 BATCH = 4
@@ -93,6 +94,19 @@ def test_low_precision_trains_as_float32_does(ranks, float32_losses, parallel, d
         torch.testing.assert_close(losses, float32_losses, rtol=0.02, atol=0)
         assert losses != float32_losses, "it must not have run in float32"
         assert losses[-1] < 0.9 * losses[0]
+
+
+def first_scale(values: dict) -> float:
+    train = {"dtype": "float16", "global_batch_size": 6, "microbatch_size": 2, "steps": 1}
+    trainer = Trainer(build_config(values, {"train": train}))
+    scale = trainer.scaler.scale
+    trainer.run()
+    return scale
+
+
+def test_the_first_scale_grows_with_the_microbatches(ranks, tiny_values):
+    """For one microbatch 2**16; here are three, so the next power of two is taken."""
+    assert ranks(1).run(first_scale, tiny_values) == [2.0**18]
 
 
 def test_an_overflow_halves_the_scale_on_all_ranks_alike(ranks):
