@@ -328,6 +328,16 @@ def test_impossible_terms_are_refused(terms, words):
         ops.linear_cross_entropy(torch.randn(2, 3), torch.randn(4, 3), targets, vocab, **terms)
 
 
+def test_the_target_to_ignore_is_torchs():
+    x, weight, targets = torch.randn(3, 2).double(), torch.randn(4, 2).double(), torch.tensor([0, -100, 3])
+    losses = F.cross_entropy(x @ weight.t(), targets, reduction="none")
+    own = ops.vocab_parallel_cross_entropy(x @ weight.t(), targets, ops.VocabSlice(0, 4, 4))
+    assert torch.allclose(own, losses, rtol=1e-12)
+    assert float(ops.linear_cross_entropy(x, weight, targets, ops.VocabSlice(0, 4, 4))) == pytest.approx(
+        float(losses.sum()), rel=1e-12
+    )
+
+
 def test_no_tokens():
     x, weight = torch.randn(0, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
     loss = ops.linear_cross_entropy(x, weight, torch.zeros(0, dtype=torch.int64), ops.VocabSlice(0, 4, 4))

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -65,6 +66,8 @@ def test_svg_has_every_action_where_it_was(tmp_path):
     assert any(title.endswith("2000.0 ms from 4000.0 ms on") for title in boxes)
     lanes = {title.split(",")[1]: box["y"] for title, box in boxes.items()}
     assert lanes[" stage 0"] != lanes[" stage 1"] and len({box["fill"] for box in boxes.values()}) == 3
+    heights = [float(text.attrib["y"]) for text in root.iter(f"{SVG}text")]
+    assert all(below - above >= 15 for above, below in pairwise(heights[:5])), "title, two lines, formula, legend"
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[:4] == [
         "two <ranks>",

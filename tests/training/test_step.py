@@ -2,14 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tpformer.config import build_config
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, default_dtype, run_mesh
-from tpformer.training.step import LossScaler, train_step
+from tpformer.training.step import LossScaler, batch, evaluate, train_step
 from tpformer.training.trainer import Trainer
 
 MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "n_heads": 2}
@@ -19,8 +21,8 @@ ZERO3 = {"data_parallel_shard": 2, "zero_stage": 3}
 ZBV = {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2}
 
 
-def setup(parallel: dict, dtype: str):
-    values = {"model": MODEL, "parallel": parallel, "data": {"train": ["none"]}}
+def setup(parallel: dict, dtype: str, **model):
+    values = {"model": MODEL | model, "parallel": parallel, "data": {"train": ["none"]}}
     config = build_config(values, {"train": {"global_batch_size": BATCH, "dtype": dtype}})
     model = build_model(config, run_mesh(config, "cpu"))
     return model, [build_optimizer(part, config.optimizer) for part in model.parts], default_dtype(config)
@@ -131,3 +133,33 @@ def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
     for _ in range(20):
         other.update(False)
     assert other.scale == 1.0
+
+
+class Windows:
+    """Random samples, one of them too few for a round of any layout."""
+
+    n_samples = 7
+
+    def sample(self, i: int) -> np.ndarray:
+        return np.random.default_rng(i).integers(0, 60, 13)
+
+
+def validation(parallel: dict):
+    """The mean loss over the windows, twice; the modes of the parts after it; what one process makes of the logits."""
+    model, *_ = setup(parallel, "float64", dropout=0.5)
+    losses = [evaluate(model, [Windows(), Windows()], n_samples, torch.device("cpu")) for n_samples in (5, 100)]
+    modes = {part.training for part in model.parts}
+    if parallel:
+        return losses, modes, None
+    rows = batch(Windows(), 0, 7)
+    logits = model.parts[0].eval()(rows[:, :-1])[..., :60]
+    per_sample = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(1)
+    return losses, modes, [float(per_sample[:5].mean()), float(per_sample.mean())]
+
+
+@pytest.mark.parametrize("parallel", [TP2_PP2, ZERO3, ZBV], ids=["tp2-pp2", "zero3", "zbv-dp2"])
+def test_validation_is_the_mean_without_dropout_in_any_layout(ranks, parallel):
+    ((alone, _, expected),) = ranks(1).run(validation, {})
+    assert alone == pytest.approx(expected, rel=1e-12)
+    for losses, modes, _ in ranks(build_config({"parallel": parallel}).parallel.world_size).run(validation, parallel):
+        assert losses == pytest.approx(expected, rel=1e-12) and modes == {True}, "and training goes on with dropout"
