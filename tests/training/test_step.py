@@ -136,7 +136,7 @@ def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
 
 
 class Windows:
-    """Random samples, one of them too few for a round of any layout."""
+    """Seven random samples: no layout's rounds come out even."""
 
     n_samples = 7
 
