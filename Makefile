@@ -37,7 +37,7 @@ check: .venv/ready  ## format, lint, types, repository rules; under a minute
 	$(BIN)/python -m pytest tests/test_repo.py
 
 proofs: compile-check  ## the long checks: compiled kernels, protocol model, every random kill, every README command
-	$(PYTEST) --dist worksteal --proof -m "not alone"
+	$(PYTEST) --proof -m "not alone"
 	$(PYTEST) --numprocesses 0 --proof -m alone
 
 coverage: .venv/ready  ## lines and branches that the test suite runs; build/coverage/
