@@ -1,4 +1,4 @@
-"""metrics.jsonl survives kills and resumes; the loss curve is drawn from it."""
+"""metrics.jsonl survives kills and resumes; TensorBoard, the terminal and the loss curve show its numbers."""
 
 import json
 import sys

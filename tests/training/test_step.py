@@ -21,8 +21,8 @@ ZERO3 = {"data_parallel_shard": 2, "zero_stage": 3}
 ZBV = {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2}
 
 
-def setup(parallel: dict, dtype: str, **model):
-    values = {"model": MODEL | model, "parallel": parallel, "data": {"train": ["none"]}}
+def setup(parallel: dict, dtype: str, dropout: float = 0.0):
+    values = {"model": {**MODEL, "dropout": dropout}, "parallel": parallel, "data": {"train": ["none"]}}
     config = build_config(values, {"train": {"global_batch_size": BATCH, "dtype": dtype}})
     model = build_model(config, run_mesh(config, "cpu"))
     return model, [build_optimizer(part, config.optimizer) for part in model.parts], default_dtype(config)
