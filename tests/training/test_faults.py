@@ -132,7 +132,7 @@ def undisturbed(ranks, tiny_data, tmp_path) -> Callable[[dict, int], list]:
 
     def undisturbed(layout: dict, steps: int) -> list:
         values = run_values(tmp_path / "undisturbed", tiny_data, layout, steps)
-        ranks(world_size_of(layout)).run(train, values)
+        ranks(world_size_of(layout)).run(train, values, timeout=150)
         found = losses(tmp_path / "undisturbed")
         assert len(found) == steps
         return found
@@ -242,6 +242,7 @@ def test_a_rank_that_hangs_in_a_step_ends_the_run(ranks, tiny_data, tmp_path):
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
 def test_ten_random_ranks_are_killed_or_stopped(start, undisturbed, kind):
@@ -249,6 +250,7 @@ def test_ten_random_ranks_are_killed_or_stopped(start, undisturbed, kind):
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_ten_random_ranks_raise(start, undisturbed):
     raise_and_restart(start, undisturbed, SHARDED, seed=3, count=10)
