@@ -1,5 +1,7 @@
 """matmul, matmul_derivative and gated_matmul equal their references: layouts, epilogues, odd shapes, exact integers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from pool import WorkerPool
@@ -8,7 +10,7 @@ from testing import assert_kernel_close
 pytest.importorskip("triton")
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
-from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.configurations import TILES, WAVES, select_tile, tile_names
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.kernel import gated_matmul, matmul, matmul_derivative
 from tpformer.kernels.matmul.reference import (
@@ -19,7 +21,7 @@ from tpformer.kernels.matmul.reference import (
 )
 
 TILE = Tile(16, 16, 16, 1, 1, False)
-SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48))
+SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48), (3, 5, 600))  # the last: exact products in three parts
 
 
 def draw(index: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -95,7 +97,27 @@ def test_zeros_and_ones_are_exact_in_strided_operands(interpreted: WorkerPool) -
 def test_configurations_are_few_and_used() -> None:
     assert len(TILES) <= 24
     used = {name for capability in (80, 90, 100) for size in (2, 4) for name in tile_names(capability, size)}
-    assert used | {"interpreted"} == set(TILES)
+    assert used | {"interpreted"} == set(TILES) and used == set(WAVES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "expected"),
+    [
+        ((1024, 4096), {}, "large"),  # one wave of 128 tiles, against two of the medium ones
+        ((4096, 1280), {}, "medium"),  # 160 large tiles would take two waves for little more than one
+        ((2048, 512), {}, "small"),  # one per SM
+        ((128, 13312), {}, "small"),  # decoding
+        ((128, 4096), {"chunks": 8}, "large"),  # one launch for all chunks
+        ((8, 4096), {"chunks": 32}, "small"),  # a large tile would pad 8 rows to 128
+        ((4096, 4096), {"operands": 3}, "medium"),
+    ],
+)
+def test_the_tile_with_the_shortest_waves_is_picked(monkeypatch, arguments, options, expected) -> None:
+    """What was fastest on an H100 (bench/results)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    assert select_tile(torch.device("cuda"), torch.bfloat16, *arguments, **options) == TILES[expected]
+    assert select_tile(torch.device("cuda"), torch.float32, *arguments, **options) == TILES["exact"]
 
 
 def test_cost() -> None:
