@@ -41,6 +41,23 @@ def load_block(
 
 
 @triton.jit
+def add_product(accumulator, part, left, right, step, steps):
+    """(accumulator, part) with left right, for one step of K after the other; after the last all is in the accumulator.
+
+    float32 products are summed by 16 steps in `part`: one sum over a long K would lose digits that cuBLAS keeps. For
+    other operands part stays 0.
+    """
+    if left.dtype == tl.float32:
+        part = tl.dot(left, right, part, input_precision="ieee")
+        if (step % 16 == 15) | (step == steps - 1):
+            accumulator += part
+            part = tl.zeros_like(part)
+    else:
+        accumulator = tl.dot(left, right, accumulator)
+    return accumulator, part
+
+
+@triton.jit
 def multiply(
     accumulator,
     a,
@@ -66,7 +83,8 @@ def multiply(
     A_TRANSPOSED: A is stored as (k, m_end), B_TRANSPOSED: B as (k, n_end). a_row, b_row: where the served rank's matrix
     starts in a stack of them. The loop holds no wait: the pipeliner would move its loads over it.
     """
-    for step in range(tl.cdiv(k, BLOCK_K)):
+    part, steps = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.cdiv(k, BLOCK_K)
+    for step in range(steps):
         at = step * BLOCK_K
         if A_TRANSPOSED:
             left = load_block(a, a_row + at, m, a_row + k, m_end, a_stride, BLOCK_K, BLOCK_M, TMA).T
@@ -76,7 +94,7 @@ def multiply(
             right = load_block(b, b_row + at, n, b_row + k, n_end, b_stride, BLOCK_K, BLOCK_N, TMA)
         else:
             right = load_block(b, b_row + n, at, b_row + n_end, k, b_stride, BLOCK_N, BLOCK_K, TMA).T
-        accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
+        accumulator, part = add_product(accumulator, part, left, right, step, steps)
     return accumulator
 
 
@@ -149,26 +167,28 @@ def store_block(target, block, row, column, row_end, column_end, stride, ROWS: t
 
 @triton.jit
 def no_statistics(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of rows of which no column block has come yet: what each row's values are shifted by, then sums of the shifted
-    values and of their squares, kept apart for each column of the blocks."""
-    return tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    """Of rows of which no column block has come yet: what each row's values are shifted by, and their squares; then
+    sums of the shifted values and of the shifted squares, kept apart for each column of the blocks."""
+    nothing, none = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    return nothing, nothing, none, none
 
 
 @triton.jit
 def add_to_statistics(statistics, block, index, column_end, KIND: tl.constexpr, COLUMNS: tl.constexpr):
-    """With the index-th column block of the rows. A layernorm shifts by the mean of the first block, so that no offset
-    of a row costs its variance precision."""
-    shift, sums, squares = statistics
+    """With the index-th column block of the rows. The shifts are means of the first block: of its values for a
+    layernorm, so that no offset of a row costs its variance precision, and of its squares, so that the sum of squares
+    stays near 0 and is rounded there, not near the width of the row."""
+    shift, square_shift, sums, squares = statistics
     inside = (index * COLUMNS + tl.arange(0, COLUMNS) < column_end)[None, :]
     x = block.to(tl.float32)
     if KIND == "layernorm":
         if index == 0:
             shift = tl.sum(tl.where(inside, x, 0.0), 1) / tl.minimum(column_end, COLUMNS)
-        x -= shift[:, None]
-    x = tl.where(inside, x, 0.0)
-    if KIND == "layernorm":
+        x = tl.where(inside, x - shift[:, None], 0.0)
         sums += x
-    return shift, sums, squares + x * x
+    if index == 0:
+        square_shift = tl.sum(tl.where(inside, x * x, 0.0), 1) / tl.minimum(column_end, COLUMNS)
+    return shift, square_shift, sums, squares + tl.where(inside, x * x - square_shift[:, None], 0.0)
 
 
 @triton.jit
@@ -180,10 +200,10 @@ def normalise(
 
     norm: a finish.NormArgument.
     """
-    shift, sums, squares = statistics
+    shift, square_shift, sums, squares = statistics
     rest = tl.sum(sums, 1) / column_end
     mean = shift + rest
-    rstd = tl.rsqrt(tl.sum(squares, 1) / column_end - rest * rest + norm.eps)
+    rstd = tl.rsqrt(square_shift + tl.sum(squares, 1) / column_end - rest * rest + norm.eps)
     rows = row + tl.arange(0, ROWS)
     first = virtual.to(tl.int64) * row_end
     if KIND == "layernorm":
@@ -207,6 +227,14 @@ def normalise(
 def sigmoid(x):
     """tl.sigmoid, its exponential without the three instructions for results below 2**-126."""
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def sigmoid_and_rest(x):
+    """sigmoid(x), and 1 - sigmoid(x) without the cancellation that large factors of it would show."""
+    exponential = tl.exp2(x * -1.4426950408889634)  # infinite only where x < 0
+    result = 1.0 / (1.0 + exponential)
+    return result, tl.where(x < 0.0, 1.0 - result, exponential * result)
 
 
 @triton.jit
@@ -255,13 +283,13 @@ def differentiate(x, KIND: tl.constexpr):
         value = x * cumulative
         slope = cumulative + x * 0.3989422804014327 * bell
     elif KIND == "gelu_tanh":
-        weight = sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
+        weight, rest = sigmoid_and_rest(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
         value = x * weight
-        slope = weight + value * (1.0 - weight) * (1.5957691216057308 + 0.21406444881780076 * (x * x))
+        slope = weight + value * rest * (1.5957691216057308 + 0.21406444881780076 * (x * x))
     elif KIND == "silu":
-        weight = sigmoid(x)
+        weight, rest = sigmoid_and_rest(x)
         value = x * weight
-        slope = weight + value * (1.0 - weight)
+        slope = weight + value * rest
     elif KIND == "relu2":
         positive = tl.where(x < 0.0, 0.0, x)
         value = positive * positive

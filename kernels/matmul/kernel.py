@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..configurations import select_tile
 from ..launch import Tile, launch_options, operand, padded, persistent_programs
-from ..tile import activate, column_blocks, linear_tile, load_block, store_block, swizzle
+from ..tile import activate, add_product, column_blocks, linear_tile, load_block, store_block, swizzle
 
 MAXIMUM_WEIGHTS = 3  # q, k, v
 
@@ -42,15 +42,15 @@ def gated_matmul_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         row_block, column_block = swizzle(tile, tiles_m, tiles_n)
         row, column = row_block * BLOCK_M, column_block * BLOCK_N
-        g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(tl.cdiv(k, BLOCK_K)):
+        nothing, steps = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.cdiv(k, BLOCK_K)
+        g, u, g_part, u_part = nothing, nothing, nothing, nothing
+        for step in range(steps):
             at = step * BLOCK_K
             left = load_block(a, row, at, m, k, a_stride, BLOCK_M, BLOCK_K, TMA)
             right = load_block(gate_weight, column, at, n, k, gate_stride, BLOCK_N, BLOCK_K, TMA).T
-            g = tl.dot(left, right, g, input_precision="ieee")
+            g, g_part = add_product(g, g_part, left, right, step, steps)
             right = load_block(up_weight, column, at, n, k, up_stride, BLOCK_N, BLOCK_K, TMA).T
-            u = tl.dot(left, right, u, input_precision="ieee")
+            u, u_part = add_product(u, u_part, left, right, step, steps)
         g_rounded, u_rounded = g.to(gate.dtype.element_ty), u.to(up.dtype.element_ty)  # first: fewer registers live
         store_block(gate, g_rounded, row, column, m, n, n, BLOCK_M, BLOCK_N)
         store_block(up, u_rounded, row, column, m, n, n, BLOCK_M, BLOCK_N)

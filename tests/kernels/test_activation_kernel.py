@@ -89,6 +89,17 @@ def test_kernel_equals_float64_autograd(interpreted: WorkerPool) -> None:
     interpreted(1).run(every_case)
 
 
+def slopes() -> None:
+    """Where gelu_tanh's slope is 1 + x * (a difference of numbers near 1) * (a factor of up to 40)."""
+    x = torch.linspace(0, 12, 1031)
+    for name in ACTIVATIONS:
+        check(kernel, name, False, x, x, torch.ones_like(x))
+
+
+def test_slopes_do_not_cancel(interpreted: WorkerPool) -> None:
+    interpreted(1).run(slopes)
+
+
 def extreme(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     """x, gate, da of the largest magnitudes: squares and cubes of them, and exponentials, leave every format."""
     largest = 6e4 if dtype == torch.float16 else 1e18
