@@ -44,12 +44,12 @@ def load_block(
 def add_product(accumulator, part, left, right, step, steps):
     """(accumulator, part) with left right, for one step of K after the other; after the last all is in the accumulator.
 
-    float32 products are summed by 16 steps in `part`: one sum over a long K would lose digits that cuBLAS keeps. For
-    other operands part stays 0.
+    float32 products are summed in `part` for four steps at a time: one sum over a long K would lose digits that cuBLAS
+    keeps. For other operands part stays 0.
     """
     if left.dtype == tl.float32:
         part = tl.dot(left, right, part, input_precision="ieee")
-        if (step % 16 == 15) | (step == steps - 1):
+        if (step % 4 == 3) | (step == steps - 1):
             accumulator += part
             part = tl.zeros_like(part)
     else:

@@ -24,6 +24,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "numpy", "pytest")
+UNFINISHED = "did not end"
+OUTCOMES = (UNFINISHED, "passed", "skipped", "failed")  # of a test's phases the last in this order counts
 TIMEOUTS = util.find_spec("pytest_timeout") is not None
 
 
@@ -55,10 +57,9 @@ class Report:
         self.written: Path | None = None
 
     def add(self, test: str, outcome: str, seconds: float, reason: str = "") -> None:
-        entry = self.tests.setdefault(test, {"test": test, "outcome": "passed", "seconds": 0.0})
+        entry = self.tests.setdefault(test, {"test": test, "outcome": outcome, "seconds": 0.0})
         entry["seconds"] = round(entry["seconds"] + seconds, 2)
-        if outcome != "passed" and entry["outcome"] != "failed":
-            entry["outcome"] = outcome
+        entry["outcome"] = max(entry["outcome"], outcome, key=OUTCOMES.index)
         if reason:
             entry.setdefault("reason", shown(reason))
 
@@ -67,7 +68,8 @@ class Report:
             self.add(report.nodeid, report.outcome, 0.0, cause(report))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.add(report.nodeid, report.outcome, report.duration, "" if report.passed else cause(report))
+        outcome = UNFINISHED if report.when == "setup" and report.passed else report.outcome
+        self.add(report.nodeid, outcome, report.duration, "" if report.passed else cause(report))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if session.config.option.collectonly or (path := self.path()) is None:

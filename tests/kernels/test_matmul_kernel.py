@@ -21,7 +21,7 @@ from tpformer.kernels.matmul.reference import (
 )
 
 TILE = Tile(16, 16, 16, 1, 1, False)
-SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48), (3, 5, 600))  # the last: exact products in three parts
+SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48), (3, 5, 600))  # the last: exact products in many parts
 
 
 def draw(index: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
