@@ -1,4 +1,4 @@
-"""Device functions on one tile of a GEMM: order of tiles, loads, the K loop, activations, norms, stores.
+"""Device functions on one tile of a GEMM: order of tiles, loads, the K loop, activations, stores.
 
 Belongs here: code that several GEMM kernels inline. No communication (protocol.py), no host code (launch.py).
 """
@@ -12,7 +12,6 @@ from .philox.kernel import random_tile
 DERIVATIVE_COLUMNS = tl.constexpr(32)
 ACTIVATION_COLUMNS = tl.constexpr(32)
 PACKED_ELEMENTS = tl.constexpr(128 * 128)
-NORM_BLOCKS = tl.constexpr(4)  # column blocks that a norm's second pass has in flight at once
 GROUP_M = tl.constexpr(8)  # row blocks that share their columns' operand in L2
 
 
@@ -163,64 +162,6 @@ def store_block(target, block, row, column, row_end, column_end, stride, ROWS: t
     mask = (rows < row_end)[:, None] & (columns < column_end)[None, :]
     pointers = target + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointers, block.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def no_statistics(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of rows of which no column block has come yet: what each row's values are shifted by, and their squares; then
-    sums of the shifted values and of the shifted squares, kept apart for each column of the blocks."""
-    nothing, none = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
-    return nothing, nothing, none, none
-
-
-@triton.jit
-def add_to_statistics(statistics, block, index, column_end, KIND: tl.constexpr, COLUMNS: tl.constexpr):
-    """With the index-th column block of the rows. The shifts are means of the first block: of its values for a
-    layernorm, so that no offset of a row costs its variance precision, and of its squares, so that the sum of squares
-    stays near 0 and is rounded there, not near the width of the row."""
-    shift, square_shift, sums, squares = statistics
-    inside = (index * COLUMNS + tl.arange(0, COLUMNS) < column_end)[None, :]
-    x = block.to(tl.float32)
-    if KIND == "layernorm":
-        if index == 0:
-            shift = tl.sum(tl.where(inside, x, 0.0), 1) / tl.minimum(column_end, COLUMNS)
-        x = tl.where(inside, x - shift[:, None], 0.0)
-        sums += x
-    if index == 0:
-        square_shift = tl.sum(tl.where(inside, x * x, 0.0), 1) / tl.minimum(column_end, COLUMNS)
-    return shift, square_shift, sums, squares + tl.where(inside, x * x - square_shift[:, None], 0.0)
-
-
-@triton.jit
-def normalise(
-    source, statistics, norm, virtual, row, row_end, column_end,
-    KIND: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Store statistics of rows and norm(source), which this program has stored before: it comes from a cache.
-
-    norm: a finish.NormArgument.
-    """
-    shift, square_shift, sums, squares = statistics
-    rest = tl.sum(sums, 1) / column_end
-    mean = shift + rest
-    rstd = tl.rsqrt(square_shift + tl.sum(squares, 1) / column_end - rest * rest + norm.eps)
-    rows = row + tl.arange(0, ROWS)
-    first = virtual.to(tl.int64) * row_end
-    if KIND == "layernorm":
-        tl.store(norm.mean + first + rows, mean, mask=rows < row_end)
-    tl.store(norm.rstd + first + rows, rstd, mask=rows < row_end)
-    tl.debug_barrier()  # a thread reads what others have stored
-    WIDTH: tl.constexpr = NORM_BLOCKS * COLUMNS
-    for column in range(0, column_end, WIDTH):
-        x = load_block(source, row, column, row_end, column_end, column_end, ROWS, WIDTH, False)
-        columns = column + tl.arange(0, WIDTH)
-        weight = tl.load(norm.weight + virtual * column_end + columns, mask=columns < column_end, other=0.0)
-        if BIAS:  # all loads come before what waits for one
-            bias = tl.load(norm.bias + virtual * column_end + columns, mask=columns < column_end, other=0.0)
-        y = (x.to(tl.float32) - mean[:, None]) * rstd[:, None] * weight.to(tl.float32)[None, :]
-        if BIAS:
-            y += bias.to(tl.float32)[None, :]
-        store_block(norm.y + first * column_end, y, row, column, row_end, column_end, column_end, ROWS, WIDTH)
 
 
 @triton.jit

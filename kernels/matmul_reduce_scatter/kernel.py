@@ -13,17 +13,8 @@ from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padd
 from ..matmul.kernel import blocks, three
 from ..norm.reference import Statistics
 from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
-from ..tile import (
-    add_to_statistics,
-    finish,
-    multiply_inputs,
-    no_statistics,
-    normalise,
-    store_block,
-    store_packed,
-    sum_sources,
-    swizzle,
-)
+from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sources, swizzle
+from .band_norm import add_to_statistics, no_statistics, normalise
 
 
 @triton.jit(
