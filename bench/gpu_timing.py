@@ -3,6 +3,7 @@
 Belongs here: the sample that timing.interleave takes. Nothing about what is timed, no CUDA graphs.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import NamedTuple
@@ -13,7 +14,8 @@ from torch import Tensor
 from .timing import Sample, interleave
 
 FLUSHED = 4  # times the L2: what a repetition's predecessor left there is gone, also where L2 is in two halves
-HEAD_START = 1_000_000  # clock cycles per repetition: about 0.5 ms, more than the host needs to enqueue one
+CYCLES = 2e9  # a second, of a GPU's fastest clock
+HEAD_START = 0.5e-3  # seconds per repetition, at least
 
 
 class Call(NamedTuple):
@@ -42,8 +44,8 @@ def flush_buffer() -> Tensor:
 def cold(call: Call, repetitions: int, flushed: Tensor) -> Sample:
     """A sample: the median over repetitions, each after the buffer `flushed` has been written and `prepare` has run.
 
-    The GPU first sleeps while the host enqueues: it is never the host's pace that is measured. A call before the
-    sleep, not timed, compiles what there is to compile.
+    The GPU first sleeps, for twice the time that the host takes to enqueue: it is never the host's pace that is
+    measured. Two calls come before: one compiles what there is to compile, the other says what the host takes.
     """
 
     def prepare() -> None:
@@ -52,10 +54,13 @@ def cold(call: Call, repetitions: int, flushed: Tensor) -> Sample:
             call.prepare()
 
     def sample() -> float:
-        prepare()
-        call.run()
+        for _ in range(2):
+            began = time.perf_counter()
+            prepare()
+            call.run()
+            host = time.perf_counter() - began
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
-        torch.cuda._sleep(HEAD_START * repetitions)
+        torch.cuda._sleep(int(CYCLES * repetitions * max(HEAD_START, 2 * host)))
         for start, end in events:
             prepare()
             start.record()

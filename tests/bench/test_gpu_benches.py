@@ -4,6 +4,7 @@ Marked `gpu`: each bench as a whole, --quick.
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,8 +150,13 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         monkeypatch.setattr(torch.cuda, "Event", self.event)
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.log.append("sleep"))
+        self.slept = 0
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("synchronize"))
+
+    def sleep(self, cycles: int) -> None:
+        self.slept = cycles
+        self.log.append("sleep")
 
     def event(self, enable_timing: bool) -> "Recorder.Event":
         return Recorder.Event(self.log)
@@ -175,11 +181,13 @@ def test_every_repetition_is_cold_and_enqueued_ahead(monkeypatch: pytest.MonkeyP
     log = recorder.log
     call = Call(lambda: log.append("run"), lambda: log.append("prepare"))
     assert cold(call, 2, recorder.event(True))() == 2e-3  # type: ignore[arg-type]
-    assert log[:4] == ["flush", "prepare", "run", "sleep"]
-    assert log[4:] == ["flush", "prepare", "event", "run", "event"] * 2 + ["synchronize"]
+    assert log[:7] == [*["flush", "prepare", "run"] * 2, "sleep"]
+    assert log[7:] == ["flush", "prepare", "event", "run", "event"] * 2 + ["synchronize"]
     monkeypatch.setattr(gpu_timing, "flush_buffer", lambda: recorder.event(True))
     seconds = gpu_timing.measure({"a": call, "b": Call(lambda: None)}, gpu_timing.Effort(3, 2))
     assert seconds == {"a": [2e-3] * 3, "b": [1e-3] * 3}
+    cold(Call(lambda: time.sleep(0.002)), 10, recorder.event(True))()  # type: ignore[arg-type]
+    assert recorder.slept >= 10 * 2 * 0.002 * gpu_timing.CYCLES
 
 
 def test_a_wrong_or_missing_result_is_refused() -> None:

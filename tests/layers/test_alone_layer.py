@@ -1,5 +1,7 @@
 """Every layer works inside someone else's module in a process without any process group; names and shapes are plain."""
 
+import inspect
+
 import torch
 
 from tpformer import layers
@@ -83,6 +85,14 @@ def test_block_state_dict_names_and_shapes():
         "fc2.weight": (16, 64),
         "fc2.bias": (16,),
     }
+
+
+def test_one_default_of_sequence_parallelism():
+    """A norm that works on shards beside linears that do not would be trained with wrong gradients."""
+    signatures = [inspect.signature(layer).parameters for layer in vars(layers).values() if inspect.isclass(layer)]
+    options = [parameters["sequence_parallel"] for parameters in signatures if "sequence_parallel" in parameters]
+    defaults = [option.default for option in options if option.default is not option.empty]
+    assert len(defaults) >= 8 and set(defaults) == {True}
 
 
 def test_default_ffn_width():

@@ -46,6 +46,19 @@ def choice(*args, **options) -> tuple[str, str]:
     return transport.choose_transport(request(*args, **options))
 
 
+def test_where_there_are_other_groups_their_collectives_find_free_processors(monkeypatch):
+    pytest.importorskip("triton")
+    from tpformer.ops.transports.fused import Fused
+
+    group = SimpleNamespace(size=lambda: 2)
+    for world, allowed, spare in ((2, None, 0), (4, None, 32), (4, "8", 8), (2, "8", 0)):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
+        monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+        if allowed is not None:
+            monkeypatch.setenv("NCCL_MAX_CTAS", allowed)
+        assert Fused(group).spare == spare  # type: ignore[arg-type]
+
+
 def test_one_rank_and_cpu():
     assert ops.choose_transport(Request(GATHER, 8, 8, 8, BF16, CPU, None)) == ("local", "one rank")
     for name in ops.TRANSPORTS:

@@ -300,6 +300,8 @@ def test_a_thousand_billion_parameters_on_3072_ranks(commands):
     assert code == 0 and err == "", err
     lines = out.splitlines()
     assert lines[0].startswith("1008.0B parameters, world size 3072: pp 64 x dp_replicate 6 x dp_shard 1 x tp 8")
+    (bubble,) = [line for line in lines if "bubble / computing time" in line]
+    assert re.search(r" = \d+\.\d% \(theory\)$", bubble), bubble
     assert [line.split()[1] for line in lines if line.startswith("rank ")] == ["0", "1536", "3024"]
     # arXiv:2104.04473, table 1, by hand: 2 layers of 25600 on 8 tensor-parallel ranks
     h, t = 25600, 8
