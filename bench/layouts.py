@@ -61,11 +61,13 @@ class Case(NamedTuple):
     layout: Layout
     microbatch_size: int | None = None
     tied: bool = True
+    layers: int = 4
 
     def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
         model = ModelSection(
-            vocab_size=257, seq_length=16, n_layers=8, hidden_size=32, n_heads=4, dropout=0.1, tie_embeddings=self.tied
-        )
+            vocab_size=257, seq_length=16, n_layers=self.layers, hidden_size=32, n_heads=4, dropout=0.1,
+            tie_embeddings=self.tied,
+        )  # fmt: skip
         section = TrainSection(
             steps=steps, global_batch_size=BATCH, microbatch_size=self.microbatch_size, dtype=dtype, device="cpu"
         )
@@ -76,6 +78,11 @@ class Case(NamedTuple):
             optimizer=OptimizerSection(lr=lr, warmup_steps=steps // 5),
             train=section,
         )
+
+    @property
+    def alone(self) -> Case:
+        """The same model in one process."""
+        return Case(Layout(), tied=self.tied, layers=self.layers)
 
     @property
     def n_microbatches(self) -> int:
@@ -98,7 +105,7 @@ class Case(NamedTuple):
 
 
 def case(microbatch_size: int | None = None, tied: bool = True, **layout: object) -> Case:
-    """Keywords of Layout by their short names: tp, pp, schedule, replicate, shard, zero."""
+    """Keywords of Layout by their short names: tp, pp, schedule, replicate, shard, zero. Layers: 4, or one a stage."""
     short = {
         "tp": "tensor_parallel",
         "pp": "pipeline_parallel",
@@ -107,7 +114,8 @@ def case(microbatch_size: int | None = None, tied: bool = True, **layout: object
         "shard": "data_parallel_shard",
         "zero": "zero_stage",
     }
-    return Case(Layout(**{short.get(key, key): value for key, value in layout.items()}), microbatch_size, tied)  # type: ignore[arg-type]
+    made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
+    return Case(made, microbatch_size, tied, max(4, made.n_stages))
 
 
 ONE = case()
@@ -302,7 +310,7 @@ def bfloat16_row(one: Case, ranks: Sequence[Trained], single: Trained, oracle: T
 def plan(cases: Sequence[Case], complete: bool, train: str) -> dict[int, dict[tuple[str, Case], RunConfig]]:
     """World size -> what runs in it, by purpose (a dtype, or a curve's) and layout; refused here if it cannot run."""
     wanted = {(dtype, one) for dtype in BOUNDS for one in cases}
-    wanted |= {(dtype, Case(Layout(), tied=one.tied)) for dtype, one in wanted}
+    wanted |= {(dtype, one.alone) for dtype, one in wanted}
     if complete:
         wanted |= {(BFLOAT16, one) for one in (ONE, *BFLOAT16_CASES)}
         wanted |= {(f"curve {dtype}", one) for dtype in BOUNDS for one in CURVES.values()}
@@ -337,8 +345,7 @@ def run(arguments: Sequence[str], results: Path, console: Console) -> int:
         trained = train_all(plan(cases, not quick, str(text)), console)
     rows = []
     for one in cases:
-        alone = Case(Layout(), tied=one.tied)
-        runs, expected = ({dtype: trained[dtype, each] for dtype in BOUNDS} for each in (one, alone))
+        runs, expected = ({dtype: trained[dtype, each] for dtype in BOUNDS} for each in (one, one.alone))
         rows.append(make_row(one, runs, {dtype: single for dtype, (single,) in expected.items()}))
     console.print(result_table(rows), highlight=False)
     console.print(NOTE, highlight=False, soft_wrap=True)
