@@ -50,7 +50,7 @@ def build(
     slots for what they would have sent."""
     op, m, n, k, t = shape.op, shape.m, shape.n, shape.k, shape.t
     place, rows = torch.device(device), m if op == ALL else m // t
-    tile = tile or select_tile(place, dtype, rows, n)
+    tile = tile or select_tile(place, dtype, rows, n, chunks=m // rows)
     space = {
         GATHER: lambda: all_gather_matmul_space(rows, k, t, dtype.itemsize),
         SCATTER: lambda: matmul_reduce_scatter_space(rows, n, t, dtype, tile),

@@ -261,6 +261,6 @@ BENCH = Bench(
     note="TFLOP/s: the model's FLOPs (6 per weight and token, attention over seq x seq; nothing recomputed counts) "
     "over the time of forward and backward, gradients of input and parameters included. Plain blocks use torch's SDPA "
     "and its random numbers for dropout; torch.compile in its default mode; fused qkv: one projection for q, k and v. "
-    "Ratio to the data-sheet peak: the share of it. Prediction, run by nobody: GEMMs and half of the attention at F, "
+    "Ratio to the data-sheet peak: the share of it. Prediction: GEMMs and half of the attention at F, "
     "every memory-bound pass once at the memory bandwidth (kernels/cost.py).",
 )

@@ -1,7 +1,7 @@
 """What several GPUs are expected to take: times from the model in kernels/cost.py, from shapes alone or on top of
 GEMMs that one GPU has measured.
 
-Belongs here: the model's terms for each operation, and its rows. Nobody has run what it predicts.
+Belongs here: the model's terms for each operation, and its rows. Nobody has run it on several GPUs.
 """
 
 from collections.abc import Sequence

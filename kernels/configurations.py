@@ -23,9 +23,9 @@ TILES = {
     "interpreted": Tile(32, 32, 32, 1, 1, False),
 }
 
-# The time of a wave of tiles, in a unit of its own, with 1, 2, ... programs on every SM. Fitted to `bench matmul` on an
-# H100 (bench/results): what these numbers pick there has a mean of 0.871 of cuBLAS, the best tile of every shape 0.872.
-# Those of sm_80 are a prediction, in proportion to what the tiles load and compute. For float32 there is one tile.
+# The time of a wave of tiles, in a unit of its own, with 1, 2, ... programs on every SM. Those of sm_90 are fitted to
+# `bench matmul` on an H100 (bench/results): the tiles that they pick reach 0.871 of cuBLAS in its rows, the fastest
+# tile of every shape 0.872. Other GPUs' are predictions. For float32 there is one tile.
 WAVES = {
     "large": (33,),
     "medium": (20,),
@@ -47,9 +47,10 @@ def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
 
 
 def select_tile(
-    device: torch.device, dtype: torch.dtype, rows: int, columns: int, *, chunks: int = 1, operands: int = 1
+    device: torch.device, dtype: torch.dtype, rows: int, *columns: int, chunks: int = 1, operands: int = 1
 ) -> Tile:
-    """The configuration for `chunks` outputs of rows x columns; operands: what the epilogue reads or writes per tile.
+    """The configuration for `chunks` times outputs of rows x columns, one for each weight of a launch; operands: what
+    the epilogue reads or writes per tile.
 
     The one whose waves take the least time together; for few rows the smallest.
     """
@@ -62,7 +63,7 @@ def select_tile(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def time(name: str) -> float:
-        tiles = chunks * triton.cdiv(rows, TILES[name].m) * triton.cdiv(columns, TILES[name].n)
+        tiles = chunks * triton.cdiv(rows, TILES[name].m) * sum(triton.cdiv(n, TILES[name].n) for n in columns)
         whole, rest = divmod(tiles, processors * len(WAVES[name]))
         return whole * WAVES[name][-1] + (WAVES[name][triton.cdiv(rest, processors) - 1] if rest else 0)
 

@@ -23,8 +23,8 @@ class Machine(NamedTuple):
     memory: float  # bytes/s
 
 
-# H100, H200: research figures of large GEMMs and copies, which one H100 confirmed (docs/LOG.md); of links nobody has
-# measured any. The others are scaled from their data sheets
+# H100, H200: figures of large GEMMs and copies from research, the H100's confirmed by one (docs/LOG.md); nobody has
+# measured their links. The others are scaled from their data sheets
 MACHINES = (
     Machine("H200", 989e12, 700e12, 380e9, 4.3e12),
     Machine("H100", 989e12, 700e12, 380e9, 3.0e12),

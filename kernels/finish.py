@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .dropout.reference import dropout_apply
-from .norm.reference import Norm, Statistics
+from .norm.reference import Norm
 
 
 class Dropout(NamedTuple):
@@ -18,26 +17,10 @@ class Dropout(NamedTuple):
     p: float
 
 
-class NormArgument(NamedTuple):
-    """All that a kernel needs of a norm, results included, as one argument; y stands for what there is not."""
-
-    y: Tensor
-    mean: Tensor
-    """(rows, 1) float32, as rstd."""
-    rstd: Tensor
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-    @property
-    def statistics(self) -> Statistics:
-        return None if self.mean is self.y else self.mean, self.rstd
-
-
 class Finish(NamedTuple):
     """z = residual + dropout(sum + bias): bias (N,), residual (rows, N) like the result; None leaves a part out.
 
-    norm: a second result is y = norm(z), of z as it is stored.
+    norm: a second result is y = norm(z), of z as it is stored; for what works on whole rows.
     """
 
     bias: Tensor | None = None
@@ -59,20 +42,9 @@ class Finish(NamedTuple):
             "RESIDUAL": self.residual is not None,
         }
 
-    def norm_argument(self, z: Tensor) -> NormArgument | None:
-        """With new memory for the norm's results; None is no parameter of the compiled kernel."""
-        if self.norm is None:
-            return None
-        y, rstd = torch.empty_like(z), z.new_empty(len(z), 1, dtype=torch.float32)
-        mean = torch.empty_like(rstd) if self.norm.kind == "layernorm" else y
-        bias = y if self.norm.bias is None else self.norm.bias
-        return NormArgument(y, mean, rstd, self.norm.weight, bias, self.norm.eps)
-
-    def norm_flags(self) -> dict[str, str | bool]:
-        if self.norm is None:
-            return {"NORM": "", "NORM_BIAS": False}
-        kind = self.norm.kind  # an RMSNorm has no bias, whatever there is
-        return {"NORM": kind, "NORM_BIAS": kind == "layernorm" and self.norm.bias is not None}
+    def require_no_norm(self, operation: str) -> None:
+        if self.norm is not None:
+            raise ValueError(f"{operation} finishes tiles, not whole rows: normalise its result instead")
 
     def apply(self, total: Tensor) -> Tensor:
         """z in torch, for references: in total's dtype, which should be wide."""

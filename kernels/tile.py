@@ -41,10 +41,10 @@ def load_block(
 
 @triton.jit
 def add_product(accumulator, part, left, right, step, steps):
-    """(accumulator, part) with left right, for one step of K after the other; after the last all is in the accumulator.
+    """Add the product of one step of K; after the last of the `steps` the accumulator has the sum, and part is zero.
 
-    float32 products are summed in `part` for four steps at a time: one sum over a long K would lose digits that cuBLAS
-    keeps. For other operands part stays 0.
+    float32 products go into `part` for four steps at a time: one sum over a long K would lose digits that cuBLAS keeps.
+    Others go into the accumulator at once.
     """
     if left.dtype == tl.float32:
         part = tl.dot(left, right, part, input_precision="ieee")

@@ -25,7 +25,6 @@ from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.kernel import gated_matmul, matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
-from tpformer.kernels.norm.reference import Norm
 from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump
 from tpformer.kernels.reduce_scatter.kernel import reduce_scatter
 
@@ -182,11 +181,8 @@ def all_gather_matmul_cases() -> Iterator[Case]:
 
 
 def matmul_reduce_scatter_cases() -> Iterator[Case]:
-    def forward(dtype, tile, norm=None, served=1):
-        row = meta(served * N, dtype=dtype)
-        end = finish(served * ROWS, dtype)._replace(bias=row)
-        if norm:
-            end = end._replace(norm=Norm(norm, row, row if norm == "layernorm" else None, 1e-5))
+    def forward(dtype, tile, served=1):
+        end = finish(served * ROWS, dtype)._replace(bias=meta(served * N, dtype=dtype))
         matmul_reduce_scatter(
             [meta(served * M, K, dtype=dtype)], [meta(served * N, K, dtype=dtype)], channel(served), end,
             tile=tile, programs=PROGRAMS,
@@ -204,11 +200,8 @@ def matmul_reduce_scatter_cases() -> Iterator[Case]:
         ("3 inputs", partial(dgrad, partial=None)),
         ("3 inputs, float32 partials", partial(dgrad, partial=torch.float32)),
     ]
-    kernel, expected = "matmul_reduce_scatter_kernel", {"releases": 1, "acquires": 2, "local_atomics": 1}
-    yield from gemm(kernel, variants, own=OPERANDS, **expected)
-    for norm, statistics in (("layernorm", 2), ("rmsnorm", 1)):  # a value per row each
-        variants = [(f"finish, {norm}", partial(forward, norm=norm))]
-        yield from gemm(kernel, variants, narrow_stores=statistics, own=OPERANDS, **expected)
+    expected = {"releases": 1, "acquires": 2, "local_atomics": 1}
+    yield from gemm("matmul_reduce_scatter_kernel", variants, own=OPERANDS, **expected)
 
 
 def matmul_all_reduce_cases() -> Iterator[Case]:

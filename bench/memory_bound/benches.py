@@ -5,7 +5,6 @@ do them, is in the files named after them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,8 +19,6 @@ from ..runner import Bench, Row, make_row, mean_row
 from ..timing import Comparison, compare
 from . import liger
 from .activation import activation_cases
-from .band import NOTE as BAND_NOTE
-from .band import band_prediction_rows, band_rows, check_band
 from .case import COMPILED, LIGER, Case, Function, Work, each, flat
 from .cross_entropy import cross_entropy_cases
 from .dropout import dropout_cases
@@ -37,7 +34,7 @@ NOTE = (
     "GB/s: bytes by the operation's cost function (each operand once) over the time, cold L2. copy: Tensor.copy_ of a "
     "contiguous tensor that reads and writes as many bytes in all. torch.compile: the same formula in plain torch, its "
     "backward written out, one graph, default mode; where there is dropout, torch's own random numbers. Operands that "
-    "a provider overwrites are restored before each call. Prediction, run by nobody: the bytes at the memory bandwidth "
+    "a provider overwrites are restored before each call. Prediction: the bytes at the memory bandwidth "
     "(kernels/cost.py), a GEMM-bound one at the FLOP/s of large GEMMs. "
 )
 LIGER_NOTE = (
@@ -46,7 +43,7 @@ LIGER_NOTE = (
     else f"{LIGER} is not installed here: its rows are left out."
 )
 NOTES = {
-    "norm": f"after finish: bias, dropout ({LIGER} has neither) and residual before the norm. {BAND_NOTE}",
+    "norm": f"after finish: bias, dropout ({LIGER} has neither) and residual before the norm.",
     "activation": f"Backwards also give the activation again, for the weight's gradient: {LIGER} runs its forward for "
     "it, and without a bar its backward alone, as if the activation had been stored.",
     "cross_entropy": f"{LIGER} waits for the device in its forward (item()), which is in its time. linear cross "
@@ -217,27 +214,8 @@ def bench(name: str, what: str, cases: Callable[[bool], Sequence[Case]]) -> Benc
     )
 
 
-def check_norms() -> None:
-    check(norm_cases)
-    check_band(DEVICE, DTYPE)
-
-
-def run_norms(quick: bool) -> list[Row]:
-    return run(norm_cases, quick) + band_rows(DEVICE, DTYPE, quick)
-
-
-def norm_bench() -> Bench:
-    """The one with rows of its own: the norm in the reduce-scatter's finishing band."""
-    common = bench("norm", "LayerNorm and RMSNorm, forward, backward and after the reduction", norm_cases)
-
-    def predict() -> list[Row]:
-        return predictions(norm_cases) + band_prediction_rows()
-
-    return replace(common, check=check_norms, run=run_norms, predict=predict)
-
-
 BENCHES = (
-    norm_bench(),
+    bench("norm", "LayerNorm and RMSNorm, forward, backward and after the reduction", norm_cases),
     bench("activation", "GELU, SwiGLU, GeGLU and squared ReLU, forward and backward", activation_cases),
     bench("rope", "rotary embedding of queries and keys, forward and backward", rope_cases),
     bench("dropout", "Philox dropout, with bias and residual, forward and backward", dropout_cases),

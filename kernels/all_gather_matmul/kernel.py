@@ -230,7 +230,7 @@ def all_gather_matmul(
     m = len(shard) * world // served
     columns = [w.shape[1] if b_transposed else len(w) // served for w in weights]
     outputs = [shard.new_empty(served * m, n) for n in columns]
-    tile = tile or select_tile(shard.device, shard.dtype, m // world, sum(columns), chunks=world)
+    tile = tile or select_tile(shard.device, shard.dtype, m // world, *columns, chunks=world)
     launch(
         shard, weights, channel, outputs, biases=biases, activation=activation, b_transposed=b_transposed, x=None,
         gate=None, push=push, keep=keep, tile=tile, programs=programs, spare=spare,

@@ -91,7 +91,7 @@ def matmul(
     """
     m, k = a.shape[::-1] if a_transposed else a.shape
     columns = [w.shape[1] if b_transposed else w.shape[0] for w in weights]
-    tile = tile or select_tile(a.device, a.dtype, m, sum(columns))
+    tile = tile or select_tile(a.device, a.dtype, m, *columns)
     a_block = (tile.k, tile.m) if a_transposed else (tile.m, tile.k)
     b_block = (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     a, stored = padded(a), [padded(w) for w in weights]

@@ -168,7 +168,7 @@ def matmul_all_reduce(
               stay free
     Source:   one-shot and two-shot all-reduce of symmetric-memory recipes and Triton-distributed, own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_all_reduce_space), or for a norm in
-              `finish`, which goes with whole rows
+              `finish`, which is a pass of its own
     """
     served, world = channel.served, channel.world
     m = len(inputs[0]) // served
@@ -178,8 +178,7 @@ def matmul_all_reduce(
     partial = partial or dtype
     tile = tile or select_tile(inputs[0].device, dtype, m, n)
     one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
-    if finish.norm is not None:
-        raise ValueError("matmul_all_reduce finishes tiles, not whole rows: normalise its result instead")
+    finish.require_no_norm("matmul_all_reduce")
     channel.require("matmul_all_reduce", *matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot))
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)

@@ -11,10 +11,8 @@ from ..configurations import select_tile
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
 from ..matmul.kernel import blocks, three
-from ..norm.reference import Statistics
 from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
 from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sources, swizzle
-from .band_norm import add_to_statistics, no_statistics, normalise
 
 
 @triton.jit(
@@ -22,10 +20,10 @@ from .band_norm import add_to_statistics, no_statistics, normalise
 )
 def matmul_reduce_scatter_kernel(
     data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags, counters,
-    a0, a1, a2, b0, b1, b2, out, bias, residual, start, key_low, key_high, threshold, scale, norm,
+    a0, a1, a2, b0, b1, b2, out, bias, residual, start, key_low, key_high, threshold, scale,
     rows, n, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride, producers,
     INPUTS: tl.constexpr, B_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr, MERGED: tl.constexpr,
+    RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, MERGED: tl.constexpr,
     WORLD: tl.constexpr, PARTIAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -66,8 +64,6 @@ def matmul_reduce_scatter_kernel(
             for source in range(WORLD):
                 limit = wait(own_flags + source * writer_flags + row_block, epoch, report, source, limit)
             slot = slot_of(data, rank, epoch, parity_stride, PARTIAL) + (row % BLOCK_M) * BLOCK_N
-            if NORM != "":
-                statistics = no_statistics(ROWS, BLOCK_N)
             for column_block in range(tiles_n):
                 at = (row_block * tiles_n + column_block).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 total = sum_sources(slot + at, tiles.to(tl.int64) * (BLOCK_M * BLOCK_N), WORLD, ROWS, BLOCK_N)
@@ -77,11 +73,6 @@ def matmul_reduce_scatter_kernel(
                     BIAS, DROPOUT, RESIDUAL, ALIGNED, ROWS, BLOCK_N,
                 )  # fmt: skip
                 store_block(out, total, row, column_block * BLOCK_N, rows, n, n, ROWS, BLOCK_N)
-                if NORM != "":
-                    stored = total.to(out.dtype.element_ty)
-                    statistics = add_to_statistics(statistics, stored, column_block, n, NORM, BLOCK_N)
-            if NORM != "":
-                normalise(out, statistics, norm, virtual, row, rows, n, NORM, NORM_BIAS, ROWS, BLOCK_N)
 
 
 def matmul_reduce_scatter_space(rows: int, n: int, world: int, partial: torch.dtype, tile: Tile) -> tuple[int, int]:
@@ -101,27 +92,24 @@ def matmul_reduce_scatter(
     tile: Tile | None = None,
     programs: int | None = None,
     spare: int = 0,
-) -> Tensor | tuple[Tensor, Tensor, Statistics]:
+) -> Tensor:
     """This rank's rows of finish(sum over ranks of sum_i A_i B_i^T), for up to three pairs (q, k, v's dgrad).
 
-    With finish.norm: that z, y = norm(z), and the norm's statistics (mean or None, rstd).
-
     Math:     matmul_reduce_scatter_reference, this rank's entry
-    Shapes:   input i (M, K_i); weight i (N, K_i), or (K_i, N) if b_transposed; finish's residual, z and y (M / t, N);
-              statistics (M / t, 1) float32. With virtual ranks every tensor is the stack of theirs along dim 0
+    Shapes:   input i (M, K_i); weight i (N, K_i), or (K_i, N) if b_transposed; finish's residual and the result
+              (M / t, N). With virtual ranks every tensor is the stack of theirs along dim 0
     Numerics: products and sums in float32; each rank's partial is rounded once to `partial` (default the inputs' dtype,
               or float32 at twice the link bytes), the partials are added in rank order in float32, and the finished
-              value is rounded once: the same bits in every run. The norm is of z as stored, its sums in
-              float32, shifted by the mean of the row's first column block: safe with any offset
-    Traffic:  matmul_reduce_scatter_cost; this rank sends and receives (t - 1) / t * M * N * partial.itemsize bytes.
-              A norm also writes y, and reads z from a cache: its program has just stored it
+              value is rounded once: the same bits in every run
+    Traffic:  matmul_reduce_scatter_cost; this rank sends and receives (t - 1) / t * M * N * partial.itemsize bytes
     Order:    tiles of rank + 1's chunk first, the own chunk last; a tile is stored into its owner's slot, and the
               program that completes a row block's tiles (counted in local memory) sets the block's flag at the owner.
               The finishing band takes a few whole rows at a time: waits for every source's flag of their block, then
-              adds, then goes over the rows again for a norm. All programs are resident: one that waits may hold the SM
-              that another tile needs; `spare` SMs stay free
+              adds. All programs are resident: one that waits may hold the SM that another tile needs; `spare` SMs stay
+              free
     Source:   push-based GEMM + reduce-scatter (research: symmetric-memory recipes, Triton-distributed), own protocol
-    Errors:   ValueError if the channel's slots or flags are too small (matmul_reduce_scatter_space)
+    Errors:   ValueError if the channel's slots or flags are too small (matmul_reduce_scatter_space), or for a norm in
+              `finish`: it is a pass of its own (docs/LOG.md, the first GPU)
     """
     served, world = channel.served, channel.world
     rows = len(inputs[0]) // (served * world)
@@ -129,12 +117,12 @@ def matmul_reduce_scatter(
     ks = [a.shape[1] for a in inputs]
     partial = partial or inputs[0].dtype
     tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n, chunks=world)
+    finish.require_no_norm("matmul_reduce_scatter")
     channel.require("matmul_reduce_scatter", *matmul_reduce_scatter_space(rows, n, world, partial, tile))
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     out = inputs[0].new_empty(served * rows, n)
     tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
-    norm = finish.norm_argument(out)
     finish_rows = step_rows(tile, out.element_size())
     merged = not is_interpreted()
     producers = persistent_programs(out.device, tiles, tile, programs, served, spare=spare)
@@ -142,10 +130,10 @@ def matmul_reduce_scatter(
     matmul_reduce_scatter_kernel[(producers + finishers, served)](
         *channel.arguments(), channel.counters,
         *three([operand(a, a_block, tile) for a in lefts]), *three([operand(b, b_block, tile) for b in rights]), out,
-        *finish.arguments(out), norm,
+        *finish.arguments(out),
         rows, n, *three(ks), *three([a.stride(0) for a in lefts]), *three([b.stride(0) for b in rights]), producers,
-        INPUTS=len(inputs), B_TRANSPOSED=b_transposed, **finish.flags(), ALIGNED=n % 4 == 0, **finish.norm_flags(),
+        INPUTS=len(inputs), B_TRANSPOSED=b_transposed, **finish.flags(), ALIGNED=n % 4 == 0,
         MERGED=merged, WORLD=world, PARTIAL=DTYPES[partial], ROWS=finish_rows,
         **blocks(tile), **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip
-    return out if norm is None else (out, norm.y, norm.statistics)
+    return out

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..cost import Cost
 from ..finish import NOTHING, Finish
-from ..norm.reference import Statistics, norm_cost, norm_forward
 
 
 def partial_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], b_transposed: bool) -> Tensor:
@@ -23,33 +22,18 @@ def matmul_reduce_scatter_reference(
     finishes: Sequence[Finish] | None = None,
     *,
     b_transposed: bool = False,
-) -> list[Tensor | tuple[Tensor, Tensor, Statistics]]:
+) -> list[Tensor]:
     """For every rank: its rows of finish(sum over ranks and i of A[r][i] B[r][i]^T), rounded once to the inputs' dtype.
 
-    With finish.norm: of that z (z, norm(z), statistics), the norm and its statistics as of norm_forward.
     Shapes: inputs[r][i] (M, K_i), weights[r][i] (N, K_i), or (K_i, N) if b_transposed; results (M / t, N).
     """
     total = torch.stack([partial_sum(a, b, b_transposed) for a, b in zip(inputs, weights, strict=True)]).sum(0)
     chunks = total.chunk(len(inputs))
     finishes = finishes or [NOTHING] * len(inputs)
-    return [_finished(finish, chunk, inputs[0][0].dtype) for finish, chunk in zip(finishes, chunks, strict=True)]
+    return [f.apply(chunk).to(inputs[0][0].dtype) for f, chunk in zip(finishes, chunks, strict=True)]
 
 
-def _finished(finish: Finish, total: Tensor, dtype: torch.dtype) -> Tensor | tuple[Tensor, Tensor, Statistics]:
-    z = finish.apply(total).to(dtype)
-    return z if finish.norm is None else (z, *norm_forward(z, finish.norm))
-
-
-def matmul_reduce_scatter_cost(
-    m: int, n: int, k: int, world: int, itemsize: int, partial_itemsize: int = 2, norm: str | None = None
-) -> Cost:
-    """One rank, (M, K) x (K, N): the GEMM; every partial written once, this rank's received ones read once.
-
-    norm: its kind; what it costs alone, but for reading its input, which is still in a cache.
-    """
-    size = m * n // world  # of the result
-    flops, nbytes = 2 * m * n * k + m * n, (m * k + n * k + size) * itemsize + 2 * m * n * partial_itemsize
-    if norm is None:
-        return Cost(flops, nbytes)
-    alone = norm_cost(m // world, n, itemsize, norm)
-    return Cost(flops + alone.flops, nbytes + alone.bytes - size * itemsize)
+def matmul_reduce_scatter_cost(m: int, n: int, k: int, world: int, itemsize: int, partial_itemsize: int = 2) -> Cost:
+    """One rank, (M, K) x (K, N): the GEMM; every partial written once, this rank's received ones read once."""
+    nbytes = (m * k + n * k + m * n // world) * itemsize + 2 * m * n * partial_itemsize
+    return Cost(2 * m * n * k + m * n, nbytes)

@@ -217,11 +217,10 @@ def test_a_wait_in_the_k_loop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
         replace("c2, x, gate, rows,", "c2, x, (own_flags + chunk * writer_flags, epoch, report, chunk, limit), rows,"),
     )
     to_loop = replace("rows, n, k, a_stride, b_stride,", "rows, n, (k, gate), a_stride, b_stride,")
-    loop = "    for step in range(tl.cdiv(k, BLOCK_K)):\n"
-    in_loop = replace(
-        loop,
-        "    k, arrival = k\n    flag, epoch, report, peer, limit = arrival\n"
-        f"{loop}        limit = wait(flag, epoch, report, peer, limit)\n",
+    first, loop = "    part, steps = ", "    for step in range(steps):\n"
+    in_loop = chain(
+        replace(first, f"    k, arrival = k\n    flag, epoch, report, peer, limit = arrival\n{first}"),
+        replace(loop, f"{loop}        limit = wait(flag, epoch, report, peer, limit)\n"),
     )
     monkeypatch.setattr(tile, "wait", protocol.wait, raising=False)
     with (

@@ -25,7 +25,7 @@ from bench.shapes import Shape, operation_shapes  # noqa: E402
 from tpformer.kernels.cost import machine_for  # noqa: E402
 from tpformer.ops.transports.interface import ALL, GATHER, OPERATIONS, SCATTER  # noqa: E402
 
-MEMORY_BOUND = {"norm": 40, "activation": 16, "rope": 8, "dropout": 9, "cross_entropy": 5}  # rows that are predicted
+MEMORY_BOUND = {"norm": 24, "activation": 16, "rope": 8, "dropout": 9, "cross_entropy": 5}  # rows that are predicted
 NAMES = ["matmul", *OPERATIONS, *MEMORY_BOUND, "layer", "nvlink"]
 
 

@@ -144,7 +144,6 @@ class Fused:
         workspace = kernel_workspace(self.group, "reduce", x.device)
         rows = m // world if scatter else m
         tile = select_tile(x.device, x.dtype, rows, n, chunks=m // rows)
-        # the norm that follows is a pass of its own until a GPU has shown the finishing band's to be faster
         residual = None if finish.residual is None else finish.residual.contiguous()
         end = finish._replace(residual=residual, norm=None)
         if scatter:
