@@ -89,10 +89,10 @@ def test_block_state_dict_names_and_shapes():
 
 def test_one_default_of_sequence_parallelism():
     """A norm that works on shards beside linears that do not would be trained with wrong gradients."""
-    signatures = [inspect.signature(layer).parameters for layer in vars(layers).values() if inspect.isclass(layer)]
-    options = [parameters["sequence_parallel"] for parameters in signatures if "sequence_parallel" in parameters]
-    defaults = [option.default for option in options if option.default is not option.empty]
-    assert len(defaults) >= 8 and set(defaults) == {True}
+    classes = {base for layer in vars(layers).values() if inspect.isclass(layer) for base in layer.__mro__}
+    options = [inspect.signature(each.__init__).parameters.get("sequence_parallel") for each in classes]
+    defaults = [option.default for option in options if option is not None and option.default is not option.empty]
+    assert len(defaults) >= 9 and set(defaults) == {True}
 
 
 def test_default_ffn_width():
