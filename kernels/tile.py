@@ -167,7 +167,8 @@ def store_block(target, block, row, column, row_end, column_end, stride, ROWS: t
 @triton.jit
 def sigmoid(x):
     """tl.sigmoid, its exponential without the three instructions for results below 2**-126."""
-    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+    result, _ = sigmoid_and_rest(x)
+    return result
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
 
 
 def every_finish() -> None:
-    """All combinations of what may follow the reduction; some are common cases, others only one switch away."""
+    """Every combination of bias, dropout and residual after the reduction."""
     for parts in (parts for count in range(len(FINISH) + 1) for parts in combinations(FINISH, count)):
         run_on_virtual_ranks(gemm(1, parts), 2, TILE, torch.float32, SHAPES[1:2])
 

@@ -367,7 +367,7 @@ def on_gpu(dtype: torch.dtype, tokens: int, k: int, vocab: int, rows: int, kind:
     loss.backward()
     actual = {"loss": loss.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}
     oracle, baseline = plain(how, torch.float64, dtype), plain(how, dtype)
-    # of one number torch's error may be 0 by chance: what rounding may do to a sum is added
+    # The loss is one number, and torch's error of it may be 0 by chance: the bound adds what rounding does to a sum.
     loss, expected, other = (float(results.pop("loss")) for results in (actual, oracle, baseline))
     rounding = torch.finfo(dtype).eps / tokens**0.5 + torch.finfo(torch.float32).eps
     assert abs(loss - expected) <= 2 * (abs(other - expected) + rounding * abs(expected))
