@@ -126,16 +126,18 @@ def train(values: dict) -> None:
     Trainer(build_config(values)).run()
 
 
-@pytest.fixture
-def undisturbed(ranks, tiny_data, tmp_path) -> Callable[[dict, int], list]:
-    """undisturbed(layout, steps): the losses of a run that nothing happens to."""
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tiny_data, tmp_path_factory) -> Callable[[dict, int], list]:
+    """undisturbed(layout, steps): the losses of a run that nothing happens to, made once for all tests."""
+    made: dict[str, list] = {}
 
     def undisturbed(layout: dict, steps: int) -> list:
-        values = run_values(tmp_path / "undisturbed", tiny_data, layout, steps)
-        ranks(world_size_of(layout)).run(train, values, timeout=150)
-        found = losses(tmp_path / "undisturbed")
-        assert len(found) == steps
-        return found
+        if (key := f"{layout} {steps}") not in made:
+            run = tmp_path_factory.mktemp("undisturbed")
+            ranks(world_size_of(layout)).run(train, run_values(run, tiny_data, layout, steps), timeout=150)
+            made[key] = losses(run)
+            assert len(made[key]) == steps
+        return made[key]
 
     return undisturbed
 

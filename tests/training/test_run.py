@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import Command, Commands
+from commands import Command
 from torch.distributed import TCPStore
 
 from tpformer.config import build_config, to_toml
@@ -34,36 +34,47 @@ def wait_for_step(directory: Path, step: int, command: Command) -> None:
     command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, f"step {step}")
 
 
-def kill_and_resume(commands: Commands, folder: Path, values: dict, seed: int) -> None:
-    """An uninterrupted run, and one whose random rank is killed at a random step and resumed: the same bits."""
-    chance = random.Random(seed)
-    long = {
-        "train": {"steps": 120},
-        "checkpoint": {"interval": 15},
+def long_run(folder: Path, data: Path) -> str:
+    """The configuration of 120 steps on two ranks, with a checkpoint every 15; its file."""
+    values = {
+        "run": {"dir": str(folder / "run")},
+        "model": {"seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4},
+        "data": {"train": [str(data)]},
         "parallel": {"tensor_parallel": 2},
-        "data": {"valid": []},
+        "train": {"steps": 120, "global_batch_size": 4},
+        "optimizer": {"warmup_steps": 2},
+        "checkpoint": {"interval": 15},
+        "log": {"interval": 1, "plot": False, "tensorboard": False},
     }
-    whole, broken = folder / "whole", folder / "broken"
-    toml = str(write_run(folder, values, **long))
-    code, _, err = commands.run("pretrain", toml, "--run.dir", str(whole))
+    return str(write_run(folder, values))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(commands, tiny_data, tmp_path_factory) -> list[tuple[int, float, float]]:
+    """The losses of a long run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    code, _, err = commands.run("pretrain", long_run(folder, tiny_data))
     assert code == 0, err
-    process = commands.start("pretrain", toml, "--run.dir", str(broken))
-    wait_for_step(broken, chance.randrange(20, 100), process)
-    victim = chance.randrange(2)
-    os.kill(process.children()[victim], signal.SIGKILL)
-    code, _, err = process.finish()
-    assert code == 128 + signal.SIGKILL and f"rank {victim} of 2 was killed by SIGKILL" in err
-    assert len(losses(broken)) < 120
-    code, out, err = commands.run("pretrain", toml, "--run.dir", str(broken), "--run.resume", "True")
-    assert code == 0, err
-    assert "from step 0" not in out, "it must continue from a checkpoint"
-    assert losses(broken) == losses(whole)
+    return losses(folder / "run")
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", range(7))
-def test_a_killed_rank_ends_the_job_and_resume_gives_the_same_bits(commands, tmp_path, tiny_values, seed):
-    kill_and_resume(commands, tmp_path, tiny_values, seed)
+def test_a_killed_rank_ends_the_job_and_resume_gives_the_same_bits(commands, tmp_path, tiny_data, uninterrupted, seed):
+    """A random rank, killed at a random step."""
+    chance = random.Random(seed)
+    toml, run = long_run(tmp_path, tiny_data), tmp_path / "run"
+    process = commands.start("pretrain", toml)
+    wait_for_step(run, chance.randrange(20, 100), process)
+    victim = chance.randrange(2)
+    os.kill(process.children()[victim], signal.SIGKILL)
+    code, _, err = process.finish()
+    assert code == 128 + signal.SIGKILL and f"rank {victim} of 2 was killed by SIGKILL" in err
+    assert len(losses(run)) < 120
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True")
+    assert code == 0, err
+    assert "from step 0" not in out, "it must continue from a checkpoint"
+    assert losses(run) == uninterrupted
 
 
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(commands, tmp_path, tiny_values):
