@@ -64,7 +64,7 @@ SHAPES = (Shape(gpt(4, 256), samples=8, steps=5), Shape(gpt(6, 512), samples=4, 
 def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Callable[[], StepResult]:
     """tpformer's training step, which returns loss and gradient norm; tp None: without a mesh."""
     mesh = None if tp is None else build_mesh("cpu", tensor_parallel=tp)
-    model = GPT(shape.config, tp_mesh=None if mesh is None else mesh["tp"], dtype=dtype)
+    model = GPT(shape.config, tp=None if mesh is None else mesh["tp"], dtype=dtype)
     whole = ParallelModel([model], mesh=mesh, microbatch_size=shape.samples, dtype=dtype)
     optimizers, batch = [build_optimizer(model, OPTIONS)], shape.batch()
     options: dict = {"first_sample": 0, "step": 1, "lr": OPTIONS.lr, "clip_norm": OPTIONS.clip_norm}

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import MLP_ACTIVATIONS, check_heads
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import DropoutKey, Positions
+from tpformer.layers import DropoutKey, Positions, TensorParallel
 from tpformer.models import GPTConfig
 from tpformer.models.gpt import transformer_block
 from tpformer.parallel import reduce_partial_gradients
@@ -143,7 +143,8 @@ class Step:
             self.block = parallelized(config, mesh, DTYPE)
             shape: tuple = (layer.batch, layer.seq_length // layer.tp, config.hidden_size)
         else:
-            options: dict = {"recompute": layer.recompute, "tp_mesh": mesh, "dtype": DTYPE}
+            tp = TensorParallel(mesh, sequence_parallel=True)
+            options: dict = {"recompute": layer.recompute, "tp": tp, "dtype": DTYPE}
             self.block = transformer_block(config, device="meta", **options).to_empty(device="cpu")
             shape = (layer.tokens // layer.tp, config.hidden_size)
         self.x = torch.randn(shape).to(DTYPE).requires_grad_()

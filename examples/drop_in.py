@@ -14,20 +14,19 @@ from tpformer.layers import initialize as fill
 
 
 class Regressor(nn.Module):
-    """Input and output are equal on all ranks, so sequence parallelism is off; the hidden layer is split over ranks."""
+    """Input and output are equal on all ranks; the hidden layer is split over them."""
 
-    def __init__(self, tp_mesh=None):
+    def __init__(self, tp=None):
         super().__init__()
-        options = {"tp_mesh": tp_mesh, "sequence_parallel": False}
-        self.wide = ColumnParallelLinear(16, 256, **options)
-        self.narrow = RowParallelLinear(256, 1, activation="gelu", **options)
+        self.wide = ColumnParallelLinear(16, 256, tp=tp)
+        self.narrow = RowParallelLinear(256, 1, activation="gelu", tp=tp)
 
     def forward(self, x):
         return self.narrow(self.wide(x))
 
 
-def train(tp_mesh=None, steps=100):
-    model = Regressor(tp_mesh)
+def train(tp=None, steps=100):
+    model = Regressor(tp)
     fill(model, seed=0)  # the same weights whatever the mesh
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(0)

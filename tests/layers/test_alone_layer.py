@@ -3,6 +3,7 @@
 import inspect
 
 import torch
+from torch import nn
 
 from tpformer import layers
 
@@ -87,12 +88,16 @@ def test_block_state_dict_names_and_shapes():
     }
 
 
-def test_one_default_of_sequence_parallelism():
+def test_a_model_has_one_placement():
     """A norm that works on shards beside linears that do not would be trained with wrong gradients."""
-    classes = {base for layer in vars(layers).values() if inspect.isclass(layer) for base in layer.__mro__}
-    options = [inspect.signature(each.__init__).parameters.get("sequence_parallel") for each in classes]
-    defaults = [option.default for option in options if option is not None and option.default is not option.empty]
-    assert len(defaults) >= 9 and set(defaults) == {True}
+    place = layers.TensorParallel(sequence_parallel=True)
+    block = layers.TransformerBlock(16, 4, tp=place)
+    assert all(part.tp is place for part in block.modules() if isinstance(part, layers.ParallelModule))
+    modules = [each for each in vars(layers).values() if inspect.isclass(each) and issubclass(each, nn.Module)]
+    for module in modules:
+        taken = {name for base in module.__mro__ for name in inspect.signature(base.__init__).parameters}
+        assert not taken & {"tp_mesh", "mesh", "transport"} and "tp" in taken
+    assert len(modules) >= 10 and not layers.TransformerBlock(16, 4).tp.sequence_parallel
 
 
 def test_default_ffn_width():

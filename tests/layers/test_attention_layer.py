@@ -36,9 +36,7 @@ CASES = [(4, 2, 2), (4, 1, 2), (4, 1, 4), (8, 2, 4), (6, 2, 3), (12, 4, 3), (12,
 
 def build(heads: int, kv_heads: int, mesh=None) -> SelfAttention:
     torch.manual_seed(0)
-    return SelfAttention(
-        heads * D, heads, n_kv_heads=kv_heads, tp_mesh=mesh, sequence_parallel=False, dtype=torch.float64
-    )
+    return SelfAttention(heads * D, heads, n_kv_heads=kv_heads, tp=mesh, dtype=torch.float64)
 
 
 def inputs(hidden: int) -> tuple[torch.Tensor, torch.Tensor]:

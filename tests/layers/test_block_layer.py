@@ -9,7 +9,7 @@ from plain import block as plain_block
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
 from tpformer.parallel import reduce_partial_gradients
 
 BATCH, SEQ, HIDDEN, HEADS = 2, 6, 24, 6
@@ -35,7 +35,7 @@ def make_block(kind: str, mesh=None, sequence_parallel: bool = True, **options) 
     """Weights from one seed; norms and biases off their initial 1 and 0, so that no term is invisible."""
     torch.manual_seed(0)
     options = {**KINDS[kind], "dtype": torch.float64} | options
-    block = TransformerBlock(HIDDEN, HEADS, tp_mesh=mesh, sequence_parallel=sequence_parallel, **options)
+    block = TransformerBlock(HIDDEN, HEADS, tp=TensorParallel(mesh, sequence_parallel), **options)
     with torch.no_grad():
         for name, p in block.named_parameters():
             if p.ndim == 1:

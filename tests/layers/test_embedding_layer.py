@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import LMHead, PositionEmbedding, Positions, VocabParallelEmbedding
+from tpformer.layers import LMHead, PositionEmbedding, Positions, TensorParallel, VocabParallelEmbedding
 from tpformer.parallel import reduce_partial_gradients
 
 VOCAB, ROWS, HIDDEN, BATCH, SEQ = 19, 22, 6, 2, 6
@@ -18,7 +18,7 @@ TARGETS = torch.tensor([[1, 18, 0, 8, -100, 3], [15, 16, -100, 1, 2, 0]])
 def tied_model(mesh, sequence_parallel: bool) -> tuple[torch.Tensor, dict, tuple]:
     """ids -> embedding + positions -> loss over the same table."""
     torch.manual_seed(0)
-    options = {"tp_mesh": mesh, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
+    options = {"tp": TensorParallel(mesh, sequence_parallel), "dtype": torch.float64}
     embedding = VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS, init_std=1.0, **options)
     positions = PositionEmbedding(SEQ, HIDDEN, init_std=1.0, **options)
     head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, weight=False, **options)
@@ -64,7 +64,7 @@ def test_tied_embedding_and_head_equal_plain_torch(ranks, t, sequence_parallel):
 def smoothed_loss() -> torch.Tensor:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     torch.manual_seed(0)
-    head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, tp_mesh=mesh, sequence_parallel=False, dtype=torch.float64)
+    head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, tp=mesh, dtype=torch.float64)
     x = torch.randn(BATCH * SEQ, HIDDEN, dtype=torch.float64)
     return head(x, targets=TARGETS.reshape(-1), label_smoothing=0.1, z_loss=1e-3).detach()
 

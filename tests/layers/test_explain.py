@@ -1,6 +1,7 @@
 """explain() tells what runs: each linear's transport as recorded, its shapes, reason and predictions; and loss and
 gradients are the same through every transport."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from tpformer import ops
 from tpformer.distributed import build_mesh
 from tpformer.kernels import cost
-from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, explain, linear_plans
+from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, TensorParallel, explain, linear_plans
 from tpformer.models import GPT, GPTConfig
 
 CONFIG = {
@@ -35,12 +36,13 @@ def tiny(mixed: bool, **options) -> GPT:
     model = GPT(GPTConfig(**CONFIG), seed=3, dtype=torch.float64, **options)
     if mixed:  # neighbours differ, so that a table that is right by chance is not
         for index, layer in model.layers.items():
-            layer.mlp.down_proj.transport = layer.self_attn.q_proj.transport = ("pipelined", "sequential")[int(index)]
+            other = replace(model.tp, transport=("pipelined", "sequential")[int(index)])
+            layer.mlp.down_proj.tp = layer.self_attn.q_proj.tp = other
     return model
 
 
 def run_and_explain(name: str, sequence_parallel: bool, mixed: bool):
-    model = tiny(mixed, tp_mesh=tp_mesh(), sequence_parallel=sequence_parallel, transport=name)
+    model = tiny(mixed, tp=TensorParallel(tp_mesh(), sequence_parallel, name))
     ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
     with ops.record_transports() as forward:
         loss = model(ids[:, :-1], targets=ids[:, 1:])
@@ -113,12 +115,12 @@ def test_one_rank():
 
 
 def unable() -> None:
-    explain(ColumnParallelLinear(4, 4, tp_mesh=tp_mesh(), transport="fused"), 8)
+    explain(ColumnParallelLinear(4, 4, tp=TensorParallel(tp_mesh(), transport="fused")), 8)
 
 
 def test_a_transport_that_cannot_run(ranks):
     with pytest.raises(ValueError, match="unknown transport 'magic'; choose one of 'auto', 'sequential'"):
-        MLP(8, transport="magic")
+        MLP(8, tp=TensorParallel(transport="magic"))
     with pytest.raises(RankFailure, match="ValueError: fused needs a CUDA device with NVLink"):
         ranks(2).run(unable)
 
@@ -126,7 +128,7 @@ def test_a_transport_that_cannot_run(ranks):
 def predictions():
     """LLaMA-70B's MLP at t = 2, were this CPU an H100."""
     with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):
-        options = {"tp_mesh": tp_mesh(), "device": "meta", "dtype": torch.bfloat16, "bias": False}
+        options = {"tp": TensorParallel(tp_mesh(), True), "device": "meta", "dtype": torch.bfloat16, "bias": False}
         model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", **options)])
         return explain(model, 8192)
 

@@ -23,7 +23,7 @@ def full(p: torch.Tensor) -> torch.Tensor:
 
 
 def build(mesh, dtype: torch.dtype) -> torch.nn.Module:
-    place = {"tp_mesh": mesh, "dtype": dtype}
+    place = {"tp": mesh, "dtype": dtype}
     return torch.nn.ModuleDict(
         {
             # 40 rows: uneven on 3 ranks, and the last rank's are partly padding

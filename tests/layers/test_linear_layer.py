@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import ColumnParallelLinear, RowParallelLinear
+from tpformer.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 
 BATCH, SEQ, K, N = 3, 4, 8, 12
 
@@ -43,7 +43,7 @@ def pair_along(sequence_dim: int | None):
     mesh = tp_mesh()
     t, rank = mesh.size(), mesh.get_local_rank()
     torch.manual_seed(3)
-    options = {"sequence_dim": sequence_dim, "tp_mesh": mesh, "dtype": torch.float64}
+    options = {"sequence_dim": sequence_dim, "tp": TensorParallel(mesh, True), "dtype": torch.float64}
     column, row = ColumnParallelLinear(K, N, **options), RowParallelLinear(N, K, activation="silu", **options)
     assert column.weight.placements == (Shard(0),) and row.weight.placements == (Shard(1),)
     assert column.bias.placements == (Shard(0),) and row.bias.placements == (Replicate(),)
@@ -86,9 +86,7 @@ def some_rows(sequence_parallel: bool):
     t, rank = mesh.size(), mesh.get_local_rank()
     torch.manual_seed(100 + rank)  # one value everywhere must not rest on equal seeds
     used = slice(2 * rank, 2 * rank + 3)
-    layer = ColumnParallelLinear(
-        K, N, used_rows=used, tp_mesh=mesh, sequence_parallel=sequence_parallel, dtype=torch.float64
-    )
+    layer = ColumnParallelLinear(K, N, used_rows=used, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64)
     assert layer.weight.placements == (Replicate(),)
     x = rand(6, K)
     y = layer(x.chunk(t)[rank] if sequence_parallel else x)
@@ -113,7 +111,7 @@ def test_used_rows(ranks, t, sequence_parallel):
 
 def too_few_rows():
     with pytest.raises(ValueError, match="weight has 2 rows on its sharded dim, too few for 3"):
-        ColumnParallelLinear(K, 2, tp_mesh=tp_mesh())
+        ColumnParallelLinear(K, 2, tp=tp_mesh())
 
 
 def test_a_rank_without_rows(ranks):

@@ -7,7 +7,7 @@ from testing import record_saved
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import Positions, TransformerBlock
+from tpformer.layers import Positions, TensorParallel, TransformerBlock
 
 BATCH, SEQ, HIDDEN, HEADS, ITEM = 2, 8, 32, 4, 4
 TOKENS = BATCH * SEQ
@@ -17,7 +17,7 @@ def saved_by_block(options: dict, sequence_parallel: bool) -> tuple[list[int], b
     """Elements of each saved storage, largest first; and whether SDPA's output is what o_proj keeps."""
     t = dist.get_world_size()
     mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
-    block = TransformerBlock(HIDDEN, HEADS, tp_mesh=mesh, sequence_parallel=sequence_parallel, **options)
+    block = TransformerBlock(HIDDEN, HEADS, tp=TensorParallel(mesh, sequence_parallel), **options)
     x = torch.randn(TOKENS // t if sequence_parallel else TOKENS, HIDDEN, requires_grad=True)
     attended: list[int] = []
     hook = block.self_attn.o_proj.register_forward_pre_hook(

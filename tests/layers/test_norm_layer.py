@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import LayerNorm, RMSNorm
+from tpformer.layers import LayerNorm, RMSNorm, TensorParallel
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 7)])
@@ -39,7 +39,7 @@ def test_initial_values():
 
 def on_shard(sequence_parallel: bool):
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    layer = LayerNorm(3, tp_mesh=mesh, sequence_parallel=sequence_parallel)
+    layer = LayerNorm(3, tp=TensorParallel(mesh, sequence_parallel))
     x = torch.arange(12.0).view(4, 3)
     layer(x.chunk(mesh.size())[mesh.get_local_rank()] if sequence_parallel else x).sum().backward()
     grad = layer.bias.grad

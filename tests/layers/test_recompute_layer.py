@@ -17,7 +17,7 @@ from tpformer.config import RECOMPUTE
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.kernels.dropout.reference import dropout_apply
 from tpformer.kernels.philox.reference import philox_key
-from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
 from tpformer.parallel import reduce_partial_gradients
 
 P, SEED, STEP, LAYER = 0.1, 3, 7, 2
@@ -102,7 +102,7 @@ def test_collectives(ranks, recompute):
 def kept(recompute: str) -> int:
     """Elements that wait for the backward of a float32 GELU block, besides its statistics."""
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    block = TransformerBlock(HIDDEN, HEADS, dropout=P, recompute=recompute, tp_mesh=mesh)
+    block = TransformerBlock(HIDDEN, HEADS, dropout=P, recompute=recompute, tp=TensorParallel(mesh, True))
     x = torch.randn(BATCH * SEQ // mesh.size(), HIDDEN, requires_grad=True)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
     with record_saved(*local) as saved:

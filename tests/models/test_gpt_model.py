@@ -26,7 +26,7 @@ DOCUMENTS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
 
 
 def build(config: dict, mesh=None, **options) -> GPT:
-    return GPT(GPTConfig(**config), tp_mesh=mesh, seed=3, dtype=torch.float64, **options)
+    return GPT(GPTConfig(**config), tp=mesh, seed=3, dtype=torch.float64, **options)
 
 
 def tokens(batch: int, seq: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer, learning_rate
@@ -60,8 +61,8 @@ def run_training(
 ) -> dict:
     """Train on random tokens; per step the loss and norm, at the first step every gradient, at the end parameters."""
     mesh = build_mesh("cpu", tensor_parallel=tp) if tp > 1 else None
-    layout: dict = {"tp_mesh": None if mesh is None else mesh["tp"], "sequence_parallel": sequence_parallel}
-    model = GPT(GPTConfig(**config), seed=7, dtype=dtype, **layout, **(options or {}))
+    place = TensorParallel(None if mesh is None else mesh["tp"], sequence_parallel)
+    model = GPT(GPTConfig(**config), seed=7, dtype=dtype, tp=place, **(options or {}))
     whole = ParallelModel([model], mesh=mesh, microbatch_size=BATCH // 2, dtype=dtype)
     optimization = OptimizerSection(lr=LR, warmup_steps=2)
     optimizer = build_optimizer(model, optimization)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tpformer import ops
 from tpformer.distributed import build_mesh
-from tpformer.layers import linear_plans
+from tpformer.layers import TensorParallel, linear_plans
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import reduce_partial_gradients
 
@@ -36,7 +36,7 @@ OTHER = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": 
 
 def train_on_rank(config: dict, sequence_parallel: bool, transport: str) -> tuple[dict[str, Tensor], str]:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    return train(config, torch.float32, tp_mesh=mesh, sequence_parallel=sequence_parallel, transport=transport)
+    return train(config, torch.float32, tp=TensorParallel(mesh, sequence_parallel, transport))
 
 
 def train(config: dict, dtype: torch.dtype, **options) -> tuple[dict[str, Tensor], str]:
@@ -49,7 +49,7 @@ def train(config: dict, dtype: torch.dtype, **options) -> tuple[dict[str, Tensor
         loss.backward()
     text = model.explain(BATCH * SEQ)
     if options:
-        check_plans(model, forward, backward, options["transport"], text)
+        check_plans(model, forward, backward, options["tp"].transport, text)
     reduce_partial_gradients(model)
     gradients = {f"d{name}": p.grad for name, p in model.named_parameters()}
     whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
@@ -61,7 +61,7 @@ def check_plans(model: GPT, forward: list, backward: list, transport: str, text:
     plans = [plan for plan in linear_plans(model, BATCH * SEQ) if plan.path != "lm_head (logits)"]
     linears = plans[:-1]  # the last is the loss, with collectives of its own
     assert forward == [(p.operation, p.decision.transport) for p in plans if p.operation != "matmul"]
-    if model.sequence_parallel:
+    if model.tp.sequence_parallel:
         assert backward == [(OTHER[p.operation], p.decision.transport) for p in reversed(linears)]
     else:
         assert backward == [(p.request.op, p.decision.transport) for p in reversed(linears) if p.operation == "matmul"]

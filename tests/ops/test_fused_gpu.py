@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tpformer import ops
 from tpformer.distributed import HangError, build_mesh, check_all, close, set_timeout
-from tpformer.layers import MLP, explain, initialize, linear_plans
+from tpformer.layers import MLP, TensorParallel, explain, initialize, linear_plans
 
 TIMEOUT = 150  # seconds of one run: the first one compiles
 # (tokens per rank, K, widths per rank, norm, bias): one of everything, padded rows, several tiles, several weights
@@ -176,7 +176,7 @@ def replays(count: int) -> None:
 def automatic(sequence_parallel: bool, tokens: int) -> tuple[list[tuple[str, str]], str, str]:
     """(what each linear's plan says, what its reasons are, explain's table); the forward ran what the plans say."""
     mesh = build_mesh(Here.device.type, tensor_parallel=dist.get_world_size())["tp"]
-    options = {"tp_mesh": mesh, "sequence_parallel": sequence_parallel, "device": "meta"}
+    options = {"tp": TensorParallel(mesh, sequence_parallel), "device": "meta"}
     mlp = MLP(256, ffn_hidden_size=4608, dtype=torch.bfloat16, **options)
     mlp.to_empty(device=Here.device)
     initialize(mlp, 0)

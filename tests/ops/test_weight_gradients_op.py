@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tpformer import ops
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import ColumnParallelLinear, Positions, RowParallelLinear, TransformerBlock
+from tpformer.layers import ColumnParallelLinear, Positions, RowParallelLinear, TensorParallel, TransformerBlock
 from tpformer.ops import WeightGradientQueue, active_queue
 
 HIDDEN, BATCH, SEQ, MICROBATCHES = 24, 2, 4, 3
@@ -40,7 +40,7 @@ class Blocks(nn.Module):
 
 def build(transport: str, sequence_parallel: bool) -> tuple[Blocks, list[Tensor]]:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    model = Blocks(tp_mesh=mesh, sequence_parallel=sequence_parallel, transport=transport)
+    model = Blocks(tp=TensorParallel(mesh, sequence_parallel, transport))
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(BATCH * SEQ, HIDDEN, generator=generator) for _ in range(MICROBATCHES)]
     if sequence_parallel:
@@ -195,7 +195,7 @@ def test_a_parameter_laid_out_anew_is_refused():
 
 def replicated() -> None:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    layer = ColumnParallelLinear(6, 8, used_rows=slice(2, 5), tp_mesh=mesh)
+    layer = ColumnParallelLinear(6, 8, used_rows=slice(2, 5), tp=TensorParallel(mesh, True))
     queue = WeightGradientQueue()
     with queue.collect():
         y = layer(torch.ones(2, 6))

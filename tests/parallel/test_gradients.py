@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.distributed import build_mesh, record_collectives
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import gradient_norm, reduce_partial_gradients, scale_gradients
 
@@ -13,7 +14,7 @@ CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=24, n_h
 
 def gradients_of(tp: int, sequence_parallel: bool = True):
     mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
-    model = GPT(CONFIG, tp_mesh=mesh, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    model = GPT(CONFIG, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64)
     ids = torch.arange(24).view(2, 12)
     model(ids, targets=ids.flip(1)).backward()
     return model, mesh.get_group()

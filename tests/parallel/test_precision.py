@@ -21,7 +21,7 @@ CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=32, n_h
 
 def train(tp: int, low_precision: bool):
     mesh = build_mesh("cpu", tensor_parallel=tp)
-    model = GPT(CONFIG, tp_mesh=mesh["tp"], device="meta")
+    model = GPT(CONFIG, tp=mesh["tp"], device="meta")
     seen: list[torch.dtype] = []
     if low_precision:
         apply_zero(model, model.layers.values(), mesh, Layout(tensor_parallel=tp), torch.bfloat16)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from tpformer import ops
 from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=60, seq_length=8, n_layers=1, hidden_size=16, n_heads=2)
@@ -13,7 +14,7 @@ CONFIG = GPTConfig(vocab_size=60, seq_length=8, n_layers=1, hidden_size=16, n_he
 
 def build(transport: str) -> tuple[GPT, torch.Tensor]:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    return GPT(CONFIG, tp_mesh=mesh, transport=transport), torch.arange(16).view(2, 8)
+    return GPT(CONFIG, tp=TensorParallel(mesh, True, transport)), torch.arange(16).view(2, 8)
 
 
 def refusals() -> list[str]:

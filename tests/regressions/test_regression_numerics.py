@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.config import build_config, check_config
 from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import cross_entropy
 from tpformer.parallel import reduce_partial_gradients
@@ -22,9 +23,10 @@ LLAMA = {**TINY, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", 
 BATCH = 2
 
 
-def build(config: dict, tp: int, **options) -> GPT:
+def build(config: dict, tp: int, sequence_parallel: bool = True, **options) -> GPT:
     mesh = build_mesh("cpu", tensor_parallel=tp)["tp"] if tp > 1 else None
-    return GPT(GPTConfig(**config), tp_mesh=mesh, seed=5, **{"dtype": torch.float64, **options})
+    options = {"dtype": torch.float64, "tp": TensorParallel(mesh, sequence_parallel), **options}
+    return GPT(GPTConfig(**config), seed=5, **options)
 
 
 def loss_of(model: GPT, step: int = 1) -> Tensor:

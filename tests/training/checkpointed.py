@@ -24,7 +24,7 @@ def build(layout: Layout, seed: int):
     ranges = split_stages(CONFIG.layer_costs("parameters"), layout.n_stages)
     parts = []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
-        part = GPT(CONFIG, tp_mesh=mesh["tp"], part=ranges[stage], seed=seed, device="meta")
+        part = GPT(CONFIG, tp=mesh["tp"], part=ranges[stage], seed=seed, device="meta")
         if layout.data_parallel > 1 or layout.cpu_offload:
             apply_zero(part, part.layers.values(), mesh, layout, torch.float32)
         part.to_empty(device="cpu")

@@ -13,7 +13,7 @@ PROMPT = torch.tensor([1, 2, 249, 4, 5])
 
 def logits_and_text(tp: int):
     mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
-    model = GPT(CONFIG, tp_mesh=mesh, seed=3).eval()
+    model = GPT(CONFIG, tp=mesh, seed=3).eval()
     ids = generate(model, PROMPT, 20, temperature=0.7, seed=1)
     return next_token_logits(model, PROMPT), ids
 

@@ -38,7 +38,7 @@ def test_matrices_decay_and_vectors_do_not():
 def steps_of(adamw: type[torch.optim.AdamW]):
     """Three updates of DTensor parameters on two ranks, by class: parameters and states, this rank's part."""
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
-    model = GPT(GPTConfig(vocab_size=50, seq_length=8, n_layers=1, hidden_size=16, n_heads=2), tp_mesh=mesh)
+    model = GPT(GPTConfig(vocab_size=50, seq_length=8, n_layers=1, hidden_size=16, n_heads=2), tp=mesh)
     optimizer = adamw(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     ids = torch.arange(8).view(1, 8)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Drop-in nn.Modules, each usable alone: plain with tp_mesh=None, tensor-parallel with a 1-D mesh. Re-exports only."""
+"""Drop-in nn.Modules, each usable alone: plain with tp=None, tensor-parallel with a 1-D mesh. Re-exports only."""
 
 from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
 
@@ -11,6 +11,7 @@ from .mlp import MLP
 from .module import ParallelModule, initialize
 from .norm import LayerNorm, RMSNorm
 from .positions import Positions
+from .tensor_parallel import TensorParallel
 
 __all__ = [
     "ColumnParallelLinear",
@@ -25,6 +26,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "SelfAttention",
+    "TensorParallel",
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabSlice",

@@ -1,5 +1,7 @@
 """Causal self-attention with heads sharded over tensor-parallel ranks: MHA, GQA and MQA, RoPE, packed documents."""
 
+from functools import partial
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -11,6 +13,7 @@ from tpformer.config import check_heads
 from .linear import ColumnParallelLinear, RowParallelLinear, project
 from .module import ParallelModule
 from .positions import Positions
+from .tensor_parallel import TensorParallel
 
 
 class SelfAttention(ParallelModule):
@@ -37,49 +40,43 @@ class SelfAttention(ParallelModule):
         bias: bool = True,
         init_std: float | None = None,
         output_init_std: float | None = None,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
-        transport: str = "auto",
+        tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel, transport)
+        super().__init__(tp)
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
         self.rope_base, self.rope_interleaved = rope_base, rope_interleaved
-        check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp_size, rope=rope_base is not None)
+        check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp.size, rope=rope_base is not None)
         self.head_dim = hidden_size // n_heads
-        common: dict = {
-            "bias": bias,
-            "tp_mesh": tp_mesh,
-            "sequence_parallel": sequence_parallel,
-            "transport": transport,
-            "device": device,
-            "dtype": dtype,
-        }
-        kv_features = self.n_kv_heads * self.head_dim
-        kv: dict = {}
-        if self.n_kv_heads % self.tp_size:
-            first, last = self.kv_heads_needed(self.tp_rank)
-            needed = (self.kv_heads_needed(rank) for rank in range(self.tp_size))
-            kv["used_rows"] = slice(first * self.head_dim, last * self.head_dim)
-            kv["most_rows"] = max(last - first for first, last in needed) * self.head_dim
+        column = partial(
+            ColumnParallelLinear, hidden_size, bias=bias, init_std=init_std, tp=self.tp, device=device, dtype=dtype
+        )
+        kv_features, used, most = self.n_kv_heads * self.head_dim, None, None
+        if self.n_kv_heads % self.tp.size:
+            first, last = self.kv_heads_needed(self.tp.rank)
+            needed = (self.kv_heads_needed(rank) for rank in range(self.tp.size))
+            used = slice(first * self.head_dim, last * self.head_dim)
+            most = max(last - first for first, last in needed) * self.head_dim
         self.shares_gather = ("q_proj", "k_proj", "v_proj")
-        self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, init_std=init_std, **common)
-        self.k_proj = ColumnParallelLinear(hidden_size, kv_features, init_std=init_std, **kv, **common)
-        self.v_proj = ColumnParallelLinear(hidden_size, kv_features, init_std=init_std, **kv, **common)
-        self.o_proj = RowParallelLinear(hidden_size, hidden_size, init_std=output_init_std, **common)
+        self.q_proj = column(hidden_size)
+        self.k_proj = column(kv_features, used_rows=used, most_rows=most)
+        self.v_proj = column(kv_features, used_rows=used, most_rows=most)
+        self.o_proj = RowParallelLinear(
+            hidden_size, hidden_size, bias=bias, init_std=output_init_std, tp=self.tp, device=device, dtype=dtype
+        )
 
     def kv_heads_needed(self, rank: int) -> tuple[int, int]:
         """The key-value heads [first, last) that a tp rank's query heads attend with."""
-        queries, group = self.n_heads // self.tp_size, self.n_heads // self.n_kv_heads
+        queries, group = self.n_heads // self.tp.size, self.n_heads // self.n_kv_heads
         first = rank * queries
         return first // group, (first + queries - 1) // group + 1
 
     def _spread(self, kv: Tensor) -> Tensor:
         """Key or value heads in a form whose head count divides the queries', each serving equally many in a row."""
-        queries, group = self.n_heads // self.tp_size, self.n_heads // self.n_kv_heads
-        first, _ = self.kv_heads_needed(self.tp_rank)
-        wanted = [(self.tp_rank * queries + q) // group - first for q in range(queries)]
+        queries, group = self.n_heads // self.tp.size, self.n_heads // self.n_kv_heads
+        first, _ = self.kv_heads_needed(self.tp.rank)
+        wanted = [(self.tp.rank * queries + q) // group - first for q in range(queries)]
         heads = kv.shape[1]
         if queries % heads == 0 and wanted == [q // (queries // heads) for q in range(queries)]:
             return kv
@@ -96,7 +93,7 @@ class SelfAttention(ParallelModule):
         next_norm: ops.Norm | None = None,
     ) -> Tensor | tuple[Tensor, ops.Normed]:
         if positions is None:
-            positions = positions_of(x, sharded=self.sharded)
+            positions = positions_of(x, sharded=self.tp.sharded)
         columns = [self.q_proj, self.k_proj, self.v_proj]
         (q, k, v), carried = project(x.reshape(-1, x.shape[-1]), columns, norm, carry=residual)
         q, k, v = (rearrange(y, "tokens (heads d) -> tokens heads d", d=self.head_dim) for y in (q, k, v))

@@ -13,6 +13,7 @@ from .mlp import MLP
 from .module import ParallelModule
 from .norm import NORMS
 from .positions import Positions
+from .tensor_parallel import TensorParallel
 
 
 class DropoutKey:
@@ -72,41 +73,48 @@ class TransformerBlock(ParallelModule):
         recompute: str = "none",
         init_std: float | None = None,
         output_init_std: float | None = None,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
-        transport: str = "auto",
+        tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel, transport)
+        super().__init__(tp)
         if norm not in NORMS:
             raise ValueError(f"unknown norm {norm!r}; choose one of {', '.join(NORMS)}")
         if recompute not in RECOMPUTE:
             raise ValueError(f"unknown recompute {recompute!r}; choose one of {', '.join(RECOMPUTE)}")
         self.dropout, self.layer_index, self.recompute = dropout, layer_index, recompute
-        place: dict = {
-            "tp_mesh": tp_mesh,
-            "sequence_parallel": sequence_parallel,
-            "device": device,
-            "dtype": dtype,
-        }
-        linear: dict = {
-            "bias": bias,
-            "init_std": init_std,
-            "output_init_std": output_init_std,
-            "transport": transport,
-            **place,
-        }
-        self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
-        rope: dict = {"rope_base": rope_base, "rope_interleaved": rope_interleaved}
-        self.self_attn = SelfAttention(hidden_size, n_heads, n_kv_heads=n_kv_heads, **rope, **linear)
-        self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
-        self.mlp = MLP(hidden_size, ffn_hidden_size=ffn_hidden_size, activation=activation, **linear)
+        tp = self.tp
+        self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, tp=tp, device=device, dtype=dtype)
+        self.self_attn = SelfAttention(
+            hidden_size,
+            n_heads,
+            n_kv_heads=n_kv_heads,
+            rope_base=rope_base,
+            rope_interleaved=rope_interleaved,
+            bias=bias,
+            init_std=init_std,
+            output_init_std=output_init_std,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+        )
+        self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, tp=tp, device=device, dtype=dtype)
+        self.mlp = MLP(
+            hidden_size,
+            ffn_hidden_size=ffn_hidden_size,
+            activation=activation,
+            bias=bias,
+            init_std=init_std,
+            output_init_std=output_init_std,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+        )
 
     def forward(
         self, x: Tensor, *, positions: Positions | None = None, dropout_key: DropoutKey | None = None
     ) -> Tensor:
-        positions = positions or positions_of(x, sharded=self.sharded)
+        positions = positions or positions_of(x, sharded=self.tp.sharded)
         rows = x.reshape(-1, x.shape[-1])
         sites = self._dropout_sites(rows, positions, dropout_key)
         if self.recompute == "full" and torch.is_grad_enabled():
@@ -124,7 +132,7 @@ class TransformerBlock(ParallelModule):
                 f"dropout={self.dropout} in training needs dropout_key=DropoutKey(seed, step, sample_index): "
                 f"without it every step would drop the same elements"
             )
-        shard = self.tp_rank if self.sharded else 0
+        shard = self.tp.rank if self.tp.sharded else 0
         layer = self.layer_index
         return [key.site(self.dropout, layer, name, rows, positions, shard) for name in ("attention", "mlp")]
 

@@ -8,6 +8,7 @@ from tpformer import ops
 
 from .module import Normal, ParallelModule
 from .positions import Positions
+from .tensor_parallel import TensorParallel
 
 IGNORE_INDEX = -100
 
@@ -28,16 +29,14 @@ class _VocabParallel(ParallelModule):
         vocab_multiple: int = 128,
         init_std: float = 0.02,
         weight: bool = True,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
-        transport: str = "auto",
+        tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel, transport)
+        super().__init__(tp)
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.rows = padded_vocab(vocab_size, vocab_multiple)
-        self.width = -(-self.rows // self.tp_size)  # table rows of a rank, fewer on the last
+        self.width = -(-self.rows // self.tp.size)  # table rows of a rank, fewer on the last
         if weight:
             initial = Normal(init_std, valid_rows=vocab_size)
             self.add_parameter("weight", (self.rows, hidden_size), initial, shard=0, device=device, dtype=dtype)
@@ -47,7 +46,7 @@ class _VocabParallel(ParallelModule):
 
     def vocab_slice(self) -> ops.VocabSlice:
         """Which entries of the vocabulary this rank holds."""
-        return ops.VocabSlice(self.tp_rank * self.width, self.width, self.vocab_size)
+        return ops.VocabSlice(self.tp.rank * self.width, self.width, self.vocab_size)
 
     def check_ids(self, ids: Tensor, what: str) -> None:
         """ValueError, on a CPU, for an id outside the vocabulary: no rank would hold it, and none would notice. A fake
@@ -75,10 +74,10 @@ class VocabParallelEmbedding(_VocabParallel):
             ids.reshape(-1),
             self.local("weight"),
             first=self.vocab_slice().first,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
+            group=self.tp.group,
+            sequence_parallel=self.tp.sequence_parallel,
         )
-        return rows if self.sharded else rows.view(*ids.shape, rows.shape[-1])
+        return rows if self.tp.sharded else rows.view(*ids.shape, rows.shape[-1])
 
 
 class PositionEmbedding(ParallelModule):
@@ -94,23 +93,27 @@ class PositionEmbedding(ParallelModule):
         hidden_size: int,
         *,
         init_std: float = 0.02,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
+        tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
+        super().__init__(tp)
         initial = Normal(init_std)
         self.add_parameter("weight", (seq_length, hidden_size), initial, shard=None, device=device, dtype=dtype)
         self.reset_parameters()
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        weight: Tensor = self.local("weight", partial=self.sequence_parallel)
-        if positions.ids is None and not positions.offset and not self.sharded and positions.seq_length <= len(weight):
+        weight: Tensor = self.local("weight", partial=self.tp.sequence_parallel)
+        if (
+            positions.ids is None
+            and not positions.offset
+            and not self.tp.sharded
+            and positions.seq_length <= len(weight)
+        ):
             return (x.unflatten(0, (positions.batch, -1)) + weight[: positions.seq_length]).flatten(0, 1)
         ids = positions.flat_ids(x.device)
-        if self.sharded:
-            ids = ids.chunk(self.tp_size)[self.tp_rank]
+        if self.tp.sharded:
+            ids = ids.chunk(self.tp.size)[self.tp.rank]
         # only the right padding of an evaluation can run past the table, and nothing attends to it
         return x + F.embedding(ids.clamp(max=len(weight) - 1), weight)
 
@@ -122,7 +125,7 @@ class LMHead(_VocabParallel):
              x (tokens / t, hidden_size) or (tokens, hidden_size). Without targets the result is this rank's logits
              (tokens, V_local); with targets (tokens,), IGNORE_INDEX where no loss is wanted, it is the summed loss, a
              scalar equal on all ranks, with label_smoothing and z_loss as ops.vocab_parallel_cross_entropy has them.
-    Communication, per rank: that of ops.column_linear (logits, carried by `transport`) or ops.linear_cross_entropy
+    Communication, per rank: that of ops.column_linear (logits, carried by `tp.transport`) or ops.linear_cross_entropy
              (loss, whose collectives are its own).
     Errors:  ValueError on a CPU for a target outside [0, vocab_size), and as ops.linear_cross_entropy.
     `chunk_tokens`: that of ops.linear_cross_entropy, equal on all ranks; None for its default.
@@ -141,9 +144,9 @@ class LMHead(_VocabParallel):
         z_loss: float = 0.0,
     ) -> Tensor:
         weight = self.local("weight") if tied is None else tied
-        where: dict = {"norm": norm, "group": self.group, "sequence_parallel": self.sequence_parallel}
+        where: dict = {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if targets is None:
-            return ops.column_linear(x, weight, transport=self.transport, width=self.width, **where)
+            return ops.column_linear(x, weight, transport=self.tp.column_transport(x, self.width), **where)
         self.check_ids(targets.masked_fill(targets == IGNORE_INDEX, 0), "targets")
         terms: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
         return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **terms, **where)

@@ -62,7 +62,7 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
     for path, layer in module.named_modules():
         if not isinstance(layer, ParallelModule) or layer in shared:
             continue
-        place = torch.device(layer.tp_mesh.device_type if layer.tp_mesh else "cpu") if device.type == "meta" else device
+        place = torch.device(layer.tp.mesh.device_type if layer.tp.mesh else "cpu") if device.type == "meta" else device
         where = _Place(tokens, dtype, place)
         if layer.shares_gather:
             columns = [layer.get_submodule(name) for name in layer.shares_gather]
@@ -85,11 +85,11 @@ class _Place(NamedTuple):
 
 def _column(path: str, layer: ParallelModule, where: _Place, n: int, width: int, k: int) -> LinearPlan:
     """The plan of column-parallel GEMMs of n output features together, `width` of them on one rank."""
-    rows = where.tokens // layer.tp_size if layer.sequence_parallel else where.tokens
+    rows = where.tokens // layer.tp.size if layer.tp.sequence_parallel else where.tokens
     request = column_request(
-        rows, k, width, where.dtype, where.device, layer.group, layer.sequence_parallel, layer.transport
+        rows, k, width, where.dtype, where.device, layer.tp.group, layer.tp.sequence_parallel, layer.tp.transport
     )
-    operation = "matmul" if request.op == ALL or layer.tp_size == 1 else request.op
+    operation = "matmul" if request.op == ALL or layer.tp.size == 1 else request.op
     shape, local = (where.tokens, n, k), (where.tokens, width, k)
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
 
@@ -102,9 +102,16 @@ def _columns(path: str, layers: list[ColumnParallelLinear], where: _Place) -> Li
 def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
     n, width = layer.out_features, layer.width
     request = row_request(
-        where.tokens, width, n, where.dtype, where.device, layer.group, layer.sequence_parallel, layer.transport
+        where.tokens,
+        width,
+        n,
+        where.dtype,
+        where.device,
+        layer.tp.group,
+        layer.tp.sequence_parallel,
+        layer.tp.transport,
     )
-    operation = "matmul" if layer.tp_size == 1 else request.op
+    operation = "matmul" if layer.tp.size == 1 else request.op
     shape, local = (where.tokens, n, layer.in_features), (where.tokens, n, width)
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
 
@@ -112,7 +119,7 @@ def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
 def _head(path: str, layer: LMHead, where: _Place) -> list[LinearPlan]:
     """Logits, and the loss, which never makes them all at once."""
     logits = _column(f"{path} (logits)", layer, where, layer.rows, layer.width, layer.hidden_size)
-    decision = logits.decision if layer.tp_size == 1 else ops.Decision("sequential", LOSS_REASON)
+    decision = logits.decision if layer.tp.size == 1 else ops.Decision("sequential", LOSS_REASON)
     return [logits, logits._replace(path=f"{path} (loss)", operation="linear_cross_entropy", decision=decision)]
 
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer import ops
 
 from .module import Constant, Normal, ParallelModule
+from .tensor_parallel import TensorParallel
 
 
 def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
@@ -32,8 +33,8 @@ class ColumnParallelLinear(ParallelModule):
              sequence shard, with sequence_parallel, else (tokens, in_features), equal on all ranks; y is
              (tokens, out_features / t). Leading dims are flattened batch-major; with `sequence_dim` the input is
              sharded along that dim instead, as in (batch, seq / t, hidden), and y has it whole.
-    Communication, per rank: that of ops.column_linear, carried by `transport` (ops.choose_transport).
-    tp_mesh None, or of size 1: bit-identical to nn.Linear.
+    Communication, per rank: that of ops.column_linear, carried by `tp.transport` (ops.choose_transport).
+    tp None, or one rank: bit-identical to nn.Linear.
     `used_rows` keeps weight and bias Replicate and computes only these rows (grouped-query keys and values with fewer
     heads than ranks); their gradients are partial sums over the tp axis. `most_rows`: how many the rank with the most
     uses, where ranks differ.
@@ -49,16 +50,14 @@ class ColumnParallelLinear(ParallelModule):
         used_rows: slice | None = None,
         most_rows: int | None = None,
         sequence_dim: int | None = None,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
-        transport: str = "auto",
+        tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel, transport)
+        super().__init__(tp)
         self.in_features, self.out_features = in_features, out_features
         self.used_rows, self.sequence_dim = used_rows, sequence_dim
-        used = -(-out_features // self.tp_size) if used_rows is None else used_rows.stop - used_rows.start
+        used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
         self.width = most_rows or used  # output features of the rank that computes most
         shard = 0 if used_rows is None else None
         std = in_features**-0.5 if init_std is None else init_std
@@ -85,7 +84,7 @@ class ColumnParallelLinear(ParallelModule):
         return _from_rows(y, x, self.sequence_dim)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp_size}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp.size}"
 
 
 def project(
@@ -99,7 +98,7 @@ def project(
     """The outputs of column-parallel layers on one mesh for the same rows (tokens, K), one gather for all; and, with
     carry, the rows themselves for the residual path (ops.column_linear)."""
     parameters = [layer.local_parameters() for layer in layers]
-    queue = ops.active_queue()
+    queue, tp = ops.active_queue(), layers[0].tp
     outputs = ops.column_linear(
         rows,
         [weight for weight, _ in parameters],
@@ -107,10 +106,9 @@ def project(
         norm=norm,
         normed=normed,
         carry=carry,
-        group=layers[0].group,
-        sequence_parallel=layers[0].sequence_parallel,
-        transport=layers[0].transport,
-        width=sum(layer.width for layer in layers),
+        group=tp.group,
+        sequence_parallel=tp.sequence_parallel,
+        transport=tp.column_transport(rows, sum(layer.width for layer in layers)),
         deferred=None if queue is None else ops.Deferred(queue, [layer.take_weight_gradient for layer in layers]),
     )
     return (outputs[:-1], outputs[-1]) if carry else (outputs, None)
@@ -123,10 +121,10 @@ class RowParallelLinear(ParallelModule):
              reduction; x is (tokens, in_features / t); y and residual are (tokens / t, out_features), a sequence shard,
              with sequence_parallel, else (tokens, out_features), equal on all ranks. `sequence_dim` as in
              ColumnParallelLinear.
-    Communication, per rank: that of ops.row_linear, carried by `transport` (ops.choose_transport).
+    Communication, per rank: that of ops.row_linear, carried by `tp.transport` (ops.choose_transport).
     forward: next_norm makes the result (y, its norm as rows), ends_region is for recomputation (ops.row_linear).
     With sequence_parallel the bias gradient is a partial sum over the tp axis.
-    tp_mesh None, or of size 1: bit-identical to nn.Linear.
+    tp None, or one rank: bit-identical to nn.Linear.
     """
 
     def __init__(
@@ -138,16 +136,14 @@ class RowParallelLinear(ParallelModule):
         init_std: float | None = None,
         activation: str | None = None,
         sequence_dim: int | None = None,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
-        transport: str = "auto",
+        tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel, transport)
+        super().__init__(tp)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.sequence_dim = activation, sequence_dim
-        self.width = -(-in_features // self.tp_size)  # input features of the rank that has most
+        self.width = -(-in_features // self.tp.size)  # input features of the rank that has most
         std = in_features**-0.5 if init_std is None else init_std
         self.add_parameter("weight", (out_features, in_features), Normal(std), shard=1, device=device, dtype=dtype)
         if bias:
@@ -170,21 +166,20 @@ class RowParallelLinear(ParallelModule):
         next_norm: ops.Norm | None = None,
         ends_region: bool = False,
     ) -> Tensor | tuple[Tensor, ops.Normed]:
-        queue = ops.active_queue()
+        queue, rows = ops.active_queue(), _to_rows(x, self.sequence_dim)
         y = ops.row_linear(
-            _to_rows(x, self.sequence_dim),
+            rows,
             self.local("weight"),
-            self.local("bias", partial=self.sequence_parallel),
+            self.local("bias", partial=self.tp.sequence_parallel),
             activation=self.activation,
             gate=None if gate is None else _to_rows(gate, self.sequence_dim),
             residual=None if residual is None else _to_rows(residual, self.sequence_dim),
             dropout=dropout,
             next_norm=next_norm,
             ends_region=ends_region,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-            transport=self.transport,
-            width=self.width,
+            group=self.tp.group,
+            sequence_parallel=self.tp.sequence_parallel,
+            transport=self.tp.row_transport(rows, self.width, self.out_features),
             deferred=None if queue is None else ops.Deferred(queue, [self.take_weight_gradient]),
         )
         if next_norm is None:
@@ -192,4 +187,4 @@ class RowParallelLinear(ParallelModule):
         return _from_rows(y[0], x, self.sequence_dim), y[1]
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp_size}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp.size}"

@@ -1,5 +1,7 @@
 """The transformer's MLP, plain (GELU, squared ReLU) or gated (SwiGLU, GeGLU), hidden features sharded over tp ranks."""
 
+from functools import partial
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -8,6 +10,7 @@ from tpformer.config import MLP_ACTIVATIONS, default_ffn_size
 
 from .linear import ColumnParallelLinear, RowParallelLinear, project
 from .module import ParallelModule
+from .tensor_parallel import TensorParallel
 
 
 class MLP(ParallelModule):
@@ -30,35 +33,27 @@ class MLP(ParallelModule):
         bias: bool = True,
         init_std: float | None = None,
         output_init_std: float | None = None,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
-        transport: str = "auto",
+        tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel, transport)
+        super().__init__(tp)
         if activation not in MLP_ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(MLP_ACTIVATIONS)}")
         function, self.gated = MLP_ACTIVATIONS[activation]
         ffn = ffn_hidden_size or default_ffn_size(hidden_size, activation)
-        common: dict = {
-            "bias": bias,
-            "tp_mesh": tp_mesh,
-            "sequence_parallel": sequence_parallel,
-            "transport": transport,
-            "device": device,
-            "dtype": dtype,
-        }
+        column = partial(
+            ColumnParallelLinear, hidden_size, ffn, bias=bias, init_std=init_std, tp=self.tp, device=device, dtype=dtype
+        )
+        row = partial(
+            RowParallelLinear, ffn, hidden_size, bias=bias, init_std=output_init_std, activation=function,
+            tp=self.tp, device=device, dtype=dtype,
+        )  # fmt: skip
         if self.gated:
             self.shares_gather = ("gate_proj", "up_proj")
-            self.gate_proj = ColumnParallelLinear(hidden_size, ffn, init_std=init_std, **common)
-            self.up_proj = ColumnParallelLinear(hidden_size, ffn, init_std=init_std, **common)
-            self.down_proj = RowParallelLinear(
-                ffn, hidden_size, init_std=output_init_std, activation=function, **common
-            )
+            self.gate_proj, self.up_proj, self.down_proj = column(), column(), row()
         else:
-            self.fc1 = ColumnParallelLinear(hidden_size, ffn, init_std=init_std, **common)
-            self.fc2 = RowParallelLinear(ffn, hidden_size, init_std=output_init_std, activation=function, **common)
+            self.fc1, self.fc2 = column(), row()
 
     def forward(
         self,

@@ -10,12 +10,12 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer import ops
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.kernels.philox.reference import philox_key, random_normal
+
+from .tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -35,68 +35,43 @@ Initializer = Normal | Constant
 
 
 class ParallelModule(nn.Module):
-    """A module on a 1-D tensor-parallel mesh (None: plain module, plain parameters, no process group needed).
+    """A module that lies on tensor-parallel ranks. tp: a TensorParallel, its 1-D mesh alone, or None for one rank."""
 
-    transport: what carries its linears between the ranks (ops.choose_transport). ValueError for an unknown name.
-    """
-
-    def __init__(self, tp_mesh: DeviceMesh | None, sequence_parallel: bool, transport: str = "auto") -> None:
+    def __init__(self, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> None:
         super().__init__()
-        if transport not in ops.TRANSPORTS:
-            raise ValueError(f"unknown transport {transport!r}; choose one of {', '.join(map(repr, ops.TRANSPORTS))}")
-        self.tp_mesh = tp_mesh
-        self.sequence_parallel = sequence_parallel
-        self.transport = transport
+        self.tp = TensorParallel.of(tp, sequence_parallel=sequence_parallel)
         self.initial: dict[str, Initializer] = {}
         self.shares_gather: tuple[str, ...] = ()  # its column-parallel layers that one gather serves
-
-    @property
-    def tp_size(self) -> int:
-        return 1 if self.tp_mesh is None else self.tp_mesh.size()
-
-    @property
-    def tp_rank(self) -> int:
-        return 0 if self.tp_mesh is None else self.tp_mesh.get_local_rank()
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The group its operations communicate over; None for one rank."""
-        return None if self.tp_size == 1 else self.tp_mesh.get_group()  # type: ignore[union-attr]
-
-    @property
-    def sharded(self) -> bool:
-        """Whether activations between parallel regions are sequence shards, not all rows on every rank."""
-        return self.sequence_parallel and self.tp_size > 1
 
     def add_parameter(
         self, name: str, shape: tuple[int, ...], initial: Initializer, *, shard: int | None, device=None, dtype=None
     ) -> None:
         """Register a parameter of this global shape, sharded on dim `shard` over the tp axis (None: replicated)."""
         self.initial[name] = initial
-        if self.tp_mesh is None:
+        if self.tp.mesh is None:
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
             return
         from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        if shard is not None and shape[shard] <= (self.tp_size - 1) * -(-shape[shard] // self.tp_size):
+        if shard is not None and shape[shard] <= (self.tp.size - 1) * -(-shape[shard] // self.tp.size):
             raise ValueError(
-                f"{name} has {shape[shard]} rows on its sharded dim, too few for {self.tp_size} tensor-parallel ranks: "
+                f"{name} has {shape[shard]} rows on its sharded dim, too few for {self.tp.size} tensor-parallel ranks: "
                 f"at least one would hold none; lower tensor_parallel"
             )
         placement = Replicate() if shard is None else Shard(shard)
-        local_shape, _ = compute_local_shape_and_global_offset(shape, self.tp_mesh, [placement])
-        local = torch.empty(local_shape, device=device or self.tp_mesh.device_type, dtype=dtype)
+        local_shape, _ = compute_local_shape_and_global_offset(shape, self.tp.mesh, [placement])
+        local = torch.empty(local_shape, device=device or self.tp.mesh.device_type, dtype=dtype)
         strides = torch.empty(shape, device="meta").stride()
         value = DTensor.from_local(
-            local, self.tp_mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides
+            local, self.tp.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides
         )
         self.register_parameter(name, nn.Parameter(value))
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
         """This rank's part of a parameter. partial: each rank's gradient will be a partial sum over the tp axis."""
         parameter = self._parameters[name]
-        if self.tp_mesh is None or not is_dtensor(parameter):
+        if self.tp.mesh is None or not is_dtensor(parameter):
             return parameter
         from torch.distributed.tensor import Partial
 
@@ -144,9 +119,9 @@ class ParallelModule(nn.Module):
         if any(parameter.is_meta for parameter in self.parameters(recurse=False)):
             return
         seed = torch.randint(2**62, ())
-        if self.group is not None:
-            seed = seed.to(self.tp_mesh.device_type)  # type: ignore[union-attr]
-            dist.broadcast(seed, dist.get_global_rank(self.group, 0), group=self.group)
+        if self.tp.group is not None:
+            seed = seed.to(self.tp.mesh.device_type)  # type: ignore[union-attr]
+            dist.broadcast(seed, dist.get_global_rank(self.tp.group, 0), group=self.tp.group)
         initialize(self, int(seed))
 
 

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer import ops
 
 from .module import Constant, ParallelModule
+from .tensor_parallel import TensorParallel
 
 
 class _Norm(ParallelModule):
@@ -17,12 +18,11 @@ class _Norm(ParallelModule):
         *,
         eps: float = 1e-5,
         bias: bool = False,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
+        tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel)
+        super().__init__(tp)
         self.hidden_size, self.eps = hidden_size, eps
         self.add_parameter("weight", (hidden_size,), Constant(1.0), shard=None, device=device, dtype=dtype)
         if bias:
@@ -33,7 +33,7 @@ class _Norm(ParallelModule):
 
     def prologue(self) -> ops.Norm:
         """The norm for a linear to apply while it reads its input (`norm=` of the linear layers)."""
-        partial = self.sequence_parallel
+        partial = self.tp.sequence_parallel
         weight, bias = self.local("weight", partial), self.local("bias", partial)
         return ops.Norm(self.kind, weight, bias, self.eps)
 

@@ -17,6 +17,7 @@ from tpformer.layers import (
     ParallelModule,
     PositionEmbedding,
     Positions,
+    TensorParallel,
     TransformerBlock,
     VocabParallelEmbedding,
     explain,
@@ -49,7 +50,8 @@ def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
 class GPT(ParallelModule):
     """A decoder-only transformer.
 
-    Parameters are DTensors on the tp axis (plain with tp_mesh=None), with global shapes and initial values that do not
+    tp: the tensor-parallel mesh, whose activations are then sequence shards, or a TensorParallel that says more.
+    Parameters are DTensors on its axis (plain tensors for None), with global shapes and initial values that do not
     depend on it. Inside, activations are flattened tokens: (batch * seq / t, hidden_size) with sequence_parallel.
     recompute: what the backward of each of `recompute_layers` (selected_layers) computes again instead of keeping it
     (TransformerBlock); offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
@@ -64,9 +66,7 @@ class GPT(ParallelModule):
         self,
         config: GPTConfig,
         *,
-        tp_mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = True,
-        transport: str = "auto",
+        tp: TensorParallel | DeviceMesh | None = None,
         recompute: str = "none",
         recompute_layers: str = "",
         offload_activations: bool = False,
@@ -77,10 +77,10 @@ class GPT(ParallelModule):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(tp_mesh, sequence_parallel, transport)
+        super().__init__(tp, sequence_parallel=True)
         if config.vocab_size is None:
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
-        check_heads(config.hidden_size, config.n_heads, config.kv_heads, self.tp_size, rope=config.position == "rope")
+        check_heads(config.hidden_size, config.n_heads, config.kv_heads, self.tp.size, rope=config.position == "rope")
         self.config, self.seed, self.offload_activations = config, seed, offload_activations
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         if recompute_layers and recompute == "none":
@@ -90,7 +90,7 @@ class GPT(ParallelModule):
         self.is_first, self.is_last = part.start == 0, part.stop == config.n_layers
         tied, std = config.tie_embeddings, config.init_std
         # built on meta, so that values are made once, by global index
-        place: dict = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel, "device": "meta", "dtype": dtype}
+        place: dict = {"tp": self.tp, "device": "meta", "dtype": dtype}
         table: dict = {"vocab_multiple": config.vocab_multiple, "init_std": std, **place}
         self.embed_tokens: Any = None
         self.embed_positions: Any = None
@@ -107,7 +107,6 @@ class GPT(ParallelModule):
                     config,
                     layer_index=index,
                     recompute=recompute if index in recomputed else "none",
-                    transport=transport,
                     **place,
                 )
                 for index in part
@@ -115,7 +114,7 @@ class GPT(ParallelModule):
         )
         if self.is_last:
             self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
-            self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, transport=transport, **table)
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, **table)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialize()
@@ -131,14 +130,14 @@ class GPT(ParallelModule):
     def _pad(self, ids: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
         """Right-pad the sequence until ranks can share the tokens: causal attention never looks at the padding."""
         batch, seq = ids.shape
-        if not (self.sequence_parallel and batch * seq % self.tp_size):
+        if not (self.tp.sequence_parallel and batch * seq % self.tp.size):
             return ids, *others
         if self.training:
             raise ValueError(
                 f"batch * seq_length = {batch} * {seq} = {batch * seq} tokens cannot be split over "
-                f"tensor_parallel={self.tp_size} ranks: make it a multiple of {self.tp_size}"
+                f"tensor_parallel={self.tp.size} ranks: make it a multiple of {self.tp.size}"
             )
-        extra = -seq % self.tp_size
+        extra = -seq % self.tp.size
         targets, position_ids = others
         if position_ids is not None:
             # each padding token is a document of its own
@@ -179,7 +178,7 @@ class GPT(ParallelModule):
         else:
             if sample_index is None:
                 raise ValueError("a part after the first needs sample_index, which has one entry for each sample")
-            tokens = len(inputs) * (self.tp_size if self.sharded else 1)
+            tokens = len(inputs) * (self.tp.size if self.tp.sharded else 1)
             wanted = tokens // len(sample_index)
             positions = Positions(len(sample_index), wanted, position_ids)
             x = inputs
@@ -208,5 +207,5 @@ class GPT(ParallelModule):
     def _embedding_dropout(self, key: DropoutKey | None, x: Tensor, positions: Positions) -> ops.Dropout | None:
         if key is None or not self.training or self.config.dropout == 0:
             return None
-        shard = self.tp_rank if self.sharded else 0
+        shard = self.tp.rank if self.tp.sharded else 0
         return key.site(self.config.dropout, "embedding", "output", x, positions, shard)

@@ -107,8 +107,7 @@ def column_linear(
     carry: bool = False,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
-    transport: str = "auto",
-    width: int | None = None,
+    transport: str | Transport = "auto",
     deferred: Deferred | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Y = gather(norm(x)) W^T + b for weights sharded by output feature: one gather, one GEMM per weight.
@@ -122,9 +121,9 @@ def column_linear(
     Communication, per rank, B = tokens * K * itemsize:
              sequence parallel: forward all-gather B; backward reduce-scatter B (dx), all-gather B (x again, for dW)
              otherwise:         forward none; backward all-reduce B (dx)
-             transport: how (choose_transport); width: where ranks differ, N / t of all weights on the rank that has
-             most, so that "auto" chooses alike. deferred: weight gradients are queued, one sink per weight, and the
-             second all-gather with them.
+             transport: how (choose_transport), or the Transport that was opened for this shape, whose group counts
+             then. Where ranks differ in N / t, open it for the largest, so that "auto" chooses alike on all.
+             deferred: weight gradients are queued, one sink per weight, and the second all-gather with them.
     Gradients of the norm's parameters are partial sums over this rank's rows under sequence_parallel.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Errors:  ValueError for a transport that cannot run, a bias sequence of another length than weight's, or `normed`
@@ -138,11 +137,12 @@ def column_linear(
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
     if normed is not None and norm is None:
         raise ValueError("normed rows need their norm as well: its gradients are made here")
-    width = width or sum(map(len, weights))
-    request = column_request(len(x), x.shape[1], width, x.dtype, x.device, group, sequence_parallel, transport)
-    layout = _Layout(
-        open_transport(request), sequence_parallel, None if norm is None else (norm.kind, norm.eps), carry, deferred
-    )
+    if isinstance(transport, str):
+        width = sum(map(len, weights))
+        request = column_request(len(x), x.shape[1], width, x.dtype, x.device, group, sequence_parallel, transport)
+        transport = open_transport(request)
+    prologue = None if norm is None else (norm.kind, norm.eps)
+    layout = _Layout(transport, sequence_parallel, prologue, carry, deferred)
     parameters = (None, None) if norm is None else (norm.weight, norm.bias)
     outputs = ColumnLinearFunction.apply(x, *parameters, layout, normed, *weights, *biases)
     return outputs if several or carry else outputs[0]

@@ -85,8 +85,7 @@ def row_linear(
     ends_region: bool = False,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
-    transport: str = "auto",
-    width: int | None = None,
+    transport: str | Transport = "auto",
     deferred: Deferred | None = None,
 ) -> Tensor | tuple[Tensor, Normed]:
     """Y = residual + dropout(reduce(act(x) W^T) + b) for a weight sharded by input feature.
@@ -101,9 +100,8 @@ def row_linear(
     Communication, per rank, B = tokens * N * itemsize:
              sequence parallel: forward reduce-scatter B; backward all-gather B (dy, used for dx and dW)
              otherwise:         forward all-reduce B; backward none
-             transport: how (choose_transport); width: where ranks differ, K / t on the rank that has most, so that
-             "auto" chooses alike. deferred: the weight gradient is queued for its one sink, and gathered dy kept
-             until then.
+             transport: how (choose_transport), or the Transport that was opened for this shape, as in column_linear.
+             deferred: the weight gradient is queued for its one sink, and gathered dy kept until then.
     The bias gradient is a partial sum over this rank's rows under sequence_parallel.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Errors:  ValueError for an unknown activation, a gate without one, tokens not divisible by t (with
@@ -116,9 +114,10 @@ def row_linear(
         raise ValueError("a gate needs an activation: act(gate) * x")
     if next_norm is not None and ends_region:
         raise ValueError("next_norm and ends_region exclude each other: nothing follows the end of a region")
-    n, width = len(weight), width or x.shape[1]
-    request = row_request(len(x), width, n, x.dtype, x.device, group, sequence_parallel, transport)
+    if isinstance(transport, str):
+        k, n = x.shape[1], len(weight)
+        transport = open_transport(row_request(len(x), k, n, x.dtype, x.device, group, sequence_parallel, transport))
     skip = ends_region and running_again()
-    layout = _Layout(open_transport(request), sequence_parallel, activation, dropout, skip, deferred)
+    layout = _Layout(transport, sequence_parallel, activation, dropout, skip, deferred)
     y = RowLinearFunction.apply(x, gate, weight, bias, residual, next_norm, layout)
     return y if next_norm is None else (y[0], Normed(*y[1:]))

@@ -21,8 +21,8 @@ def next_token_logits(model: GPT, ids: Tensor) -> Tensor:
     """Logits (vocab_size,) float32 for the token after ids (n,), from every rank's slice; equal on all ranks."""
     logits = model(ids[None])[0, -1].float()
     # the last slices of the vocabulary can be shorter, and a gather wants equal ones
-    longest = -(-model.lm_head.rows // model.tp_size)
-    return all_gather(F.pad(logits, (0, longest - len(logits))), model.group)[: model.config.vocab_size]
+    longest = -(-model.lm_head.rows // model.tp.size)
+    return all_gather(F.pad(logits, (0, longest - len(logits))), model.tp.group)[: model.config.vocab_size]
 
 
 def generate(

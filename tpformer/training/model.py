@@ -65,7 +65,7 @@ class ParallelModel:
 
     def _pipeline(self, mesh: DeviceMesh, dtype: torch.dtype) -> Pipeline:
         size, length, part = self.microbatch_size, self.config.seq_length, self.parts[0]
-        shards = part.tp_size if part.sharded else 1
+        shards = part.tp.size if part.tp.sharded else 1
         rows = torch.empty(size * length // shards, self.config.hidden_size, dtype=dtype, device="meta")
         ids = torch.empty(size, length, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.config import RunConfig
 from tpformer.distributed import build_mesh, initialize, keep_freed_memory, share_cores
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
 from tpformer.parallel import apply_zero, split_stages
@@ -86,9 +87,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
         part = GPT(
             architecture,
-            tp_mesh=mesh["tp"],
-            sequence_parallel=layout.sequence_parallel,
-            transport=layout.transport,
+            tp=TensorParallel(mesh["tp"], layout.sequence_parallel, layout.transport),
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,
             offload_activations=layout.offload_activations,

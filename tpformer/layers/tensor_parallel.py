@@ -1,0 +1,102 @@
+"""TensorParallel: the ranks that layers lie on, and how rows travel between them. One object serves a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer.config import TRANSPORTS
+from tpformer.ops.transport import LOCAL, column_request, open_transport, row_request
+from tpformer.ops.transports.interface import Request, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """Where the weights and the activations of layers lie.
+
+    mesh: the tensor-parallel ranks, a 1-D DeviceMesh. None is one rank: plain parameters, no process group.
+    sequence_parallel: between linears, rows are sequence shards (tokens / t, hidden), and each rank has its own. It is
+             off unless asked for: a layer that is given whole rows would compute the right result, and gradients t
+             times too large, without an error.
+    transport: what carries the linears between the ranks (ops.choose_transport).
+    Errors:  ValueError for a mesh of several axes or an unknown transport, TypeError for another kind of mesh.
+    """
+
+    mesh: DeviceMesh | None = None
+    sequence_parallel: bool = False
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport {self.transport!r}; choose one of {', '.join(map(repr, TRANSPORTS))}")
+        if self.mesh is None:
+            return
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError(
+                f"tp={self.mesh!r}, a {type(self.mesh).__name__}: give a 1-D DeviceMesh, a TensorParallel or None"
+            )
+        if self.mesh.ndim != 1:
+            axes = ", ".join(map(str, self.mesh.mesh_dim_names or self.mesh.shape))
+            raise ValueError(
+                f"the mesh has {self.mesh.ndim} axes ({axes}) and layers lie on one: give that axis, as mesh['tp']"
+            )
+
+    @classmethod
+    def of(cls, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> TensorParallel:
+        """What a constructor's `tp` stands for; sequence_parallel: that of a mesh alone."""
+        return tp if isinstance(tp, cls) else cls(tp, sequence_parallel)
+
+    @cached_property
+    def size(self) -> int:
+        """t, the tensor-parallel ranks."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @cached_property
+    def rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+    @cached_property
+    def group(self) -> ProcessGroup | None:
+        """The group that operations communicate over; None for one rank."""
+        return None if self.mesh is None or self.size == 1 else self.mesh.get_group()
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether rows between linears are sequence shards, not all rows on every rank."""
+        return self.sequence_parallel and self.size > 1
+
+    @cached_property
+    def _opened(self) -> dict[tuple, Transport]:
+        return {}
+
+    def column_transport(self, x: Tensor, width: int) -> Transport:
+        """What carries ops.column_linear of rows x to `width` output features of a rank. Decided once for a shape.
+
+        ValueError for a transport that cannot run.
+        """
+        return self._transport(column_request, x, x.shape[1], width)
+
+    def row_transport(self, x: Tensor, width: int, n: int) -> Transport:
+        """What carries ops.row_linear of rows x with `width` input features of a rank to n outputs; as above."""
+        return self._transport(row_request, x, width, n)
+
+    def _transport(self, request: Callable[..., Request], x: Tensor, k: int, n: int) -> Transport:
+        if self.size == 1:
+            return LOCAL
+        key = (request, len(x), k, n, x.dtype, x.device)
+        if key not in self._opened:
+            asked = request(len(x), k, n, x.dtype, x.device, self.group, self.sequence_parallel, self.transport)
+            self._opened[key] = open_transport(asked)
+        return self._opened[key]
+
+    def __deepcopy__(self, memo: dict) -> TensorParallel:
+        return self  # a copy of a layer lies on the same ranks
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return TensorParallel, (self.mesh, self.sequence_parallel, self.transport)
