@@ -6,13 +6,16 @@ and backward. Nothing about tables, files or arguments.
 
 import math
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS, check_heads
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.layers import DropoutKey, Positions, TensorParallel
@@ -22,7 +25,7 @@ from tpformer.parallel import reduce_partial_gradients
 
 from .parallelized import parallelized
 from .ranks import Calls, Ranks
-from .saved import OTHER, RESULT, Gemms, record_saved
+from .saved import OTHER, RESULT, Gemms, Saved, record_saved
 
 DTYPE, ITEM = torch.bfloat16, 2
 RESIDUALS = ("residual before attention", "residual before MLP")
@@ -32,12 +35,6 @@ ORDER = (
     *("norm output before MLP", "fc1 output", "gate pre-activation", "up pre-activation", "activation output"),
     *("dropout mask", STATISTICS, SCORES, OTHER),
 )
-NAMES = {
-    "": {0: RESIDUALS[0]},
-    "mlp": {0: RESIDUALS[1]},
-    "mlp.fc2": {0: "fc1 output"},
-    "mlp.down_proj": {0: "up pre-activation", "gate": "gate pre-activation"},
-}
 TORCH_NAMES = {
     "norm1": {0: RESIDUALS[0]},
     "norm2": {0: RESIDUALS[1]},
@@ -133,6 +130,26 @@ def leftover(layer: Layer, x: Tensor) -> str:
     return OTHER
 
 
+@contextmanager
+def named_operations(saved: Saved) -> Iterator[None]:
+    """Names what this library's linears are given. A hook would have their layers called as modules, not fused."""
+    column_linear, row_linear = ops.column_linear, ops.row_linear
+
+    def column(x: Tensor, weights: Sequence[Tensor], *args: Any, **options: Any) -> Any:
+        saved.name(x, RESIDUALS[0] if len(weights) == 3 else RESIDUALS[1])  # queries, keys and values, or the MLP's
+        return column_linear(x, weights, *args, **options)
+
+    def row(x: Tensor, *args: Any, activation: str | None, gate: Tensor | None, **options: Any) -> Any:
+        if activation is not None:
+            saved.name(x, "fc1 output" if gate is None else "up pre-activation")
+        if gate is not None:
+            saved.name(gate, "gate pre-activation")
+        return row_linear(x, *args, activation=activation, gate=gate, **options)
+
+    with mock.patch.object(ops, "column_linear", column), mock.patch.object(ops, "row_linear", row):
+        yield
+
+
 class Step:
     """Forward and backward of a layer on this rank. Its parameters have no values: counts do not depend on them."""
 
@@ -159,7 +176,7 @@ class Step:
     def saved_items(self) -> dict[str, int]:
         """Bytes by name that a forward keeps, parameters left out. What all layers share (RoPE's table, the starts of
         dropout's rows) no layer saves."""
-        with record_saved(self.block, TORCH_NAMES if self.layer.torch else NAMES) as saved:
+        with record_saved(self.block, TORCH_NAMES if self.layer.torch else {}) as saved, named_operations(saved):
             y = self.forward()
         assert y.requires_grad
         items = saved.items(lambda x: leftover(self.layer, x))

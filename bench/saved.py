@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,6 +104,9 @@ def record_saved(module: nn.Module, names: Names = MappingProxyType({})) -> Iter
 
     hooks = []
     for path, called in module.named_modules():
+        # no others: a hook on a part of this library's layers would have it called as a module, not fused
+        if path and path not in names and not isinstance(called, FSDPModule):
+            continue
         hooks.append(called.register_forward_pre_hook(before(path), with_kwargs=True))
         if RESULT in names.get(path, {}):
             name = names[path][RESULT]

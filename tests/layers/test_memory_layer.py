@@ -1,13 +1,17 @@
 """A TransformerBlock keeps what DESIGN section 7 lists and nothing else: counted in elements over unique storages."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from testing import record_saved
 from torch.distributed.tensor import DTensor
 
+from tpformer import ops
 from tpformer.distributed import build_mesh
 from tpformer.layers import Positions, TensorParallel, TransformerBlock
+from tpformer.ops import causal_attention
 
 BATCH, SEQ, HIDDEN, HEADS, ITEM = 2, 8, 32, 4, 4
 TOKENS = BATCH * SEQ
@@ -20,15 +24,16 @@ def saved_by_block(options: dict, sequence_parallel: bool) -> tuple[list[int], b
     block = TransformerBlock(HIDDEN, HEADS, tp=TensorParallel(mesh, sequence_parallel), **options)
     x = torch.randn(TOKENS // t if sequence_parallel else TOKENS, HIDDEN, requires_grad=True)
     attended: list[int] = []
-    hook = block.self_attn.o_proj.register_forward_pre_hook(
-        lambda module, args: attended.append(args[0].untyped_storage().data_ptr())
-    )
+
+    def attention(*args):
+        attended.append((y := causal_attention(*args)).untyped_storage().data_ptr())
+        return y
+
     local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
     positions = Positions(BATCH, SEQ)
-    with record_saved(*local) as saved:
+    with mock.patch.object(ops, "causal_attention", attention), record_saved(*local) as saved:
         y = block(x, positions=positions)
     assert y.requires_grad
-    hook.remove()
     return sorted((nbytes // ITEM for nbytes in saved.values()), reverse=True), attended[0] in saved
 
 

@@ -1,4 +1,4 @@
-"""reduce_rows, scatter_rows and gather_rows: values, gradients against one process, communication, the error."""
+"""Moves of rows and columns between ranks: values, gradients against one process, communication, the error."""
 
 import pytest
 import torch
@@ -58,9 +58,38 @@ def test_values_gradients_and_communication(ranks, t, name):
             assert (forward, backward) == tuple([(call, NBYTES) for call in calls] for calls in expected)
 
 
+def columns_on_rank(n: int):
+    """This rank's chunk of n columns gathered; then columns that overlap its neighbour's taken of the whole."""
+    t, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    whole = make(0, torch.float64, x=(TOKENS, n))["x"]
+    x = whole.chunk(t, 1)[rank].clone().requires_grad_()
+    with record_collectives() as calls:
+        gathered = ops.gather_columns(x, n, group)
+        gathered.backward(whole + 1)
+        y = (other := whole.clone().requires_grad_()) * 1
+        taken = ops.take_columns(y, slice(rank, rank + 2), group)
+        taken.backward(taken.detach())
+    return gathered.detach(), x.grad, taken.detach(), other.grad, list(calls)
+
+
+@pytest.mark.parametrize(("t", "n"), [(2, 6), (3, 8)])
+def test_columns(ranks, t, n):
+    whole = make(0, torch.float64, x=(TOKENS, n))["x"]
+    uses = torch.zeros(n, dtype=torch.float64)
+    for rank in range(t):
+        uses[rank : rank + 2] += 1
+    for rank, (gathered, dx, taken, dtaken, calls) in enumerate(ranks(t).run(columns_on_rank, n)):
+        assert torch.equal(gathered, whole) and torch.equal(dx, (whole + 1).chunk(t, 1)[rank])
+        assert torch.equal(taken, whole[:, rank : rank + 2])
+        torch.testing.assert_close(dtaken, whole * uses, rtol=1e-14, atol=0)
+        padded = -(-n // t) * t
+        assert calls == [("all_gather", TOKENS * padded * 8), ("all_reduce", TOKENS * n * 8)]
+
+
 def test_without_a_group_they_are_the_identity():
     x = tensor(0)
     assert all(operation(x, None) is x for operation in (ops.reduce_rows, ops.scatter_rows, ops.gather_rows))
+    assert ops.gather_columns(x, N, None) is x and torch.equal(ops.take_columns(x, slice(1, 3), None), x[:, 1:3])
 
 
 def indivisible():

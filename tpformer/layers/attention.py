@@ -4,13 +4,14 @@ from functools import partial
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import check_heads
 
-from .linear import ColumnParallelLinear, RowParallelLinear, project
+from .children import Features, enter, leave
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
 from .positions import Positions
 from .tensor_parallel import TensorParallel
@@ -24,7 +25,6 @@ class SelfAttention(ParallelModule):
              Shard(1). When t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key
              and value heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
-    forward: norm, of x, goes before it; residual adds x; next_norm makes the result (y, its norm as rows).
     `positions` is needed when x is not (batch, seq, hidden_size), and for packed documents.
     Errors:  ValueError when heads do not divide over ranks or key-value heads, or a position is asked for twice.
     """
@@ -82,28 +82,48 @@ class SelfAttention(ParallelModule):
             return kv
         return kv[:, torch.tensor(wanted, device=kv.device)]
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        positions: Positions | None = None,
-        norm: ops.Norm | None = None,
-        residual: bool = False,
-        dropout: ops.Dropout | None = None,
-        next_norm: ops.Norm | None = None,
-    ) -> Tensor | tuple[Tensor, ops.Normed]:
+    def forward(self, x: Tensor, *, positions: Positions | None = None) -> Tensor:
         if positions is None:
             positions = positions_of(x, sharded=self.tp.sharded)
-        columns = [self.q_proj, self.k_proj, self.v_proj]
-        (q, k, v), carried = project(x.reshape(-1, x.shape[-1]), columns, norm, carry=residual)
+        y, _ = self.branch(x.reshape(-1, x.shape[-1]), positions)
+        return y.view(x.shape)
+
+    def branch(
+        self,
+        rows: Tensor,
+        positions: Positions,
+        norm: nn.Module | None = None,
+        *,
+        residual: bool = False,
+        dropout: ops.Dropout | None = None,
+        next_norm: nn.Module | None = None,
+    ) -> tuple[Tensor, ops.Normed | None]:
+        """([rows + dropout of] attention of norm(rows), its norm by next_norm where that was made on the way)."""
+        queries, keys = self._features()
+        columns = {self.q_proj: queries, self.k_proj: keys, self.v_proj: keys}
+        (q, k, v), carried = enter(rows, norm, columns, self.tp, carry=residual)
         q, k, v = (rearrange(y, "tokens (heads d) -> tokens heads d", d=self.head_dim) for y in (q, k, v))
         if self.rope_base is not None:
             table, ids = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
             q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
         y = ops.causal_attention(q, self._spread(k), self._spread(v), positions.batch, positions.documents(q.device))
         heads = rearrange(y, "tokens heads d -> tokens (heads d)")
-        y = self.o_proj(heads, residual=carried, dropout=dropout, next_norm=next_norm)
-        return y.view(x.shape) if next_norm is None else (y[0].view(x.shape), y[1])
+        return leave(
+            heads,
+            self.o_proj,
+            self.tp,
+            self.n_heads * self.head_dim,
+            residual=carried if residual else None,
+            dropout=dropout,
+            next_norm=next_norm,
+        )
+
+    def _features(self) -> tuple[Features, Features]:
+        """This rank's features of the queries, and of the keys and values."""
+        d, queries = self.head_dim, self.n_heads // self.tp.size
+        first, last = self.kv_heads_needed(self.tp.rank)
+        q = slice(self.tp.rank * queries * d, (self.tp.rank + 1) * queries * d)
+        return Features(q, self.n_heads * d), Features(slice(first * d, last * d), self.n_kv_heads * d)
 
 
 def positions_of(x: Tensor, *, sharded: bool) -> Positions:

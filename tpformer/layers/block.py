@@ -1,7 +1,7 @@
 """The pre-norm transformer block, and the dropout key that travels with a microbatch."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
@@ -9,11 +9,15 @@ from tpformer.config import RECOMPUTE
 from tpformer.kernels.philox.reference import philox_key
 
 from .attention import SelfAttention, positions_of
+from .children import call_rows, fusable, why_called
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import ParallelModule
 from .norm import NORMS
 from .positions import Positions
 from .tensor_parallel import TensorParallel
+
+OWN = (SelfAttention, MLP, ColumnParallelLinear, RowParallelLinear, *NORMS.values())
 
 
 class DropoutKey:
@@ -53,6 +57,9 @@ class TransformerBlock(ParallelModule):
              one more fc1 GEMM and its all-gather; recompute="full" 2, with the forward again but for its last GEMM
              and reduction. `python -m bench memory` counts them.
     Dropout (in training, p > 0) needs `dropout_key`; `positions` as in SelfAttention.
+    A child with a hook, a parametrization or a forward of its own, or of another class, is called as a module, with
+    rows (tokens, hidden_size), an attention with positions=Positions besides; other children stay fused (explain).
+    A module of other people gets all rows and features on every rank, and gives all of them.
     """
 
     def __init__(
@@ -118,10 +125,15 @@ class TransformerBlock(ParallelModule):
         rows = x.reshape(-1, x.shape[-1])
         sites = self._dropout_sites(rows, positions, dropout_key)
         if self.recompute == "full" and torch.is_grad_enabled():
-            rows = ops.recompute(self._layer, rows, positions, sites)
+            rows = ops.recompute(self._layer, rows, positions, sites, keep_random_state=self._composed)
         else:
             rows = self._layer(rows, positions, sites)
         return rows if rows.shape == x.shape else rows.view(x.shape)
+
+    @property
+    def _composed(self) -> bool:
+        """Whether a part is not ours, or touched: what it draws has to be drawn again when it is recomputed."""
+        return any(why_called(part, *OWN) for part in self.modules() if part is not self)
 
     def _dropout_sites(self, rows: Tensor, positions: Positions, key: DropoutKey | None) -> list[ops.Dropout | None]:
         """Of the attention's branch and of the MLP's."""
@@ -136,14 +148,29 @@ class TransformerBlock(ParallelModule):
         layer = self.layer_index
         return [key.site(self.dropout, layer, name, rows, positions, shard) for name in ("attention", "mlp")]
 
-    def _layer(self, rows: Tensor, positions: Positions, sites: list[ops.Dropout | None]) -> Tensor:
-        norm, next_norm = self.input_layernorm.prologue(), self.post_attention_layernorm.prologue()
-        attention: dict = {"positions": positions, "norm": norm, "residual": True, "dropout": sites[0]}
+    def _layer(self, x: Tensor, positions: Positions, sites: list[ops.Dropout | None]) -> Tensor:
+        """x + attention(norm(x)), then x + mlp(norm(x)), each branch with its dropout."""
         if self.recompute == "mlp" and torch.is_grad_enabled():
-            return ops.recompute(self._mlp, self.self_attn(rows, **attention), next_norm, None, sites[1])
-        rows, normed = self.self_attn(rows, next_norm=next_norm, **attention)
-        return self._mlp(rows, next_norm, normed, sites[1])
+            x, _ = self._attention(x, positions, sites[0], None)
+            return ops.recompute(self._mlp, x, None, sites[1], keep_random_state=self._composed)
+        x, normed = self._attention(x, positions, sites[0], self.post_attention_layernorm)
+        return self._mlp(x, normed, sites[1])
 
-    def _mlp(self, rows: Tensor, norm: ops.Norm, normed: ops.Normed | None, site: ops.Dropout | None) -> Tensor:
-        ends_region = self.recompute != "none" and torch.is_grad_enabled()  # else there is no region of its own
-        return self.mlp(rows, norm=norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
+    def _attention(
+        self, x: Tensor, positions: Positions, site: ops.Dropout | None, next_norm: nn.Module | None
+    ) -> tuple[Tensor, ops.Normed | None]:
+        if fusable(SelfAttention, self.self_attn):
+            # norm, gather and projections are one operation; so are reduction, bias, dropout, residual and next norm
+            return self.self_attn.branch(
+                x, positions, self.input_layernorm, residual=True, dropout=site, next_norm=next_norm
+            )
+        y = call_rows(self.self_attn, call_rows(self.input_layernorm, x, self.tp), self.tp, positions=positions)
+        return x + ops.dropout(y, site), None
+
+    def _mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None) -> Tensor:
+        norm = self.post_attention_layernorm
+        if fusable(MLP, self.mlp):
+            # a region that ends here does not repeat its last GEMM: nothing reads what it would give
+            ends_region = self.recompute != "none" and torch.is_grad_enabled()
+            return self.mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
+        return x + ops.dropout(call_rows(self.mlp, call_rows(norm, x, self.tp), self.tp), site)

@@ -13,7 +13,9 @@ from tpformer.kernels.cost import communication_bytes, gemm_seconds, machine_for
 from tpformer.ops.transport import break_even, column_request, device_name, row_request
 from tpformer.ops.transports.interface import ALL, Request
 
-from .embedding import LMHead
+from .block import OWN, TransformerBlock
+from .children import fusable, why_called
+from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
 
@@ -30,6 +32,7 @@ HEADER = (
     "width",
     "reason",
 )
+LAYERS = (*OWN, TransformerBlock, VocabParallelEmbedding, PositionEmbedding, LMHead)
 LOSS_REASON = "the chunked loss has collectives of its own: one gather, one reduction"
 
 
@@ -64,8 +67,8 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
             continue
         place = torch.device(layer.tp.mesh.device_type if layer.tp.mesh else "cpu") if device.type == "meta" else device
         where = _Place(tokens, dtype, place)
-        if layer.shares_gather:
-            columns = [layer.get_submodule(name) for name in layer.shares_gather]
+        columns = [layer.get_submodule(name) for name in layer.shares_gather]
+        if columns and fusable(ColumnParallelLinear, *columns):
             shared.update(columns)
             plans.append(_columns(f"{path}." * bool(path) + "+".join(layer.shares_gather), columns, where))
         elif isinstance(layer, ColumnParallelLinear):
@@ -128,6 +131,7 @@ def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) ->
 
     One line per linear operation; equal lines of numbered layers are one ("layers.0-23.mlp.fc1"). tokens, dtype as in
     `linear_plans`. The times are the model's (kernels/cost.py), not measured: "-" where it does not know the device.
+    Below it, the parts of layers that are called as modules, and why (children.py).
     break-even: the width from which the communication hides under the GEMM, beside the layer's own.
     All ranks call it: the first question about a group may communicate.
     """
@@ -142,7 +146,18 @@ def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) ->
         ).rstrip()
         for row in table
     ]
-    return "\n".join([*text, *_footnote(plans)])
+    return "\n".join([*text, *called_modules(module), *_footnote(plans)])
+
+
+def called_modules(module: nn.Module) -> list[str]:
+    """One line for each part of a layer that runs as a module of its own, where a pass would be fused with it."""
+    return [
+        f"{path}.{name}".removeprefix(".") + f" is called as a module, not fused: {reason}"
+        for path, parent in module.named_modules()
+        if isinstance(parent, ParallelModule)
+        for name, child in parent.named_children()
+        if not isinstance(child, nn.ModuleDict) and (reason := why_called(child, *LAYERS))
+    ]
 
 
 def _cells(plan: LinearPlan) -> tuple[str, ...]:

@@ -98,7 +98,9 @@ def project(
     """The outputs of column-parallel layers on one mesh for the same rows (tokens, K), one gather for all; and, with
     carry, the rows themselves for the residual path (ops.column_linear)."""
     parameters = [layer.local_parameters() for layer in layers]
-    queue, tp = ops.active_queue(), layers[0].tp
+    tp = layers[0].tp
+    own = all("weight" in layer._parameters for layer in layers)  # else autograd takes the gradient further
+    queue = ops.active_queue() if own else None
     outputs = ops.column_linear(
         rows,
         [weight for weight, _ in parameters],
@@ -122,7 +124,6 @@ class RowParallelLinear(ParallelModule):
              with sequence_parallel, else (tokens, out_features), equal on all ranks. `sequence_dim` as in
              ColumnParallelLinear.
     Communication, per rank: that of ops.row_linear, carried by `tp.transport` (ops.choose_transport).
-    forward: next_norm makes the result (y, its norm as rows), ends_region is for recomputation (ops.row_linear).
     With sequence_parallel the bias gradient is a partial sum over the tp axis.
     tp None, or one rank: bit-identical to nn.Linear.
     """
@@ -163,17 +164,31 @@ class RowParallelLinear(ParallelModule):
         gate: Tensor | None = None,
         residual: Tensor | None = None,
         dropout: ops.Dropout | None = None,
+    ) -> Tensor:
+        rows = [None if each is None else _to_rows(each, self.sequence_dim) for each in (x, gate, residual)]
+        y, _ = self.reduced(rows[0], self.activation, gate=rows[1], residual=rows[2], dropout=dropout)
+        return _from_rows(y, x, self.sequence_dim)
+
+    def reduced(
+        self,
+        rows: Tensor,
+        activation: str | None,
+        *,
+        gate: Tensor | None = None,
+        residual: Tensor | None = None,
+        dropout: ops.Dropout | None = None,
         next_norm: ops.Norm | None = None,
         ends_region: bool = False,
-    ) -> Tensor | tuple[Tensor, ops.Normed]:
-        queue, rows = ops.active_queue(), _to_rows(x, self.sequence_dim)
+    ) -> tuple[Tensor, ops.Normed | None]:
+        """(result, its norm by next_norm) of rows (tokens, in_features / t), as ops.row_linear has it."""
+        queue = ops.active_queue() if "weight" in self._parameters else None  # else autograd takes its gradient further
         y = ops.row_linear(
             rows,
             self.local("weight"),
             self.local("bias", partial=self.tp.sequence_parallel),
-            activation=self.activation,
-            gate=None if gate is None else _to_rows(gate, self.sequence_dim),
-            residual=None if residual is None else _to_rows(residual, self.sequence_dim),
+            activation=activation,
+            gate=gate,
+            residual=residual,
             dropout=dropout,
             next_norm=next_norm,
             ends_region=ends_region,
@@ -182,9 +197,7 @@ class RowParallelLinear(ParallelModule):
             transport=self.tp.row_transport(rows, self.width, self.out_features),
             deferred=None if queue is None else ops.Deferred(queue, [self.take_weight_gradient]),
         )
-        if next_norm is None:
-            return _from_rows(y, x, self.sequence_dim)
-        return _from_rows(y[0], x, self.sequence_dim), y[1]
+        return (y, None) if next_norm is None else y
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp.size}"

@@ -2,25 +2,24 @@
 
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS, default_ffn_size
 
-from .linear import ColumnParallelLinear, RowParallelLinear, project
+from .children import Features, enter, leave
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
 from .tensor_parallel import TensorParallel
 
 
 class MLP(ParallelModule):
-    """[x + dropout](fc2(act(fc1(x)))), or with down_proj(act(gate_proj(x)) * up_proj(x)).
+    """fc2(act(fc1(x))), or down_proj(act(gate_proj(x)) * up_proj(x)).
 
     Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
              on all ranks; leading dims are flattened. fc1, gate_proj, up_proj are Shard(0); fc2, down_proj Shard(1).
     Communication, per rank: one ops.column_linear (one gather for gate and up) and one ops.row_linear.
-    forward: norm, of x, goes before it (normed: where it has been made already); residual adds x; ends_region as in
-    ops.recompute.
     Errors:  ValueError for an unknown activation.
     """
 
@@ -40,13 +39,13 @@ class MLP(ParallelModule):
         super().__init__(tp)
         if activation not in MLP_ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(MLP_ACTIVATIONS)}")
-        function, self.gated = MLP_ACTIVATIONS[activation]
-        ffn = ffn_hidden_size or default_ffn_size(hidden_size, activation)
+        self.activation, self.gated = MLP_ACTIVATIONS[activation]
+        self.ffn_hidden_size = ffn = ffn_hidden_size or default_ffn_size(hidden_size, activation)
         column = partial(
             ColumnParallelLinear, hidden_size, ffn, bias=bias, init_std=init_std, tp=self.tp, device=device, dtype=dtype
         )
         row = partial(
-            RowParallelLinear, ffn, hidden_size, bias=bias, init_std=output_init_std, activation=function,
+            RowParallelLinear, ffn, hidden_size, bias=bias, init_std=output_init_std,
             tp=self.tp, device=device, dtype=dtype,
         )  # fmt: skip
         if self.gated:
@@ -55,19 +54,34 @@ class MLP(ParallelModule):
         else:
             self.fc1, self.fc2 = column(), row()
 
-    def forward(
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.branch(x.reshape(-1, x.shape[-1]))
+        return y if y.shape == x.shape else y.view(x.shape)
+
+    def branch(
         self,
-        x: Tensor,
+        rows: Tensor,
+        norm: nn.Module | None = None,
         *,
-        norm: ops.Norm | None = None,
         normed: ops.Normed | None = None,
         residual: bool = False,
         dropout: ops.Dropout | None = None,
         ends_region: bool = False,
     ) -> Tensor:
-        columns = [self.gate_proj, self.up_proj] if self.gated else [self.fc1]
-        outputs, carried = project(x.reshape(-1, x.shape[-1]), columns, norm, normed, carry=residual)
-        row = self.down_proj if self.gated else self.fc2
-        gate = outputs[0] if self.gated else None
-        y = row(outputs[-1], gate=gate, residual=carried, dropout=dropout, ends_region=ends_region)
-        return y if y.shape == x.shape else y.view(x.shape)
+        """[rows + dropout of] the MLP of norm(rows). normed: norm(rows), where it has been made with them."""
+        total, width = self.ffn_hidden_size, -(-self.ffn_hidden_size // self.tp.size)
+        features = Features(slice(self.tp.rank * width, min((self.tp.rank + 1) * width, total)), total)
+        columns = dict.fromkeys([self.gate_proj, self.up_proj] if self.gated else [self.fc1], features)
+        outputs, carried = enter(rows, norm, columns, self.tp, normed=normed, carry=residual)
+        y, _ = leave(
+            outputs[-1],
+            self.down_proj if self.gated else self.fc2,
+            self.tp,
+            total,
+            activation=self.activation,
+            gate=outputs[0] if self.gated else None,
+            residual=carried if residual else None,
+            dropout=dropout,
+            ends_region=ends_region,
+        )
+        return y

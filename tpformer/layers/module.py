@@ -69,8 +69,11 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(value))
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
-        """This rank's part of a parameter. partial: each rank's gradient will be a partial sum over the tp axis."""
-        parameter = self._parameters[name]
+        """This rank's part of a parameter. partial: each rank's gradient will be a partial sum over the tp axis.
+
+        Where it is computed from other parameters, as parametrizations and pruning have it, its present value.
+        """
+        parameter = self._parameters[name] if name in self._parameters else getattr(self, name)
         if self.tp.mesh is None or not is_dtensor(parameter):
             return parameter
         from torch.distributed.tensor import Partial
@@ -134,7 +137,7 @@ def initialize(model: nn.Module, seed: int) -> None:
     for path, module in model.named_modules():
         if isinstance(module, ParallelModule):
             for name, initial in module.initial.items():
-                parameter = module._parameters[name]
+                parameter = module._parameters.get(name)
                 if parameter is not None:
                     _fill(parameter, initial, philox_key(seed, f"{path}.{name}" if path else name))
 

@@ -23,6 +23,7 @@ from tpformer.layers import (
     explain,
     initialize,
 )
+from tpformer.layers.children import call_rows, fusable, fusable_norm
 from tpformer.layers.embedding import IGNORE_INDEX
 from tpformer.layers.norm import NORMS
 
@@ -197,7 +198,11 @@ class GPT(ParallelModule):
 
     def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int) -> Tensor:
         tied = self.embed_tokens.local("weight") if self.config.tie_embeddings else None
-        norm = self.norm.prologue()
+        norm = None
+        if fusable_norm(self.norm) and fusable(LMHead, self.lm_head):
+            norm = self.norm.prologue()
+        else:
+            x = call_rows(self.norm, x, self.tp)
         if targets is not None:
             terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
             return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied, **terms)

@@ -1,5 +1,6 @@
 """Differentiable operations on plain tensors and a ProcessGroup (None: one rank). Re-exports only."""
 
+from .activation import activation
 from .attention import causal_attention
 from .column_linear import column_linear
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
@@ -10,7 +11,7 @@ from .offload import Offload
 from .recompute import recompute
 from .rope import rope
 from .row_linear import row_linear
-from .sequence import gather_rows, reduce_rows, scatter_rows
+from .sequence import gather_columns, gather_rows, reduce_rows, scatter_rows, take_columns
 from .transport import TRANSPORTS, Decision, choose_transport, use_measured_table
 from .transports.interface import record_transports
 from .weight_gradients import Deferred, WeightGradientQueue, active_queue
@@ -25,6 +26,7 @@ __all__ = [
     "TRANSPORTS",
     "VocabSlice",
     "WeightGradientQueue",
+    "activation",
     "active_queue",
     "causal_attention",
     "choose_transport",
@@ -32,6 +34,7 @@ __all__ = [
     "default_chunk_tokens",
     "dropout",
     "dropout_starts",
+    "gather_columns",
     "gather_rows",
     "linear_cross_entropy",
     "norm",
@@ -41,6 +44,7 @@ __all__ = [
     "rope",
     "row_linear",
     "scatter_rows",
+    "take_columns",
     "use_measured_table",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",

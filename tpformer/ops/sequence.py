@@ -1,6 +1,7 @@
 """Differentiable moves between full rows and sequence shards, for the edges of a sequence-parallel region."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -46,6 +47,33 @@ class _GatherRows(torch.autograd.Function):
         return dy.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
 
 
+class _TakeColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, columns, group):
+        ctx.shape, ctx.columns, ctx.group = x.shape, columns, group
+        return x[:, columns].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dx = dy.new_zeros(ctx.shape)
+        dx[:, ctx.columns] = dy
+        return all_reduce(dx, ctx.group), None, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, n, group):
+        width = -(-n // group.size())  # the last ranks may have fewer
+        ctx.columns = slice(group.rank() * width, group.rank() * width + x.shape[1])
+        return all_gather(F.pad(x, (0, width - x.shape[1])).t(), group)[:n].t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return dy[:, ctx.columns].clone(), None, None
+
+
 @uncompiled
 def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool = True) -> Tensor:
     """Sum partial rows x (tokens, N) over the group, into this rank's slice (tokens / t, N) or into all rows.
@@ -79,3 +107,22 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     slice of a gradient that is the same everywhere).
     """
     return x if group is None else _GatherRows.apply(x, group)
+
+
+@uncompiled
+def take_columns(x: Tensor, columns: slice, group: ProcessGroup | None) -> Tensor:
+    """This rank's columns of x (tokens, N), which is equal on all ranks, as is its gradient: what ranks share of them
+    gets the sum of theirs.
+
+    Communication, per rank: forward none; backward all-reduce of tokens * N * itemsize bytes.
+    """
+    return x[:, columns] if group is None else _TakeColumns.apply(x, columns, group)
+
+
+@uncompiled
+def gather_columns(x: Tensor, n: int, group: ProcessGroup | None) -> Tensor:
+    """All columns (tokens, n) from every rank's chunk (tokens, n / t), for computation that is then equal on all ranks.
+
+    Communication, per rank: forward all-gather of tokens * N * itemsize bytes; backward none.
+    """
+    return x if group is None else _GatherColumns.apply(x, n, group)

@@ -1,0 +1,163 @@
+"""A transformer block of torch.nn modules with our names, and what people do to modules: the oracle of habits.
+
+Belongs here: modules that know nothing of this library, and edits of a module in place that mean the same to theirs
+and to ours.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from tpformer.layers import Positions
+
+HIDDEN, HEADS, FFN = 24, 4, 48
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Tensor, *, positions: Positions | None = None) -> Tensor:
+        """x (batch, seq, hidden), or rows with the positions that say what they are."""
+        batch, seq = x.shape[:2] if positions is None else (positions.batch, positions.seq_length)
+        rows = x.reshape(-1, HIDDEN)  # ours calls its linears with rows, too
+        q, k, v = (
+            linear(rows).view(batch, seq, HEADS, -1).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o_proj(y.reshape(rows.shape)).view(x.shape)
+
+
+class MLP(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.gated = gated
+        if gated:
+            self.gate_proj, self.up_proj = nn.Linear(HIDDEN, FFN), nn.Linear(HIDDEN, FFN)
+            self.down_proj = nn.Linear(FFN, HIDDEN)
+        else:
+            self.fc1, self.fc2 = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gated:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one; float64, norms and biases off 1 and 0."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norms = [nn.LayerNorm(HIDDEN) if norm == "layernorm" else nn.RMSNorm(HIDDEN, eps=1e-5) for _ in range(2)]
+        self.input_layernorm, self.post_attention_layernorm = norms
+        self.self_attn, self.mlp = Attention(), MLP(norm == "rmsnorm")
+        self.double()
+        for parameter in self.parameters():
+            if parameter.ndim == 1:
+                nn.init.normal_(parameter, 1, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LoRA(nn.Module):
+    """base(x) + B(A(dropout(x)))."""
+
+    def __init__(self, base: nn.Module, a: nn.Module, b: nn.Module, p: float = 0.0) -> None:
+        super().__init__()
+        self.base, self.a, self.b, self.drop = base, a, b, nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(self.drop(x)))
+
+
+def put(block: nn.Module, path: str, child: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(block.get_submodule(parent), name, child)
+
+
+def linear(k: int, n: int, seed: int) -> nn.Linear:
+    """A plain linear whose values depend on the seed alone."""
+    made = nn.Linear(k, n, bias=False, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        made.weight.copy_(0.1 * torch.randn(n, k, generator=generator, dtype=torch.float64))
+    return made
+
+
+def lora(p: float) -> Callable[[nn.Module, str], None]:
+    def add(block: nn.Module, path: str) -> None:
+        base = block.get_submodule(path)
+        adapter = linear(base.in_features, 4, 1), linear(4, base.out_features, 2)
+        put(block, path, LoRA(base, *adapter, p))
+
+    return add
+
+
+def subclass(block: nn.Module, path: str) -> None:
+    child = block.get_submodule(path)
+
+    class Scaled(type(child)):  # type: ignore[misc]
+        def forward(self, x, **options):
+            return 0.5 * super().forward(x, **options)
+
+    child.__class__ = Scaled
+
+
+def replace_forward(block: nn.Module, path: str) -> None:
+    child = block.get_submodule(path)
+    forward = child.forward
+    child.forward = lambda x, **options: 0.7 * forward(x, **options)  # type: ignore[method-assign]
+
+
+def spectral_norm(block: nn.Module, path: str) -> None:
+    """In evaluation: in training every run of a forward, a recomputed one too, moves its estimate of the norm."""
+    torch.manual_seed(1)
+    parametrizations.spectral_norm(block.get_submodule(path)).eval()
+
+
+def forward_hook(block: nn.Module, path: str) -> None:
+    block.get_submodule(path).register_forward_hook(lambda _, inputs, y: 1.5 * y + inputs[0].mean(-1, keepdim=True))
+
+
+def scaling_hook(block: nn.Module, path: str) -> None:
+    block.get_submodule(path).register_forward_hook(lambda _, inputs, y: 1.5 * y)
+
+
+def pre_hook(block: nn.Module, path: str) -> None:
+    block.get_submodule(path).register_forward_pre_hook(lambda _, inputs: (1.25 * inputs[0],))
+
+
+def backward_hook(block: nn.Module, path: str) -> None:
+    block.get_submodule(path).register_full_backward_hook(lambda _, dx, dy: tuple(2 * g for g in dx))
+
+
+def backward_pre_hook(block: nn.Module, path: str) -> None:
+    block.get_submodule(path).register_full_backward_pre_hook(lambda _, dy: tuple(3 * g for g in dy))
+
+
+ANYWHERE: dict[str, Callable[[nn.Module, str], None]] = {
+    "forward hook": forward_hook,
+    "forward pre-hook": pre_hook,
+    "backward hook": backward_hook,
+    "backward pre-hook": backward_pre_hook,
+    "subclass": subclass,
+    "forward replaced": replace_forward,
+}
+ON_LINEARS: dict[str, Callable[[nn.Module, str], None]] = {
+    "LoRA": lora(0.0),
+    "LoRA with dropout": lora(0.5),
+    "wrapped": lambda block, path: put(block, path, nn.Sequential(block.get_submodule(path), nn.Tanh())),
+    "weight_norm": lambda block, path: parametrizations.weight_norm(block.get_submodule(path)) and None,
+    "spectral_norm": spectral_norm,
+    "prune": lambda block, path: prune.l1_unstructured(block.get_submodule(path), "weight", 0.3) and None,
+    "frozen": lambda block, path: block.get_submodule(path).requires_grad_(False) and None,
+}

@@ -1,0 +1,154 @@
+"""How a layer uses its children: in one fused pass while they are this library's own and untouched, else as modules.
+
+Belongs here: when a child has to be called, and what such a call needs so that the result is that of the plain
+composition on any number of ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from tpformer import ops
+
+from .linear import ColumnParallelLinear, RowParallelLinear, project
+from .module import ParallelModule
+from .norm import LayerNorm, RMSNorm
+from .tensor_parallel import TensorParallel
+
+
+class Features(NamedTuple):
+    """The output features of a column-parallel linear: those that this rank uses, of how many."""
+
+    used: slice
+    total: int
+
+
+def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
+    """Why a child is called as a module; None where it is of these kinds and nobody has touched it: it may be fused."""
+    if type(child) not in kinds:
+        return f"it is a {type(child).__name__}"
+    if child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks:
+        return "it has hooks"
+    if "forward" in child.__dict__ or child._compiled_call_impl is not None:
+        return "its forward has been replaced"
+    if torch_module._has_any_global_hook():
+        return "hooks are registered for all modules"
+    return None
+
+
+def fusable(kind: type[nn.Module], *children: nn.Module) -> bool:
+    return all(why_called(child, kind) is None for child in children)
+
+
+def fusable_norm(norm: nn.Module) -> bool:
+    return why_called(norm, LayerNorm, RMSNorm) is None
+
+
+def enter(
+    rows: Tensor,
+    norm: nn.Module | None,
+    columns: Mapping[nn.Module, Features],
+    tp: TensorParallel,
+    *,
+    normed: ops.Normed | None = None,
+    carry: bool = False,
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Column-parallel children of norm(rows), and rows for the residual path.
+
+    Fused, the norm's output is not kept, one gather serves all children, and the residual path's gradient is added in
+    the norm's backward.
+    """
+    ours = fusable(ColumnParallelLinear, *columns)
+    if ours and (norm is None or fusable_norm(norm)):
+        return project(rows, list(columns), None if norm is None else norm.prologue(), normed, carry=carry)
+    x = rows if norm is None else call_rows(norm, rows, tp)
+    if ours:
+        return project(x, list(columns), None)[0], rows
+    return [call_column(child, x, tp, features) for child, features in columns.items()], rows
+
+
+def leave(
+    x: Tensor,
+    row: nn.Module,
+    tp: TensorParallel,
+    k: int,
+    *,
+    activation: str | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    dropout: ops.Dropout | None = None,
+    next_norm: nn.Module | None = None,
+    ends_region: bool = False,
+) -> tuple[Tensor, ops.Normed | None]:
+    """residual + dropout(row(act(x))), and its norm by next_norm where that could be made in the same pass.
+
+    x (tokens, k / t): this rank's features. Fused, act(x) is not kept, and one pass over the reduced rows adds bias,
+    dropout and residual and makes the norm.
+    """
+    if fusable(RowParallelLinear, row):
+        next_norm = next_norm if next_norm is not None and fusable_norm(next_norm) else None
+        return row.reduced(
+            x, activation, gate=gate, residual=residual, dropout=dropout,
+            next_norm=None if next_norm is None else next_norm.prologue(), ends_region=ends_region,
+        )  # fmt: skip
+    a = x if activation is None else ops.activation(x, activation, gate)
+    y = ops.dropout(call_row(row, a, tp, k), dropout)
+    return (y if residual is None else residual + y), None
+
+
+def call_rows(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -> Tensor:
+    """child(x) of a child from rows to rows: a norm, an attention, an MLP.
+
+    One that knows of no ranks gets all rows on every rank alike, so that its gradients are equal on all of them.
+    Communication then, with sequence parallelism: forward and backward an all-gather of x.
+    """
+    if _works_on_shards(child, tp) or not tp.sharded:
+        return child(x, **options)
+    return ops.scatter_rows(child(ops.gather_rows(x, tp.group), **options), tp.group)
+
+
+def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Features) -> Tensor:
+    """child(x) with the output features that this rank uses, (tokens, used).
+
+    A child that knows of no ranks computes all features on every rank alike. ValueError where it computes fewer.
+    Communication then, besides the rows' all-gather: backward an all-reduce of the output's gradient.
+    """
+    if _works_on_shards(child, tp):
+        return child(x)
+    y = child(ops.gather_rows(x, tp.group) if tp.sharded else x)
+    if y.shape[-1] != features.total:
+        raise ValueError(
+            f"{type(child).__name__} computes {y.shape[-1]} features of {features.total}: a module that is not built "
+            f"of this library's layers computes all of them, on every tensor-parallel rank"
+        )
+    return ops.take_columns(y, features.used, tp.group)
+
+
+def call_row(child: nn.Module, x: Tensor, tp: TensorParallel, k: int) -> Tensor:
+    """child(x), x (tokens, k / t) being this rank's features; the result is a sequence shard, or equal on all ranks.
+
+    A child that knows of no ranks gets all features on every rank alike.
+    Communication then: forward an all-gather of x.
+    """
+    if _works_on_shards(child, tp):
+        return child(x)
+    y = child(ops.gather_columns(x, k, tp.group))
+    return ops.scatter_rows(y, tp.group) if tp.sharded else y
+
+
+def _works_on_shards(child: nn.Module, tp: TensorParallel) -> bool:
+    """Whether it is, or is made of, parallel layers, which do their own communication; or there is one rank.
+
+    ValueError where its masks would differ between ranks that hold the same values.
+    """
+    if tp.size == 1:
+        return True
+    for part in child.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+            raise ValueError(
+                f"{type(child).__name__} draws dropout (p={part.p}) from this rank's generator, and others would draw "
+                f"another mask for the same values: set p=0, or draw it with ops.dropout and a DropoutKey's site"
+            )
+    return any(isinstance(part, ParallelModule) for part in child.modules())
