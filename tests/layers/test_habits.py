@@ -101,34 +101,32 @@ def test_explain_names_what_is_called():
     ]
 
 
-def replace_linear(block: nn.Module, path: str) -> None:
-    """A linear of torch.nn, whole on every rank, in place of one whose values it has."""
-    child = block.get_submodule(path)
-    made = nn.Linear(child.in_features, child.out_features, dtype=torch.float64)
+def put_with_values(block: nn.Module, path: str, made: nn.Module) -> None:
+    """A module of torch.nn in place of ours, whole on every rank, with the values of ours."""
     with torch.no_grad():
-        for name, p in child.named_parameters():
+        for name, p in block.get_submodule(path).named_parameters():
             made.get_parameter(name).copy_(p.full_tensor() if isinstance(p, DTensor) else p)
     theirs.put(block, path, made)
+
+
+def replace_linear(block: nn.Module, path: str) -> None:
+    child = block.get_submodule(path)
+    made = nn.Linear(child.in_features, child.out_features, dtype=torch.float64)
+    put_with_values(block, path, made)
 
 
 def replace_norm(block: nn.Module, path: str) -> None:
     child = block.get_submodule(path)
-    made = nn.LayerNorm(HIDDEN) if hasattr(child, "bias") and child.bias is not None else nn.RMSNorm(HIDDEN, eps=1e-5)
+    made = nn.LayerNorm(HIDDEN) if getattr(child, "bias", None) is not None else nn.RMSNorm(HIDDEN, eps=1e-5)
     made = made.double()
-    with torch.no_grad():
-        for name, p in child.named_parameters():
-            made.get_parameter(name).copy_(p.full_tensor() if isinstance(p, DTensor) else p)
-    theirs.put(block, path, made)
+    put_with_values(block, path, made)
 
 
 def replace_branch(block: nn.Module, path: str) -> None:
     """A whole attention or MLP of torch.nn modules in place of ours."""
     child = block.get_submodule(path)
     made = (theirs.Attention() if path == "self_attn" else theirs.MLP(child.gated)).double()
-    with torch.no_grad():
-        for name, p in child.named_parameters():
-            made.get_parameter(name).copy_(p.full_tensor() if isinstance(p, DTensor) else p)
-    theirs.put(block, path, made)
+    put_with_values(block, path, made)
 
 
 def parallel_lora(block: nn.Module, path: str) -> None:
@@ -224,7 +222,7 @@ def test_a_foreign_child_that_ranks_would_disagree_on(ranks):
 
 
 def fully_sharded(norm: str, every: str, tp: bool) -> tuple[dict[str, Tensor | None], int]:
-    """A step of a block of which FSDP2 shards single parts, as recipes do; and this rank's number."""
+    """(result and gradients, first row) of this rank, for a block. FSDP2 shards single parts of it, as recipes do."""
     mesh = build_mesh("cpu", tensor_parallel=2 if tp else 1, data_parallel_shard=2)
     block = ours(norm, TensorParallel(mesh["tp"], sequence_parallel=True) if tp else None)
     parts = {"norm": CHILDREN[::2], "linear": LINEARS[norm], "branch": CHILDREN[1::2]}[every]

@@ -66,8 +66,8 @@ def columns_on_rank(n: int):
     with record_collectives() as calls:
         gathered = ops.gather_columns(x, n, group)
         gathered.backward(whole + 1)
-        y = (other := whole.clone().requires_grad_()) * 1
-        taken = ops.take_columns(y, slice(rank, rank + 2), group)
+        other = whole.clone().requires_grad_()
+        taken = ops.take_columns(other, slice(rank, rank + 2), group)
         taken.backward(taken.detach())
     return gathered.detach(), x.grad, taken.detach(), other.grad, list(calls)
 

@@ -1,5 +1,6 @@
 """A tiny dataset and the configuration of a tiny run over it, for every test of training."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,18 +22,28 @@ def tiny_data(tmp_path_factory) -> Path:
     return folder / "tiny"
 
 
+@pytest.fixture(scope="session")
+def tiny_values_in(tiny_data) -> Callable[[Path], dict[str, dict]]:
+    """tiny_values_in(folder): sections of a run in folder/run that takes milliseconds a step."""
+
+    def tiny_values_in(folder: Path) -> dict[str, dict]:
+        return {
+            "run": {"dir": str(folder / "run")},
+            "model": {"seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4},
+            "data": {"train": [str(tiny_data)], "valid": [str(tiny_data)]},
+            "train": {"steps": 6, "global_batch_size": 4, "validation_samples": 4},
+            "optimizer": {"warmup_steps": 2},
+            "checkpoint": {"interval": 2},
+            "log": {"interval": 1, "plot": False, "tensorboard": False},
+        }
+
+    return tiny_values_in
+
+
 @pytest.fixture
-def tiny_values(tiny_data, tmp_path) -> dict[str, dict]:
-    """Sections of a run that takes milliseconds a step; change a copy, then build_config it or write it as TOML."""
-    return {
-        "run": {"dir": str(tmp_path / "run")},
-        "model": {"seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4},
-        "data": {"train": [str(tiny_data)], "valid": [str(tiny_data)]},
-        "train": {"steps": 6, "global_batch_size": 4, "validation_samples": 4},
-        "optimizer": {"warmup_steps": 2},
-        "checkpoint": {"interval": 2},
-        "log": {"interval": 1, "plot": False, "tensorboard": False},
-    }
+def tiny_values(tiny_values_in, tmp_path) -> dict[str, dict]:
+    """Those of a test's own folder; change a copy, then build_config it or write it as TOML."""
+    return tiny_values_in(tmp_path)
 
 
 @pytest.fixture

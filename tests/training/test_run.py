@@ -34,36 +34,34 @@ def wait_for_step(directory: Path, step: int, command: Command) -> None:
     command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, f"step {step}")
 
 
-def long_run(folder: Path, data: Path) -> str:
+def long_run(folder: Path, values: dict) -> str:
     """The configuration of 120 steps on two ranks, with a checkpoint every 15; its file."""
-    values = {
-        "run": {"dir": str(folder / "run")},
-        "model": {"seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4},
-        "data": {"train": [str(data)]},
-        "parallel": {"tensor_parallel": 2},
-        "train": {"steps": 120, "global_batch_size": 4},
-        "optimizer": {"warmup_steps": 2},
+    long = {
+        "train": {"steps": 120},
         "checkpoint": {"interval": 15},
-        "log": {"interval": 1, "plot": False, "tensorboard": False},
+        "parallel": {"tensor_parallel": 2},
+        "data": {"valid": []},
     }
-    return str(write_run(folder, values))
+    return str(write_run(folder, values, **long))
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(commands, tiny_data, tmp_path_factory) -> list[tuple[int, float, float]]:
+def uninterrupted(commands, tiny_values_in, tmp_path_factory) -> list[tuple[int, float, float]]:
     """The losses of a long run that nothing happens to."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    code, _, err = commands.run("pretrain", long_run(folder, tiny_data))
+    code, _, err = commands.run("pretrain", long_run(folder, tiny_values_in(folder)))
     assert code == 0, err
     return losses(folder / "run")
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", range(7))
-def test_a_killed_rank_ends_the_job_and_resume_gives_the_same_bits(commands, tmp_path, tiny_data, uninterrupted, seed):
+def test_a_killed_rank_ends_the_job_and_resume_gives_the_same_bits(
+    commands, tmp_path, tiny_values, uninterrupted, seed
+):
     """A random rank, killed at a random step."""
     chance = random.Random(seed)
-    toml, run = long_run(tmp_path, tiny_data), tmp_path / "run"
+    toml, run = long_run(tmp_path, tiny_values), tmp_path / "run"
     process = commands.start("pretrain", toml)
     wait_for_step(run, chance.randrange(20, 100), process)
     victim = chance.randrange(2)

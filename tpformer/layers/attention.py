@@ -52,16 +52,14 @@ class SelfAttention(ParallelModule):
         column = partial(
             ColumnParallelLinear, hidden_size, bias=bias, init_std=init_std, tp=self.tp, device=device, dtype=dtype
         )
-        kv_features, used, most = self.n_kv_heads * self.head_dim, None, None
+        keys, used, most = self._features()[1], None, None
         if self.n_kv_heads % self.tp.size:
-            first, last = self.kv_heads_needed(self.tp.rank)
             needed = (self.kv_heads_needed(rank) for rank in range(self.tp.size))
-            used = slice(first * self.head_dim, last * self.head_dim)
-            most = max(last - first for first, last in needed) * self.head_dim
+            used, most = keys.used, max(last - first for first, last in needed) * self.head_dim
         self.shares_gather = ("q_proj", "k_proj", "v_proj")
         self.q_proj = column(hidden_size)
-        self.k_proj = column(kv_features, used_rows=used, most_rows=most)
-        self.v_proj = column(kv_features, used_rows=used, most_rows=most)
+        self.k_proj = column(keys.total, used_rows=used, most_rows=most)
+        self.v_proj = column(keys.total, used_rows=used, most_rows=most)
         self.o_proj = RowParallelLinear(
             hidden_size, hidden_size, bias=bias, init_std=output_init_std, tp=self.tp, device=device, dtype=dtype
         )

@@ -1,7 +1,7 @@
 """How a layer uses its children: in one fused pass while they are this library's own and untouched, else as modules.
 
-Belongs here: when a child has to be called, and what such a call needs so that the result is that of the plain
-composition on any number of ranks.
+Belongs here: when a child has to be called, and how. A call gives the result of the plain composition on any number of
+ranks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -49,7 +49,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> TensorParallel:
-        """What a constructor's `tp` stands for; sequence_parallel: that of a mesh alone."""
+        """The placement that a constructor's `tp` asks for. sequence_parallel is used where `tp` is a mesh, or None."""
         return tp if isinstance(tp, cls) else cls(tp, sequence_parallel)
 
     @cached_property

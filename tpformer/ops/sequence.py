@@ -1,4 +1,4 @@
-"""Differentiable moves between full rows and sequence shards, for the edges of a sequence-parallel region."""
+"""Differentiable moves between all rows or columns and a rank's own, for the edges of a parallel region."""
 
 import torch
 import torch.nn.functional as F

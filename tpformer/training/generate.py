@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tpformer import ops
 from tpformer.config import RunConfig, check_config
-from tpformer.distributed import all_gather
 from tpformer.models import GPT
 
 from .checkpoint import Checkpointer
@@ -20,9 +19,7 @@ from .setup import build_model, device_type, group_timeout, join_ranks, run_mesh
 def next_token_logits(model: GPT, ids: Tensor) -> Tensor:
     """Logits (vocab_size,) float32 for the token after ids (n,), from every rank's slice; equal on all ranks."""
     logits = model(ids[None])[0, -1].float()
-    # the last slices of the vocabulary can be shorter, and a gather wants equal ones
-    longest = -(-model.lm_head.rows // model.tp.size)
-    return all_gather(F.pad(logits, (0, longest - len(logits))), model.tp.group)[: model.config.vocab_size]
+    return ops.gather_columns(logits[None], model.lm_head.rows, model.tp.group)[0, : model.config.vocab_size]
 
 
 def generate(
