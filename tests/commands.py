@@ -7,12 +7,15 @@ and otherwise what a shell would start: own environment, own standard output, ow
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,7 @@ def enter(
     args: tuple,
 ) -> None:
     """In the new process: become what a shell would have started, then call the function."""
+    threading.Thread(target=stop_without_pytest, daemon=True).start()
     os.chdir(directory)
     os.environ.update(environment)
     sys.path[:] = path
@@ -111,6 +115,14 @@ def enter(
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
     with on_account_of(test):
         getattr_path(import_module(module, file), name)(*args)
+
+
+def stop_without_pytest() -> None:
+    """Once pytest has ended, however it ended, stop this process: nobody waits for it any more."""
+    pytest = multiprocessing.parent_process()
+    assert pytest is not None
+    connection.wait([pytest.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(*arguments: str) -> None:
