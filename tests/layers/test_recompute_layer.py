@@ -138,14 +138,6 @@ def test_a_kept_graph_has_several_backwards(recompute):
     assert torch.equal(first[0], second[0])
 
 
-def test_a_second_derivative_is_refused():
-    x, _ = inputs()
-    y = make_block(DROPPED[0])(x.requires_grad_())
-    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 def test_regions_inside_regions():
     """A block in a region that is run again must compute its result where something reads it: the next block, or,
     without gradients and so without a region of its own, whoever called it."""

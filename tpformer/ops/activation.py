@@ -2,8 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .first_derivative import first_derivative
 from .implementation import implementation
 from .uncompiled import uncompiled
 
@@ -18,7 +18,7 @@ class ActivationFunction(torch.autograd.Function):
         return implementation("activation", x).activation_forward(x, name, gate)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, da):
         x, gate = ctx.saved_tensors
         # the gradient is made in the memory of the one that is given, which others may still read

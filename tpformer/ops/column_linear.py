@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed
 from .transport import LOCAL, column_request, open_transport
@@ -41,13 +41,14 @@ class ColumnLinearFunction(torch.autograd.Function):
         elif layout.norm is not None:
             norm = _norm(layout, norm_weight, norm_bias)
             rows, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
-        ctx.layout, ctx.has_bias = layout, [bias is not None for bias in biases]
+        ctx.layout, ctx.deferred = layout, layout.deferred
+        ctx.has_bias = [bias is not None for bias in biases]
         ctx.save_for_backward(x, norm_weight, norm_bias, mean, rstd, *weights)
         outputs = tuple(layout.gathering.gather_matmul(rows, weights, biases))
         return (*outputs, x) if layout.carry else outputs
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, *dys):
         x, norm_weight, norm_bias, mean, rstd, *weights = ctx.saved_tensors
         layout: _Layout = ctx.layout

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 
+from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm
 from .transports.interface import record_transport
@@ -43,7 +43,7 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dlosses):
         logits, targets, normalisers = ctx.saved_tensors
         dlogits = implementation("cross_entropy", logits).slice_gradient(
@@ -99,7 +99,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """The gradients are made in the forward, while each chunk's logits exist; the backward scales them."""
 
     @staticmethod
-    def forward(ctx, x, weight, norm_weight, norm_bias, targets, head: _Head):
+    def forward(ctx, x, weight, norm_weight, norm_bias, targets, head: _Head, *traces):
         kernels, vocab, terms = implementation("cross_entropy", x), head.vocab, head.terms
         normed, (mean, rstd) = x, (None, None)
         if head.norm_kind:
@@ -134,19 +134,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             kept = x if head.norm_kind else None  # without a norm the gradient is ready
             if weight.dtype != torch.float16:  # its sum over tokens would overflow there, before any scale
                 dweight = dweight.to(weight.dtype)
-            ctx.save_for_backward(kept, norm_weight, norm_bias, mean, rstd, reduce(dgathered, head.group), dweight)
+            dnormed = reduce(dgathered, head.group)
+            ctx.save_for_backward(kept, norm_weight, norm_bias, mean, rstd, dnormed, dweight, *traces)
             ctx.norm_kind, ctx.eps, ctx.weight_dtype = head.norm_kind, head.eps, weight.dtype
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dloss):
-        x, norm_weight, norm_bias, mean, rstd, dnormed, dweight = ctx.saved_tensors
+        x, norm_weight, norm_bias, mean, rstd, dnormed, dweight, *_ = ctx.saved_tensors
         dx, dnorm_weight, dnorm_bias = _scaled(dnormed, dloss), None, None
         if ctx.norm_kind:
             norm = Norm(ctx.norm_kind, norm_weight, norm_bias, ctx.eps)
             dx, dnorm_weight, dnorm_bias = implementation("norm", x).norm_backward(dx, x, (mean, rstd), norm)
-        return dx, _scaled(dweight, dloss).to(ctx.weight_dtype), dnorm_weight, dnorm_bias, None, None
+        return dx, _scaled(dweight, dloss).to(ctx.weight_dtype), dnorm_weight, dnorm_bias, None, None, None, None
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -200,7 +201,7 @@ def linear_cross_entropy(
              and 2048).
     Numerics: gradients of logits rounded to x's dtype; the gradient of W summed over chunks in at least float32 (on a
              CPU a chunk's part of it is rounded to x's dtype before). With float16 scale the loss, not x.
-    Saves:   the gradient of x and of W (made in the forward), and x where a norm needs it. No double backward.
+    Saves:   the gradient of x and of W (made in the forward), and x where a norm needs it. No second derivative.
     Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
              all-reduce B; and per chunk one all-gather of 3 numbers per token and rank, 4 with label smoothing. All of
              it in the forward, which without gradients skips the reductions.
@@ -212,4 +213,5 @@ def linear_cross_entropy(
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(vocab, x.device.type)
     head = _Head(vocab, terms, group, sequence_parallel, kind, eps, chunk_tokens, torch.is_grad_enabled())
-    return LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head)
+    traces = trace(x), trace(weight)  # neither is saved itself
+    return LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head, *traces)

@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tpformer.kernels.finish import Dropout
 
+from .first_derivative import first_derivative
 from .implementation import implementation
 from .uncompiled import uncompiled
 
@@ -27,7 +27,7 @@ class DropoutFunction(torch.autograd.Function):
         return implementation("dropout", x).dropout_apply(x, *site)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         return implementation("dropout", dy).dropout_apply(dy, *ctx.site), None
 

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tpformer.kernels.norm.reference import Norm
 
+from .first_derivative import first_derivative
 from .implementation import implementation
 from .uncompiled import uncompiled
 
@@ -29,7 +29,7 @@ class NormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         norm = Norm(ctx.kind, weight, bias, ctx.eps)

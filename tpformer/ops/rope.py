@@ -2,8 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .first_derivative import first_derivative
 from .implementation import implementation
 from .uncompiled import uncompiled
 
@@ -16,7 +16,7 @@ class RopeFunction(torch.autograd.Function):
         return implementation("rope", q).rope_rotate(q, k, (cos, sin), positions, interleaved)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dq, dk):
         rotate = implementation("rope", dq).rope_rotate
         return *rotate(dq, dk, ctx.table, ctx.positions, ctx.interleaved, inverse=True), None, None, None, None

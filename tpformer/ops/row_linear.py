@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 
+from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed
 from .recompute import running_again
@@ -31,7 +31,8 @@ class _Layout(NamedTuple):
 class RowLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, layout: _Layout):
-        ctx.layout, ctx.has_bias, ctx.has_residual = layout, bias is not None, residual is not None
+        ctx.layout, ctx.deferred = layout, layout.deferred
+        ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
         ctx.save_for_backward(x, gate, weight)
         if layout.skip:
             return x.new_empty(_result_rows(x, layout), len(weight))
@@ -47,7 +48,7 @@ class RowLinearFunction(torch.autograd.Function):
         return y, *normed
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy, *_):
         x, gate, weight = ctx.saved_tensors
         layout: _Layout = ctx.layout

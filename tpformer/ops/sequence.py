@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 
+from .first_derivative import first_derivative
 from .uncompiled import uncompiled
 
 
@@ -18,7 +18,7 @@ class _ReduceRows(torch.autograd.Function):
         return (reduce_scatter if sequence_parallel else all_reduce)(x, group)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         return (all_gather(dy, ctx.group) if ctx.sequence_parallel else dy), None, None
 
@@ -30,7 +30,7 @@ class _ScatterRows(torch.autograd.Function):
         return x.chunk(group.size())[group.rank()].clone()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         return all_gather(dy, ctx.group), None
 
@@ -42,7 +42,7 @@ class _GatherRows(torch.autograd.Function):
         return all_gather(x, group)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         return dy.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
 
@@ -54,7 +54,7 @@ class _TakeColumns(torch.autograd.Function):
         return x[:, columns].clone()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         dx = dy.new_zeros(ctx.shape)
         dx[:, ctx.columns] = dy
@@ -69,7 +69,7 @@ class _GatherColumns(torch.autograd.Function):
         return all_gather(F.pad(x, (0, width - x.shape[1])).t(), group)[:n].t()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         return dy[:, ctx.columns].clone(), None, None
 

@@ -1,0 +1,117 @@
+"""With create_graph=True every operation and layer gives its right first gradients, and a derivative of them with
+respect to anything is an error, never a zero: also where the incoming gradient needs none."""
+
+import pytest
+import torch
+from testing import record_saved
+from torch import Tensor, nn
+
+from tpformer import ops
+from tpformer.config import RECOMPUTE
+from tpformer.kernels.rope.reference import rope_table
+from tpformer.layers import LayerNorm, RowParallelLinear, TransformerBlock
+from tpformer.models import GPT, GPTConfig
+
+REFUSED = r"tpformer.ops.\w+ has no second derivative: where one is needed, as for a gradient penalty or a Hessian, use"
+ROWS, K = 6, 4
+TARGETS = torch.tensor([0, 3, 5, -100, 1, 2])
+VOCAB = ops.VocabSlice(0, K, K)
+NORMS = {kind: lambda w, b, kind=kind: ops.Norm(kind, w, b, 1e-5) for kind in ("layernorm", "rmsnorm")}
+SITE = ops.Dropout(ops.dropout_starts(torch.arange(1), ROWS, K, slice(0, ROWS)), 7, 0.5)
+
+
+def rotate(x: Tensor, *_: Tensor) -> Tensor:
+    heads = x.view(ROWS, 1, K)
+    return ops.rope(heads, 2 * heads, rope_table(ROWS, K, 1e4, x.dtype, x.device), torch.arange(ROWS))[1].square()
+
+
+def head(x: Tensor, weight: Tensor, v: Tensor, norm: str | None = None) -> Tensor:
+    prologue = None if norm is None else NORMS[norm](v, None)
+    return ops.linear_cross_entropy(x, weight, TARGETS.clamp(max=3), VOCAB, norm=prologue, chunk_tokens=4)
+
+
+# of x (ROWS, K), a weight (K, K) and a vector (K,); linear in x where the incoming gradient alone can need a derivative
+OPERATIONS = {
+    "column_linear": lambda x, w, v: ops.column_linear(x, w, v),
+    "column_linear of a norm": lambda x, w, v: ops.column_linear(x, w, v, norm=NORMS["layernorm"](v, v)),
+    "column_linear, carried": lambda x, w, v: sum(
+        ops.column_linear(x, [w, w], norm=NORMS["rmsnorm"](v, None), carry=True)
+    ),
+    "row_linear": lambda x, w, v: ops.row_linear(x, w, v, residual=x),
+    "row_linear of a gate": lambda x, w, v: ops.row_linear(x, w, v, activation="silu", gate=x, dropout=SITE),
+    "row_linear and a norm": lambda x, w, v: ops.row_linear(x, w, v, next_norm=NORMS["layernorm"](v, None))[0],
+    "norm": lambda x, w, v: ops.norm(x, NORMS["layernorm"](v, v)),
+    "activation": lambda x, w, v: ops.activation(x, "gelu"),
+    "dropout": lambda x, w, v: ops.dropout(x, SITE).square(),
+    "rope": rotate,
+    "cross_entropy": lambda x, w, v: ops.vocab_parallel_cross_entropy(x, TARGETS.clamp(max=3), VOCAB),
+    "linear_cross_entropy": head,
+    "linear_cross_entropy of a norm": lambda x, w, v: head(x, w, v, "rmsnorm"),
+}
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in ((ROWS, K), (K, K), (K,))
+    ]
+
+
+def refuse(y: Tensor, wanted: list[Tensor]) -> None:
+    """Whatever is asked of the gradients of y, first values excepted, is refused."""
+    plain = torch.autograd.grad(y.sum(), wanted, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(y.sum(), wanted, create_graph=True, allow_unused=True)
+    for one, other in zip(plain, found, strict=True):
+        assert one is other is None or torch.equal(one, other.detach())
+    used = [(x, g) for x, g in zip(wanted, found, strict=True) if g is not None]
+    for _, gradient in used:
+        with pytest.raises(RuntimeError, match=REFUSED):
+            torch.autograd.grad(gradient.sum(), [x for x, _ in used], retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name):
+    x, weight, vector = inputs()
+    refuse(OPERATIONS[name](x, weight, vector), [x, weight, vector])
+    y = OPERATIONS[name](x, weight.detach(), vector.detach())
+    refuse(y, [x])
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.functional.hessian(lambda x: OPERATIONS[name](x, weight, vector).sum(), x.detach())
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_gradient_penalty_of_a_block(recompute):
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    block = TransformerBlock(8, 2, recompute=recompute, dtype=torch.float64)
+    critic = nn.Sequential(block, LayerNorm(8, dtype=torch.float64), RowParallelLinear(8, 1, dtype=torch.float64))
+    (dx,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(critic(x).sum(), x)
+    assert torch.equal(dx, expected)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        (dx.norm() - 1).square().backward()
+
+
+def test_hessian_of_a_model():
+    model = GPT(GPTConfig(vocab_size=30, vocab_multiple=2, seq_length=4, n_layers=1, hidden_size=8, n_heads=2))
+    ids = torch.arange(8).view(2, 4)
+    gradients = torch.autograd.grad(model(ids, targets=ids), list(model.parameters()), create_graph=True)
+    for gradient in gradients:
+        with pytest.raises(RuntimeError, match=REFUSED):
+            torch.autograd.grad(gradient.sum(), list(model.parameters()), retain_graph=True, allow_unused=True)
+
+
+def test_a_queue_has_no_graph():
+    layer, queue = RowParallelLinear(4, 3), ops.WeightGradientQueue()
+    with queue.collect():
+        y = layer(torch.randn(2, 4))
+    with pytest.raises(
+        RuntimeError, match=r"row_linear was run in WeightGradientQueue.collect.* leave out create_graph"
+    ):
+        y.sum().backward(create_graph=True)
+
+
+def test_traces_keep_no_memory():
+    x, weight, _ = inputs()
+    with record_saved(weight) as saved:
+        head(2 * x, weight, weight)
+    assert sorted(saved.values()) == sorted([x.nbytes, weight.nbytes])  # their gradients
