@@ -88,7 +88,8 @@ def leave(
     dropout and residual and makes the norm.
     """
     if fusable(RowParallelLinear, row):
-        next_norm = next_norm if next_norm is not None and fusable_norm(next_norm) else None
+        if next_norm is not None and (not fusable_norm(next_norm) or ops.autocast_dtype(x) is not None):
+            next_norm = None  # under autocast its rows are float32, this linear's not
         return row.reduced(
             x, activation, gate=gate, residual=residual, dropout=dropout,
             next_norm=None if next_norm is None else next_norm.prologue(), ends_region=ends_region,

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import TRANSPORTS
+from tpformer.ops.autocast import autocast_dtype
 from tpformer.ops.transport import LOCAL, column_request, open_transport, row_request
 from tpformer.ops.transports.interface import Request, Transport
 
@@ -89,9 +90,10 @@ class TensorParallel:
     def _transport(self, request: Callable[..., Request], x: Tensor, k: int, n: int) -> Transport:
         if self.size == 1:
             return LOCAL
-        key = (request, len(x), k, n, x.dtype, x.device)
+        dtype = autocast_dtype(x) or x.dtype
+        key = (request, len(x), k, n, dtype, x.device)
         if key not in self._opened:
-            asked = request(len(x), k, n, x.dtype, x.device, self.group, self.sequence_parallel, self.transport)
+            asked = request(len(x), k, n, dtype, x.device, self.group, self.sequence_parallel, self.transport)
             self._opened[key] = open_transport(asked)
         return self._opened[key]
 

@@ -2,6 +2,7 @@
 
 from .activation import activation
 from .attention import causal_attention
+from .autocast import autocast_dtype
 from .column_linear import column_linear
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
 from .dropout import Dropout, dropout, dropout_starts
@@ -28,6 +29,7 @@ __all__ = [
     "WeightGradientQueue",
     "activation",
     "active_queue",
+    "autocast_dtype",
     "causal_attention",
     "choose_transport",
     "column_linear",

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .autocast import autocast_dtype, cast, cast_back, without_autocast
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed
+from .norm import norm as normalise
 from .transport import LOCAL, column_request, open_transport
 from .transports.interface import Transport
 from .uncompiled import uncompiled
@@ -127,6 +129,7 @@ def column_linear(
              deferred: weight gradients are queued, one sink per weight, and the second all-gather with them.
     Gradients of the norm's parameters are partial sums over this rank's rows under sequence_parallel.
     At t = 1 every output and gradient is bit-identical to F.linear's.
+    Under torch.autocast the norm is made in float32, and saved; gather and GEMMs have autocast's dtype.
     Errors:  ValueError for a transport that cannot run, a bias sequence of another length than weight's, or `normed`
              without `norm`.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism
@@ -138,6 +141,20 @@ def column_linear(
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
     if normed is not None and norm is None:
         raise ValueError("normed rows need their norm as well: its gradients are made here")
+    if (dtype := autocast_dtype(x)) is not None:
+        rows = x if norm is None else normalise(x, norm)
+        with without_autocast(x):
+            outputs = column_linear(
+                cast(rows, dtype),
+                [cast(w, dtype) for w in weights],
+                [cast(b, dtype) for b in biases],
+                group=group,
+                sequence_parallel=sequence_parallel,
+                transport=transport,
+                deferred=cast_back(deferred, weights),
+            )
+        outputs = (*outputs, x) if carry else outputs
+        return outputs if several or carry else outputs[0]
     if isinstance(transport, str):
         width = sum(map(len, weights))
         request = column_request(len(x), x.shape[1], width, x.dtype, x.device, group, sequence_parallel, transport)

@@ -10,9 +10,11 @@ from torch.distributed import ProcessGroup
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 
+from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm
+from .norm import norm as normalise
 from .transports.interface import record_transport
 from .uncompiled import uncompiled
 
@@ -200,7 +202,8 @@ def linear_cross_entropy(
              are held at once, in x's dtype (default: those of about 4 million logits, at least 64; on a GPU 67 million
              and 2048).
     Numerics: gradients of logits rounded to x's dtype; the gradient of W summed over chunks in at least float32 (on a
-             CPU a chunk's part of it is rounded to x's dtype before). With float16 scale the loss, not x.
+             CPU a chunk's part of it is rounded to x's dtype before). With float16 scale the loss, not x. Under
+             torch.autocast the norm is made in float32, and logits have autocast's dtype.
     Saves:   the gradient of x and of W (made in the forward), and x where a norm needs it. No second derivative.
     Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
              all-reduce B; and per chunk one all-gather of 3 numbers per token and rank, 4 with label smoothing. All of
@@ -209,6 +212,9 @@ def linear_cross_entropy(
     Source:  the chunked loss of Liger-Kernel (arXiv:2410.10989), made vocab-parallel
     """
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
+    if (dtype := autocast_dtype(x)) is not None:
+        x, weight = cast(x if norm is None else normalise(x, norm), dtype), cast(weight, dtype)
+        norm = None
     kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(vocab, x.device.type)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tpformer.kernels.norm.reference import Norm
 
+from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .uncompiled import uncompiled
@@ -38,6 +39,12 @@ class NormFunction(torch.autograd.Function):
 
 @uncompiled
 def norm(x: Tensor, prologue: Norm) -> Tensor:
-    """Normalise the last dim of x (..., N). Saves x and two statistics a row, never the output; no communication."""
+    """Normalise the last dim of x (..., N). Saves x and two statistics a row, never the output; no communication.
+
+    Under torch.autocast in float32, whatever x is.
+    """
+    if autocast_dtype(x) is not None:
+        kind, weight, bias, eps = prologue
+        x, prologue = cast(x, torch.float32), Norm(kind, cast(weight, torch.float32), cast(bias, torch.float32), eps)
     flat = x.reshape(-1, x.shape[-1])
     return NormFunction.apply(flat, prologue.weight, prologue.bias, prologue.kind, prologue.eps).view(x.shape)

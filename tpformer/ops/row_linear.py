@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 
+from .autocast import autocast_dtype, cast, cast_back, without_autocast
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed
@@ -105,8 +106,9 @@ def row_linear(
              deferred: the weight gradient is queued for its one sink, and gathered dy kept until then.
     The bias gradient is a partial sum over this rank's rows under sequence_parallel.
     At t = 1 every output and gradient is bit-identical to F.linear's.
+    Under torch.autocast all but the residual has autocast's dtype, and the residual, added last, its own.
     Errors:  ValueError for an unknown activation, a gate without one, tokens not divisible by t (with
-             sequence_parallel), or a transport that cannot run.
+             sequence_parallel), a transport that cannot run, or a next_norm under autocast.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     if activation is not None and activation not in ACTIVATIONS:
@@ -115,6 +117,24 @@ def row_linear(
         raise ValueError("a gate needs an activation: act(gate) * x")
     if next_norm is not None and ends_region:
         raise ValueError("next_norm and ends_region exclude each other: nothing follows the end of a region")
+    if (dtype := autocast_dtype(x)) is not None:
+        if next_norm is not None:
+            raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
+        with without_autocast(x):
+            y = row_linear(
+                cast(x, dtype),
+                cast(weight, dtype),
+                cast(bias, dtype),
+                activation=activation,
+                gate=cast(gate, dtype),
+                dropout=dropout,
+                ends_region=ends_region,
+                group=group,
+                sequence_parallel=sequence_parallel,
+                transport=transport,
+                deferred=cast_back(deferred, [weight]),
+            )
+        return y if residual is None else residual + y
     if isinstance(transport, str):
         k, n = x.shape[1], len(weight)
         transport = open_transport(row_request(len(x), k, n, x.dtype, x.device, group, sequence_parallel, transport))

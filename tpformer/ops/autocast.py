@@ -1,0 +1,44 @@
+"""torch.autocast as modules of torch.nn have it: GEMMs in its 16 bits; norms, the residual stream and losses in
+float32.
+
+An operation casts what it is given and runs as ever, with autocast off; autograd casts the gradients back.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .weight_gradients import Deferred, GradientSink
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of GEMMs with x under the autocast of its device; None where that is off, or x float64, which autocast
+    leaves alone."""
+    if not torch._C._is_any_autocast_enabled() or x.dtype == torch.float64:  # private, but a tenth of the other's time
+        return None
+    device = x.device.type
+    available = torch.amp.is_autocast_available(device)  # not for meta tensors
+    return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else None
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """x in this dtype, None and float64 as they are."""
+    return x if x is None or x.dtype == torch.float64 else x.to(dtype)
+
+
+def cast_back(deferred: Deferred | None, weights: Sequence[Tensor]) -> Deferred | None:
+    """Deferred gradients of casts of these weights, given to the sinks in the weights' own dtypes."""
+    if deferred is None:
+        return None
+    sinks = [partial(_sink, sink, weight.dtype) for sink, weight in zip(deferred.sinks, weights, strict=True)]
+    return Deferred(deferred.queue, sinks)
+
+
+def _sink(sink: GradientSink, dtype: torch.dtype, gradient: Tensor) -> None:
+    sink(gradient.to(dtype))
