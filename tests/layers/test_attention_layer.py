@@ -1,5 +1,7 @@
 """SelfAttention: heads that cannot be laid out, which key-value heads a rank holds, and their shared gradients."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from tpformer import ops
 from tpformer.config import check_heads
 from tpformer.distributed import build_mesh
-from tpformer.layers import Positions, SelfAttention
+from tpformer.layers import Positions, SelfAttention, TensorParallel, TransformerBlock
+from tpformer.models import GPT, GPTConfig
 
 BATCH, SEQ, D = 2, 5, 4
 
@@ -91,6 +94,35 @@ def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
         heads = project(x[0]).view(1, 4, -1, D).transpose(1, 2)
         expected = rotate(heads, 50.0, interleaved, offset=3)
         torch.testing.assert_close(actual, expected.transpose(1, 2)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "shape, batch, seq",
+    [((2, 8), 4, 4), ((4, 2), 2, 4), ((1, 8), 2, 4), ((7,), 2, 4), ((4, 4), 1, 8), ((2, 2, 3), 2, 4), ((), 2, 4)],
+)
+@pytest.mark.parametrize("build_layer", [SelfAttention, TransformerBlock])
+def test_x_of_other_tokens_than_the_positions(build_layer, shape, batch, seq):
+    message = rf"has {math.prod(shape)} rows that are not those of Positions\(batch={batch}, seq_length={seq}\): give"
+    with pytest.raises(ValueError, match=message):
+        build_layer(8, 2)(torch.zeros(*shape, 8), positions=Positions(batch, seq))
+
+
+def other_tokens_on_a_rank():
+    layer = SelfAttention(8, 2, tp=TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"], True))
+    with pytest.raises(ValueError, match=r"has 8 rows .*give .*\(8 / 2, hidden\).* to each of 2 tensor-parallel ranks"):
+        layer(torch.zeros(8, 8), positions=Positions(2, 4))
+
+
+def test_x_of_other_tokens_than_the_positions_on_two_ranks(ranks):
+    ranks(2).run(other_tokens_on_a_rank)
+
+
+def test_position_ids_of_another_shape():
+    message = r"position ids of shape \(2, 3\) are not \(batch, seq_length\) = \(2, 4\)"
+    with pytest.raises(ValueError, match=message):
+        GPT(GPTConfig(vocab_size=9, seq_length=4, n_layers=1, hidden_size=8, n_heads=2))(
+            torch.zeros(2, 4, dtype=torch.int64), position_ids=torch.arange(3).repeat(2, 1)
+        )
 
 
 def test_state_dict_names_and_shapes():

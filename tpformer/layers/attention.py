@@ -13,7 +13,7 @@ from tpformer.config import check_heads
 from .children import Features, enter, leave
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
-from .positions import Positions
+from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
 
@@ -26,7 +26,8 @@ class SelfAttention(ParallelModule):
              and value heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
     `positions` is needed when x is not (batch, seq, hidden_size), and for packed documents.
-    Errors:  ValueError when heads do not divide over ranks or key-value heads, or a position is asked for twice.
+    Errors:  ValueError when heads do not divide over ranks or key-value heads, a position is asked for twice, or x
+             holds other tokens than `positions` says.
     """
 
     def __init__(
@@ -81,8 +82,7 @@ class SelfAttention(ParallelModule):
         return kv[:, torch.tensor(wanted, device=kv.device)]
 
     def forward(self, x: Tensor, *, positions: Positions | None = None) -> Tensor:
-        if positions is None:
-            positions = positions_of(x, sharded=self.tp.sharded)
+        positions = positions_of(x, positions, self.tp)
         y, _ = self.branch(x.reshape(-1, x.shape[-1]), positions)
         return y.view(x.shape)
 
@@ -122,13 +122,3 @@ class SelfAttention(ParallelModule):
         first, last = self.kv_heads_needed(self.tp.rank)
         q = slice(self.tp.rank * queries * d, (self.tp.rank + 1) * queries * d)
         return Features(q, self.n_heads * d), Features(slice(first * d, last * d), self.n_kv_heads * d)
-
-
-def positions_of(x: Tensor, *, sharded: bool) -> Positions:
-    """Positions of an unpacked batch x (batch, seq, hidden); ValueError when x does not show its batch and length."""
-    if x.ndim != 3 or sharded:
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} does not tell batch from sequence here: pass positions=Positions(batch, "
-            f"seq_length), or x as (batch, seq, hidden) without sequence parallelism"
-        )
-    return Positions(x.shape[0], x.shape[1])

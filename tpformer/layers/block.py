@@ -8,13 +8,13 @@ from tpformer import ops
 from tpformer.config import RECOMPUTE
 from tpformer.kernels.philox.reference import philox_key
 
-from .attention import SelfAttention, positions_of
+from .attention import SelfAttention
 from .children import call_rows, fusable, why_called
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import ParallelModule
 from .norm import NORMS
-from .positions import Positions
+from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
 OWN = (SelfAttention, MLP, ColumnParallelLinear, RowParallelLinear, *NORMS.values())
@@ -121,7 +121,7 @@ class TransformerBlock(ParallelModule):
     def forward(
         self, x: Tensor, *, positions: Positions | None = None, dropout_key: DropoutKey | None = None
     ) -> Tensor:
-        positions = positions or positions_of(x, sharded=self.tp.sharded)
+        positions = positions_of(x, positions, self.tp)
         rows = x.reshape(-1, x.shape[-1])
         sites = self._dropout_sites(rows, positions, dropout_key)
         if self.recompute == "full" and torch.is_grad_enabled():

@@ -1,9 +1,13 @@
 """Where each token of a batch stands in its sample or document: what attention and position embeddings need."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from tpformer.kernels.rope.reference import rope_table
+
+from .tensor_parallel import TensorParallel
 
 
 class Positions:
@@ -12,13 +16,18 @@ class Positions:
     batch, seq_length: the flattened tokens are (batch * seq_length,), batch-major.
     ids (batch, seq_length) int64: position of each token in its document, restarting at 0 where a packed document
     begins; None when every sample is one document. Its first token is at position `offset`: the rest of a longer text.
-    Errors: ValueError when ids do not count up from 0 in that way, or come with an offset.
+    Errors: ValueError when ids do not count up from 0 in that way, or come with an offset or in another shape.
     """
 
     def __init__(self, batch: int, seq_length: int, ids: Tensor | None = None, offset: int = 0) -> None:
         if ids is not None and offset:
             raise ValueError(f"offset={offset} is where whole samples begin: with ids, every document begins at 0")
         if ids is not None:
+            if tuple(ids.shape) != (batch, seq_length):
+                raise ValueError(
+                    f"position ids of shape {tuple(ids.shape)} are not (batch, seq_length) = ({batch}, {seq_length}): "
+                    f"give one for each token"
+                )
             follows = (ids[:, 1:] == ids[:, :-1] + 1) | (ids[:, 1:] == 0)
             if bool((ids[:, 0] != 0).any()) or not bool(follows.all()):
                 raise ValueError(
@@ -60,3 +69,28 @@ class Positions:
         if key not in self._tables:
             self._tables[key] = rope_table(self.offset + self.seq_length, head_dim, base, dtype, device)
         return self._tables[key], self.flat_ids(device)
+
+
+def positions_of(x: Tensor, positions: Positions | None, tp: TensorParallel) -> Positions:
+    """Positions of the tokens of x: those given, or without them those that x (batch, seq, hidden) shows.
+
+    ValueError when x does not show its batch and length, or holds other tokens than the positions say.
+    """
+    t, shape = tp.size if tp.sharded else 1, tuple(x.shape[:-1])
+    if positions is None:
+        if x.ndim != 3 or tp.sharded:
+            raise ValueError(
+                f"x of shape {tuple(x.shape)} does not tell batch from sequence here: pass positions=Positions(batch, "
+                f"seq_length), or x as (batch, seq, hidden) without sequence parallelism"
+            )
+        return Positions(*shape)
+    batch, seq = positions.batch, positions.seq_length
+    if shape != (batch, seq) if x.ndim == 3 and t == 1 else math.prod(shape) * t != batch * seq:
+        fitting = f"({batch}, {seq}, hidden) or ({batch * seq}, hidden)"
+        if t > 1:
+            fitting = f"({batch * seq} / {t}, hidden) to each of {t} tensor-parallel ranks"
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} has {math.prod(shape)} rows that are not those of "
+            f"Positions(batch={batch}, seq_length={seq}): give {fitting}"
+        )
+    return positions
