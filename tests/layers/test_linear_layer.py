@@ -80,6 +80,18 @@ def test_sequence_dim(ranks, t, sequence_dim):
         torch.testing.assert_close(whole["row_bias"][1], dy.sum((0, 1)), rtol=1e-11, atol=1e-11)
 
 
+def lengths_that_cannot_be_shared():
+    layer = RowParallelLinear(K, N, sequence_dim=1, tp=TensorParallel(tp_mesh(), True))
+    with pytest.raises(ValueError, match=r"\(2, 5, 4\) has 5 along sequence_dim=1, which 2 .* ranks cannot share"):
+        layer(torch.zeros(2, 5, K // 2))
+    with pytest.raises(ValueError, match=r"sequence_dim=1 of x of shape \(4, 4\) is the dim of its features"):
+        layer(torch.zeros(4, K // 2))
+
+
+def test_lengths_that_cannot_be_shared(ranks):
+    ranks(2).run(lengths_that_cannot_be_shared)
+
+
 def some_rows(sequence_parallel: bool):
     """Rank r uses rows [2r, 2r + 3): neighbours overlap in one row, whose gradient is then a sum over ranks."""
     mesh = tp_mesh()

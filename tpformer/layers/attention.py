@@ -21,11 +21,14 @@ class SelfAttention(ParallelModule):
     """Causal attention: one gather, q/k/v projections of this rank's heads, SDPA, output projection.
 
     Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
-             on all ranks; leading dims are flattened batch-major. q_proj, k_proj, v_proj are Shard(0) by heads, o_proj
-             Shard(1). When t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key
-             and value heads that its queries need, and their gradients are partial sums over the tp axis.
+             on all ranks; leading dims are flattened batch-major. With sequence_parallel x may also be
+             (batch, seq / t, hidden_size), a slice of every sample: attention then copies q, k, v and its result into
+             the order of samples and back. q_proj, k_proj, v_proj are Shard(0) by heads, o_proj Shard(1).
+             When t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key and value
+             heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
-    `positions` is needed when x is not (batch, seq, hidden_size), and for packed documents.
+    `positions` is needed when x is not (batch, seq, hidden_size) or, with sequence_parallel, (batch, seq / t,
+    hidden_size), and for packed documents.
     Errors:  ValueError when heads do not divide over ranks or key-value heads, a position is asked for twice, or x
              holds other tokens than `positions` says.
     """
@@ -100,12 +103,14 @@ class SelfAttention(ParallelModule):
         queries, keys = self._features()
         columns = {self.q_proj: queries, self.k_proj: keys, self.v_proj: keys}
         (q, k, v), carried = enter(rows, norm, columns, self.tp, carry=residual)
-        q, k, v = (rearrange(y, "tokens (heads d) -> tokens heads d", d=self.head_dim) for y in (q, k, v))
+        q, k, v = (
+            rearrange(positions.to_samples(y), "tokens (heads d) -> tokens heads d", d=self.head_dim) for y in (q, k, v)
+        )
         if self.rope_base is not None:
             table, ids = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
             q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
         y = ops.causal_attention(q, self._spread(k), self._spread(v), positions.batch, positions.documents(q.device))
-        heads = rearrange(y, "tokens heads d -> tokens (heads d)")
+        heads = positions.to_rows(rearrange(y, "tokens heads d -> tokens (heads d)"))
         return leave(
             heads,
             self.o_proj,

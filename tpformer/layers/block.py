@@ -36,19 +36,19 @@ class DropoutKey:
         Sites of rows of one shape share the starts: 8 bytes a row, once for a model.
         """
         rows, hidden = x.shape
-        key = (rows, hidden, positions.seq_length, shard)
+        key = (rows, hidden, positions.seq_length, positions.sequence_shards, shard)
         if key not in self._starts:
-            slice_of_batch = slice(shard * rows, (shard + 1) * rows)
-            index = self.sample_index.to(x.device)
-            self._starts[key] = ops.dropout_starts(index, positions.seq_length, hidden, slice_of_batch)
+            batch, seq = positions.batch, positions.seq_length
+            starts = ops.dropout_starts(self.sample_index.to(x.device), seq, hidden, slice(0, batch * seq))
+            self._starts[key] = positions.to_rows(starts)[shard * rows : (shard + 1) * rows].clone()
         return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, layer, name), p)
 
 
 class TransformerBlock(ParallelModule):
     """x + dropout(attention(norm(x))), then the same with the MLP.
 
-    Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) or
-             (batch, seq, hidden_size), equal on all ranks.
+    Layout:  x and result (tokens / t, hidden_size) or (batch, seq / t, hidden_size) with sequence_parallel, else
+             (tokens, hidden_size) or (batch, seq, hidden_size), equal on all ranks.
     Communication, per rank, B = tokens * hidden_size * itemsize: with sequence_parallel forward 2 all-gathers and
              2 reduce-scatters of B, backward the same plus 2 all-gathers (column inputs gathered again); otherwise
              forward 2 all-reduces, backward 2 all-reduces of B.
@@ -164,8 +164,18 @@ class TransformerBlock(ParallelModule):
             return self.self_attn.branch(
                 x, positions, self.input_layernorm, residual=True, dropout=site, next_norm=next_norm
             )
-        y = call_rows(self.self_attn, call_rows(self.input_layernorm, x, self.tp), self.tp, positions=positions)
+        y = self._called_attention(call_rows(self.input_layernorm, x, self.tp), positions)
         return x + ops.dropout(y, site), None
+
+    def _called_attention(self, x: Tensor, positions: Positions) -> Tensor:
+        """The attention as a module. One that knows of no sequence shards gets its rows in the order of samples:
+        communication then, besides its own: forward and backward two all-gathers of x."""
+        if positions.sequence_shards == 1 or any(isinstance(part, SelfAttention) for part in self.self_attn.modules()):
+            return call_rows(self.self_attn, x, self.tp, positions=positions)
+        group, plain = self.tp.group, positions.sequence_sharded(1)
+        rows = ops.scatter_rows(positions.to_samples(ops.gather_rows(x, group)), group)
+        y = call_rows(self.self_attn, rows, self.tp, positions=plain)
+        return ops.scatter_rows(positions.to_rows(ops.gather_rows(y, group)), group)
 
     def _mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None) -> Tensor:
         norm = self.post_attention_layernorm

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer import ops
 
 from .module import Normal, ParallelModule
-from .positions import Positions
+from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
 IGNORE_INDEX = -100
@@ -83,8 +83,9 @@ class VocabParallelEmbedding(_VocabParallel):
 class PositionEmbedding(ParallelModule):
     """Learned absolute positions, added to this rank's rows.
 
-    Layout:  weight (seq_length, hidden_size) is Replicate on the tp axis; x (tokens / t, hidden_size) or
-             (tokens, hidden_size) as for the norms. No communication; with sequence_parallel the gradient is partial.
+    Layout:  weight (seq_length, hidden_size) is Replicate on the tp axis; x as for SelfAttention.
+             No communication; with sequence_parallel the gradient is partial.
+    Errors:  ValueError when x holds other tokens than `positions` says.
     """
 
     def __init__(
@@ -104,18 +105,20 @@ class PositionEmbedding(ParallelModule):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         weight: Tensor = self.local("weight", partial=self.tp.sequence_parallel)
+        positions = positions_of(x, positions, self.tp)
         if (
             positions.ids is None
             and not positions.offset
             and not self.tp.sharded
             and positions.seq_length <= len(weight)
         ):
-            return (x.unflatten(0, (positions.batch, -1)) + weight[: positions.seq_length]).flatten(0, 1)
-        ids = positions.flat_ids(x.device)
+            samples = x.reshape(positions.batch, positions.seq_length, x.shape[-1])
+            return (samples + weight[: positions.seq_length]).view(x.shape)
+        ids = positions.to_rows(positions.flat_ids(x.device))
         if self.tp.sharded:
             ids = ids.chunk(self.tp.size)[self.tp.rank]
         # only the right padding of an evaluation can run past the table, and nothing attends to it
-        return x + F.embedding(ids.clamp(max=len(weight) - 1), weight)
+        return x + F.embedding(ids.clamp(max=len(weight) - 1), weight).view(x.shape)
 
 
 class LMHead(_VocabParallel):

@@ -14,6 +14,8 @@ from .tensor_parallel import TensorParallel
 def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
     """(..., K) -> (tokens, K), tokens starting with the dim that is sharded over ranks."""
     if sequence_dim is not None:
+        if sequence_dim % x.ndim == x.ndim - 1:
+            raise ValueError(f"sequence_dim={sequence_dim} of x of shape {tuple(x.shape)} is the dim of its features")
         x = x.movedim(sequence_dim, 0)
     return x.reshape(-1, x.shape[-1])
 
@@ -165,6 +167,11 @@ class RowParallelLinear(ParallelModule):
         residual: Tensor | None = None,
         dropout: ops.Dropout | None = None,
     ) -> Tensor:
+        if self.sequence_dim is not None and self.tp.sharded and x.shape[self.sequence_dim] % self.tp.size:
+            raise ValueError(
+                f"x of shape {tuple(x.shape)} has {x.shape[self.sequence_dim]} along sequence_dim={self.sequence_dim}, "
+                f"which {self.tp.size} tensor-parallel ranks cannot share equally: pad it to a multiple"
+            )
         rows = [None if each is None else _to_rows(each, self.sequence_dim) for each in (x, gate, residual)]
         y, _ = self.reduced(rows[0], self.activation, gate=rows[1], residual=rows[2], dropout=dropout)
         return _from_rows(y, x, self.sequence_dim)

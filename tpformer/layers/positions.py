@@ -1,8 +1,10 @@
 """Where each token of a batch stands in its sample or document: what attention and position embeddings need."""
 
+import copy
 import math
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from tpformer.kernels.rope.reference import rope_table
@@ -16,6 +18,8 @@ class Positions:
     batch, seq_length: the flattened tokens are (batch * seq_length,), batch-major.
     ids (batch, seq_length) int64: position of each token in its document, restarting at 0 where a packed document
     begins; None when every sample is one document. Its first token is at position `offset`: the rest of a longer text.
+    sequence_shards: 1 where the rows of layers are the flattened tokens, or t where ranks hold (batch, seq_length / t):
+    rows gathered from them stand in the order (shard, batch, seq_length / t). Layers find out from x.
     Errors: ValueError when ids do not count up from 0 in that way, or come with an offset or in another shape.
     """
 
@@ -38,9 +42,32 @@ class Positions:
         self._flat_ids: dict[torch.device, Tensor] = {}
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._documents: tuple[Tensor, int] | None = None
+        self.sequence_shards = 1
+        self._sharded: Positions | None = None
+
+    def sequence_sharded(self, shards: int) -> "Positions":
+        """The same for rows of this many shards (batch, seq_length / shards); made once, shared by all layers."""
+        if self.batch < 2 or shards == self.sequence_shards:
+            return self  # shards of one sample are slices of the flattened tokens
+        if self._sharded is None or self._sharded.sequence_shards != shards:
+            sharded = copy.copy(self)
+            sharded.sequence_shards, self._sharded = shards, sharded
+        return self._sharded
+
+    def to_samples(self, rows: Tensor) -> Tensor:
+        """All rows (tokens, ...) of the batch, batch-major: what attention takes. A copy where shards interleave."""
+        if self.sequence_shards == 1:
+            return rows
+        return rearrange(rows, "(t b s) ... -> (b t s) ...", t=self.sequence_shards, b=self.batch)
+
+    def to_rows(self, tokens: Tensor) -> Tensor:
+        """Undo to_samples."""
+        if self.sequence_shards == 1:
+            return tokens
+        return rearrange(tokens, "(b t s) ... -> (t b s) ...", t=self.sequence_shards, b=self.batch)
 
     def flat_ids(self, device: torch.device) -> Tensor:
-        """(tokens,) int64 positions, one storage for all layers."""
+        """(tokens,) int64 positions, batch-major, one storage for all layers."""
         if device not in self._flat_ids:
             if self.ids is not None:
                 flat = self.ids.reshape(-1).to(device)
@@ -72,25 +99,32 @@ class Positions:
 
 
 def positions_of(x: Tensor, positions: Positions | None, tp: TensorParallel) -> Positions:
-    """Positions of the tokens of x: those given, or without them those that x (batch, seq, hidden) shows.
+    """Positions of the tokens of x in the order of its rows: those given, or without them those that x shows, being
+    (batch, seq, hidden), or (batch, seq / t, hidden) with sequence parallelism.
 
     ValueError when x does not show its batch and length, or holds other tokens than the positions say.
     """
     t, shape = tp.size if tp.sharded else 1, tuple(x.shape[:-1])
     if positions is None:
-        if x.ndim != 3 or tp.sharded:
+        if x.ndim != 3:
             raise ValueError(
                 f"x of shape {tuple(x.shape)} does not tell batch from sequence here: pass positions=Positions(batch, "
-                f"seq_length), or x as (batch, seq, hidden) without sequence parallelism"
+                f"seq_length), or x as (batch, seq, hidden)"
             )
-        return Positions(*shape)
+        positions = Positions(shape[0], shape[1] * t)
     batch, seq = positions.batch, positions.seq_length
-    if shape != (batch, seq) if x.ndim == 3 and t == 1 else math.prod(shape) * t != batch * seq:
-        fitting = f"({batch}, {seq}, hidden) or ({batch * seq}, hidden)"
-        if t > 1:
-            fitting = f"({batch * seq} / {t}, hidden) to each of {t} tensor-parallel ranks"
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} has {math.prod(shape)} rows that are not those of "
-            f"Positions(batch={batch}, seq_length={seq}): give {fitting}"
+    if t > 1 and x.ndim == 3 and (shape[0], shape[1] * t) == (batch, seq):
+        return positions.sequence_sharded(t)
+    whole = (shape[0] * t, *shape[1:]) if shape else (t,)  # what ranks hold together, were x a slice of the tokens
+    if whole == (batch, seq) if x.ndim == 3 else math.prod(whole) == batch * seq and (t == 1 or x.ndim < 3):
+        return positions
+    fitting = f"({batch}, {seq}, hidden) or ({batch * seq}, hidden)"
+    if t > 1:
+        fitting = (
+            f"({batch}, {seq} / {t}, hidden), ({batch} / {t}, {seq}, hidden) or ({batch * seq} / {t}, hidden) to each "
+            f"of {t} tensor-parallel ranks"
         )
-    return positions
+    raise ValueError(
+        f"x of shape {tuple(x.shape)} has {math.prod(shape)} rows that are not those of "
+        f"Positions(batch={batch}, seq_length={seq}): give {fitting}"
+    )

@@ -1,0 +1,116 @@
+"""With x (batch, seq / t, hidden), a slice of every sample on each rank, layers compute what they do of whole samples:
+results, gradients and dropout; and so they do of (batch / t, seq, hidden), which is a slice of the tokens."""
+
+import pytest
+import theirs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_block_layer import BATCH, HIDDEN, SEQ, inputs, make_block
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tpformer.config import RECOMPUTE
+from tpformer.distributed import build_mesh
+from tpformer.layers import (
+    MLP,
+    ColumnParallelLinear,
+    DropoutKey,
+    PositionEmbedding,
+    Positions,
+    RowParallelLinear,
+    SelfAttention,
+    TensorParallel,
+)
+from tpformer.parallel import reduce_partial_gradients
+
+IDS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])
+
+
+def step(module: nn.Module, dim: int, named: bool, ids: Tensor | None, **options) -> dict[str, Tensor]:
+    """This rank's result and all gradients for x sharded along dim; named: with positions that say what x is."""
+    x, dy = (z.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone() for z in inputs())
+    x.requires_grad_()
+    if named:
+        options["positions"] = Positions(BATCH, SEQ, ids)
+    y = module(x, **options)
+    y.backward(dy)
+    reduce_partial_gradients(module)
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {"y": y.detach(), "dx": x.grad} | whole
+
+
+def tensor_parallel() -> TensorParallel:
+    return TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], True)
+
+
+def block(dim: int, kind: str, recompute: str, named: bool, ids: Tensor | None) -> dict[str, Tensor]:
+    made = make_block(kind, tensor_parallel().mesh, dropout=0.5, recompute=recompute)
+    return step(made, dim, named, ids, dropout_key=DropoutKey(0, 1, torch.tensor([7, 2])))
+
+
+def assert_same_on_ranks(ranks, t: int, dim: int, function, *args) -> None:
+    (expected,) = ranks(1).run(function, dim, *args)
+    results = ranks(t).run(function, dim, *args)
+    whole = {name: torch.cat([each[name] for each in results], dim) for name in ("y", "dx")}
+    for result in results:
+        torch.testing.assert_close(result | whole, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("kind", ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"])
+@pytest.mark.parametrize("named, ids", [(False, None), (True, None), (True, IDS)])
+def test_block(ranks, t, kind, recompute, named, ids):
+    assert_same_on_ranks(ranks, t, 1, block, kind, recompute, named, ids)
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_a_slice_of_the_tokens(ranks, ids):
+    assert_same_on_ranks(ranks, 2, 0, block, "swiglu-rmsnorm-rope-gqa", "none", True, ids)
+
+
+def alone(dim: int, kind: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    options: dict = {"tp": tensor_parallel(), "dtype": torch.float64}
+    if kind == "attention":
+        return step(SelfAttention(HIDDEN, 6, rope_base=50.0, **options), dim, False, None)
+    if kind == "mlp":
+        return step(MLP(HIDDEN, **options), dim, False, None)
+    return step(PositionEmbedding(SEQ, HIDDEN, **options), dim, True, IDS if kind == "documents" else None)
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("kind", ["attention", "mlp", "positions", "documents"])
+def test_layers_alone(ranks, t, kind):
+    assert_same_on_ranks(ranks, t, 1, alone, kind)
+
+
+class ParallelAttention(nn.Module):
+    """An attention of other people, made of parallel linears."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        options: dict = {"tp": tp, "dtype": torch.float64}
+        self.qkv = nn.ModuleList(ColumnParallelLinear(HIDDEN, HIDDEN, **options) for _ in range(3))
+        self.o_proj = RowParallelLinear(HIDDEN, HIDDEN, **options)
+
+    def forward(self, x: Tensor, *, positions: Positions) -> Tensor:
+        q, k, v = (each(x).view(positions.batch, positions.seq_length, -1, 4).transpose(1, 2) for each in self.qkv)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o_proj(y.flatten(2).flatten(0, 1))
+
+
+def foreign(dim: int, parallel: bool, recompute: str) -> dict[str, Tensor]:
+    tp = tensor_parallel()
+    module = make_block("gelu-layernorm", tp.mesh, recompute=recompute)
+    torch.manual_seed(1)
+    module.self_attn = ParallelAttention(tp) if parallel else theirs.Attention().double()
+    return step(module, dim, True, None)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_an_attention_of_other_people(ranks, parallel, recompute):
+    assert_same_on_ranks(ranks, 2, 1, foreign, parallel, recompute)
