@@ -33,7 +33,9 @@ def attention(
     kv_heads: int,
     rope_base: float | None,
     rope_interleaved: bool = False,
+    visible: Tensor | None = None,
 ) -> Tensor:
+    """visible (batch, seq, seq): whether a query sees a key; None for causal attention."""
     batch, seq, hidden = x.shape
     d = hidden // heads
 
@@ -47,7 +49,8 @@ def attention(
     k, v = (y.repeat_interleave(heads // kv_heads, 1) for y in (k, v))
     if x.dtype == torch.float64:  # the oracle, by the formula
         scores = (q @ k.transpose(-1, -2)) / d**0.5
-        y = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -torch.inf).softmax(-1) @ v
+        seen = torch.ones(batch, seq, seq).tril().bool() if visible is None else visible
+        y = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
     else:  # the baseline of what PyTorch attains in a lower precision
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     y = y.transpose(1, 2).reshape(batch, seq, hidden)
@@ -82,10 +85,11 @@ def block(
     rope_base: float | None = None,
     rope_interleaved: bool = False,
     masks: Sequence[Tensor] | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """x (batch, seq, hidden) with the parameters p of a TransformerBlock; masks: both branches' dropout as factors."""
     h = norm(x, p, "input_layernorm", norm_kind)
     first, second = masks or (1, 1)
-    rope = (rope_base, rope_interleaved)
-    x = x + first * attention(h, under(p, "self_attn."), heads, n_kv_heads or heads, *rope)
+    options = (rope_base, rope_interleaved, visible)
+    x = x + first * attention(h, under(p, "self_attn."), heads, n_kv_heads or heads, *options)
     return x + second * mlp(norm(x, p, "post_attention_layernorm", norm_kind), under(p, "mlp."), activation)

@@ -84,8 +84,8 @@ def test_equals_plain_attention(ranks, heads, kv_heads, t):
 def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
     """Seen in what attends: scores depend on distances only, so the result is the same at any offset."""
     seen = []
-    attend = ops.causal_attention
-    monkeypatch.setattr(ops, "causal_attention", lambda q, k, *rest: seen.append((q, k)) or attend(q, k, *rest))
+    attend = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda q, k, *rest: seen.append((q, k)) or attend(q, k, *rest))
     layer = SelfAttention(16, 4, n_kv_heads=2, rope_base=50.0, rope_interleaved=interleaved, dtype=torch.float64)
     x = torch.randn(1, 4, 16, dtype=torch.float64)
     results = [layer(x, positions=Positions(1, 4, offset=offset)) for offset in (0, 3)]

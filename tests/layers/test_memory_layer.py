@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tpformer import ops
 from tpformer.distributed import build_mesh
 from tpformer.layers import Positions, TensorParallel, TransformerBlock
-from tpformer.ops import causal_attention
+from tpformer.ops import attention
 
 BATCH, SEQ, HIDDEN, HEADS, ITEM = 2, 8, 32, 4, 4
 TOKENS = BATCH * SEQ
@@ -25,13 +25,13 @@ def saved_by_block(options: dict, sequence_parallel: bool) -> tuple[list[int], b
     x = torch.randn(TOKENS // t if sequence_parallel else TOKENS, HIDDEN, requires_grad=True)
     attended: list[int] = []
 
-    def attention(*args):
-        attended.append((y := causal_attention(*args)).untyped_storage().data_ptr())
+    def recorded(*args):
+        attended.append((y := attention(*args)).untyped_storage().data_ptr())
         return y
 
     local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
     positions = Positions(BATCH, SEQ)
-    with mock.patch.object(ops, "causal_attention", attention), record_saved(*local) as saved:
+    with mock.patch.object(ops, "attention", recorded), record_saved(*local) as saved:
         y = block(x, positions=positions)
     assert y.requires_grad
     return sorted((nbytes // ITEM for nbytes in saved.values()), reverse=True), attended[0] in saved

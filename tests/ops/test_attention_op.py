@@ -1,4 +1,4 @@
-"""causal_attention equals an explicit masked softmax in float64, grouped heads and packed documents included."""
+"""attention equals an explicit masked softmax in float64, grouped heads and packed documents included."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
 def test_whole_samples(batch, seq, heads, d):
     inputs = values(batch * seq, *heads, d)
     sample = torch.arange(batch).repeat_interleave(seq)
-    actual = with_gradients(ops.causal_attention(**inputs, batch=batch), inputs)
+    actual = with_gradients(ops.attention(**inputs, batch=batch), inputs)
     expected = with_gradients(explicit(**inputs, document=sample), inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
@@ -50,13 +50,13 @@ def test_whole_samples(batch, seq, heads, d):
 def test_packed_documents(lengths, heads):
     inputs = values(sum(lengths), *heads, 4)
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packed = ops.causal_attention(**inputs, batch=1, documents=(boundaries, max(lengths)))
+    packed = ops.attention(**inputs, batch=1, documents=(boundaries, max(lengths)))
     document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     actual, expected = with_gradients(packed, inputs), with_gradients(explicit(**inputs, document=document), inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
     # and each document alone
     alone = [
-        ops.causal_attention(*(x[first:last] for x in inputs.values()), batch=1)
+        ops.attention(*(x[first:last] for x in inputs.values()), batch=1)
         for first, last in zip(boundaries[:-1], boundaries[1:], strict=True)
     ]
     torch.testing.assert_close(torch.cat(alone), packed, rtol=1e-14, atol=1e-14)
@@ -65,9 +65,9 @@ def test_packed_documents(lengths, heads):
 @pytest.mark.parametrize("changed", [1, 5])
 def test_no_token_sees_a_later_one(changed):
     inputs = {name: x.detach() for name, x in values(6, 2, 2, 4).items()}
-    before = ops.causal_attention(**inputs, batch=1)
+    before = ops.attention(**inputs, batch=1)
     for name in ("k", "v"):
         inputs[name][changed] += 1.0
-    after = ops.causal_attention(**inputs, batch=1)
+    after = ops.attention(**inputs, batch=1)
     assert torch.equal(before[:changed], after[:changed])
     assert bool((before[changed:] != after[changed:]).any(-1).all())

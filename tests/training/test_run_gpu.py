@@ -22,25 +22,26 @@ def test_bfloat16_run(ranks, tmp_path, tiny_values):
     assert len(losses) == 20 and losses[-1] < losses[0]
 
 
-def attend(q, k, v, upstream, lengths, packed):
+def attend(q, k, v, upstream, lengths, packed, **options):
     """Output and gradients of attention over documents of these lengths: packed in one call, or one by one."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     if packed:
         boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
-        y = ops.causal_attention(*leaves, 1, (boundaries, max(lengths)))
+        y = ops.attention(*leaves, 1, (boundaries, max(lengths)), **options)
     else:
         parts = zip(*(x.split(lengths) for x in leaves), strict=True)
-        y = torch.cat([ops.causal_attention(*part, 1) for part in parts])
+        y = torch.cat([ops.attention(*part, 1, **options) for part in parts])
     return [y, *torch.autograd.grad(y, leaves, upstream)]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_packed_documents_equal_separate_ones(kv_heads):
+@pytest.mark.parametrize("options", [{}, {"is_causal": False}])
+def test_packed_documents_equal_separate_ones(kv_heads, options):
     lengths = [100, 1, 27, 128]
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(256, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
     inputs = [torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes]
-    packed, apart = attend(*inputs, lengths, True), attend(*inputs, lengths, False)
-    oracle = attend(*(x.double() for x in inputs), lengths, False)
+    packed, apart = attend(*inputs, lengths, True, **options), attend(*inputs, lengths, False, **options)
+    oracle = attend(*(x.double() for x in inputs), lengths, False, **options)
     for name, actual, exact, baseline in zip("yqkv", packed, oracle, apart, strict=True):
         assert_kernel_close(actual.detach(), exact.detach(), baseline.detach(), f"{name} of {kv_heads} kv heads")

@@ -1,4 +1,4 @@
-"""Causal self-attention with heads sharded over tensor-parallel ranks: MHA, GQA and MQA, RoPE, packed documents."""
+"""Self-attention with heads sharded over tensor-parallel ranks: MHA, GQA and MQA, RoPE, packed documents."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from .tensor_parallel import TensorParallel
 
 
 class SelfAttention(ParallelModule):
-    """Causal attention: one gather, q/k/v projections of this rank's heads, SDPA, output projection.
+    """Attention: one gather, q/k/v projections of this rank's heads, SDPA, output projection.
 
     Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
              on all ranks; leading dims are flattened batch-major. With sequence_parallel x may also be
@@ -27,6 +27,7 @@ class SelfAttention(ParallelModule):
              When t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key and value
              heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
+    is_causal=False: every token attends to all of its sample or document, as in BERT.
     `positions` is needed when x is not (batch, seq, hidden_size) or, with sequence_parallel, (batch, seq / t,
     hidden_size), and for packed documents.
     Errors:  ValueError when heads do not divide over ranks or key-value heads, a position is asked for twice, or x
@@ -39,6 +40,7 @@ class SelfAttention(ParallelModule):
         n_heads: int,
         *,
         n_kv_heads: int | None = None,
+        is_causal: bool = True,
         rope_base: float | None = None,
         rope_interleaved: bool = False,
         bias: bool = True,
@@ -50,7 +52,7 @@ class SelfAttention(ParallelModule):
     ) -> None:
         super().__init__(tp)
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
-        self.rope_base, self.rope_interleaved = rope_base, rope_interleaved
+        self.is_causal, self.rope_base, self.rope_interleaved = is_causal, rope_base, rope_interleaved
         check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp.size, rope=rope_base is not None)
         self.head_dim = hidden_size // n_heads
         column = partial(
@@ -109,7 +111,8 @@ class SelfAttention(ParallelModule):
         if self.rope_base is not None:
             table, ids = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
             q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
-        y = ops.causal_attention(q, self._spread(k), self._spread(v), positions.batch, positions.documents(q.device))
+        documents = positions.documents(q.device)
+        y = ops.attention(q, self._spread(k), self._spread(v), positions.batch, documents, self.is_causal)
         heads = positions.to_rows(rearrange(y, "tokens heads d -> tokens (heads d)"))
         return leave(
             heads,

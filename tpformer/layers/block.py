@@ -56,7 +56,8 @@ class TransformerBlock(ParallelModule):
              statistics of each row (16 / hidden + 4 / head_dim): 20, with no GEMM done twice; recompute="mlp" 12, with
              one more fc1 GEMM and its all-gather; recompute="full" 2, with the forward again but for its last GEMM
              and reduction. `python -m bench memory` counts them.
-    Dropout (in training, p > 0) needs `dropout_key`; `positions` as in SelfAttention.
+    Dropout (in training, p > 0) needs `dropout_key`; `positions` and is_causal are those of
+    SelfAttention.
     A child with a hook, a parametrization or a forward of its own, or of another class, is called as a module, with
     rows (tokens, hidden_size), an attention with positions=Positions besides; other children stay fused (explain).
     A module of other people gets all rows and features on every rank, and gives all of them.
@@ -72,6 +73,7 @@ class TransformerBlock(ParallelModule):
         norm: str = "layernorm",
         norm_eps: float = 1e-5,
         activation: str = "gelu_tanh",
+        is_causal: bool = True,
         rope_base: float | None = None,
         rope_interleaved: bool = False,
         bias: bool = True,
@@ -96,6 +98,7 @@ class TransformerBlock(ParallelModule):
             hidden_size,
             n_heads,
             n_kv_heads=n_kv_heads,
+            is_causal=is_causal,
             rope_base=rope_base,
             rope_interleaved=rope_interleaved,
             bias=bias,

@@ -1,7 +1,7 @@
 """Differentiable operations on plain tensors and a ProcessGroup (None: one rank). Re-exports only."""
 
 from .activation import activation
-from .attention import causal_attention
+from .attention import attention
 from .autocast import autocast_dtype
 from .column_linear import column_linear
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
@@ -29,8 +29,8 @@ __all__ = [
     "WeightGradientQueue",
     "activation",
     "active_queue",
+    "attention",
     "autocast_dtype",
-    "causal_attention",
     "choose_transport",
     "column_linear",
     "default_chunk_tokens",
