@@ -1,6 +1,6 @@
 """What a token attends to: a block equals the plain one with an explicit mask in float64, with every gradient.
 
-Causal and bidirectional attention, of whole samples and packed documents, on one rank and on two.
+Causal and bidirectional attention, of whole samples, packed documents and padding, on one rank and on two.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from test_block_layer import BATCH, HEADS, HIDDEN, KINDS, SEQ, inputs, make_bloc
 from torch import Tensor, nn
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import Positions
+from tpformer.layers import PositionEmbedding, Positions, SelfAttention
 from tpformer.parallel import reduce_partial_gradients
 
 ROW, COLUMN = torch.arange(SEQ)[:, None], torch.arange(SEQ)
@@ -27,6 +27,13 @@ SAMPLES: dict[str, tuple[dict, list[list[int]]]] = {
         [[0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2]],
     ),
 }
+
+for name, documents in {
+    "left padding": [[-1, -1, 0, 0, 0, 0], [0] * SEQ],
+    "right padding": [[0, 0, 0, -1, -1, -1], [0, 0, 0, 0, 0, -1]],
+    "padding around": [[-1, 0, 0, 0, -1, -1], [-1] * SEQ],
+}.items():
+    SAMPLES[name] = ({"key_padding_mask": torch.tensor(documents) < 0}, documents)
 
 
 def upstream(samples: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,11 +95,52 @@ def encoder_layer(block: nn.Module) -> nn.TransformerEncoderLayer:
     return layer
 
 
-def test_equals_torch_encoder_layer():
+@pytest.mark.parametrize("samples", ["whole", "left padding", "right padding"])
+def test_equals_torch_encoder_layer(samples):
     block = make_block("gelu-erf", is_causal=False)
-    x, other = inputs()[0].requires_grad_(), inputs()[0].requires_grad_()
-    y, wanted = block(x), encoder_layer(block)(other)
-    torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+    mask = SAMPLES[samples][0].get("key_padding_mask")
+    (x, dy, document), (other, *_) = upstream(samples), upstream(samples)
+    y, wanted = block(x, key_padding_mask=mask), encoder_layer(block)(other, src_key_padding_mask=mask)
+    torch.testing.assert_close(y[document >= 0], wanted[document >= 0], rtol=1e-12, atol=1e-12)
     for each in (y, wanted):
-        each.backward(inputs()[1])
+        each.backward(dy)
     torch.testing.assert_close(x.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_learned_positions_begin_at_the_first_real_token():
+    embedding = PositionEmbedding(SEQ, HIDDEN)
+    mask = torch.tensor([[True, True, False, False, False, True]])
+    y = embedding(torch.zeros(1, SEQ, HIDDEN), Positions(1, SEQ, key_padding_mask=mask))
+    assert torch.equal(y[0, 2:5], embedding.weight[:3])
+
+
+REAL = torch.zeros(1, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"key_padding_mask": torch.tensor([[False, True, False]])}, "padding between real tokens of a sample: move"),
+        ({"key_padding_mask": REAL.float()}, r"is \(1, 3\) torch.float32: give .* = \(1, 3\) bool"),
+        ({"key_padding_mask": REAL[:, :2]}, r"is \(1, 2\) torch.bool: give .* = \(1, 3\) bool"),
+        ({"key_padding_mask": REAL, "offset": 1}, "offset=1 is where whole samples begin"),
+        ({"key_padding_mask": REAL, "ids": torch.arange(3)[None]}, "beside ids: let ids restart at 0 where padding"),
+    ],
+)
+def test_masks_that_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Positions(1, 3, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_tokens(shape):
+    mask, block = torch.zeros(shape, dtype=torch.bool), make_block("mqa")
+    x = torch.zeros(*shape, HIDDEN, dtype=torch.float64, requires_grad=True)
+    for y in (block(x), block(x, key_padding_mask=mask)):
+        assert y.shape == x.shape
+        y.sum().backward()
+
+
+def test_padding_beside_positions():
+    with pytest.raises(ValueError, match=r"beside positions: give it once, as Positions\(..., key_padding_mask=...\)"):
+        SelfAttention(8, 2)(torch.zeros(1, 3, 8), positions=Positions(1, 3), key_padding_mask=REAL)

@@ -29,7 +29,8 @@ class SelfAttention(ParallelModule):
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
     is_causal=False: every token attends to all of its sample or document, as in BERT.
     `positions` is needed when x is not (batch, seq, hidden_size) or, with sequence_parallel, (batch, seq / t,
-    hidden_size), and for packed documents.
+    hidden_size), and for packed documents. `key_padding_mask` (batch, seq) bool, equal on all ranks, is that of
+    Positions, which should hold it where several layers need it.
     Errors:  ValueError when heads do not divide over ranks or key-value heads, a position is asked for twice, or x
              holds other tokens than `positions` says.
     """
@@ -86,8 +87,10 @@ class SelfAttention(ParallelModule):
             return kv
         return kv[:, torch.tensor(wanted, device=kv.device)]
 
-    def forward(self, x: Tensor, *, positions: Positions | None = None) -> Tensor:
-        positions = positions_of(x, positions, self.tp)
+    def forward(
+        self, x: Tensor, *, positions: Positions | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        positions = positions_of(x, positions, self.tp, key_padding_mask)
         y, _ = self.branch(x.reshape(-1, x.shape[-1]), positions)
         return y.view(x.shape)
 

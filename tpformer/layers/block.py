@@ -56,8 +56,8 @@ class TransformerBlock(ParallelModule):
              statistics of each row (16 / hidden + 4 / head_dim): 20, with no GEMM done twice; recompute="mlp" 12, with
              one more fc1 GEMM and its all-gather; recompute="full" 2, with the forward again but for its last GEMM
              and reduction. `python -m bench memory` counts them.
-    Dropout (in training, p > 0) needs `dropout_key`; `positions` and is_causal are those of
-    SelfAttention.
+    Dropout (in training, p > 0) needs `dropout_key`; `positions`, `key_padding_mask` and
+    is_causal are those of SelfAttention.
     A child with a hook, a parametrization or a forward of its own, or of another class, is called as a module, with
     rows (tokens, hidden_size), an attention with positions=Positions besides; other children stay fused (explain).
     A module of other people gets all rows and features on every rank, and gives all of them.
@@ -122,9 +122,14 @@ class TransformerBlock(ParallelModule):
         )
 
     def forward(
-        self, x: Tensor, *, positions: Positions | None = None, dropout_key: DropoutKey | None = None
+        self,
+        x: Tensor,
+        *,
+        positions: Positions | None = None,
+        key_padding_mask: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> Tensor:
-        positions = positions_of(x, positions, self.tp)
+        positions = positions_of(x, positions, self.tp, key_padding_mask)
         rows = x.reshape(-1, x.shape[-1])
         sites = self._dropout_sites(rows, positions, dropout_key)
         if self.recompute == "full" and torch.is_grad_enabled():

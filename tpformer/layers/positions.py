@@ -18,12 +18,28 @@ class Positions:
     batch, seq_length: the flattened tokens are (batch * seq_length,), batch-major.
     ids (batch, seq_length) int64: position of each token in its document, restarting at 0 where a packed document
     begins; None when every sample is one document. Its first token is at position `offset`: the rest of a longer text.
+    key_padding_mask (batch, seq_length) bool: True where a token is padding, left or right of a sample's real tokens.
+    Instead of ids, which follow from it: the real tokens are one document, each run of padding is another, so that
+    attention needs no mask. Results at padding are finite, and not those of torch.nn: nobody should read them.
     sequence_shards: 1 where the rows of layers are the flattened tokens, or t where ranks hold (batch, seq_length / t):
     rows gathered from them stand in the order (shard, batch, seq_length / t). Layers find out from x.
-    Errors: ValueError when ids do not count up from 0 in that way, or come with an offset or in another shape.
+    Errors: ValueError when ids do not count up from 0 in that way, or come with an offset or in another shape; when
+    there is padding between real tokens. On a GPU this check waits for it, once.
     """
 
-    def __init__(self, batch: int, seq_length: int, ids: Tensor | None = None, offset: int = 0) -> None:
+    def __init__(
+        self,
+        batch: int,
+        seq_length: int,
+        ids: Tensor | None = None,
+        offset: int = 0,
+        *,
+        key_padding_mask: Tensor | None = None,
+    ) -> None:
+        if key_padding_mask is not None:
+            if ids is not None:
+                raise ValueError("key_padding_mask beside ids: let ids restart at 0 where padding begins and ends")
+            ids = padded_ids(key_padding_mask, batch, seq_length)
         if ids is not None and offset:
             raise ValueError(f"offset={offset} is where whole samples begin: with ids, every document begins at 0")
         if ids is not None:
@@ -33,12 +49,13 @@ class Positions:
                     f"give one for each token"
                 )
             follows = (ids[:, 1:] == ids[:, :-1] + 1) | (ids[:, 1:] == 0)
-            if bool((ids[:, 0] != 0).any()) or not bool(follows.all()):
+            if bool((ids[:, :1] != 0).any()) or not bool(follows.all()):
                 raise ValueError(
                     "position_ids must start at 0 in every sample and count up by 1 until the next document's 0: "
                     "a document cannot span two samples"
                 )
         self.batch, self.seq_length, self.ids, self.offset = batch, seq_length, ids, offset
+        self.key_padding_mask = key_padding_mask
         self._flat_ids: dict[torch.device, Tensor] = {}
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._documents: tuple[Tensor, int] | None = None
@@ -78,7 +95,7 @@ class Positions:
 
     def documents(self, device: torch.device) -> tuple[Tensor, int] | None:
         """(boundaries (n + 1,) int32, longest), or None when every sample is one document."""
-        if self.ids is None:
+        if self.ids is None or not self.ids.numel():
             return None
         if self._documents is None:
             ids = self.flat_ids(device)
@@ -98,9 +115,26 @@ class Positions:
         return self._tables[key], self.flat_ids(device)
 
 
-def positions_of(x: Tensor, positions: Positions | None, tp: TensorParallel) -> Positions:
+def padded_ids(padding: Tensor, batch: int, seq_length: int) -> Tensor:
+    """Position ids (batch, seq_length) int64 of the documents that a key_padding_mask stands for."""
+    if tuple(padding.shape) != (batch, seq_length) or padding.dtype != torch.bool:
+        raise ValueError(
+            f"key_padding_mask is {tuple(padding.shape)} {padding.dtype}: give (batch, seq_length) = "
+            f"({batch}, {seq_length}) bool, True where a token is padding"
+        )
+    begins = torch.ones_like(padding)
+    begins[:, 1:] = padding[:, 1:] != padding[:, :-1]
+    if bool(((begins & ~padding).sum(1) > 1).any()):
+        raise ValueError("key_padding_mask has padding between real tokens of a sample: move it to their left or right")
+    token = torch.arange(seq_length, device=padding.device)
+    return token - (begins * token).cummax(1).values
+
+
+def positions_of(
+    x: Tensor, positions: Positions | None, tp: TensorParallel, key_padding_mask: Tensor | None = None
+) -> Positions:
     """Positions of the tokens of x in the order of its rows: those given, or without them those that x shows, being
-    (batch, seq, hidden), or (batch, seq / t, hidden) with sequence parallelism.
+    (batch, seq, hidden), or (batch, seq / t, hidden) with sequence parallelism, and the padding besides.
 
     ValueError when x does not show its batch and length, or holds other tokens than the positions say.
     """
@@ -111,7 +145,9 @@ def positions_of(x: Tensor, positions: Positions | None, tp: TensorParallel) -> 
                 f"x of shape {tuple(x.shape)} does not tell batch from sequence here: pass positions=Positions(batch, "
                 f"seq_length), or x as (batch, seq, hidden)"
             )
-        positions = Positions(shape[0], shape[1] * t)
+        positions = Positions(shape[0], shape[1] * t, key_padding_mask=key_padding_mask)
+    elif key_padding_mask is not None:
+        raise ValueError("key_padding_mask beside positions: give it once, as Positions(..., key_padding_mask=...)")
     batch, seq = positions.batch, positions.seq_length
     if t > 1 and x.ndim == 3 and (shape[0], shape[1] * t) == (batch, seq):
         return positions.sequence_sharded(t)
