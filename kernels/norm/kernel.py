@@ -219,8 +219,14 @@ def norm_weight_gradient_kernel(
         tl.store(target + tl.num_programs(0).to(tl.int64) * n, tl.sum(dbias, 0), mask=columns < n)
 
 
+def complete(norm: Norm, x: Tensor) -> Norm:
+    """The norm with the weight and the eps that kernels read, where it has none of its own."""
+    weight = x.new_ones(x.shape[1]) if norm.weight is None else norm.weight
+    return norm._replace(weight=weight, eps=torch.finfo(torch.float32).eps if norm.eps is None else norm.eps)
+
+
 def launch_forward(x: Tensor, finish: Finish, norm: Norm, widest: int) -> tuple[Tensor, Tensor, Statistics]:
-    x = with_contiguous_columns(x)
+    x, norm = with_contiguous_columns(x), complete(norm, x)
     residual = None if finish.residual is None else with_contiguous_columns(finish.residual)
     finish = finish._replace(residual=residual)
     (m, n), layernorm = x.shape, norm.kind == "layernorm"
@@ -281,8 +287,8 @@ def norm_backward(
     *,
     widest: int = WIDEST_BACKWARD,
     programs: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, dweight, dbias or None) of norm_forward; dx includes dresidual, the gradient along the residual path.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dx, dweight or None, dbias or None) of norm_forward; dx includes dresidual, the residual path's gradient.
 
     Math:     norm_backward of reference.py
     Shapes:   dy, x, dresidual and dx (M, N), rows of the inputs may lie apart; dweight, dbias (N,)
@@ -294,6 +300,7 @@ def norm_backward(
     Source:   the two-stage sum of Triton's layer norm tutorial and Apex, without its atomics
     """
     dy, x = with_contiguous_columns(dy), with_contiguous_columns(x)
+    weighted, norm = norm.weight is not None, complete(norm, x)
     dresidual = None if dresidual is None else with_contiguous_columns(dresidual)
     (m, n), (mean, rstd) = x.shape, statistics
     layernorm, dx = norm.kind == "layernorm", x.new_empty(m, n)
@@ -301,8 +308,9 @@ def norm_backward(
     if layernorm and norm.bias is not None:
         outputs.append(torch.empty_like(norm.bias))
     dbias = outputs[1] if len(outputs) > 1 else None
+    dweight = outputs[0] if weighted else None
     if m == 0:
-        return dx, outputs[0].zero_(), None if dbias is None else dbias.zero_()
+        return dx, dweight if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
     tile = row_tile(n, widest, GRADIENT_ELEMENTS)
     looped = n > tile.columns
     sums = WEIGHT_GRADIENT if looped else tile
@@ -329,4 +337,4 @@ def norm_backward(
             ROWS=tile.rows, COLUMNS=tile.columns, STAGES=3 if x.element_size() == 2 else 2, **row_options(tile.warps),
         )  # fmt: skip
     sum_partials(partials, outputs)
-    return dx, outputs[0], dbias
+    return dx, dweight, dbias

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class Norm(NamedTuple):
-    """A norm over rows of N: kind "layernorm" or "rmsnorm", weight (N,), bias (N,) or None (unused by rmsnorm), eps."""
+    """A norm over rows of N: kind "layernorm" or "rmsnorm", weight (N,) or None for ones, bias (N,) or None (unused by
+    rmsnorm), eps or None for the machine epsilon of the dtype that statistics are computed in."""
 
     kind: str
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
-    eps: float
+    eps: float | None
 
 
 # The second statistic of RMSNorm does not exist, so `mean` is None there; everything else has one shape for both.
@@ -44,11 +45,12 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)  # before native_layer_norm too: on a CPU it would keep bfloat16 statistics for bfloat16 rows
     if kind == "layernorm":
-        shift = None if bias is None else bias.to(dtype)
-        y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), weight.to(dtype), shift, eps)
+        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
+        y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, eps)
         return y.to(x.dtype), (mean, rstd)
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * rstd * weight).to(x.dtype), (None, rstd)
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(dtype).eps if eps is None else eps))
+    y = wide * rstd if weight is None else wide * rstd * weight
+    return y.to(x.dtype), (None, rstd)
 
 
 def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Statistics]:
@@ -65,7 +67,7 @@ def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Stat
 
 def norm_backward(
     dy: Tensor, x: Tensor, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients (dx, dweight, dbias) of norm_forward from its input and statistics; the output is not needed.
 
     Math:     with xhat the normalised row and g = dy * weight:
@@ -76,18 +78,20 @@ def norm_backward(
     (mean, rstd), (kind, weight, bias, _) = statistics, norm
     dtype = torch.promote_types(x.dtype, torch.float32)
     if kind == "layernorm":
-        shift, wanted = (None, [True, True, False]) if bias is None else (bias.to(dtype), [True, True, True])
+        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
+        wanted = [True, scale is not None, shift is not None]
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy.to(dtype), x.to(dtype), (x.shape[-1],), mean, rstd, weight.to(dtype), shift, wanted
+            dy.to(dtype), x.to(dtype), (x.shape[-1],), mean, rstd, scale, shift, wanted
         )
     else:
         normalised = x.to(dtype) * rstd
-        g = dy.to(dtype) * weight
+        g = dy.to(dtype) if weight is None else dy.to(dtype) * weight
         dx = rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))
-        dweight, bias = (dy.to(dtype) * normalised).sum(0), None
+        dweight, bias = None if weight is None else (dy.to(dtype) * normalised).sum(0), None
     if dresidual is not None:
         dx += dresidual
-    return dx.to(x.dtype), dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
+    dweight = None if weight is None else dweight.to(weight.dtype)
+    return dx.to(x.dtype), dweight, None if bias is None else dbias.to(bias.dtype)
 
 
 def norm_cost(

@@ -130,6 +130,34 @@ def test_kernels_equal_float64_autograd(interpreted: WorkerPool) -> None:
     interpreted(1).run(interpreted_norms, timeout=120)
 
 
+def check_without_weight(module, **options) -> None:
+    """Neither weight nor eps: the same bits as with ones and float32's epsilon, and no gradient of a weight."""
+    for (rows, n), kind in itertools.product(((3, 7), (3, 33), (0, 7)), KINDS):
+        x, dy = draw(n, torch.float32, "cpu", *[(rows, n)] * 2)
+        bare, given = Norm(kind, None, None, None), Norm(kind, torch.ones(n), None, torch.finfo(torch.float32).eps)
+        bare = bare if kind == "rmsnorm" else bare._replace(eps=given.eps)
+        with poisoned_memory():
+            (y, statistics), (expected, _) = (module.norm_forward(x, norm, **options) for norm in (bare, given))
+            dx, *parameters = module.norm_backward(dy, x, statistics, bare, **options)
+            expected_dx, *_ = module.norm_backward(dy, x, statistics, given, **options)
+        assert torch.equal(y, expected) and torch.equal(dx, expected_dx) and parameters == [None, None]
+
+
+def test_without_weight() -> None:
+    check_without_weight(reference)
+
+
+def interpreted_without_weight() -> None:
+    from tpformer.kernels.norm import kernel
+
+    check_without_weight(kernel)
+    check_without_weight(kernel, widest=TILE)
+
+
+def test_kernels_without_weight(interpreted: WorkerPool) -> None:
+    interpreted(1).run(interpreted_without_weight, timeout=120)
+
+
 def interpreted_finishes() -> None:
     from tpformer.kernels.norm import kernel
 

@@ -14,7 +14,9 @@ from tpformer.config import RECOMPUTE
 from tpformer.distributed import build_mesh
 from tpformer.layers import (
     ColumnParallelLinear,
+    LayerNorm,
     Positions,
+    RMSNorm,
     RowParallelLinear,
     TensorParallel,
     TransformerBlock,
@@ -122,6 +124,14 @@ def replace_norm(block: nn.Module, path: str) -> None:
     put_with_values(block, path, made)
 
 
+def bare_norm(block: nn.Module, path: str) -> None:
+    """A norm without weight, of ours in ours: it stays in the fused pass."""
+    norm = block.get_submodule(path)
+    kind = type(norm)
+    options = {"tp": norm.tp} if isinstance(norm, LayerNorm | RMSNorm) else {}
+    theirs.put(block, path, kind(HIDDEN, 1e-5, elementwise_affine=False, **options))
+
+
 def replace_branch(block: nn.Module, path: str) -> None:
     """A whole attention or MLP of torch.nn modules in place of ours."""
     child = block.get_submodule(path)
@@ -150,12 +160,13 @@ SHARDED = {name: ANYWHERE[name] for name in ("forward pre-hook", "backward hook"
     "LoRA": parallel_lora,
     "linear of torch.nn": replace_linear,
     "norm of torch.nn": replace_norm,
+    "norm without weight": bare_norm,
     "branch of torch.nn": replace_branch,
 }
 
 
 def places(habit: str, norm: str) -> tuple[str, ...]:
-    if habit == "norm of torch.nn":
+    if habit.startswith("norm"):
         return CHILDREN[::2]
     if habit == "branch of torch.nn":
         return CHILDREN[1::2]

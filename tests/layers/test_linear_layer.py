@@ -34,6 +34,14 @@ def test_bit_identical_to_linear(kind, bias, shape):
         assert torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_constructors(kind):
+    assert kind(K, N, False).bias is None and kind(K, N, True).bias.shape == (N,)
+    for sizes in ((0, N), (K, 0), (-1, N)):
+        with pytest.raises(ValueError, match=f"in_features={sizes[0]}, out_features={sizes[1]}: a linear needs one"):
+            kind(*sizes)
+
+
 def tp_mesh():
     return build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
 

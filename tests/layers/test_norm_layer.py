@@ -8,20 +8,31 @@ from torch import nn
 from tpformer.distributed import build_mesh
 from tpformer.layers import LayerNorm, RMSNorm, TensorParallel
 
+CONSTRUCTORS = [
+    ((7,), {"eps": 1e-3}),
+    ((7, 1e-3), {}),
+    (((7,),), {"bias": False}),
+    (([7], 1e-3, False), {}),
+    ((7, 1e-3, True, False), {}),
+    ((torch.Size([7]),), {"elementwise_affine": False, "dtype": torch.float64}),
+]
 
-@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 7)])
-@pytest.mark.parametrize("kind", ["layernorm", "layernorm-no-bias", "rmsnorm"])
-def test_equals_torch(kind, shape):
-    if kind == "rmsnorm":
-        ours, theirs = RMSNorm(7, eps=1e-3), nn.RMSNorm(7, eps=1e-3)
-    else:
-        bias = kind == "layernorm"
-        ours, theirs = LayerNorm(7, eps=1e-3, bias=bias), nn.LayerNorm(7, eps=1e-3, bias=bias)
-    ours, theirs = ours.double(), theirs.double()
+
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 7), (0, 7)])
+@pytest.mark.parametrize("arguments", CONSTRUCTORS, ids=str)
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_equals_torch(kind, arguments, shape):
+    positional, options = arguments
+    if kind is RMSNorm:
+        positional, options = positional[:3], {name: value for name, value in options.items() if name != "bias"}
+    reference = getattr(nn, kind.__name__)(*positional, **options)
+    ours, theirs = kind(*positional, **options).double(), reference.double()
+    for name in ("normalized_shape", "eps", "elementwise_affine"):
+        assert getattr(ours, name) == getattr(theirs, name)
     for p in ours.parameters():
         nn.init.normal_(p)
     theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(shape, dtype=torch.float64)
+    x = 1e-5 * torch.randn(shape, dtype=torch.float64)
     x, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     dy = torch.randn_like(x)
     y, expected = ours(x), theirs(other)
@@ -30,6 +41,21 @@ def test_equals_torch(kind, shape):
     torch.testing.assert_close(x.grad, other.grad, rtol=1e-12, atol=1e-12)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_norm_is_not():
+    with pytest.raises(ValueError, match=r"normalized_shape=\(4, 7\): a norm here is of the last dim alone"):
+        LayerNorm((4, 7))
+    with pytest.raises(ValueError, match="eps=-1e-05, which is added under a root"):
+        RMSNorm(7, -1e-5)
+    with pytest.raises(ValueError, match="x has 6 features, and the norm is over 7"):
+        LayerNorm(7, elementwise_affine=False)(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_default_eps_of_rmsnorm(dtype):
+    x = 1e-4 * torch.arange(1, 8).to(dtype)[None]
+    torch.testing.assert_close(RMSNorm(7, dtype=dtype)(x), nn.RMSNorm(7, dtype=dtype)(x))
 
 
 def test_initial_values():

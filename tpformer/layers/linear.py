@@ -28,6 +28,13 @@ def _from_rows(y: Tensor, x: Tensor, sequence_dim: int | None) -> Tensor:
     return y.view(-1, *others, y.shape[-1]).movedim(0, sequence_dim)
 
 
+def positive_sizes(in_features: int, out_features: int) -> tuple[int, int]:
+    """Both, or a ValueError."""
+    if in_features < 1 or out_features < 1:
+        raise ValueError(f"in_features={in_features}, out_features={out_features}: a linear needs one or more of both")
+    return in_features, out_features
+
+
 class ColumnParallelLinear(ParallelModule):
     """y = x W^T + b with the output features sharded: every rank computes its slice of them.
 
@@ -46,8 +53,8 @@ class ColumnParallelLinear(ParallelModule):
         self,
         in_features: int,
         out_features: int,
-        *,
         bias: bool = True,
+        *,
         init_std: float | None = None,
         used_rows: slice | None = None,
         most_rows: int | None = None,
@@ -57,7 +64,7 @@ class ColumnParallelLinear(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = positive_sizes(in_features, out_features)
         self.used_rows, self.sequence_dim = used_rows, sequence_dim
         used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
         self.width = most_rows or used  # output features of the rank that computes most
@@ -134,8 +141,8 @@ class RowParallelLinear(ParallelModule):
         self,
         in_features: int,
         out_features: int,
-        *,
         bias: bool = True,
+        *,
         init_std: float | None = None,
         activation: str | None = None,
         sequence_dim: int | None = None,
@@ -144,7 +151,7 @@ class RowParallelLinear(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = positive_sizes(in_features, out_features)
         self.activation, self.sequence_dim = activation, sequence_dim
         self.width = -(-in_features // self.tp.size)  # input features of the rank that has most
         std = in_features**-0.5 if init_std is None else init_std

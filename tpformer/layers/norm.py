@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm on full rows or on sequence shards; a linear can take them as a prologue."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,21 +16,29 @@ class _Norm(ParallelModule):
 
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | Sequence[int],
+        eps: float | None,
+        elementwise_affine: bool,
+        bias: bool,
         *,
-        eps: float = 1e-5,
-        bias: bool = False,
         tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
     ) -> None:
         super().__init__(tp)
-        self.hidden_size, self.eps = hidden_size, eps
-        self.add_parameter("weight", (hidden_size,), Constant(1.0), shard=None, device=device, dtype=dtype)
-        if bias:
-            self.add_parameter("bias", (hidden_size,), Constant(0.0), shard=None, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(
+                f"normalized_shape={normalized_shape}: a norm here is of the last dim alone, one positive size"
+            )
+        if eps is not None and not eps >= 0:
+            raise ValueError(f"eps={eps}, which is added under a root: give a number that is not negative")
+        self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine
+        for name, value, wanted in (("weight", 1.0, elementwise_affine), ("bias", 0.0, elementwise_affine and bias)):
+            if wanted:
+                self.add_parameter(name, shape, Constant(value), shard=None, device=device, dtype=dtype)
+            else:
+                self.register_parameter(name, None)
         self.reset_parameters()
 
     def prologue(self) -> ops.Norm:
@@ -38,34 +48,53 @@ class _Norm(ParallelModule):
         return ops.Norm(self.kind, weight, bias, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != self.normalized_shape:
+            raise ValueError(f"x has {x.shape[-1]} features, and the norm is over {self.normalized_shape[0]}")
         return ops.norm(x, self.prologue())
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}"
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
 class LayerNorm(_Norm):
-    """nn.LayerNorm over the last dim.
+    """nn.LayerNorm over the last dim: normalized_shape is its size, alone or in a sequence.
 
-    Layout:  weight and bias (hidden_size,) are Replicate on the tp axis; x and y (..., hidden_size) are sequence shards
-             with sequence_parallel, else equal on all ranks.
+    Layout:  weight and bias (size,) are Replicate on the tp axis; x and y (..., size) are sequence shards with
+             sequence_parallel, else equal on all ranks.
     Communication: none. With sequence_parallel the parameters' gradients are partial sums over this rank's rows
              (parallel.reduce_partial_gradients, or FSDP2, adds them up once per step).
+    Errors:  ValueError for a normalized_shape of several dims, or a negative eps.
     """
 
     kind = "layernorm"
 
-    def __init__(self, hidden_size: int, *, bias: bool = True, **options) -> None:
-        super().__init__(hidden_size, bias=bias, **options)
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        **options,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, **options)
 
 
 class RMSNorm(_Norm):
-    """nn.RMSNorm over the last dim; layout and communication as for LayerNorm; no bias."""
+    """nn.RMSNorm over the last dim; layout, communication and errors as for LayerNorm; no bias.
+
+    eps None: the machine epsilon of the dtype that it computes in, promote_types(x.dtype, float32).
+    """
 
     kind = "rmsnorm"
 
-    def __init__(self, hidden_size: int, **options) -> None:
-        super().__init__(hidden_size, **options)
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        **options,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, False, **options)
 
 
-NORMS: dict[str, type[_Norm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

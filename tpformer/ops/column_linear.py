@@ -21,7 +21,7 @@ from .weight_gradients import Deferred
 class _Layout(NamedTuple):
     transport: Transport
     sequence_parallel: bool
-    norm: tuple[str, float] | None  # kind, eps
+    norm: tuple[str, float | None] | None  # kind, eps
     carry: bool
     deferred: Deferred | None
 

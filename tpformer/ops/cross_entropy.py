@@ -92,7 +92,7 @@ class _Head(NamedTuple):
     group: ProcessGroup | None
     sequence_parallel: bool
     norm_kind: str | None
-    eps: float
+    eps: float | None
     chunk_tokens: int
     gradients: bool  # whether grad mode is on: inside of a Function it never is
 
