@@ -139,6 +139,12 @@ def replace_branch(block: nn.Module, path: str) -> None:
     put_with_values(block, path, made)
 
 
+def gathered_output(block: nn.Module, path: str) -> None:
+    """A hook sees all features, of which the block goes on with this rank's."""
+    block.get_submodule(path).gather_output = True
+    theirs.scaling_hook(block, path)
+
+
 def parallel_lora(block: nn.Module, path: str) -> None:
     """An adapter whose sharded half is one of our layers; whole, the adapter of theirs.lora."""
     base = block.get_submodule(path)
@@ -158,6 +164,7 @@ def parallel_lora(block: nn.Module, path: str) -> None:
 SHARDED = {name: ANYWHERE[name] for name in ("forward pre-hook", "backward hook", "subclass", "forward replaced")} | {
     "forward hook": theirs.scaling_hook,
     "LoRA": parallel_lora,
+    "output gathered": gathered_output,
     "linear of torch.nn": replace_linear,
     "norm of torch.nn": replace_norm,
     "norm without weight": bare_norm,
@@ -170,6 +177,8 @@ def places(habit: str, norm: str) -> tuple[str, ...]:
         return CHILDREN[::2]
     if habit == "branch of torch.nn":
         return CHILDREN[1::2]
+    if habit == "output gathered":
+        return tuple(path for path in LINEARS[norm] if own(path) == "a")
     return LINEARS[norm] if habit in ("LoRA", "linear of torch.nn") else (*CHILDREN, *LINEARS[norm])
 
 

@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
+from tpformer.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, explain
+from tpformer.parallel import reduce_partial_gradients
 
 BATCH, SEQ, K, N = 3, 4, 8, 12
 
@@ -136,3 +137,66 @@ def too_few_rows():
 
 def test_a_rank_without_rows(ranks):
     ranks(3).run(too_few_rows)
+
+
+def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: int | None) -> tuple[dict, dict]:
+    """(ours, nn.Linear's) results of a column linear with gathered output, then a row linear with unsharded input."""
+    torch.manual_seed(0)
+    plain = [nn.Linear(k, hidden, dtype=torch.float64), nn.Linear(hidden, k, dtype=torch.float64)]
+    mesh, rank = tp_mesh(), dist.get_rank()
+    options = {"tp": TensorParallel(mesh, sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
+    column = ColumnParallelLinear(k, hidden, gather_output=True, **options)
+    row = RowParallelLinear(hidden, k, input_is_parallel=False, **options)
+    for layer, other in ((column, plain[0]), (row, plain[1])):
+        for p, value in zip(layer.parameters(), other.parameters(), strict=True):
+            p.data.copy_(distribute_tensor(value.detach(), p.device_mesh, p.placements))
+    x, dy = rand(2 * t, t, k, seed=1), rand(2 * t, t, k, seed=2)
+    results = []
+    for first, second, shard in ((column, row, sequence_parallel), (*plain, False)):
+        dim = sequence_dim or 0
+        mine, dmine = (each.chunk(t, dim)[rank].clone() if shard else each.clone() for each in (x, dy))
+        hidden_rows = first(mine.requires_grad_())
+        hidden_rows.retain_grad()
+        y = second(hidden_rows.view(-1, hidden) if sequence_dim is None else hidden_rows)
+        y.backward(dmine.view(y.shape))
+        if first is column:
+            reduce_partial_gradients(nn.ModuleList([column, row]))
+        gradients = [p.grad for p in (*first.parameters(), *second.parameters())]
+        values = {"hidden": hidden_rows.detach(), "dhidden": hidden_rows.grad, "y": y.detach(), "dx": mine.grad}
+        if shard:
+            for name in ("y", "dx"):
+                gathered = [torch.empty_like(values[name].contiguous()) for _ in range(t)]
+                dist.all_gather(gathered, values[name].contiguous())
+                values[name] = torch.cat(gathered, dim)
+        values |= {str(i): g.full_tensor() if isinstance(g, DTensor) else g for i, g in enumerate(gradients)}
+        results.append(values)
+    return results[0], results[1]
+
+
+# 5 and 7 features: the last rank has fewer
+@pytest.mark.parametrize(("k", "hidden"), [(8, 12), (5, 7)])
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_gathered_output_and_unsharded_input(ranks, t, sequence_parallel, sequence_dim, k, hidden):
+    for ours, expected in ranks(t).run(edges, t, sequence_parallel, k, hidden, sequence_dim):
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name].view(value.shape), value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def wrong_widths():
+    column, row = ColumnParallelLinear(K, N, tp=tp_mesh()), RowParallelLinear(N, K, tp=tp_mesh())
+    whole = RowParallelLinear(N, K, input_is_parallel=False, tp=tp_mesh())
+    with pytest.raises(ValueError, match="x has 4 features and in_features=8, .* give gather_output=True"):
+        column(torch.ones(2, K // 2))
+    for layer, width in ((row, 12), (whole, 6)):
+        with pytest.raises(ValueError, match=f"x has {width} features, .* of in_features=12 has 6: set input_is_paral"):
+            layer(torch.ones(2, width))
+    with pytest.raises(ValueError, match="gather_output=True of used_rows"):
+        ColumnParallelLinear(K, N, gather_output=True, used_rows=slice(0, 3), tp=tp_mesh())
+    table = explain(nn.Sequential(ColumnParallelLinear(K, N, gather_output=True, tp=tp_mesh()), whole), 8)
+    assert "; as a module it gathers its output" in table and "; as a module it takes an unsharded input" in table
+
+
+def test_widths_that_do_not_fit(ranks):
+    ranks(2).run(wrong_widths)

@@ -113,12 +113,17 @@ def call_rows(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -
 def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Features) -> Tensor:
     """child(x) with the output features that this rank uses, (tokens, used).
 
-    A child that knows of no ranks computes all features on every rank alike. ValueError where it computes fewer.
+    A child that knows of no ranks computes all features on every rank alike, and one of ours may gather its output.
+    ValueError where it computes fewer.
     Communication then, besides the rows' all-gather: backward an all-reduce of the output's gradient.
     """
+    used = features.used.stop - features.used.start
     if _works_on_shards(child, tp):
-        return child(x)
-    y = child(ops.gather_rows(x, tp.group) if tp.sharded else x)
+        y = child(x)
+        if y.shape[-1] == used:
+            return y
+    else:
+        y = child(ops.gather_rows(x, tp.group) if tp.sharded else x)
     if y.shape[-1] != features.total:
         raise ValueError(
             f"{type(child).__name__} computes {y.shape[-1]} features of {features.total}: a module that is not built "

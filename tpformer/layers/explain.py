@@ -35,6 +35,9 @@ HEADER = (
 LAYERS = (*OWN, TransformerBlock, VocabParallelEmbedding, PositionEmbedding, LMHead)
 LOSS_REASON = "the chunked loss has collectives of its own: one gather, one reduction"
 
+GATHERED = "; as a module it gathers its output, an all-gather in the forward"
+UNSHARDED = "; as a module it takes an unsharded input, an all-reduce in the backward"
+
 
 class LinearPlan(NamedTuple):
     """One linear operation of a model: a layer, or layers that share a gather ("mlp.gate_proj+up_proj").
@@ -72,12 +75,18 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
             shared.update(columns)
             plans.append(_columns(f"{path}." * bool(path) + "+".join(layer.shares_gather), columns, where))
         elif isinstance(layer, ColumnParallelLinear):
-            plans.append(_columns(path, [layer], where))
+            plans.append(_noted(_columns(path, [layer], where), GATHERED * layer.gather_output))
         elif isinstance(layer, RowParallelLinear):
-            plans.append(_row(path, layer, where))
+            plans.append(_noted(_row(path, layer, where), UNSHARDED * (not layer.input_is_parallel)))
         elif isinstance(layer, LMHead):
             plans += _head(path, layer, where)
     return plans
+
+
+def _noted(plan: LinearPlan, note: str) -> LinearPlan:
+    """With what the edges of a layer add to the reason; on one rank they add nothing."""
+    reason = plan.decision.reason + note * (plan.request.ranks > 1)
+    return plan._replace(decision=plan.decision._replace(reason=reason))
 
 
 class _Place(NamedTuple):

@@ -44,6 +44,8 @@ class ColumnParallelLinear(ParallelModule):
              sharded along that dim instead, as in (batch, seq / t, hidden), and y has it whole.
     Communication, per rank: that of ops.column_linear, carried by `tp.transport` (ops.choose_transport).
     tp None, or one rank: bit-identical to nn.Linear.
+    `gather_output`: y is (tokens, out_features), equal on all ranks, as its gradient has to be; forward then has an
+    all-gather of y besides. A block or MLP that fuses the layer takes this rank's features without it.
     `used_rows` keeps weight and bias Replicate and computes only these rows (grouped-query keys and values with fewer
     heads than ranks); their gradients are partial sums over the tp axis. `most_rows`: how many the rank with the most
     uses, where ranks differ.
@@ -55,6 +57,7 @@ class ColumnParallelLinear(ParallelModule):
         out_features: int,
         bias: bool = True,
         *,
+        gather_output: bool = False,
         init_std: float | None = None,
         used_rows: slice | None = None,
         most_rows: int | None = None,
@@ -65,7 +68,11 @@ class ColumnParallelLinear(ParallelModule):
     ) -> None:
         super().__init__(tp)
         self.in_features, self.out_features = positive_sizes(in_features, out_features)
-        self.used_rows, self.sequence_dim = used_rows, sequence_dim
+        if gather_output and used_rows is not None:
+            raise ValueError(
+                "gather_output=True of used_rows: ranks compute what they use, not a part of the whole each"
+            )
+        self.gather_output, self.used_rows, self.sequence_dim = gather_output, used_rows, sequence_dim
         used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
         self.width = most_rows or used  # output features of the rank that computes most
         shard = 0 if used_rows is None else None
@@ -89,11 +96,19 @@ class ColumnParallelLinear(ParallelModule):
         self.accumulate("weight", gradient, rows=self.used_rows)
 
     def forward(self, x: Tensor, *, norm: ops.Norm | None = None) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x has {x.shape[-1]} features and in_features={self.in_features}, which every rank needs: give "
+                f"gather_output=True to a column-parallel linear that made x"
+            )
         (y,), _ = project(_to_rows(x, self.sequence_dim), [self], norm)
+        if self.gather_output:
+            y = ops.gather_columns(y, self.out_features, self.tp.group)
         return _from_rows(y, x, self.sequence_dim)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp.size}"
+        gathered = ", gather_output=True" * self.gather_output
+        return f"in_features={self.in_features}, out_features={self.out_features}{gathered}, tp={self.tp.size}"
 
 
 def project(
@@ -134,6 +149,8 @@ class RowParallelLinear(ParallelModule):
              ColumnParallelLinear.
     Communication, per rank: that of ops.row_linear, carried by `tp.transport` (ops.choose_transport).
     With sequence_parallel the bias gradient is a partial sum over the tp axis.
+    `input_is_parallel=False`: x (and gate) is (tokens, in_features), equal on all ranks, as its gradient then is; each
+    takes its part, and backward has an all-reduce of x besides.
     tp None, or one rank: bit-identical to nn.Linear.
     """
 
@@ -143,6 +160,7 @@ class RowParallelLinear(ParallelModule):
         out_features: int,
         bias: bool = True,
         *,
+        input_is_parallel: bool = True,
         init_std: float | None = None,
         activation: str | None = None,
         sequence_dim: int | None = None,
@@ -152,8 +170,9 @@ class RowParallelLinear(ParallelModule):
     ) -> None:
         super().__init__(tp)
         self.in_features, self.out_features = positive_sizes(in_features, out_features)
-        self.activation, self.sequence_dim = activation, sequence_dim
+        self.input_is_parallel, self.activation, self.sequence_dim = input_is_parallel, activation, sequence_dim
         self.width = -(-in_features // self.tp.size)  # input features of the rank that has most
+        self.columns = slice(self.tp.rank * self.width, min((self.tp.rank + 1) * self.width, in_features))
         std = in_features**-0.5 if init_std is None else init_std
         self.add_parameter("weight", (out_features, in_features), Normal(std), shard=1, device=device, dtype=dtype)
         if bias:
@@ -179,9 +198,22 @@ class RowParallelLinear(ParallelModule):
                 f"x of shape {tuple(x.shape)} has {x.shape[self.sequence_dim]} along sequence_dim={self.sequence_dim}, "
                 f"which {self.tp.size} tensor-parallel ranks cannot share equally: pad it to a multiple"
             )
+        self._check(x)
         rows = [None if each is None else _to_rows(each, self.sequence_dim) for each in (x, gate, residual)]
+        if not self.input_is_parallel:
+            rows[:2] = [
+                None if each is None else ops.take_columns(each, self.columns, self.tp.group) for each in rows[:2]
+            ]
         y, _ = self.reduced(rows[0], self.activation, gate=rows[1], residual=rows[2], dropout=dropout)
         return _from_rows(y, x, self.sequence_dim)
+
+    def _check(self, x: Tensor) -> None:
+        own = self.columns.stop - self.columns.start
+        if x.shape[-1] != (own if self.input_is_parallel else self.in_features):
+            raise ValueError(
+                f"x has {x.shape[-1]} features, this rank's part of in_features={self.in_features} has {own}: set "
+                f"input_is_parallel=False for an x with all of them, True for one with this rank's"
+            )
 
     def reduced(
         self,
@@ -214,4 +246,5 @@ class RowParallelLinear(ParallelModule):
         return (y, None) if next_norm is None else y
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, tp={self.tp.size}"
+        whole = ", input_is_parallel=False" * (not self.input_is_parallel)
+        return f"in_features={self.in_features}, out_features={self.out_features}{whole}, tp={self.tp.size}"

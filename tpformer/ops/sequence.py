@@ -66,7 +66,7 @@ class _GatherColumns(torch.autograd.Function):
     def forward(ctx, x, n, group):
         width = -(-n // group.size())  # the last ranks may have fewer
         ctx.columns = slice(group.rank() * width, group.rank() * width + x.shape[1])
-        return all_gather(F.pad(x, (0, width - x.shape[1])).t(), group)[:n].t()
+        return all_gather(F.pad(x, (0, width - x.shape[1])).t(), group)[:n].t().contiguous()
 
     @staticmethod
     @first_derivative
