@@ -1,5 +1,7 @@
 """Initial values do not depend on the layout: the same bits for every tensor-parallel size, whatever torch's seed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import (
+    ColumnParallelLinear,
     LMHead,
     PositionEmbedding,
     RowParallelLinear,
@@ -14,6 +17,7 @@ from tpformer.layers import (
     VocabParallelEmbedding,
     initialize,
 )
+from tpformer.models import GPT, GPTConfig
 
 HIDDEN, VOCAB = 24, 37
 
@@ -97,6 +101,37 @@ def test_reset_agrees_though_torch_seeds_differ(ranks, t):
             assert torch.equal(p, results[0][0][name]), name
         for name, p in whole.items():
             assert torch.equal(p, expected[name]), name
+
+
+def on_meta(how: str, with_mesh: bool) -> dict[str, torch.Tensor]:
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"] if with_mesh else None
+    config = GPTConfig(vocab_size=VOCAB, seq_length=4, n_layers=1, hidden_size=HIDDEN, n_heads=4)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    if how == "default":
+        torch.set_default_device("meta")
+    try:
+        with torch.device("meta") if how == "context" else nullcontext():
+            model = build(mesh, None)
+            model["gpt"] = GPT(config, tp=mesh)
+        assert all(p.is_meta and p.dtype == torch.float64 for p in model.parameters())
+        model.to_empty(device="cpu")
+        initialize(model, 5)
+        ColumnParallelLinear(4, 6, tp=mesh, device="cpu")  # draws its values from a generator that has some
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+    return {name: full(p) for name, p in model.named_parameters() if not name.startswith("gpt.")}
+
+
+@pytest.mark.parametrize("how", ["context", "default"])
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_default_device_and_dtype(ranks, how, with_mesh):
+    plain = build(None, torch.float64)
+    initialize(plain, 5)
+    for found in ranks(2).run(on_meta, how, with_mesh):
+        for name, p in plain.named_parameters():
+            assert torch.equal(found[name], p), name
 
 
 def test_reset_draws_anew():

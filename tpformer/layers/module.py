@@ -4,6 +4,7 @@ layout-invariant initial values.
 DTensor is imported where a mesh is given, because a plain layer is ready a second sooner without it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,7 +53,6 @@ class ParallelModule(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
             return
         from torch.distributed.tensor import DTensor, Replicate, Shard
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if shard is not None and shape[shard] <= (self.tp.size - 1) * -(-shape[shard] // self.tp.size):
             raise ValueError(
@@ -60,13 +60,20 @@ class ParallelModule(nn.Module):
                 f"at least one would hold none; lower tensor_parallel"
             )
         placement = Replicate() if shard is None else Shard(shard)
-        local_shape, _ = compute_local_shape_and_global_offset(shape, self.tp.mesh, [placement])
-        local = torch.empty(local_shape, device=device or self.tp.mesh.device_type, dtype=dtype)
+        local_shape, _ = _own_part(shape, self.tp.mesh, [placement])
+        local = torch.empty(local_shape, device=self.device_for(device), dtype=dtype)
         strides = torch.empty(shape, device="meta").stride()
         value = DTensor.from_local(
             local, self.tp.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides
         )
         self.register_parameter(name, nn.Parameter(value))
+
+    def device_for(self, device: torch.device | str | None) -> torch.device | str:
+        """Where parameters go: `device`, or torch's default where one is set, or the mesh's kind of device."""
+        default = torch.get_default_device()
+        if device is not None or self.tp.mesh is None or default.type != "cpu":
+            return default if device is None else device
+        return self.tp.mesh.device_type
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
         """This rank's part of a parameter. partial: each rank's gradient will be a partial sum over the tp axis.
@@ -121,11 +128,19 @@ class ParallelModule(nn.Module):
         """Fresh random values from torch's global generator: drawn on tp rank 0 and shared, so any layout agrees."""
         if any(parameter.is_meta for parameter in self.parameters(recurse=False)):
             return
-        seed = torch.randint(2**62, ())
+        seed = torch.randint(2**62, (), device="cpu")
         if self.tp.group is not None:
             seed = seed.to(self.tp.mesh.device_type)  # type: ignore[union-attr]
             dist.broadcast(seed, dist.get_global_rank(self.tp.group, 0), group=self.tp.group)
         initialize(self, int(seed))
+
+
+def _own_part(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of what this rank holds of a tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    with torch.device("cpu"):  # torch computes with small tensors, which have no values where the default is meta
+        return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 @torch.no_grad()
@@ -145,10 +160,8 @@ def initialize(model: nn.Module, seed: int) -> None:
 def _fill(parameter: Tensor, initial: Initializer, key: int, chunk: int = 2**22) -> None:
     local, offset = parameter, (0,) * parameter.ndim
     if is_dtensor(parameter):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
         local = parameter.to_local()
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        _, offset = _own_part(parameter.shape, parameter.device_mesh, parameter.placements)
     if isinstance(initial, Constant):
         local.fill_(initial.value)
         return

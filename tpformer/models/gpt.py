@@ -57,7 +57,8 @@ class GPT(ParallelModule):
     recompute: what the backward of each of `recompute_layers` (selected_layers) computes again instead of keeping it
     (TransformerBlock); offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
     label_smoothing, z_loss (ops.vocab_parallel_cross_entropy): of the loss in training mode; in evaluation it is plain.
-    device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`.
+    device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`. device, dtype: unset, as in
+    torch.nn, torch's defaults; but a mesh's kind of device where torch's default device is the CPU.
     part: build these consecutive layers only, a pipeline stage. Layers keep their global index as name; the first part
     has the embeddings, the last one norm and lm_head, and its own copy of a tied embed_tokens.
     Errors: ValueError, before anything is allocated, for heads or a vocabulary that the layout cannot hold.
@@ -75,8 +76,8 @@ class GPT(ParallelModule):
         z_loss: float = 0.0,
         part: range | None = None,
         seed: int = 0,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp, sequence_parallel=True)
         if config.vocab_size is None:
@@ -116,6 +117,7 @@ class GPT(ParallelModule):
         if self.is_last:
             self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, **table)
+        device = self.device_for(device)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialize()
