@@ -6,6 +6,7 @@ import torch.distributed as dist
 from shards import join
 
 from tpformer import ops
+from tpformer.layers import TransformerBlock
 
 SEQ, HIDDEN = 6, 5
 
@@ -48,3 +49,15 @@ def test_gradient_equals_that_of_the_product_with_the_mask():
     x = torch.randn(SEQ, HIDDEN, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: ops.dropout(x, site([2])), x)
     assert ops.dropout(x, None) is x
+
+
+@pytest.mark.parametrize("p", [1.0, -0.1, float("nan")])
+def test_what_is_no_probability_of_zeroing_is_refused(p):
+    x, wrong = torch.ones(SEQ, HIDDEN), site([0])._replace(p=p)
+    for call in (
+        lambda: ops.dropout(x, wrong),
+        lambda: ops.row_linear(x, x, dropout=wrong),
+        lambda: TransformerBlock(8, 2, dropout=p),
+    ):
+        with pytest.raises(ValueError, match=rf"dropout={p} must be in \[0, 1\)"):
+            call()

@@ -3,7 +3,7 @@
 Nothing in this package imports torch, so that `tpformer --help` and a mistake in a configuration answer at once.
 """
 
-from .architecture import MLP_ACTIVATIONS, NORM_NAMES, GPTConfig, check_heads, default_ffn_size
+from .architecture import MLP_ACTIVATIONS, NORM_NAMES, GPTConfig, check_dropout, check_heads, default_ffn_size
 from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .run import (
@@ -40,6 +40,7 @@ __all__ = [
     "TrainSection",
     "build_config",
     "check_config",
+    "check_dropout",
     "check_heads",
     "default_ffn_size",
     "preset",

@@ -37,6 +37,12 @@ def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rop
         raise ValueError(f"RoPE needs an even head dim, not hidden_size / n_heads = {hidden_size // n_heads}")
 
 
+def check_dropout(p: float) -> None:
+    """Raise ValueError for what is no probability of zeroing an element, of which some have to be kept."""
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout={p} must be in [0, 1)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Architecture. Global parameter shapes follow from these fields alone, never from the layout."""
@@ -85,8 +91,7 @@ class GPTConfig:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        check_dropout(self.dropout)
         for field in ("seq_length", "n_layers", "hidden_size", "n_heads", "vocab_multiple"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")

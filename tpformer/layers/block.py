@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import RECOMPUTE
+from tpformer.config import RECOMPUTE, check_dropout
 from tpformer.kernels.philox.reference import philox_key
 
 from .attention import SelfAttention
@@ -91,6 +91,7 @@ class TransformerBlock(ParallelModule):
             raise ValueError(f"unknown norm {norm!r}; choose one of {', '.join(NORMS)}")
         if recompute not in RECOMPUTE:
             raise ValueError(f"unknown recompute {recompute!r}; choose one of {', '.join(RECOMPUTE)}")
+        check_dropout(dropout)
         self.dropout, self.layer_index, self.recompute = dropout, layer_index, recompute
         tp = self.tp
         self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, tp=tp, device=device, dtype=dtype)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tpformer.config import check_dropout
 from tpformer.kernels.finish import Dropout
 
 from .first_derivative import first_derivative
@@ -34,5 +35,11 @@ class DropoutFunction(torch.autograd.Function):
 
 @uncompiled
 def dropout(x: Tensor, site: Dropout | None) -> Tensor:
-    """Dropout of rows x (tokens, hidden), or x itself for None. Saves nothing; no communication."""
-    return x if site is None else DropoutFunction.apply(x, site)
+    """Dropout of rows x (tokens, hidden), or x itself for None. Saves nothing; no communication.
+
+    Errors: ValueError for a probability outside [0, 1).
+    """
+    if site is None:
+        return x
+    check_dropout(site.p)
+    return DropoutFunction.apply(x, site)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.config import check_dropout
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 
@@ -107,14 +108,16 @@ def row_linear(
     The bias gradient is a partial sum over this rank's rows under sequence_parallel.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast all but the residual has autocast's dtype, and the residual, added last, its own.
-    Errors:  ValueError for an unknown activation, a gate without one, tokens not divisible by t (with
-             sequence_parallel), a transport that cannot run, or a next_norm under autocast.
+    Errors:  ValueError for an unknown activation, a gate without one, dropout outside [0, 1), tokens not divisible by t
+             (with sequence_parallel), a transport that cannot run, or a next_norm under autocast.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     if gate is not None and activation is None:
         raise ValueError("a gate needs an activation: act(gate) * x")
+    if dropout is not None:
+        check_dropout(dropout.p)
     if next_norm is not None and ends_region:
         raise ValueError("next_norm and ends_region exclude each other: nothing follows the end of a region")
     if (dtype := autocast_dtype(x)) is not None:
