@@ -77,9 +77,9 @@ class Inputs(NamedTuple):
     options: dict
 
 
-def inputs_of(config: GPTConfig, batch: int, length: int) -> Inputs:
+def inputs_of(model: nn.Module, config: GPTConfig, batch: int, length: int) -> Inputs:
     x, dy = torch.randn(2, batch, length, config.hidden_size, device=DEVICE, dtype=DTYPE)
-    key = DropoutKey(seed=1, step=1, sample_index=torch.arange(batch, device=DEVICE))
+    key = DropoutKey(seed=1, step=1, sample_index=torch.arange(batch, device=DEVICE), model=model)
     return Inputs(x, dy, {"positions": Positions(batch, length), "dropout_key": key})
 
 
@@ -111,7 +111,7 @@ def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS) -> None:
         for parameter in block.parameters():
             if parameter.ndim == 1:  # neither zeros nor ones
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    x, dy, options = inputs_of(config, 1, tokens)
+    x, dy, options = inputs_of(block, config, 1, tokens)
     drop = our_dropout(config, options) if config.dropout else lambda x, branch: x
     exact, plain = (plain_layer(block, config, dtype, drop=drop) for dtype in (torch.float64, DTYPE))
     oracle, baseline = step(exact, exact, x.double(), dy.double()), step(plain, plain, x, dy)
@@ -134,10 +134,11 @@ def checked_steps(
 
 def our_dropout(config: GPTConfig, options: dict) -> Drop:
     """Dropout of the plain block with the bits that ours has."""
+    key = options["dropout_key"]
 
     def drop(x: Tensor, branch: str) -> Tensor:
         rows = x.flatten(0, 1)
-        site = options["dropout_key"].site(config.dropout, 0, branch, rows, options["positions"], 0)
+        site = key.site(config.dropout, key.model, branch, rows, options["positions"], 0)
         return dropout_apply(rows, site.start, site.key, site.p).view(x.shape)
 
     return drop
@@ -145,11 +146,12 @@ def our_dropout(config: GPTConfig, options: dict) -> Drop:
 
 def calls_of(layer: Layer) -> dict[str, Call]:
     config = layer.config
-    x, dy, options = inputs_of(config, layer.batch, config.seq_length)
-    block = our_block(config)
+    blocks = {recompute: our_block(config, recompute) for recompute in ("none", *RECOMPUTED)}
+    x, dy, options = inputs_of(nn.ModuleDict(blocks), config, layer.batch, config.seq_length)
+    block = blocks["none"]
     calls = {OURS: Call(lambda: step(block, lambda x: block(x, **options), x, dy))}
     for recompute in RECOMPUTED:
-        other = our_block(config, recompute)
+        other = blocks[recompute]
         calls[recomputing(recompute)] = Call(
             lambda other=other: step(other, lambda x: other(x, **options), x, dy)  # type: ignore[misc]
         )

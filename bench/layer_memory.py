@@ -170,7 +170,7 @@ class Step:
         if self.layer.torch:
             return self.block(self.x)
         self.positions = Positions(self.layer.batch, self.layer.seq_length)
-        key = DropoutKey(seed=0, step=1, sample_index=torch.arange(self.layer.batch))
+        key = DropoutKey(seed=0, step=1, sample_index=torch.arange(self.layer.batch), model=self.block)
         return self.block(self.x, positions=self.positions, dropout_key=key)
 
     def saved_items(self) -> dict[str, int]:

@@ -98,7 +98,7 @@ def saved_bytes(model: torch.nn.Module, samples: Tensor) -> int:
     """What autograd keeps of one forward with its loss; parameters are left out."""
     with record_saved(model) as saved:
         index = torch.arange(len(samples), device=samples.device)
-        loss = model(samples[:, :-1], targets=samples[:, 1:], sample_index=index)
+        loss = model(samples[:, :-1], targets=samples[:, 1:], sample_index=index, step=1)
     total = saved.total()
     loss.backward()  # FSDP2 expects one after each forward
     model.zero_grad()

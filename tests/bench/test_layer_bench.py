@@ -67,7 +67,7 @@ def test_plain_blocks_are_ours(name: str, fused_qkv: bool, on_cpu: None, monkeyp
     config = CONFIGS[name]
     block = our_block(config)
     nn.init.normal_(block.input_layernorm.weight)
-    x, dy, options = inputs_of(config, 2, 16)
+    x, dy, options = inputs_of(block, config, 2, 16)
     drop = our_dropout(config, options) if config.dropout else None
     plain = plain_layer(block, config, torch.float64, fused_qkv=fused_qkv, drop=drop)
     ours = step(block, lambda x: block(x, **options), x, dy)

@@ -29,7 +29,7 @@ def run(kind: str, dtype: torch.dtype, recompute: str, backend: str | None) -> d
         x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()].clone() for z in inputs())
         x.requires_grad_()
         with record_saved(*(p.to_local() for p in block.parameters())) as saved:
-            y = step(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(0, index, SAMPLES))
+            y = step(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(0, index, SAMPLES, block))
         y.backward(dy)
     gradients = {name: p.grad.to_local() for name, p in block.named_parameters()}
     return {"y": y.detach(), "dx": x.grad, "saved": torch.tensor(sum(saved.values()))} | gradients

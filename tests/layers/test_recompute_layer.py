@@ -20,7 +20,7 @@ from tpformer.kernels.philox.reference import philox_key
 from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
 from tpformer.parallel import reduce_partial_gradients
 
-P, SEED, STEP, LAYER = 0.1, 3, 7, 2
+P, SEED, STEP = 0.1, 3, 7
 SAMPLES = torch.tensor([11, 4])
 DROPPED = ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"]
 
@@ -29,7 +29,7 @@ def masks(dtype: torch.dtype) -> list[Tensor]:
     """The two branches' dropout as factors, drawn here from the definition."""
     start = (SAMPLES[:, None] * SEQ + torch.arange(SEQ)).flatten() * HIDDEN
     ones = torch.ones(BATCH * SEQ, HIDDEN, dtype=torch.float64)
-    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, LAYER, name), P) for name in ("attention", "mlp")]
+    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, "", name), P) for name in ("attention", "mlp")]
     return [site.view(BATCH, SEQ, HIDDEN).to(dtype) for site in sites]
 
 
@@ -51,12 +51,12 @@ def by_plain_block(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
 def ours(kind: str, recompute: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, list]:
     """This rank's sequence shard of the same; and the collectives of forward and backward."""
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    options: dict = {"dropout": P, "layer_index": LAYER, "recompute": recompute, "dtype": torch.float32}
+    options: dict = {"dropout": P, "recompute": recompute, "dtype": torch.float32}
     block = make_block(kind, mesh, **options).to(dtype)
     x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()].clone() for z in inputs())
     x.requires_grad_()
     with record_collectives() as forward:
-        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES))
+        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
     with record_collectives() as backward:
         y.backward(dy)
     reduce_partial_gradients(block)
@@ -106,7 +106,7 @@ def kept(recompute: str) -> int:
     x = torch.randn(BATCH * SEQ // mesh.size(), HIDDEN, requires_grad=True)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
     with record_saved(*local) as saved:
-        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES))
+        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
     assert y.requires_grad
     return sum(nbytes // 4 for nbytes in saved.values())
 

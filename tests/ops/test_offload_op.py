@@ -15,13 +15,13 @@ HIDDEN, BATCH, SEQ = 32, 2, 8
 
 def blocks(**options) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList(TransformerBlock(HIDDEN, 4, dropout=0.1, layer_index=i, **options) for i in range(3))
+    return nn.ModuleList(TransformerBlock(HIDDEN, 4, dropout=0.1, **options) for _ in range(3))
 
 
 def run(layers: nn.ModuleList, offload: ops.Offload | None, device: str = "cpu") -> list[Tensor]:
     x = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1))
     x = x.to(device, next(layers.parameters()).dtype).requires_grad_()
-    y, key = x, DropoutKey(0, 1, torch.arange(BATCH, device=device))
+    y, key = x, DropoutKey(0, 1, torch.arange(BATCH, device=device), layers)
     for layer in layers:
         if offload is None:
             y = layer(y, dropout_key=key)
@@ -50,7 +50,7 @@ def test_storages_are_copied_once_and_parameters_never(monkeypatch):
 
     monkeypatch.setattr(module._Storage, "_copy", spy)
     layers = blocks()
-    x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH))
+    x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH), layers)
     with record_saved(*layers[0].parameters()) as saved:
         layers[0](x, dropout_key=key)
     large = sorted(nbytes for nbytes in saved.values() if nbytes >= 256)
@@ -104,7 +104,7 @@ def storages(monkeypatch) -> list[module._Storage]:
 def test_device_memory_is_given_back(storages):
     """Between forward and backward only the last layer's storages hold device bytes, and after their use none."""
     layers, offload = blocks(), ops.Offload(smallest=1)
-    x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH))
+    x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH), layers)
     for layer in layers:
         with offload.layer(layer):
             x = layer(x, dropout_key=key)
@@ -135,12 +135,12 @@ def test_gpt_with_offload_and_recomputed_layers(storages):
     gradients = []
     for options, count in (({}, 0), ({"offload_activations": True, "recompute": "mlp", "recompute_layers": "1:"}, 19)):
         model = GPT(config, **options)
-        model(ids, targets=ids, sample_index=torch.arange(8)).backward()
+        model(ids, targets=ids, sample_index=torch.arange(8), step=1).backward()
         gradients.append([p.grad for p in model.parameters()])
         assert len(storages) == count
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     with torch.no_grad():
-        model(ids, sample_index=torch.arange(8))
+        model(ids, sample_index=torch.arange(8), step=1)
     assert len(storages) == 19
 
 

@@ -60,7 +60,7 @@ def sharded_gradients(recompute: str) -> list[torch.Tensor]:
     fully_shard(model, **options)
     rank = dist.get_rank()
     ids = torch.randint(60, (2, 12), generator=torch.Generator().manual_seed(rank))
-    model(ids, targets=ids, sample_index=torch.arange(2) + 2 * rank).backward()
+    model(ids, targets=ids, sample_index=torch.arange(2) + 2 * rank, step=1).backward()
     return [p.grad.to_local().clone() for p in model.parameters()]
 
 

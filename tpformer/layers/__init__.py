@@ -3,7 +3,8 @@
 from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
 
 from .attention import SelfAttention
-from .block import DropoutKey, TransformerBlock
+from .block import TransformerBlock
+from .dropout import DropoutKey
 from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from .explain import LinearPlan, explain, linear_plans
 from .linear import ColumnParallelLinear, RowParallelLinear

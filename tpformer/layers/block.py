@@ -1,4 +1,4 @@
-"""The pre-norm transformer block, and the dropout key that travels with a microbatch."""
+"""The pre-norm transformer block."""
 
 import torch
 from torch import Tensor, nn
@@ -6,10 +6,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE, check_dropout
-from tpformer.kernels.philox.reference import philox_key
 
 from .attention import SelfAttention
 from .children import call_rows, fusable, why_called
+from .dropout import DropoutKey
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import ParallelModule
@@ -18,30 +18,6 @@ from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
 OWN = (SelfAttention, MLP, ColumnParallelLinear, RowParallelLinear, *NORMS.values())
-
-
-class DropoutKey:
-    """What fixes a step's dropout in any layout: the run's seed, the step, a sample's global index (batch,) int64.
-
-    Not a dataclass, as Positions is none: FSDP2 would take it apart and make another one for every layer.
-    """
-
-    def __init__(self, seed: int, step: int, sample_index: Tensor) -> None:
-        self.seed, self.step, self.sample_index = seed, step, sample_index
-        self._starts: dict[tuple[int, ...], Tensor] = {}
-
-    def site(self, p: float, layer: int | str, name: str, x: Tensor, positions: Positions, shard: int) -> ops.Dropout:
-        """The dropout of one site for rows x (rows, hidden), the shard-th such slice of the batch's tokens.
-
-        Sites of rows of one shape share the starts: 8 bytes a row, once for a model.
-        """
-        rows, hidden = x.shape
-        key = (rows, hidden, positions.seq_length, positions.sequence_shards, shard)
-        if key not in self._starts:
-            batch, seq = positions.batch, positions.seq_length
-            starts = ops.dropout_starts(self.sample_index.to(x.device), seq, hidden, slice(0, batch * seq))
-            self._starts[key] = positions.to_rows(starts)[shard * rows : (shard + 1) * rows].clone()
-        return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, layer, name), p)
 
 
 class TransformerBlock(ParallelModule):
@@ -78,7 +54,6 @@ class TransformerBlock(ParallelModule):
         rope_interleaved: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
-        layer_index: int = 0,
         recompute: str = "none",
         init_std: float | None = None,
         output_init_std: float | None = None,
@@ -92,7 +67,7 @@ class TransformerBlock(ParallelModule):
         if recompute not in RECOMPUTE:
             raise ValueError(f"unknown recompute {recompute!r}; choose one of {', '.join(RECOMPUTE)}")
         check_dropout(dropout)
-        self.dropout, self.layer_index, self.recompute = dropout, layer_index, recompute
+        self.dropout, self.recompute = dropout, recompute
         tp = self.tp
         self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, tp=tp, device=device, dtype=dtype)
         self.self_attn = SelfAttention(
@@ -150,12 +125,11 @@ class TransformerBlock(ParallelModule):
             return [None, None]
         if key is None:
             raise ValueError(
-                f"dropout={self.dropout} in training needs dropout_key=DropoutKey(seed, step, sample_index): "
+                f"dropout={self.dropout} in training needs dropout_key=DropoutKey(seed, step, sample_index, model): "
                 f"without it every step would drop the same elements"
             )
         shard = self.tp.rank if self.tp.sharded else 0
-        layer = self.layer_index
-        return [key.site(self.dropout, layer, name, rows, positions, shard) for name in ("attention", "mlp")]
+        return [key.site(self.dropout, self, name, rows, positions, shard) for name in ("attention", "mlp")]
 
     def _layer(self, x: Tensor, positions: Positions, sites: list[ops.Dropout | None]) -> Tensor:
         """x + attention(norm(x)), then x + mlp(norm(x)), each branch with its dropout."""

@@ -107,7 +107,6 @@ class GPT(ParallelModule):
             {
                 str(index): transformer_block(
                     config,
-                    layer_index=index,
                     recompute=recompute if index in recomputed else "none",
                     **place,
                 )
@@ -156,19 +155,20 @@ class GPT(ParallelModule):
         targets: Tensor | None = None,
         position_ids: Tensor | None = None,
         sample_index: Tensor | None = None,
-        step: int = 0,
+        step: int | None = None,
     ) -> Tensor:
         """Logits, or the summed loss when targets are given; of a part that is not the last, its rows.
 
         inputs: token ids (batch, seq) int64, equal on all tp ranks; of a part that is not the first, the rows of the
         part before: (batch * seq / t, hidden_size) with sequence_parallel, else (batch * seq, hidden_size).
         targets, position_ids: (batch, seq) int64, equal on all tp ranks; targets are -100 where no loss is
-        wanted; position_ids restart at 0 where a packed document begins. sample_index (batch,) int64 and step fix the
-        dropout in training; parts after the first need it for the batch size. Result: this rank's logits
+        wanted; position_ids restart at 0 where a packed document begins. sample_index (batch,) int64, the samples'
+        global indices, and step fix the dropout in training; parts after the first need sample_index for the batch
+        size. Result: this rank's logits
         (batch, seq, padded_vocab / t), or a scalar loss in promote_types(dtype, float32), summed over tokens and equal
         on all tp ranks.
         """
-        key = None if sample_index is None else DropoutKey(self.seed, step, sample_index)
+        key = self._dropout_key(sample_index, step)
         if self.is_first:
             wanted = inputs.shape[1]
             if self.embed_positions is not None and wanted > self.config.seq_length:
@@ -190,6 +190,19 @@ class GPT(ParallelModule):
             with nullcontext() if offload is None else offload.layer(layer):
                 x = layer(x, positions=positions, dropout_key=key)
         return x if self.lm_head is None else self._head(x, targets, positions, wanted)
+
+    def _dropout_key(self, sample_index: Tensor | None, step: int | None) -> DropoutKey | None:
+        if sample_index is not None and step is not None:
+            return DropoutKey(self.seed, step, sample_index, self)
+        if not self.training or self.config.dropout == 0:
+            return None
+        missing = " and ".join(
+            name for name, value in (("sample_index", sample_index), ("step", step)) if value is None
+        )
+        raise ValueError(
+            f"dropout={self.config.dropout} in training needs {missing}: sample_index and step say which elements are "
+            f"dropped, and without both every step would drop the same ones"
+        )
 
     def _embed(self, ids: Tensor, positions: Positions, key: DropoutKey | None) -> Tensor:
         x = self.embed_tokens(ids)
@@ -215,4 +228,4 @@ class GPT(ParallelModule):
         if key is None or not self.training or self.config.dropout == 0:
             return None
         shard = self.tp.rank if self.tp.sharded else 0
-        return key.site(self.config.dropout, "embedding", "output", x, positions, shard)
+        return key.site(self.config.dropout, self, "embedding", x, positions, shard)

@@ -1,0 +1,100 @@
+"""Which elements a TransformerBlock drops: its name in the model's tree decides, and nothing that lays it out."""
+
+import copy
+
+import pytest
+import torch
+from test_block_layer import BATCH, HIDDEN, SEQ, make_block
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tpformer.layers import DropoutKey, TransformerBlock
+
+P = 0.5
+
+
+def blocks(**options) -> nn.ModuleList:
+    """Zero weights leave only x + dropout(bias) twice: each branch shows its mask by its own bias."""
+    layers = nn.ModuleList(make_block("gelu-layernorm", dropout=P, **options) for _ in range(2))
+    for name, p in layers.named_parameters():
+        nn.init.constant_(p, {"self_attn.o_proj.bias": 1.0, "mlp.fc2.bias": 100.0}.get(name[2:], 0.0))
+    return layers
+
+
+def masks(layer: nn.Module, **options) -> list[Tensor]:
+    """Of both branches: what is kept (batch, seq, hidden), by a forward of zeros and again by its backward."""
+    seq = options.pop("seq", SEQ)
+    x = torch.zeros(BATCH, seq, HIDDEN, dtype=torch.float64, requires_grad=True)
+    y = layer(x, **options)
+    assert set(y.unique().tolist()) == {0.0, 1 / P, 100 / P, 101 / P}
+    return [y % 100 == 1 / P, y >= 100 / P]
+
+
+def key_of(model: nn.Module, samples: tuple[int, ...] = (5, 9), step: int = 1) -> DropoutKey:
+    return DropoutKey(0, step, torch.tensor(samples), model)
+
+
+def assert_all_differ(drawn: list[Tensor]) -> None:
+    for i, one in enumerate(drawn):
+        for other in drawn[i + 1 :]:
+            assert 0.3 < (one == other).double().mean() < 0.7, "independent, not merely different"
+
+
+def test_every_site_of_every_layer_has_its_own():
+    layers = blocks()
+    key = key_of(layers)
+    assert_all_differ([mask for layer in layers for mask in masks(layer, dropout_key=key)])
+
+
+def wrap_second(wrap) -> nn.ModuleList:
+    layers = blocks()
+    layers[1] = wrap(layers[1])
+    return layers
+
+
+WRAPPED = {
+    "compiled": lambda: wrap_second(lambda block: torch.compile(block, backend="eager")),
+    "all compiled": lambda: torch.compile(blocks(), backend="eager"),
+    "checkpointed": lambda: wrap_second(checkpoint_wrapper),
+    "FSDP2": lambda: wrap_second(lambda block: fully_shard(block, mesh=init_device_mesh("cpu", (1,)))),
+    "DDP": lambda: nn.parallel.DistributedDataParallel(blocks()),
+    "copied": lambda: copy.deepcopy(blocks()),
+    "alone of a part": lambda: nn.ModuleDict({"1": blocks()[1]}),
+    "recomputed": lambda: blocks(recompute="full"),
+}
+
+
+def on_rank(how: str) -> list[Tensor]:
+    model = WRAPPED[how]()
+    layers = {"DDP": "module", "all compiled": "_orig_mod"}.get(how)
+    layers = model if layers is None else getattr(model, layers)
+    return masks(layers["1" if how == "alone of a part" else 1], dropout_key=key_of(model))
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_the_name_does_not_depend_on_what_wraps_a_layer(ranks, how):
+    layers = blocks()
+    (actual,) = ranks(1).run(on_rank, how)
+    for one, other in zip(actual, masks(layers[1], dropout_key=key_of(layers)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_layer_that_came_later_has_a_name_too():
+    layers = blocks()
+    before = masks(layers[1], dropout_key=key_of(layers))
+    layers.insert(0, blocks()[0])
+    drawn = [masks(layer, dropout_key=key_of(layers)) for layer in layers]
+    assert_all_differ([mask for pair in drawn for mask in pair])
+    assert torch.equal(drawn[1][0], before[0]), "it is the layer number 1 now"
+
+
+def test_keys_of_another_model_or_batch_are_refused():
+    layers, other = blocks(), TransformerBlock(8, 2)
+    with pytest.raises(
+        ValueError, match="this TransformerBlock is not in the TransformerBlock that its DropoutKey got"
+    ):
+        masks(layers[0], dropout_key=key_of(other))
+    with pytest.raises(ValueError, match=r"sample_index of shape \(3,\) for a batch of 2 samples"):
+        masks(layers[0], dropout_key=key_of(layers, (1, 2, 3)))

@@ -1,0 +1,73 @@
+"""The dropout key that travels with a microbatch: which elements a site drops, whatever the layout."""
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tpformer import ops
+from tpformer.kernels.philox.reference import philox_key
+from tpformer.ops.uncompiled import uncompiled
+
+from .positions import Positions
+
+# what torch.compile, activation checkpointing and FSDP1 put into the names of what they wrap
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+_NAMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str]] = WeakKeyDictionary()
+
+
+def module_name(model: nn.Module, module: nn.Module) -> str:
+    """The name of a module in the tree of `model`, wrappers left out, so that it does not depend on the layout.
+
+    Names are read off once, and again when the tree has a module that they do not know.
+    """
+    if module not in _NAMES.get(model, ()):
+        _NAMES[model] = WeakKeyDictionary(
+            (each, ".".join(part for part in path.split(".") if part not in WRAPPERS))
+            for path, each in model.named_modules()
+        )
+    name = _NAMES[model].get(module)
+    if name is None:
+        raise ValueError(
+            f"this {type(module).__name__} is not in the {type(model).__name__} that its DropoutKey got as model: "
+            f"give the module that holds all layers, in which each has a name of its own"
+        )
+    return name
+
+
+class DropoutKey:
+    """What fixes a step's dropout in any layout: the run's seed, the step, a sample's global index (batch,) int64, and
+    the model, in whose tree each layer has its own name.
+
+    model: the module that holds all layers, or a pipeline part of it with their global names. A layer that is called
+    twice with one key drops the same elements twice.
+    Not a dataclass, as Positions is none: FSDP2 would take it apart and make another one for every layer.
+    """
+
+    def __init__(self, seed: int, step: int, sample_index: Tensor, model: nn.Module) -> None:
+        self.seed, self.step, self.sample_index = seed, step, sample_index
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._starts: dict[tuple[int, ...], Tensor] = {}
+
+    @uncompiled
+    def site(self, p: float, layer: nn.Module, name: str, x: Tensor, positions: Positions, shard: int) -> ops.Dropout:
+        """The dropout of one site of a layer for rows x (rows, hidden), the shard-th such slice of the batch's tokens.
+
+        Sites of rows of one shape share the starts: 8 bytes a row, once for a model.
+        Errors: ValueError for a layer that is not in the model, and for a sample_index of another batch.
+        """
+        rows, hidden = x.shape
+        key = (rows, hidden, positions.seq_length, positions.sequence_shards, shard)
+        if key not in self._starts:
+            if self.sample_index.shape != (positions.batch,):
+                raise ValueError(
+                    f"sample_index of shape {tuple(self.sample_index.shape)} for a batch of {positions.batch} samples: "
+                    f"give the global index of each, ({positions.batch},)"
+                )
+            index = self.sample_index.to(x.device, torch.int64)
+            tokens = slice(0, positions.batch * positions.seq_length)
+            starts = positions.to_rows(ops.dropout_starts(index, positions.seq_length, hidden, tokens))
+            self._starts[key] = starts[shard * rows : (shard + 1) * rows].clone()
+        return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, module_name(self.model, layer), name), p)
