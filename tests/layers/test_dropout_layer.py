@@ -98,3 +98,19 @@ def test_keys_of_another_model_or_batch_are_refused():
         masks(layers[0], dropout_key=key_of(other))
     with pytest.raises(ValueError, match=r"sample_index of shape \(3,\) for a batch of 2 samples"):
         masks(layers[0], dropout_key=key_of(layers, (1, 2, 3)))
+
+
+def test_samples_of_another_length_share_nothing():
+    """Sample 6 of 6 tokens and sample 4 of 9 begin at the same count of elements."""
+    layers = blocks()
+    short = masks(layers[0], seq=6, dropout_key=key_of(layers, (6, 7)))
+    long = masks(layers[0], seq=9, dropout_key=key_of(layers, (4, 5)))
+    assert_all_differ([mask.flatten()[: 6 * HIDDEN] for mask in (*short, *long)])
+
+
+def test_indices_of_any_integer_type_are_the_same_samples():
+    layers, samples = blocks(), torch.tensor([2**30, 2**30 + 1])
+    wide, narrow = (
+        masks(layers[0], dropout_key=DropoutKey(0, 1, samples.to(d), layers)) for d in (torch.int64, torch.int32)
+    )
+    assert torch.equal(wide[0], narrow[0])

@@ -29,7 +29,7 @@ def masks(dtype: torch.dtype) -> list[Tensor]:
     """The two branches' dropout as factors, drawn here from the definition."""
     start = (SAMPLES[:, None] * SEQ + torch.arange(SEQ)).flatten() * HIDDEN
     ones = torch.ones(BATCH * SEQ, HIDDEN, dtype=torch.float64)
-    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, "", name), P) for name in ("attention", "mlp")]
+    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, SEQ, "", name), P) for name in ("attention", "mlp")]
     return [site.view(BATCH, SEQ, HIDDEN).to(dtype) for site in sites]
 
 

@@ -70,4 +70,6 @@ class DropoutKey:
             tokens = slice(0, positions.batch * positions.seq_length)
             starts = positions.to_rows(ops.dropout_starts(index, positions.seq_length, hidden, tokens))
             self._starts[key] = starts[shard * rows : (shard + 1) * rows].clone()
-        return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, module_name(self.model, layer), name), p)
+        # starts count elements of samples of one length: each length has its own stream, so that none meet
+        length, layer_name = positions.seq_length, module_name(self.model, layer)
+        return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, length, layer_name, name), p)
