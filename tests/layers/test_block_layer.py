@@ -138,11 +138,9 @@ def test_positions_that_do_not_count_up(ids):
         Positions(1, 3, torch.tensor(ids))
 
 
-def test_dropout_needs_its_key_in_training_only():
+def test_dropout_is_by_its_key_and_in_training_only():
     x, _ = inputs()
     block, without = make_block("gelu-layernorm", dropout=0.5), make_block("gelu-layernorm")
-    with pytest.raises(ValueError, match=r"dropout=0.5 in training needs dropout_key=DropoutKey\(seed, step, sample"):
-        block(x)
     key = DropoutKey(0, 1, torch.arange(BATCH), block)
     one, again = (block(x, dropout_key=key) for _ in range(2))
     assert torch.equal(one, again) and not torch.equal(one, without(x))

@@ -9,8 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from tpformer.layers import DropoutKey, TransformerBlock
+from tpformer import ops
+from tpformer.distributed import build_mesh
+from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.models import GPT, GPTConfig
 
 P = 0.5
 
@@ -114,3 +118,61 @@ def test_indices_of_any_integer_type_are_the_same_samples():
         masks(layers[0], dropout_key=DropoutKey(0, 1, samples.to(d), layers)) for d in (torch.int64, torch.int32)
     )
     assert torch.equal(wide[0], narrow[0])
+
+
+def test_without_a_key_every_forward_and_site_draws_its_own():
+    layers = blocks()
+    torch.manual_seed(3)
+    first, second, other = masks(layers[0]), masks(layers[0]), masks(layers[1])
+    assert_all_differ([*first, *second, *other])
+    torch.manual_seed(3)
+    assert all(torch.equal(one, again) for one, again in zip(first, masks(layers[0]), strict=True))
+
+
+def gpt(recompute: str) -> GPT:
+    config = GPTConfig(vocab_size=16, seq_length=SEQ, n_layers=2, hidden_size=HIDDEN, n_heads=6, dropout=P)
+    return GPT(config, recompute=recompute, dtype=torch.float64)
+
+
+def through(region, *, own: str = "none") -> dict[str, Tensor]:
+    """Of GPT and of two blocks without keys, whose calls `region(function, x)` makes: results and gradients."""
+    torch.manual_seed(7)
+    x, ids = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64), torch.randint(16, (BATCH, SEQ))
+    layers, model = nn.ModuleList(make_block("gelu-layernorm", dropout=P, recompute=own) for _ in range(2)), gpt(own)
+    y = x.requires_grad_()
+    for layer in layers:
+        y = region(layer, y)
+    loss = region(lambda ids: model(ids, targets=ids), ids)
+    (y.square().sum() + loss).backward()
+    gradients = {name: p.grad for each in (layers, model) for name, p in each.named_parameters()}
+    return {"y": y.detach(), "loss": loss.detach(), "dx": x.grad} | gradients
+
+
+REGIONS = {
+    "mlp": {"region": lambda function, x: function(x), "own": "mlp"},
+    "full": {"region": lambda function, x: function(x), "own": "full"},
+    "ops.recompute": {"region": ops.recompute},
+    "of regions": {"region": ops.recompute, "own": "full"},
+    "checkpoint": {"region": lambda function, x: checkpoint(function, x, use_reentrant=False)},
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_without_a_key_a_second_run_draws_the_same(name):
+    expected, actual = through(lambda function, x: function(x)), through(**REGIONS[name])
+    assert all(torch.equal(value, actual[result]) for result, value in expected.items())
+
+
+def without_a_key() -> None:
+    mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
+    block = make_block("gelu-layernorm", mesh, dropout=P)
+    needed = r"dropout=0.5 in training on 2 tensor-parallel ranks needs {}: drawn from each"
+    with pytest.raises(ValueError, match=needed.format(r"dropout_key=DropoutKey\(seed, step, sample_index, model\)")):
+        block(torch.zeros(SEQ, HIDDEN, dtype=torch.float64), positions=Positions(BATCH, SEQ))
+    model = GPT(gpt("none").config, tp=mesh)
+    with pytest.raises(ValueError, match=needed.format("sample_index and step")):
+        model(torch.zeros(BATCH, SEQ, dtype=torch.int64))
+
+
+def test_without_a_key_several_ranks_are_refused(ranks):
+    ranks(2).run(without_a_key)

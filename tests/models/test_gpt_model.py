@@ -186,12 +186,15 @@ def test_too_long_for_the_learned_positions():
     assert build(LLAMA)(torch.zeros(1, 9, dtype=torch.int64)).shape == (1, 9, 64)
 
 
-def test_dropout_needs_sample_index_and_step():
+def test_dropout_takes_sample_index_and_step_together():
     model = build({**TINY, "dropout": 0.1})
     ids, targets = tokens(2, 8)
     index = torch.arange(2)
-    for given, missing in (({"step": 1}, "sample_index"), ({"sample_index": index}, "step")):
-        with pytest.raises(ValueError, match=f"dropout=0.1 in training needs {missing}: sample_index and step say"):
+    for given, message in (
+        ({"step": 1}, "sample_index beside step"),
+        ({"sample_index": index}, "step beside sample_index"),
+    ):
+        with pytest.raises(ValueError, match=f"dropout=0.1 in training needs {message}: together"):
             model(ids, targets=targets, **given)
     one, again, later = (model(ids, targets=targets, sample_index=index, step=step) for step in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, later)

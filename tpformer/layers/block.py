@@ -32,8 +32,9 @@ class TransformerBlock(ParallelModule):
              statistics of each row (16 / hidden + 4 / head_dim): 20, with no GEMM done twice; recompute="mlp" 12, with
              one more fc1 GEMM and its all-gather; recompute="full" 2, with the forward again but for its last GEMM
              and reduction. `python -m bench memory` counts them.
-    Dropout (in training, p > 0) needs `dropout_key`; `positions`, `key_padding_mask` and
-    is_causal are those of SelfAttention.
+    Dropout (in training, p > 0) is by `dropout_key` the same in every layout; without one, which takes a single rank,
+             it is drawn from torch's generator, as nn.Dropout's is.
+    `positions`, `key_padding_mask` and is_causal are those of SelfAttention.
     A child with a hook, a parametrization or a forward of its own, or of another class, is called as a module, with
     rows (tokens, hidden_size), an attention with positions=Positions besides; other children stay fused (explain).
     A module of other people gets all rows and features on every rank, and gives all of them.
@@ -124,10 +125,8 @@ class TransformerBlock(ParallelModule):
         if not self.training or self.dropout == 0:
             return [None, None]
         if key is None:
-            raise ValueError(
-                f"dropout={self.dropout} in training needs dropout_key=DropoutKey(seed, step, sample_index, model): "
-                f"without it every step would drop the same elements"
-            )
+            needed = "dropout_key=DropoutKey(seed, step, sample_index, model)"
+            key = DropoutKey.drawn(self, self.dropout, rows, positions.batch, instead=needed)
         shard = self.tp.rank if self.tp.sharded else 0
         return [key.site(self.dropout, self, name, rows, positions, shard) for name in ("attention", "mlp")]
 

@@ -1,5 +1,7 @@
 """The dropout key that travels with a microbatch: which elements a site drops, whatever the layout."""
 
+from __future__ import annotations
+
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,6 +12,7 @@ from tpformer import ops
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.ops.uncompiled import uncompiled
 
+from .module import ParallelModule
 from .positions import Positions
 
 # what torch.compile, activation checkpointing and FSDP1 put into the names of what they wrap
@@ -50,6 +53,22 @@ class DropoutKey:
         self.seed, self.step, self.sample_index = seed, step, sample_index
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self._starts: dict[tuple[int, ...], Tensor] = {}
+
+    @classmethod
+    @uncompiled
+    def drawn(cls, model: ParallelModule, p: float, x: Tensor, batch: int, *, instead: str) -> DropoutKey:
+        """For one forward without a key, as nn.Dropout has it: the seed is drawn from torch's generator of the CPU.
+
+        What restores that generator, as torch.utils.checkpoint does, repeats the bits; nothing waits for x's device.
+        Errors: ValueError on several ranks, where `instead` is to be given.
+        """
+        if model.tp.size > 1:
+            raise ValueError(
+                f"dropout={p} in training on {model.tp.size} tensor-parallel ranks needs {instead}: drawn from each "
+                f"rank's own generator, masks of the same values might differ"
+            )
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        return cls(seed, 0, torch.arange(batch, device=x.device), model)
 
     @uncompiled
     def site(self, p: float, layer: nn.Module, name: str, x: Tensor, positions: Positions, shard: int) -> ops.Dropout:

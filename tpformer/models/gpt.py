@@ -163,12 +163,12 @@ class GPT(ParallelModule):
         part before: (batch * seq / t, hidden_size) with sequence_parallel, else (batch * seq, hidden_size).
         targets, position_ids: (batch, seq) int64, equal on all tp ranks; targets are -100 where no loss is
         wanted; position_ids restart at 0 where a packed document begins. sample_index (batch,) int64, the samples'
-        global indices, and step fix the dropout in training; parts after the first need sample_index for the batch
-        size. Result: this rank's logits
+        global indices, and step fix the dropout in training; without them, on one rank, it is drawn from torch's
+        generator. Parts after the first need sample_index for the batch size. Result: this rank's logits
         (batch, seq, padded_vocab / t), or a scalar loss in promote_types(dtype, float32), summed over tokens and equal
         on all tp ranks.
         """
-        key = self._dropout_key(sample_index, step)
+        key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:
             wanted = inputs.shape[1]
             if self.embed_positions is not None and wanted > self.config.seq_length:
@@ -191,17 +191,17 @@ class GPT(ParallelModule):
                 x = layer(x, positions=positions, dropout_key=key)
         return x if self.lm_head is None else self._head(x, targets, positions, wanted)
 
-    def _dropout_key(self, sample_index: Tensor | None, step: int | None) -> DropoutKey | None:
+    def _dropout_key(self, inputs: Tensor, sample_index: Tensor | None, step: int | None) -> DropoutKey | None:
         if sample_index is not None and step is not None:
             return DropoutKey(self.seed, step, sample_index, self)
         if not self.training or self.config.dropout == 0:
             return None
-        missing = " and ".join(
-            name for name, value in (("sample_index", sample_index), ("step", step)) if value is None
-        )
+        p = self.config.dropout
+        if sample_index is None and step is None:
+            return DropoutKey.drawn(self, p, inputs, len(inputs), instead="sample_index and step")
+        given, missing = ("step", "sample_index") if sample_index is None else ("sample_index", "step")
         raise ValueError(
-            f"dropout={self.config.dropout} in training needs {missing}: sample_index and step say which elements are "
-            f"dropped, and without both every step would drop the same ones"
+            f"dropout={p} in training needs {missing} beside {given}: together they say which elements a step drops"
         )
 
     def _embed(self, ids: Tensor, positions: Positions, key: DropoutKey | None) -> Tensor:

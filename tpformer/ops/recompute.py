@@ -10,12 +10,12 @@ from .uncompiled import uncompiled
 
 
 @uncompiled
-def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool = False) -> Any:
+def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool = True) -> Any:
     """region(*inputs) with its inputs saved and nothing else; the backward runs the region again, on all ranks alike.
 
-    torch.utils.checkpoint (Chen et al. 2016, arXiv:1604.06174). keep_random_state: the region draws from torch's
-    generator, as other people's modules do, and draws the same again; this library's dropout is a function of the
-    element's index and needs no such copy. A row_linear that ends the region (`ends_region=True`) is not multiplied or
+    torch.utils.checkpoint (Chen et al. 2016, arXiv:1604.06174). keep_random_state: what the region draws from
+    torch's generator, as other people's modules do and our blocks without a dropout_key, it draws again; a region whose
+    dropout has its key needs no such copy. A row_linear that ends the region (`ends_region=True`) is not multiplied or
     reduced again, as nothing reads its result the second time.
     """
     return checkpoint(
