@@ -115,13 +115,15 @@ def combine_statistics_kernel(
             deficit += tl.load(part + 3 * tokens, mask=mask, other=0.0)
             if size > 0:
                 deficit += (shift - tl.maximum(own, LOWEST)) * size
+    index = tl.load(targets + token, mask=mask, other=0)
+    ignored = index == ignore_index
+    total = tl.where(ignored | ((index >= 0) & (index < entries)), total, float("nan"))
     loss = shift - target  # first: the logarithm must not be rounded away by a large maximum
     if LABEL_SMOOTHING:
         loss = (1.0 - label_smoothing) * loss + label_smoothing / entries * deficit
     logarithm = tl.log(total)
     lse = shift + logarithm
     loss = logarithm + loss + (z_loss * lse) * lse
-    ignored = tl.load(targets + token, mask=mask, other=0) == ignore_index
     tl.store(normalisers + token, maximum, mask=mask)
     tl.store(normalisers + tokens + token, total, mask=mask)
     tl.store(losses + token, tl.where(ignored, 0.0, loss), mask=mask)

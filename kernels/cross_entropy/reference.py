@@ -80,10 +80,14 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     """Maximum and sum of exp(logit - maximum) over the whole vocabulary, (2, T), and the losses (T,).
 
     Shapes:   parts (slices, 3 or 4, T), all slices' statistics in order; vocab: any slice's
+    Numerics: the sum of a target outside the vocabulary is NaN, and so are its loss and gradient: no slice has it, and
+              nobody would notice
     """
     maximum = parts[:, 0].amax(0)
     shift = _finite(maximum)
     total = (parts[:, 1] * (parts[:, 0] - shift).exp()).sum(0)
+    ignored = targets == terms.ignore_index
+    total = total.masked_fill(~ignored & ((targets < 0) | (targets >= vocab.entries)), torch.nan)
     # maximum - target first: the logarithm must not be rounded away by a large maximum
     loss = shift - parts[:, 2].sum(0)
     if terms.label_smoothing:
@@ -95,7 +99,7 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     loss = total.log() + loss
     if terms.z_loss:
         loss = loss + terms.z_loss * (shift + total.log()).square()
-    return torch.stack([maximum, total]), loss.masked_fill(targets == terms.ignore_index, 0)
+    return torch.stack([maximum, total]), loss.masked_fill(ignored, 0)
 
 
 def slice_gradient(

@@ -191,6 +191,19 @@ def empty(kernels: Any, device: str = "cpu") -> None:
         assert (normalisers.shape, losses.shape, gradient.shape) == ((2, 0), (0,), (0, 4))
 
 
+def outside(kernels: Any, device: str = "cpu") -> None:
+    """A target that no slice has makes its loss and its gradient NaN, and no other's."""
+    logits, _, _ = draw(2, 5, 8, 0, torch.float32, device)
+    targets = torch.tensor([-1, 8, 3, -100, 2**40], device=device)
+    for terms in TERMS[:3]:
+        losses, gradient = in_slices(kernels, logits, targets, None, 4, 8, terms)
+        for nan in (losses.isnan(), gradient.isnan().any(1), gradient.isnan().all(1)):
+            assert nan.tolist() == [True, True, False, False, True]
+        kept = slice(2, 4)
+        expected = by_torch(logits[kept], targets[kept], None, 8, terms)
+        torch.testing.assert_close((losses[kept], gradient[kept]), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_reference_in_low_precision(dtype):
     huge_logits(reference, dtype)
@@ -202,6 +215,7 @@ def test_reference_in_low_precision(dtype):
 def test_reference_at_the_edges():
     infinite_logits(reference)
     empty(reference)
+    outside(reference)
 
 
 def kernel() -> Any:
@@ -253,6 +267,7 @@ def in_the_interpreter(short: bool) -> None:
             equal_logits(kernel(), dtype)
         infinite_logits(kernel())
         empty(kernel())
+        outside(kernel())
         memory_and_repeats()
 
 
@@ -287,6 +302,7 @@ def test_on_gpu(dtype: torch.dtype) -> None:
 def test_edges_on_gpu() -> None:
     infinite_logits(kernel(), "cuda")
     empty(kernel(), "cuda")
+    outside(kernel(), "cuda")
     memory_and_repeats("cuda")
 
 

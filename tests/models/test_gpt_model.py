@@ -186,6 +186,21 @@ def test_too_long_for_the_learned_positions():
     assert build(LLAMA)(torch.zeros(1, 9, dtype=torch.int64)).shape == (1, 9, 64)
 
 
+@pytest.mark.parametrize(
+    "ids, targets, words",
+    [
+        (torch.arange(8), None, r"token ids are \(8,\) torch.int64: give \(batch, seq\) int64 ones"),
+        (torch.rand(1, 8), None, r"token ids are \(1, 8\) torch.float32: give"),
+        (torch.zeros(2, 8).long(), torch.zeros(2, 7).long(), r"targets are \(2, 7\) for token ids \(2, 8\): give one"),
+        (torch.zeros(2, 8).long(), torch.zeros(8, 2).long(), r"targets are \(8, 2\) for token ids \(2, 8\)"),
+        (torch.zeros(1, 8).long(), torch.full((1, 8), 50), r"targets span \[50, 50\], outside the vocabulary"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(ids, targets, words):
+    with pytest.raises(ValueError, match=words):
+        build(TINY)(ids, targets=targets)
+
+
 def test_dropout_takes_sample_index_and_step_together():
     model = build({**TINY, "dropout": 0.1})
     ids, targets = tokens(2, 8)

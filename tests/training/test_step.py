@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import RankFailure
 
 from tpformer.config import build_config
 from tpformer.training.model import ParallelModel
@@ -69,6 +70,21 @@ def test_all_ranks_skip_a_step_that_is_not_finite(ranks, poison):
         assert kept == [False, False, True, False] and counts == {3.0}
         assert results[2][3] == "layers.3.mlp.fc1.weight" and not math.isfinite(results[2][1])
         assert math.isfinite(results[3][0]) and results[3][3] is None
+
+
+def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step(ranks):
+    """The loss kernel makes NaN of a target outside the vocabulary; a CPU would have refused it before."""
+    words = r"ValueError: token ids of this batch span \[0, 60\], outside the vocabulary \[0, 59\]"
+    with pytest.raises(RankFailure, match=words):
+        ranks(1).run(strange_batch)
+
+
+def strange_batch() -> None:
+    model, optimizers, _ = setup({}, "float32")
+    model.gradients = lambda *args, **kwargs: torch.tensor(math.nan)
+    batch = torch.zeros(BATCH, 13, dtype=torch.int64)
+    batch[0, 5] = 60
+    train_step(model, optimizers, batch, first_sample=0, step=1, lr=0.1, clip_norm=1.0)
 
 
 def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.ops.embedding import check_ids
 
 from .module import Normal, ParallelModule
 from .positions import Positions, positions_of
@@ -48,14 +49,6 @@ class _VocabParallel(ParallelModule):
         """Which entries of the vocabulary this rank holds."""
         return ops.VocabSlice(self.tp.rank * self.width, self.width, self.vocab_size)
 
-    def check_ids(self, ids: Tensor, what: str) -> None:
-        """ValueError, on a CPU, for an id outside the vocabulary: no rank would hold it, and none would notice. A fake
-        tensor (planner.dry_run) has no values to check."""
-        if type(ids) is Tensor and ids.device.type == "cpu" and ids.numel():
-            low, high = (int(bound) for bound in ids.aminmax())
-            if low < 0 or high >= self.vocab_size:
-                raise ValueError(f"{what} span [{low}, {high}], outside the vocabulary [0, {self.vocab_size - 1}]")
-
 
 class VocabParallelEmbedding(_VocabParallel):
     """nn.Embedding with the vocabulary sharded.
@@ -69,7 +62,7 @@ class VocabParallelEmbedding(_VocabParallel):
     """
 
     def forward(self, ids: Tensor) -> Tensor:
-        self.check_ids(ids, "token ids")
+        check_ids(ids, self.vocab_size, "token ids")
         rows = ops.vocab_parallel_embedding(
             ids.reshape(-1),
             self.local("weight"),
@@ -130,7 +123,7 @@ class LMHead(_VocabParallel):
              scalar equal on all ranks, with label_smoothing and z_loss as ops.vocab_parallel_cross_entropy has them.
     Communication, per rank: that of ops.column_linear (logits, carried by `tp.transport`) or ops.linear_cross_entropy
              (loss, whose collectives are its own).
-    Errors:  ValueError on a CPU for a target outside [0, vocab_size), and as ops.linear_cross_entropy.
+    Errors:  those of ops.linear_cross_entropy.
     `chunk_tokens`: that of ops.linear_cross_entropy, equal on all ranks; None for its default.
     """
 
@@ -150,6 +143,5 @@ class LMHead(_VocabParallel):
         where: dict = {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if targets is None:
             return ops.column_linear(x, weight, transport=self.tp.column_transport(x, self.width), **where)
-        self.check_ids(targets.masked_fill(targets == IGNORE_INDEX, 0), "targets")
         terms: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
         return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **terms, **where)

@@ -48,6 +48,16 @@ def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
     )
 
 
+def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token ids are {tuple(ids.shape)} {ids.dtype}: give (batch, seq) int64 ones")
+    if targets is not None and targets.shape != ids.shape:
+        raise ValueError(
+            f"targets are {tuple(targets.shape)} for token ids {tuple(ids.shape)}: give one for each, {IGNORE_INDEX} "
+            f"where no loss is wanted"
+        )
+
+
 class GPT(ParallelModule):
     """A decoder-only transformer.
 
@@ -170,6 +180,7 @@ class GPT(ParallelModule):
         """
         key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:
+            _check_batch(inputs, targets)
             wanted = inputs.shape[1]
             if self.embed_positions is not None and wanted > self.config.seq_length:
                 raise ValueError(

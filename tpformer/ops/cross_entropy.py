@@ -11,6 +11,7 @@ from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scat
 from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 
 from .autocast import autocast_dtype, cast
+from .embedding import check_ids
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm
@@ -32,6 +33,19 @@ def loss_terms(ignore_index: int, label_smoothing: float, z_loss: float) -> Loss
     if not z_loss >= 0:
         raise ValueError(f"z_loss={z_loss} is negative: give the coefficient of logsumexp squared, or 0 for none")
     return LossTerms(ignore_index, label_smoothing, z_loss)
+
+
+def check_shapes(x: Tensor, rows: int, columns: int, targets: Tensor, vocab: VocabSlice, ignore_index: int) -> None:
+    """ValueError unless x has rows, there is one int64 target for each of `rows` tokens, and a column for each of this
+    slice's entries; on a CPU also for a target outside the vocabulary."""
+    if x.ndim != 2 or targets.shape != (rows,) or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets are {tuple(targets.shape)} {targets.dtype} for a {tuple(x.shape)} input of {rows} tokens: "
+            f"flatten both, and give each token one int64 id, ignore_index={ignore_index} where no loss is wanted"
+        )
+    if columns < vocab.valid:
+        raise ValueError(f"{columns} logits a token, but {vocab} has {vocab.valid} entries here: give all of them")
+    check_ids(targets, vocab.entries, "targets", ignored=ignore_index)
 
 
 class VocabParallelCrossEntropyFunction(torch.autograd.Function):
@@ -80,9 +94,12 @@ def vocab_parallel_cross_entropy(
              logits' memory: nothing else may read them after the loss, and a second backward raises RuntimeError.
     Communication, per rank: forward one all-gather of 3 numbers per token and rank, 4 with label smoothing; backward
              none.
-    Errors:  ValueError for a label_smoothing outside of [0, 1) or a negative z_loss.
+    Errors:  ValueError for a label_smoothing outside of [0, 1) or a negative z_loss, for targets of another shape or
+             dtype, for fewer columns than entries, and on a CPU for a target outside the vocabulary. A GPU is not
+             waited for: there such a target's loss and gradient are NaN.
     """
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
+    check_shapes(logits, len(logits), logits.shape[-1], targets, vocab, ignore_index)
     return VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, terms, group, in_place)
 
 
@@ -208,10 +225,12 @@ def linear_cross_entropy(
     Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
              all-reduce B; and per chunk one all-gather of 3 numbers per token and rank, 4 with label smoothing. All of
              it in the forward, which without gradients skips the reductions.
-    Errors:  ValueError for a label_smoothing outside of [0, 1) or a negative z_loss.
+    Errors:  as vocab_parallel_cross_entropy
     Source:  the chunked loss of Liger-Kernel (arXiv:2410.10989), made vocab-parallel
     """
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
+    ranks = group.size() if group is not None and sequence_parallel else 1
+    check_shapes(x, len(x) * ranks, len(weight), targets, vocab, ignore_index)
     if (dtype := autocast_dtype(x)) is not None:
         x, weight = cast(x if norm is None else normalise(x, norm), dtype), cast(weight, dtype)
         norm = None

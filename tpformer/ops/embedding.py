@@ -9,6 +9,16 @@ from .sequence import reduce_rows
 from .uncompiled import uncompiled
 
 
+def check_ids(ids: Tensor, entries: int, what: str, ignored: int | None = None) -> None:
+    """ValueError, on a CPU, for an id outside the vocabulary, other than `ignored`: no rank would hold it, and none
+    would notice. A GPU's values are not waited for, and a fake tensor (planner.dry_run) has none."""
+    if type(ids) is Tensor and ids.device.type == "cpu" and ids.numel():
+        counted = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
+        low, high = (int(bound) for bound in counted.aminmax())
+        if low < 0 or high >= entries:
+            raise ValueError(f"{what} span [{low}, {high}], outside the vocabulary [0, {entries - 1}]")
+
+
 @uncompiled
 def vocab_parallel_embedding(
     ids: Tensor,

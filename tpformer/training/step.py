@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpformer.ops.embedding import check_ids
 from tpformer.parallel import scale_gradients
 
 from .data import Samples, TokenSamples
@@ -70,6 +71,7 @@ def train_step(
     loss = float(loss_tensor)
     skipped, offender = not (math.isfinite(loss) and math.isfinite(norm)), None
     if skipped:
+        check_ids(batch.cpu(), model.config.vocab_size or 0, "token ids of this batch")  # a GPU makes of them NaN
         offender = model.first_not_finite()
     else:
         clip = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
