@@ -61,23 +61,28 @@ def test_tied_embedding_and_head_equal_plain_torch(ranks, t, sequence_parallel):
     torch.testing.assert_close(whole, logits.detach().flatten(0, 1), rtol=1e-11, atol=1e-11)
 
 
-def smoothed_loss() -> torch.Tensor:
+def smoothed_loss(ignored: int, reduction: str) -> torch.Tensor:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     torch.manual_seed(0)
     head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, tp=mesh, dtype=torch.float64)
     x = torch.randn(BATCH * SEQ, HIDDEN, dtype=torch.float64)
-    return head(x, targets=TARGETS.reshape(-1), label_smoothing=0.1, z_loss=1e-3).detach()
+    targets = TARGETS.reshape(-1).masked_fill(TARGETS.reshape(-1) == -100, ignored)
+    terms = {"ignore_index": ignored, "reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
+    return head(x, targets=targets, **terms).detach()
 
 
-@pytest.mark.parametrize("t", [1, 3])
-def test_head_smooths_over_the_whole_vocabulary_and_not_its_padding(ranks, t):
+@pytest.mark.parametrize(
+    "t, ignored, reduction", [(1, -100, "sum"), (3, -100, "mean"), (1, -7, "mean"), (3, -7, "sum")]
+)
+def test_head_smooths_over_the_whole_vocabulary_and_not_its_padding(ranks, t, ignored, reduction):
     torch.manual_seed(0)
     head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, dtype=torch.float64)
     logits = (torch.randn(BATCH * SEQ, HIDDEN, dtype=torch.float64) @ head.weight.t())[:, :VOCAB].detach()
     targets = TARGETS.reshape(-1)
     expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
     expected += 1e-3 * (logits.logsumexp(-1).square() * (targets != -100)).sum()
-    for loss in ranks(t).run(smoothed_loss):
+    expected /= 10 if reduction == "mean" else 1
+    for loss in ranks(t).run(smoothed_loss, ignored, reduction):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 

@@ -99,6 +99,8 @@ def test_loss_is_the_cross_entropy_of_the_logits(config):
     assert logits.shape == (2, 7, 64)
     expected = F.cross_entropy(logits[..., :50].flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(model(ids, targets=targets), expected, rtol=1e-12, atol=0)
+    mean = model(ids, targets=targets, reduction="mean")
+    torch.testing.assert_close(mean, expected / 12, rtol=1e-12, atol=0)
     assert bool((logits[..., 50:] == 0).all())  # padding rows of the table are zero
 
 
@@ -148,26 +150,27 @@ def test_rope_conventions_differ_by_the_order_of_a_heads_features():
     torch.testing.assert_close(interleaved(ids), wanted, rtol=1e-12, atol=1e-12)
 
 
-def on_rank(config: dict, batch: int, seq: int, packed: bool, training: bool):
+def on_rank(config: dict, batch: int, seq: int, packed: bool, training: bool, reduction: str = "sum"):
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     model = build(config, mesh).train(training)
     ids, targets = tokens(batch, seq)
     position_ids = DOCUMENTS if packed else None
     with torch.no_grad():
-        loss = model(ids, targets=targets, position_ids=position_ids)
+        loss = model(ids, targets=targets, position_ids=position_ids, reduction=reduction)
         return loss, model(ids, position_ids=position_ids)
 
 
 # 2 * 5 and 1 * 8 tokens: not divisible by 3. 8 is the whole table of learned positions, so padding runs past it
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("batch, seq, packed", [(2, 5, False), (2, 5, True), (1, 8, False), (1, 1, False)])
-def test_evaluation_pads_on_the_right(ranks, config, batch, seq, packed):
+def test_evaluation_pads_on_the_right(ranks, config, batch, seq, packed, reduction):
     model = build(config).eval()
     ids, targets = tokens(batch, seq)
     position_ids = DOCUMENTS if packed else None
-    expected = model(ids, targets=targets, position_ids=position_ids).detach()
+    expected = model(ids, targets=targets, position_ids=position_ids, reduction=reduction).detach()
     logits = model(ids, position_ids=position_ids).detach()
-    results = ranks(3).run(on_rank, config, batch, seq, packed, False)
+    results = ranks(3).run(on_rank, config, batch, seq, packed, False, reduction)
     for loss, _ in results:
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     whole = torch.cat([mine for _, mine in results], -1)

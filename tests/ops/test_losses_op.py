@@ -1,7 +1,11 @@
-"""What both losses take and refuse: targets that do not fit."""
+"""What both losses take and refuse: targets that do not fit, reductions."""
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from shards import leaves, make
+from torch import Tensor
 
 from tpformer import ops
 
@@ -31,3 +35,63 @@ def test_a_slice_without_all_of_its_entries_is_refused():
         ops.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.arange(2), ops.VocabSlice(0, 4, 4))
     with pytest.raises(ValueError, match=words):
         ops.linear_cross_entropy(torch.randn(2, 5), torch.randn(3, 5), torch.arange(2), ops.VocabSlice(0, 4, 4))
+
+
+def both_losses(t: int, terms: dict, reduction: str, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(loss, dx, dweight) of this rank from logits, and fused: 6 tokens, 7 entries of 9 rows."""
+    values = leaves(make(1, dtype, x=(6, 4), weight=(9, 4)))
+    targets, rank, width = torch.tensor([0, 2, 6, 2, 5, 1]), dist.get_rank(), -(-9 // t)
+    vocab = ops.VocabSlice(rank * width, width, 7)
+    results = []
+    for fused in (False, True):
+        x, weight = values["x"].clone(), values["weight"].clone()
+        own = weight[rank * width : (rank + 1) * width]
+        options = {"group": dist.group.WORLD, "reduction": reduction, **terms}
+        if fused:
+            loss = ops.linear_cross_entropy(x, own, targets, vocab, sequence_parallel=False, chunk_tokens=4, **options)
+        else:
+            logits = ops.column_linear(x, own, group=dist.group.WORLD, sequence_parallel=False)
+            loss = ops.vocab_parallel_cross_entropy(logits, targets, vocab, **options)
+        gradients = torch.autograd.grad(3 * loss, [values["x"], values["weight"]])
+        results.append((loss.detach(), *gradients))
+    return results
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("terms", [{}, {"ignore_index": 2}, {"ignore_index": 2, "label_smoothing": 0.2}])
+def test_reductions_are_torchs(ranks, t, reduction, terms):
+    values = leaves(make(1, torch.float64, x=(6, 4), weight=(9, 4)))
+    logits = (values["x"] @ values["weight"].t())[:, :7]
+    loss = F.cross_entropy(logits, torch.tensor([0, 2, 6, 2, 5, 1]), reduction=reduction, **terms)
+    dx, dweight = torch.autograd.grad(3 * loss, [values["x"], values["weight"]])
+    results = ranks(t).run(both_losses, t, terms, reduction, torch.float64)
+    for both in zip(*results, strict=True):
+        for found, found_dx, _ in both:
+            torch.testing.assert_close((found, found_dx), (loss.detach(), dx), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(sum(each for *_, each in both), dweight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.full((3,), -100), torch.zeros(0, dtype=torch.int64)], ids=["ignored", "none"]
+)
+def test_the_mean_of_nothing_is_torchs(targets):
+    """NaN, and gradients of 0."""
+    values = leaves(make(1, torch.float64, x=(len(targets), 4), weight=(7, 4)))
+    vocab, inputs = ops.VocabSlice(0, 7, 7), list(values.values())
+    logits = values["x"] @ values["weight"].t()
+    for loss in (
+        F.cross_entropy(logits, targets),
+        ops.vocab_parallel_cross_entropy(logits, targets, vocab, reduction="mean"),
+        ops.linear_cross_entropy(*inputs, targets, vocab, reduction="mean"),
+    ):
+        assert bool(loss.isnan())
+        assert not any(bool(each.any()) for each in torch.autograd.grad(loss, inputs, retain_graph=True))
+
+
+def test_reductions_that_are_not_are_refused():
+    x, weight, targets, vocab = torch.randn(2, 3), torch.randn(4, 3), torch.arange(2), ops.VocabSlice(0, 4, 4)
+    with pytest.raises(ValueError, match="reduction='avg' is none of"):
+        ops.vocab_parallel_cross_entropy(x @ weight.t(), targets, vocab, reduction="avg")
+    with pytest.raises(ValueError, match="reduction='none' is neither of .*take vocab_parallel_cross_entropy"):
+        ops.linear_cross_entropy(x, weight, targets, vocab, reduction="none")

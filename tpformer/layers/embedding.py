@@ -119,8 +119,9 @@ class LMHead(_VocabParallel):
 
     Layout:  weight as VocabParallelEmbedding's, or none of its own (`weight=False`): tied, given at each call.
              x (tokens / t, hidden_size) or (tokens, hidden_size). Without targets the result is this rank's logits
-             (tokens, V_local); with targets (tokens,), IGNORE_INDEX where no loss is wanted, it is the summed loss, a
-             scalar equal on all ranks, with label_smoothing and z_loss as ops.vocab_parallel_cross_entropy has them.
+             (tokens, V_local); with targets (tokens,), ignore_index where no loss is wanted, it is the loss, a scalar
+             equal on all ranks: reduction "sum" or "mean", label_smoothing and z_loss are those of
+             ops.linear_cross_entropy.
     Communication, per rank: that of ops.column_linear (logits, carried by `tp.transport`) or ops.linear_cross_entropy
              (loss, whose collectives are its own).
     Errors:  those of ops.linear_cross_entropy.
@@ -136,6 +137,8 @@ class LMHead(_VocabParallel):
         norm: ops.Norm | None = None,
         targets: Tensor | None = None,
         tied: Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduction: str = "sum",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> Tensor:
@@ -144,4 +147,5 @@ class LMHead(_VocabParallel):
         if targets is None:
             return ops.column_linear(x, weight, transport=self.tp.column_transport(x, self.width), **where)
         terms: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
+        terms |= {"ignore_index": ignore_index, "reduction": reduction}
         return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **terms, **where)

@@ -166,8 +166,9 @@ class GPT(ParallelModule):
         position_ids: Tensor | None = None,
         sample_index: Tensor | None = None,
         step: int | None = None,
+        reduction: str = "sum",
     ) -> Tensor:
-        """Logits, or the summed loss when targets are given; of a part that is not the last, its rows.
+        """Logits, or the loss when targets are given; of a part that is not the last, its rows.
 
         inputs: token ids (batch, seq) int64, equal on all tp ranks; of a part that is not the first, the rows of the
         part before: (batch * seq / t, hidden_size) with sequence_parallel, else (batch * seq, hidden_size).
@@ -175,8 +176,8 @@ class GPT(ParallelModule):
         wanted; position_ids restart at 0 where a packed document begins. sample_index (batch,) int64, the samples'
         global indices, and step fix the dropout in training; without them, on one rank, it is drawn from torch's
         generator. Parts after the first need sample_index for the batch size. Result: this rank's logits
-        (batch, seq, padded_vocab / t), or a scalar loss in promote_types(dtype, float32), summed over tokens and equal
-        on all tp ranks.
+        (batch, seq, padded_vocab / t), or a scalar loss in promote_types(dtype, float32), equal on all tp ranks: the
+        tokens' sum, or with reduction="mean" their mean, over those whose target is not -100.
         """
         key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:
@@ -200,7 +201,7 @@ class GPT(ParallelModule):
         for layer in self.layers.values():
             with nullcontext() if offload is None else offload.layer(layer):
                 x = layer(x, positions=positions, dropout_key=key)
-        return x if self.lm_head is None else self._head(x, targets, positions, wanted)
+        return x if self.lm_head is None else self._head(x, targets, positions, wanted, reduction)
 
     def _dropout_key(self, inputs: Tensor, sample_index: Tensor | None, step: int | None) -> DropoutKey | None:
         if sample_index is not None and step is not None:
@@ -222,7 +223,7 @@ class GPT(ParallelModule):
             x = self.embed_positions(x, positions)
         return ops.dropout(x, self._embedding_dropout(key, x, positions))
 
-    def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int) -> Tensor:
+    def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int, reduction: str) -> Tensor:
         tied = self.embed_tokens.local("weight") if self.config.tie_embeddings else None
         norm = None
         if fusable_norm(self.norm) and fusable(LMHead, self.lm_head):
@@ -231,7 +232,7 @@ class GPT(ParallelModule):
             x = call_rows(self.norm, x, self.tp)
         if targets is not None:
             terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
-            return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied, **terms)
+            return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied, reduction=reduction, **terms)
         logits = self.lm_head(x, norm=norm, tied=tied)
         return logits.view(positions.batch, positions.seq_length, -1)[:, :seq]
 

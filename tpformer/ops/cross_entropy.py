@@ -23,6 +23,7 @@ from .uncompiled import uncompiled
 # H200's bandwidth and arithmetic, a tenth of what the GEMMs of 2048 tokens take.
 CPU_LOGITS, CPU_TOKENS = 2**22, 64
 GPU_LOGITS, GPU_TOKENS = 2**26, 2048
+REDUCTIONS = ("sum", "mean", "none")  # those of torch.nn.functional.cross_entropy
 ROW_MULTIPLE = 16  # columns of a chunk's logits: padding that the table has anyway keeps rows aligned
 
 
@@ -46,6 +47,17 @@ def check_shapes(x: Tensor, rows: int, columns: int, targets: Tensor, vocab: Voc
     if columns < vocab.valid:
         raise ValueError(f"{columns} logits a token, but {vocab} has {vocab.valid} entries here: give all of them")
     check_ids(targets, vocab.entries, "targets", ignored=ignore_index)
+
+
+def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Losses, or their sum; "mean": over the targets that count, NaN, with gradients of 0, where none does."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    counted = (targets != ignore_index).sum()
+    return torch.where(counted > 0, total / counted.clamp(min=1), torch.nan)
 
 
 class VocabParallelCrossEntropyFunction(torch.autograd.Function):
@@ -81,12 +93,14 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    reduction: str = "none",
     in_place: bool = False,
 ) -> Tensor:
-    """Loss of each token (tokens,), from each rank's slice of its logits.
+    """Loss of each token (tokens,), from each rank's slice of its logits; with reduction "sum" or "mean" a scalar.
 
     Math:    kernels.cross_entropy.reference.LossTerms: label smoothing as in torch.nn.functional.cross_entropy, over
-             the whole vocabulary; z_loss * logsumexp**2 is added (PaLM, arXiv:2204.02311, with 1e-4)
+             the whole vocabulary; z_loss * logsumexp**2 is added (PaLM, arXiv:2204.02311, with 1e-4).
+             reduction "mean": the sum divided by the number of targets that are not ignore_index, NaN where none is
     Shapes:  logits (tokens, V_local), of any row stride, columns from vocab.valid on are padding, whose gradient is 0;
              targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is wanted (0 there, no gradient);
              result in promote_types(logits.dtype, float32), equal on all ranks.
@@ -94,13 +108,16 @@ def vocab_parallel_cross_entropy(
              logits' memory: nothing else may read them after the loss, and a second backward raises RuntimeError.
     Communication, per rank: forward one all-gather of 3 numbers per token and rank, 4 with label smoothing; backward
              none.
-    Errors:  ValueError for a label_smoothing outside of [0, 1) or a negative z_loss, for targets of another shape or
-             dtype, for fewer columns than entries, and on a CPU for a target outside the vocabulary. A GPU is not
-             waited for: there such a target's loss and gradient are NaN.
+    Errors:  ValueError for another reduction, a label_smoothing outside of [0, 1) or a negative z_loss, for targets of
+             another shape or dtype, for fewer columns than entries, and on a CPU for a target outside the vocabulary.
+             A GPU is not waited for: there such a target's loss and gradient are NaN.
     """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is none of {REDUCTIONS}")
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
     check_shapes(logits, len(logits), logits.shape[-1], targets, vocab, ignore_index)
-    return VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, terms, group, in_place)
+    losses = VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, terms, group, in_place)
+    return reduced(losses, targets, ignore_index, reduction)
 
 
 class _Head(NamedTuple):
@@ -208,11 +225,12 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    reduction: str = "sum",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Summed cross entropy of norm(x) W^T against targets; neither all logits nor the whole vocabulary ever exist.
+    """Cross entropy of norm(x) W^T against targets, a scalar; neither all logits nor the whole vocabulary ever exist.
 
-    Math:    vocab_parallel_cross_entropy of norm(x) W^T, summed
+    Math:    vocab_parallel_cross_entropy of norm(x) W^T, with reduction "sum" or "mean"
     Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K); weight (V_local, K), finite also where padding;
              targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is wanted; result a scalar in
              promote_types(x.dtype, float32), equal on all ranks. chunk_tokens, equal on all ranks: tokens whose logits
@@ -225,9 +243,14 @@ def linear_cross_entropy(
     Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
              all-reduce B; and per chunk one all-gather of 3 numbers per token and rank, 4 with label smoothing. All of
              it in the forward, which without gradients skips the reductions.
-    Errors:  as vocab_parallel_cross_entropy
+    Errors:  as vocab_parallel_cross_entropy, and ValueError for reduction "none"
     Source:  the chunked loss of Liger-Kernel (arXiv:2410.10989), made vocab-parallel
     """
+    if reduction not in REDUCTIONS[:2]:
+        raise ValueError(
+            f"reduction={reduction!r} is neither of {REDUCTIONS[:2]}: gradients are made in the forward, with a chunk's "
+            f"logits, for one upstream gradient; take vocab_parallel_cross_entropy of the logits"
+        )
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
     ranks = group.size() if group is not None and sequence_parallel else 1
     check_shapes(x, len(x) * ranks, len(weight), targets, vocab, ignore_index)
@@ -239,4 +262,5 @@ def linear_cross_entropy(
         chunk_tokens = default_chunk_tokens(vocab, x.device.type)
     head = _Head(vocab, terms, group, sequence_parallel, kind, eps, chunk_tokens, torch.is_grad_enabled())
     traces = trace(x), trace(weight)  # neither is saved itself
-    return LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head, *traces)
+    total = LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head, *traces)
+    return reduced(total, targets, ignore_index, reduction)
