@@ -49,8 +49,8 @@ def test_tied_embedding_and_head_equal_plain_torch(ranks, t, sequence_parallel):
     results = ranks(t).run(on_rank, sequence_parallel)
     table, positions = (results[0][1][name][0].requires_grad_() for name in ("table", "positions"))
     x = F.embedding(IDS, table) + positions
-    logits = x @ table.t()
-    loss = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), TARGETS.flatten(), reduction="sum")
+    logits = (x @ table.t())[..., :VOCAB]
+    loss = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum")
     loss.backward()
     for actual, parameters, (shape, _) in results:
         torch.testing.assert_close(actual, loss.detach(), rtol=1e-12, atol=0)
@@ -59,6 +59,22 @@ def test_tied_embedding_and_head_equal_plain_torch(ranks, t, sequence_parallel):
         assert shape == ((BATCH * SEQ // t, HIDDEN) if sequence_parallel and t > 1 else (BATCH, SEQ, HIDDEN))
     whole = torch.cat([others[1] for *_, others in results], 1)
     torch.testing.assert_close(whole, logits.detach().flatten(0, 1), rtol=1e-11, atol=1e-11)
+
+
+def logits_of_few_entries() -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = build_mesh("cpu", tensor_parallel=3)["tp"]
+    torch.manual_seed(0)
+    head = LMHead(5, HIDDEN, vocab_multiple=12, tp=mesh, dtype=torch.float64)
+    logits = head(torch.ones(3, HIDDEN, dtype=torch.float64))
+    logits.sum().backward()
+    return logits.detach(), head.weight.grad.full_tensor()
+
+
+def test_logits_have_no_padding(ranks):
+    """Of 12 rows on 3 ranks the first 5 are real: the last rank has nothing but padding."""
+    for index, (logits, gradient) in enumerate(ranks(3).run(logits_of_few_entries)):
+        assert logits.shape == (3, (4, 1, 0)[index])
+        assert bool((gradient[:5] != 0).all()) and not bool(gradient[5:].any())
 
 
 def smoothed_loss(ignored: int, reduction: str) -> torch.Tensor:

@@ -119,7 +119,8 @@ class LMHead(_VocabParallel):
 
     Layout:  weight as VocabParallelEmbedding's, or none of its own (`weight=False`): tied, given at each call.
              x (tokens / t, hidden_size) or (tokens, hidden_size). Without targets the result is this rank's logits
-             (tokens, V_local); with targets (tokens,), ignore_index where no loss is wanted, it is the loss, a scalar
+             (tokens, V_local), without columns of padding: V_local is vocab_slice().valid, and 0 on a rank that holds
+             nothing else; with targets (tokens,), ignore_index where no loss is wanted, it is the loss, a scalar
              equal on all ranks: reduction "sum" or "mean", label_smoothing and z_loss are those of
              ops.linear_cross_entropy.
     Communication, per rank: that of ops.column_linear (logits, carried by `tp.transport`) or ops.linear_cross_entropy
@@ -145,7 +146,9 @@ class LMHead(_VocabParallel):
         weight = self.local("weight") if tied is None else tied
         where: dict = {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if targets is None:
-            return ops.column_linear(x, weight, transport=self.tp.column_transport(x, self.width), **where)
+            # all rows of the table are multiplied: its padding keeps the GEMMs aligned
+            (logits,) = ops.column_linear(x, [weight], transport=self.tp.column_transport(x, self.width), **where)
+            return logits[:, : self.vocab_slice().valid]
         terms: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
         terms |= {"ignore_index": ignore_index, "reduction": reduction}
         return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **terms, **where)

@@ -175,9 +175,10 @@ class GPT(ParallelModule):
         targets, position_ids: (batch, seq) int64, equal on all tp ranks; targets are -100 where no loss is
         wanted; position_ids restart at 0 where a packed document begins. sample_index (batch,) int64, the samples'
         global indices, and step fix the dropout in training; without them, on one rank, it is drawn from torch's
-        generator. Parts after the first need sample_index for the batch size. Result: this rank's logits
-        (batch, seq, padded_vocab / t), or a scalar loss in promote_types(dtype, float32), equal on all tp ranks: the
-        tokens' sum, or with reduction="mean" their mean, over those whose target is not -100.
+        generator. Parts after the first need sample_index for the batch size. Result: logits
+        (batch, seq, vocab_size), on t > 1 ranks this one's columns of them (LMHead), or a scalar loss in
+        promote_types(dtype, float32), equal on all tp ranks: the sum, or with reduction="mean" the mean, over the
+        tokens whose target is not -100.
         """
         key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:
@@ -234,7 +235,7 @@ class GPT(ParallelModule):
             terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
             return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied, reduction=reduction, **terms)
         logits = self.lm_head(x, norm=norm, tied=tied)
-        return logits.view(positions.batch, positions.seq_length, -1)[:, :seq]
+        return logits.unflatten(0, (positions.batch, positions.seq_length))[:, :seq]
 
     def _embedding_dropout(self, key: DropoutKey | None, x: Tensor, positions: Positions) -> ops.Dropout | None:
         if key is None or not self.training or self.config.dropout == 0:

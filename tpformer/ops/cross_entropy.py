@@ -248,8 +248,8 @@ def linear_cross_entropy(
     """
     if reduction not in REDUCTIONS[:2]:
         raise ValueError(
-            f"reduction={reduction!r} is neither of {REDUCTIONS[:2]}: gradients are made in the forward, with a chunk's "
-            f"logits, for one upstream gradient; take vocab_parallel_cross_entropy of the logits"
+            f"reduction={reduction!r} is neither of {REDUCTIONS[:2]}: the fused loss makes gradients in the forward, "
+            f"for one scalar; for each token's loss take vocab_parallel_cross_entropy of the logits"
         )
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
     ranks = group.size() if group is not None and sequence_parallel else 1
