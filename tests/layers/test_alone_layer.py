@@ -42,7 +42,7 @@ LAYERS = {
     "SelfAttention(8, 2, rope_base=1e4)": "self.first(x)",
     "TransformerBlock(8, 2, norm='rmsnorm', activation='swiglu')": "self.first(x)",
     "VocabParallelEmbedding(100, 8)": "self.first(x).argmax(-1)",
-    "LMHead(100, 8)": "self.first(x).flatten(0, 1)",
+    "LMHead(100, 8)": "self.first(x)",
     "PositionEmbedding(3, 8)": "self.first(x).flatten(0, 1), Positions(2, 3)",
 }
 

@@ -131,6 +131,27 @@ def test_no_ids():
     assert VocabParallelEmbedding(VOCAB, HIDDEN)(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, HIDDEN)
 
 
+@pytest.mark.parametrize(
+    "tied, words",
+    [
+        (None, r"no table of its own \(weight=False\): give it one at each call"),
+        (torch.randn(32, 8), r"the output table is a Tensor \(32, 8\) in place of this rank's plain \(64, 8\)"),
+        (torch.randn(64, 4), r"the output table is a Tensor \(64, 4\) in place"),
+    ],
+)
+def test_a_table_that_is_not_the_ranks_is_refused(tied, words):
+    with pytest.raises(ValueError, match=words):
+        LMHead(50, 8, vocab_multiple=64, weight=False)(torch.randn(4, 8), tied=tied)
+
+
+def test_head_takes_leading_dims():
+    head, x, targets = LMHead(50, 8), torch.randn(2, 3, 8), torch.arange(6).view(2, 3)
+    assert torch.equal(head(x), head(x.flatten(0, 1)).view(2, 3, 50))
+    assert torch.equal(head(x, targets=targets), head(x.flatten(0, 1), targets=targets.flatten()))
+    with pytest.raises(ValueError, match=r"targets are \(3, 2\)"):
+        head(x, targets=targets.t())
+
+
 @pytest.mark.parametrize("bad", [-1, 50])
 def test_a_target_outside_the_vocabulary_is_refused(bad):
     head = LMHead(50, 8, vocab_multiple=64)

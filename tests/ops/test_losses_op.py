@@ -1,4 +1,4 @@
-"""What both losses take and refuse: targets that do not fit, reductions."""
+"""What both losses take and refuse: targets that do not fit, reductions, what is frozen."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from shards import leaves, make
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpformer import ops
 
@@ -95,3 +96,36 @@ def test_reductions_that_are_not_are_refused():
         ops.vocab_parallel_cross_entropy(x @ weight.t(), targets, vocab, reduction="avg")
     with pytest.raises(ValueError, match="reduction='none' is neither of .*take vocab_parallel_cross_entropy"):
         ops.linear_cross_entropy(x, weight, targets, vocab, reduction="none")
+
+
+class Multiplications(TorchDispatchMode):
+    """How many GEMMs run, and the most elements of a float32 result, while the mode is on."""
+
+    count = largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        if isinstance(result, Tensor) and result.dtype == torch.float32:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("frozen, gemms", [((), 3), (("weight",), 2), (("x",), 3), (("x", "scale"), 2)])
+def test_what_is_frozen_costs_nothing(frozen, gemms, norm):
+    """Nor does it change the other gradients. Without a norm the frozen input needs no gradient at all."""
+    values = leaves(make(1, torch.bfloat16, x=(4, 8), weight=(64, 8), scale=(8,)))
+    targets, vocab = torch.arange(4), ops.VocabSlice(0, 64, 64)
+    results = []
+    for names in ((), frozen):
+        for name, each in values.items():
+            each.requires_grad_(name not in names)
+            each.grad = None
+        prologue = ops.Norm("rmsnorm", values["scale"], None, 1e-5) if norm else None
+        with Multiplications() as seen:
+            ops.linear_cross_entropy(values["x"], values["weight"], targets, vocab, norm=prologue).backward()
+        results.append({name: each.grad for name, each in values.items() if name not in frozen})
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert seen.count == (gemms if norm or "x" not in frozen else 2)
+    assert (seen.largest < 64 * 8) == ("weight" in frozen)

@@ -110,7 +110,7 @@ def call_rows(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -
     return ops.scatter_rows(child(ops.gather_rows(x, tp.group), **options), tp.group)
 
 
-def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Features) -> Tensor:
+def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Features, **options: Any) -> Tensor:
     """child(x) with the output features that this rank uses, (tokens, used).
 
     A child that knows of no ranks computes all features on every rank alike, and one of ours may gather its output.
@@ -119,7 +119,7 @@ def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Featu
     """
     used = features.used.stop - features.used.start
     if _works_on_shards(child, tp):
-        y = child(x)
+        y = child(x, **options)
         if y.shape[-1] == used:
             return y
     else:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.distributed.dtensor import is_dtensor
 from tpformer.ops.embedding import check_ids
 
 from .module import Normal, ParallelModule
@@ -118,14 +119,14 @@ class LMHead(_VocabParallel):
     """The output projection onto a sharded vocabulary, preceded by the final norm.
 
     Layout:  weight as VocabParallelEmbedding's, or none of its own (`weight=False`): tied, given at each call.
-             x (tokens / t, hidden_size) or (tokens, hidden_size). Without targets the result is this rank's logits
-             (tokens, V_local), without columns of padding: V_local is vocab_slice().valid, and 0 on a rank that holds
-             nothing else; with targets (tokens,), ignore_index where no loss is wanted, it is the loss, a scalar
-             equal on all ranks: reduction "sum" or "mean", label_smoothing and z_loss are those of
+             x (tokens / t, hidden_size) with sequence_parallel, else (..., hidden_size). Without targets the result is
+             this rank's logits (..., V_local), without columns of padding: V_local is vocab_slice().valid, and 0 on a
+             rank that holds nothing else; with targets (...), ignore_index where no loss is wanted, it is the loss, a
+             scalar equal on all ranks: reduction "sum" or "mean", label_smoothing and z_loss are those of
              ops.linear_cross_entropy.
     Communication, per rank: that of ops.column_linear (logits, carried by `tp.transport`) or ops.linear_cross_entropy
              (loss, whose collectives are its own).
-    Errors:  those of ops.linear_cross_entropy.
+    Errors:  those of ops.linear_cross_entropy; ValueError for a table that is missing, or not this rank's rows.
     `chunk_tokens`: that of ops.linear_cross_entropy, equal on all ranks; None for its default.
     """
 
@@ -143,12 +144,34 @@ class LMHead(_VocabParallel):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> Tensor:
-        weight = self.local("weight") if tied is None else tied
+        if x.ndim != 2 and self.tp.sharded:
+            raise ValueError(
+                f"x is {tuple(x.shape)}, but a sequence shard is rows of flattened tokens: (tokens / t, K)"
+            )
+        weight, rows = self._table(tied), x.reshape(-1, x.shape[-1])
         where: dict = {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if targets is None:
             # all rows of the table are multiplied: its padding keeps the GEMMs aligned
-            (logits,) = ops.column_linear(x, [weight], transport=self.tp.column_transport(x, self.width), **where)
-            return logits[:, : self.vocab_slice().valid]
+            (logits,) = ops.column_linear(rows, [weight], transport=self.tp.column_transport(rows, self.width), **where)
+            logits = logits[:, : self.vocab_slice().valid]
+            return logits if x.ndim == 2 else logits.view(*x.shape[:-1], logits.shape[1])
         terms: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
         terms |= {"ignore_index": ignore_index, "reduction": reduction}
-        return ops.linear_cross_entropy(x, weight, targets, self.vocab_slice(), **terms, **where)
+        if x.ndim != 2 and targets.shape == x.shape[:-1]:
+            targets = targets.reshape(-1)
+        return ops.linear_cross_entropy(rows, weight, targets, self.vocab_slice(), **terms, **where)
+
+    def _table(self, tied: Tensor | None) -> Tensor:
+        weight = self.local("weight") if tied is None else tied
+        if weight is None:
+            raise ValueError(
+                "this LMHead has no table of its own (weight=False): give it one at each call, tied=..., or "
+                "build it with weight=True (a GPT: tie_embeddings=False)"
+            )
+        shape = (min(self.width, self.rows - self.vocab_slice().first), self.hidden_size)
+        if is_dtensor(weight) or weight.shape != shape:
+            raise ValueError(
+                f"the output table is a {type(weight).__name__} {tuple(weight.shape)} in place of this rank's plain "
+                f"{shape}: where FSDP2 shards it, unshard() its module before"
+            )
+        return weight

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules import module as torch_module
 
 from tpformer import ops
 from tpformer.config import GPTConfig, check_heads, selected_layers
@@ -23,7 +24,7 @@ from tpformer.layers import (
     explain,
     initialize,
 )
-from tpformer.layers.children import call_rows, fusable, fusable_norm
+from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm
 from tpformer.layers.embedding import IGNORE_INDEX
 from tpformer.layers.norm import NORMS
 
@@ -56,6 +57,19 @@ def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
             f"targets are {tuple(targets.shape)} for token ids {tuple(ids.shape)}: give one for each, {IGNORE_INDEX} "
             f"where no loss is wanted"
         )
+
+
+def _makes_loss(head: nn.Module) -> bool:
+    """Whether lm_head may make the loss itself, without ever having all logits: it is an LMHead, nobody has replaced
+    its forward, and nobody's hooks see its output. FSDP2's, which gather its table, do not look at it."""
+    origins = [str(hook.__module__) for hook in head._forward_hooks.values()]
+    hooks = [origin for origin in origins if not origin.startswith("torch.distributed.fsdp")]
+    return (
+        isinstance(head, LMHead)
+        and type(head).forward is LMHead.forward
+        and "forward" not in head.__dict__
+        and not (hooks or head._backward_hooks or head._backward_pre_hooks or torch_module._has_any_global_hook())
+    )
 
 
 class GPT(ParallelModule):
@@ -126,6 +140,7 @@ class GPT(ParallelModule):
         if self.is_last:
             self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, **table)
+            self.vocab = self.lm_head.vocab_slice()  # also that of a head which somebody puts in its place
         device = self.device_for(device)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
@@ -225,17 +240,30 @@ class GPT(ParallelModule):
         return ops.dropout(x, self._embedding_dropout(key, x, positions))
 
     def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int, reduction: str) -> Tensor:
-        tied = self.embed_tokens.local("weight") if self.config.tie_embeddings else None
-        norm = None
-        if fusable_norm(self.norm) and fusable(LMHead, self.lm_head):
-            norm = self.norm.prologue()
+        """A head that others put here or look into is called for logits, all of them; the loss is then theirs."""
+        head, options = self.lm_head, {}
+        if isinstance(head, LMHead) and self.config.tie_embeddings:
+            options["tied"] = self.embed_tokens.local("weight")
+        if fusable_norm(self.norm) and fusable(LMHead, head):
+            options["norm"] = self.norm.prologue()
         else:
             x = call_rows(self.norm, x, self.tp)
-        if targets is not None:
-            terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
-            return self.lm_head(x, norm=norm, targets=targets.reshape(-1), tied=tied, reduction=reduction, **terms)
-        logits = self.lm_head(x, norm=norm, tied=tied)
-        return logits.unflatten(0, (positions.batch, positions.seq_length))[:, :seq]
+        terms: dict[str, Any] = {"reduction": reduction}
+        if self.training:
+            terms |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        if targets is not None and _makes_loss(head):
+            return head(x, targets=targets.reshape(-1), **options, **terms)
+        vocab = self.vocab
+        entries = Features(slice(vocab.first, vocab.first + vocab.valid), vocab.entries)
+        logits = call_column(head, x, self.tp, entries, **options)
+        if logits.shape[-1] != vocab.valid:
+            raise ValueError(
+                f"{type(head).__name__} computes {logits.shape[-1]} logits a token in place of {vocab.valid}: "
+                f"vocab_size is {vocab.entries}, on {self.tp.size} tensor-parallel ranks"
+            )
+        if targets is None:
+            return logits.unflatten(0, (positions.batch, positions.seq_length))[:, :seq]
+        return ops.vocab_parallel_cross_entropy(logits, targets.reshape(-1), vocab, group=self.tp.group, **terms)
 
     def _embedding_dropout(self, key: DropoutKey | None, x: Tensor, positions: Positions) -> ops.Dropout | None:
         if key is None or not self.training or self.config.dropout == 0:

@@ -148,10 +148,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         losses = torch.zeros(len(targets), dtype=wide, device=x.device)
         entries = weight[: -(-vocab.valid // ROW_MULTIPLE) * ROW_MULTIPLE]  # the other rows have no gradient
         chunk = gathered.new_empty(min(head.chunk_tokens, len(targets)), len(entries))
-        wants_gradient = head.gradients and any(ctx.needs_input_grad)
-        if wants_gradient:
-            dgathered = torch.empty_like(gathered)
-            dweight = torch.zeros(weight.shape, dtype=wide, device=x.device)
+        x_wants, weight_wants, *norm_wants = (head.gradients and wants for wants in ctx.needs_input_grad[:4])
+        x_wants |= any(norm_wants)
+        dgathered = torch.empty_like(gathered) if x_wants else None
+        dweight = torch.zeros(weight.shape, dtype=wide, device=x.device) if weight_wants else None
         for start in range(0, len(targets), head.chunk_tokens):
             rows = slice(start, start + head.chunk_tokens)
             wanted = targets[rows]
@@ -159,18 +159,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             mine, work = kernels.slice_statistics(logits, wanted, vocab, terms)
             parts = all_gather(mine[None], head.group)
             normalisers, losses[rows] = kernels.combine_statistics(parts, wanted, vocab, terms)
-            if wants_gradient:
+            if x_wants or weight_wants:
                 dlogits = kernels.slice_gradient(
                     logits, normalisers, wanted, None, vocab, terms, work=work, in_place=True
                 )
-                torch.mm(dlogits, entries, out=dgathered[rows])
-                _accumulate(dweight[: len(entries)], dlogits.t(), gathered[rows])
-        if wants_gradient:
+                if dgathered is not None:
+                    torch.mm(dlogits, entries, out=dgathered[rows])
+                if dweight is not None:
+                    _accumulate(dweight[: len(entries)], dlogits.t(), gathered[rows])
+        if x_wants or weight_wants:
             reduce = reduce_scatter if head.sequence_parallel else all_reduce
-            kept = x if head.norm_kind else None  # without a norm the gradient is ready
-            if weight.dtype != torch.float16:  # its sum over tokens would overflow there, before any scale
+            dnormed = None if dgathered is None else reduce(dgathered, head.group)
+            kept = x if head.norm_kind and x_wants else None  # without a norm the gradient is ready
+            if dweight is not None and weight.dtype != torch.float16:  # there its sum would overflow before any scale
                 dweight = dweight.to(weight.dtype)
-            dnormed = reduce(dgathered, head.group)
             ctx.save_for_backward(kept, norm_weight, norm_bias, mean, rstd, dnormed, dweight, *traces)
             ctx.norm_kind, ctx.eps, ctx.weight_dtype = head.norm_kind, head.eps, weight.dtype
         return losses.sum()
@@ -179,11 +181,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dloss):
         x, norm_weight, norm_bias, mean, rstd, dnormed, dweight, *_ = ctx.saved_tensors
-        dx, dnorm_weight, dnorm_bias = _scaled(dnormed, dloss), None, None
-        if ctx.norm_kind:
+        dx, dnorm_weight, dnorm_bias = None if dnormed is None else _scaled(dnormed, dloss), None, None
+        if ctx.norm_kind and dx is not None:
             norm = Norm(ctx.norm_kind, norm_weight, norm_bias, ctx.eps)
             dx, dnorm_weight, dnorm_bias = implementation("norm", x).norm_backward(dx, x, (mean, rstd), norm)
-        return dx, _scaled(dweight, dloss).to(ctx.weight_dtype), dnorm_weight, dnorm_bias, None, None, None, None
+        if dweight is not None:
+            dweight = _scaled(dweight, dloss).to(ctx.weight_dtype)
+        return dx, dweight, dnorm_weight, dnorm_bias, None, None, None, None
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -239,7 +243,8 @@ def linear_cross_entropy(
     Numerics: gradients of logits rounded to x's dtype; the gradient of W summed over chunks in at least float32 (on a
              CPU a chunk's part of it is rounded to x's dtype before). With float16 scale the loss, not x. Under
              torch.autocast the norm is made in float32, and logits have autocast's dtype.
-    Saves:   the gradient of x and of W (made in the forward), and x where a norm needs it. No second derivative.
+    Saves:   the gradient of x and of W (made in the forward, each only where it is wanted: a frozen W costs no GEMM and
+             no memory), and x where a norm needs it. No second derivative.
     Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
              all-reduce B; and per chunk one all-gather of 3 numbers per token and rank, 4 with label smoothing. All of
              it in the forward, which without gradients skips the reductions.

@@ -1,0 +1,161 @@
+"""What people do to a GPT's lm_head means what it means with torch.nn: modules, hooks, subclasses."""
+
+from collections.abc import Callable
+
+import pytest
+import theirs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
+from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import reduce_partial_gradients
+
+VOCAB, BATCH, SEQ = 30, 2, 6
+IDS = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+
+
+def build(mesh=None, tied: bool = False, sequence_parallel: bool = True) -> GPT:
+    config = GPTConfig(
+        vocab_size=VOCAB, vocab_multiple=16, seq_length=SEQ, n_layers=1, hidden_size=24, n_heads=4, tie_embeddings=tied
+    )
+    tp = None if mesh is None else TensorParallel(mesh, sequence_parallel)
+    return GPT(config, tp=tp, seed=1, dtype=torch.float64, label_smoothing=0.1)
+
+
+def plain_head() -> nn.Linear:
+    return theirs.linear(24, VOCAB, 3)
+
+
+def replace(model: GPT, path: str) -> None:
+    setattr(model, path, plain_head())
+
+
+def lora(p: float) -> Callable[[nn.Module, str], None]:
+    def add(model: nn.Module, path: str) -> None:
+        setattr(model, path, theirs.LoRA(getattr(model, path), theirs.linear(24, 4, 1), theirs.linear(4, VOCAB, 2), p))
+
+    return add
+
+
+HABITS = {
+    **theirs.ANYWHERE,
+    **theirs.ON_LINEARS,
+    "replaced": replace,
+    "LoRA": lora(0.0),
+    "LoRA with dropout": lora(0.5),
+}
+SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced")
+
+
+def step(model: nn.Module, reduction: str = "sum") -> dict[str, Tensor | None]:
+    torch.manual_seed(5)
+    loss = model(IDS[:, :-1], targets=IDS[:, 1:], reduction=reduction)
+    loss.backward()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        logits = model(IDS[:, :-1])
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "logits": logits} | gradients
+
+
+class Theirs(nn.Module):
+    """The body of a GPT, whose head is torch.nn's, and torch's loss."""
+
+    def __init__(self, body: GPT) -> None:
+        super().__init__()
+        self.body, self.lm_head = body, plain_head()
+        body.lm_head = nn.Identity()
+        body.vocab = body.vocab._replace(entries=24, width=24)  # what comes out are the rows
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+        logits = self.lm_head(self.body(ids).flatten(0, 1))
+        if targets is None:
+            return logits.unflatten(0, ids.shape)
+        return F.cross_entropy(logits, targets.flatten(), reduction=reduction, label_smoothing=0.1)
+
+
+def with_values(model: GPT) -> GPT:
+    values = torch.cat([plain_head().weight.detach(), torch.zeros(2, 24, dtype=torch.float64)])
+    p = model.lm_head.weight
+    with torch.no_grad():
+        if isinstance(p, DTensor):
+            p.to_local().copy_(values.chunk(p.device_mesh.size())[p.device_mesh.get_local_rank()])
+        else:
+            p.copy_(values)
+    return model
+
+
+def expected(habit: str, reduction: str = "sum") -> dict[str, Tensor | None]:
+    oracle = Theirs(build())
+    HABITS[habit](oracle, "lm_head")
+    return {name.removeprefix("body."): value for name, value in step(oracle, reduction).items()}
+
+
+def assert_same(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], what: str) -> None:
+    assert found.keys() == wanted.keys(), what
+    for name, value in wanted.items():
+        if value is None or found[name] is None:
+            assert value is found[name], (what, name)
+            continue
+        own = found[name][: len(value)] if "lm_head" in name else found[name]  # without the padding
+        torch.testing.assert_close(own, value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{what}, {n}: {m}")
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("habit", sorted(set(HABITS) - {"weight_norm", "spectral_norm", "prune"}))
+def test_on_one_rank(habit, reduction):
+    model = with_values(build())
+    HABITS[habit](model, "lm_head")
+    assert_same(step(model, reduction), expected(habit, reduction), habit)
+
+
+def on_rank(habit: str, sequence_parallel: bool) -> dict[str, Tensor | None]:
+    model = with_values(build(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], False, sequence_parallel))
+    HABITS[habit](model, "lm_head")
+    found = step(model)
+    reduce_partial_gradients(model)
+    found |= {name: p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("habit", SHARDED)
+def test_on_two_ranks(ranks, habit, sequence_parallel):
+    results = ranks(2).run(on_rank, habit, sequence_parallel)
+    logits = torch.cat([each["logits"] for each in results], -1)
+    for each in results:
+        assert_same(each | {"logits": logits}, expected(habit), habit)
+
+
+@pytest.mark.parametrize("habit", ["weight_norm", "prune"])
+def test_what_computes_the_table_has_the_gradients_of_its_logits(habit):
+    """Their padding rows are the head's own: torch's loss of the same module's logits is the oracle."""
+    model, other = with_values(build()), with_values(build())
+    for each in (model, other):
+        with torch.no_grad():
+            each.lm_head.weight[VOCAB:] = 1.0  # a norm of 0 has no gradient
+        HABITS[habit](each, "lm_head")
+    found = step(model)
+    loss = F.cross_entropy(other(IDS[:, :-1]).flatten(0, 1), IDS[:, 1:].flatten(), reduction="sum", label_smoothing=0.1)
+    loss.backward()
+    wanted = {"loss": loss.detach(), "logits": found["logits"]} | {n: p.grad for n, p in other.named_parameters()}
+    assert_same(found, wanted, habit)
+
+
+def test_a_head_of_another_size_is_refused():
+    model = build()
+    model.lm_head = nn.Linear(24, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match="Linear computes 32 logits a token in place of 30: vocab_size is 30"):
+        model(IDS[:, :-1], targets=IDS[:, 1:])
+
+
+def test_a_wrapped_head_without_a_table_is_refused():
+    model = build(tied=True)
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match=r"no table of its own \(weight=False\): give it .* tie_embeddings=False"):
+        model(IDS[:, :-1])
