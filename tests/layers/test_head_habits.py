@@ -150,7 +150,7 @@ def test_what_computes_the_table_has_the_gradients_of_its_logits(habit):
 def test_a_head_of_another_size_is_refused():
     model = build()
     model.lm_head = nn.Linear(24, 32, dtype=torch.float64)
-    with pytest.raises(ValueError, match="Linear computes 32 logits a token in place of 30: vocab_size is 30"):
+    with pytest.raises(ValueError, match="Linear computes 32 features of 30: a module that is not built"):
         model(IDS[:, :-1], targets=IDS[:, 1:])
 
 

@@ -47,7 +47,7 @@ def tensor_parallel() -> TensorParallel:
 
 def block(dim: int, kind: str, recompute: str, named: bool, ids: Tensor | None) -> dict[str, Tensor]:
     made = make_block(kind, tensor_parallel().mesh, dropout=0.5, recompute=recompute)
-    return step(made, dim, named, ids, dropout_key=DropoutKey(0, 1, torch.tensor([7, 2])))
+    return step(made, dim, named, ids, dropout_key=DropoutKey(0, 1, torch.tensor([7, 2]), made))
 
 
 def assert_same_on_ranks(ranks, t: int, dim: int, function, *args) -> None:

@@ -256,11 +256,6 @@ class GPT(ParallelModule):
         vocab = self.vocab
         entries = Features(slice(vocab.first, vocab.first + vocab.valid), vocab.entries)
         logits = call_column(head, x, self.tp, entries, **options)
-        if logits.shape[-1] != vocab.valid:
-            raise ValueError(
-                f"{type(head).__name__} computes {logits.shape[-1]} logits a token in place of {vocab.valid}: "
-                f"vocab_size is {vocab.entries}, on {self.tp.size} tensor-parallel ranks"
-            )
         if targets is None:
             return logits.unflatten(0, (positions.batch, positions.seq_length))[:, :seq]
         return ops.vocab_parallel_cross_entropy(logits, targets.reshape(-1), vocab, group=self.tp.group, **terms)
