@@ -62,8 +62,9 @@ class Workspace:
         if len(self._slots) >= CACHED_LAYOUTS:
             self._slots.clear()
         offset = HEADER + parity * self.capacity
-        slots = [self.memory.peer(rank, (numel,), dtype, offset) for rank in range(self.memory.size)]
-        views = [list(slot.tensor_split(parts)) for slot in slots]
+        with torch.inference_mode(False):  # or the views could not be written outside of it
+            slots = [self.memory.peer(rank, (numel,), dtype, offset) for rank in range(self.memory.size)]
+            views = [list(slot.tensor_split(parts)) for slot in slots]
         self._slots[parity, numel, dtype, parts] = views
         return views
 

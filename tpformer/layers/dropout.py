@@ -85,10 +85,11 @@ class DropoutKey:
                     f"sample_index of shape {tuple(self.sample_index.shape)} for a batch of {positions.batch} samples: "
                     f"give the global index of each, ({positions.batch},)"
                 )
-            index = self.sample_index.to(x.device, torch.int64)
-            tokens = slice(0, positions.batch * positions.seq_length)
-            starts = positions.to_rows(ops.dropout_starts(index, positions.seq_length, hidden, tokens))
-            self._starts[key] = starts[shard * rows : (shard + 1) * rows].clone()
+            with torch.inference_mode(False):  # a key that is kept serves training, too
+                index = self.sample_index.to(x.device, torch.int64)
+                tokens = slice(0, positions.batch * positions.seq_length)
+                starts = positions.to_rows(ops.dropout_starts(index, positions.seq_length, hidden, tokens))
+                self._starts[key] = starts[shard * rows : (shard + 1) * rows].clone()
         # starts count elements of samples of one length: each length has its own stream, so that none meet
         length, layer_name = positions.seq_length, module_name(self.model, layer)
         return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, length, layer_name, name), p)

@@ -86,10 +86,11 @@ class Positions:
     def flat_ids(self, device: torch.device) -> Tensor:
         """(tokens,) int64 positions, batch-major, one storage for all layers."""
         if device not in self._flat_ids:
-            if self.ids is not None:
-                flat = self.ids.reshape(-1).to(device)
-            else:
-                flat = torch.arange(self.offset, self.offset + self.seq_length, device=device).repeat(self.batch)
+            with torch.inference_mode(False):  # what is kept serves training, too; so below
+                if self.ids is not None:
+                    flat = self.ids.reshape(-1).to(device)
+                else:
+                    flat = torch.arange(self.offset, self.offset + self.seq_length, device=device).repeat(self.batch)
             self._flat_ids[device] = flat
         return self._flat_ids[device]
 
@@ -99,9 +100,10 @@ class Positions:
             return None
         if self._documents is None:
             ids = self.flat_ids(device)
-            starts = (ids == 0).nonzero()[:, 0]
-            end = torch.tensor([ids.numel()], device=device)
-            boundaries = torch.cat([starts, end]).to(torch.int32)
+            with torch.inference_mode(False):
+                starts = (ids == 0).nonzero()[:, 0]
+                end = torch.tensor([ids.numel()], device=device)
+                boundaries = torch.cat([starts, end]).to(torch.int32)
             self._documents = boundaries, int(boundaries.diff().max())
         return self._documents
 
@@ -111,7 +113,8 @@ class Positions:
         """What ops.rope takes: (cos, sin) of all positions up to the last, and flat_ids; shared by all layers."""
         key = (head_dim, base, device, dtype)
         if key not in self._tables:
-            self._tables[key] = rope_table(self.offset + self.seq_length, head_dim, base, dtype, device)
+            with torch.inference_mode(False):
+                self._tables[key] = rope_table(self.offset + self.seq_length, head_dim, base, dtype, device)
         return self._tables[key], self.flat_ids(device)
 
 
