@@ -1,6 +1,6 @@
 """What a token attends to: a block equals the plain one with an explicit mask in float64, with every gradient.
 
-Causal and bidirectional attention, of whole samples, packed documents and padding, on one rank and on two.
+Causal attention, bidirectional, in sliding windows; whole samples, packed documents and padding; one rank and two.
 """
 
 import pytest
@@ -11,13 +11,16 @@ from test_block_layer import BATCH, HEADS, HIDDEN, KINDS, SEQ, inputs, make_bloc
 from torch import Tensor, nn
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import PositionEmbedding, Positions, SelfAttention
+from tpformer.layers import PositionEmbedding, Positions, SelfAttention, TransformerBlock
 from tpformer.parallel import reduce_partial_gradients
 
 ROW, COLUMN = torch.arange(SEQ)[:, None], torch.arange(SEQ)
 ATTENTION = {
     "causal": ({}, COLUMN <= ROW),
     "bidirectional": ({"is_causal": False}, COLUMN >= 0),
+    "window": ({"sliding_window": 2}, (COLUMN <= ROW) & (COLUMN > ROW - 2)),
+    "window of one": ({"sliding_window": 1}, COLUMN == ROW),
+    "window of all": ({"sliding_window": SEQ}, COLUMN <= ROW),
 }
 # how samples are divided: arguments of Positions, and the document that each token is in, negative for padding
 SAMPLES: dict[str, tuple[dict, list[list[int]]]] = {
@@ -105,6 +108,12 @@ def test_equals_torch_encoder_layer(samples):
     for each in (y, wanted):
         each.backward(dy)
     torch.testing.assert_close(x.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"sliding_window": 0}, {"sliding_window": 4, "is_causal": False}])
+def test_windows_that_are_refused(options):
+    with pytest.raises(ValueError, match="it has at least 1 token, the query itself"):
+        TransformerBlock(8, 2, **options)
 
 
 def test_learned_positions_begin_at_the_first_real_token():

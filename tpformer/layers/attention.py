@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import check_heads
+from tpformer.ops.attention import check_window
 
 from .children import Features, enter, leave
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -27,12 +28,13 @@ class SelfAttention(ParallelModule):
              When t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key and value
              heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
-    is_causal=False: every token attends to all of its sample or document, as in BERT.
+    is_causal=False: every token attends to all of its sample or document, as in BERT. sliding_window: to itself and the
+    sliding_window - 1 tokens before it, as in Mistral; a CPU then makes a mask of seq^2 bytes in every call.
     `positions` is needed when x is not (batch, seq, hidden_size) or, with sequence_parallel, (batch, seq / t,
     hidden_size), and for packed documents. `key_padding_mask` (batch, seq) bool, equal on all ranks, is that of
     Positions, which should hold it where several layers need it.
-    Errors:  ValueError when heads do not divide over ranks or key-value heads, a position is asked for twice, or x
-             holds other tokens than `positions` says.
+    Errors:  ValueError when heads do not divide over ranks or key-value heads, a position is asked for twice, x
+             holds other tokens than `positions` says, or a window is empty or not causal.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class SelfAttention(ParallelModule):
         *,
         n_kv_heads: int | None = None,
         is_causal: bool = True,
+        sliding_window: int | None = None,
         rope_base: float | None = None,
         rope_interleaved: bool = False,
         bias: bool = True,
@@ -53,7 +56,9 @@ class SelfAttention(ParallelModule):
     ) -> None:
         super().__init__(tp)
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
-        self.is_causal, self.rope_base, self.rope_interleaved = is_causal, rope_base, rope_interleaved
+        self.is_causal, self.sliding_window = is_causal, sliding_window
+        self.rope_base, self.rope_interleaved = rope_base, rope_interleaved
+        check_window(sliding_window, is_causal)
         check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp.size, rope=rope_base is not None)
         self.head_dim = hidden_size // n_heads
         column = partial(
@@ -114,8 +119,8 @@ class SelfAttention(ParallelModule):
         if self.rope_base is not None:
             table, ids = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
             q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
-        documents = positions.documents(q.device)
-        y = ops.attention(q, self._spread(k), self._spread(v), positions.batch, documents, self.is_causal)
+        documents, visible = positions.documents(q.device), (self.is_causal, self.sliding_window)
+        y = ops.attention(q, self._spread(k), self._spread(v), positions.batch, documents, *visible)
         heads = positions.to_rows(rearrange(y, "tokens heads d -> tokens (heads d)"))
         return leave(
             heads,

@@ -34,7 +34,7 @@ class TransformerBlock(ParallelModule):
              and reduction. `python -m bench memory` counts them.
     Dropout (in training, p > 0) is by `dropout_key` the same in every layout; without one, which takes a single rank,
              it is drawn from torch's generator, as nn.Dropout's is.
-    `positions`, `key_padding_mask` and is_causal are those of SelfAttention.
+    `positions`, `key_padding_mask`, is_causal and sliding_window are those of SelfAttention.
     A child with a hook, a parametrization or a forward of its own, or of another class, is called as a module, with
     rows (tokens, hidden_size), an attention with positions=Positions besides; other children stay fused (explain).
     A module of other people gets all rows and features on every rank, and gives all of them.
@@ -51,6 +51,7 @@ class TransformerBlock(ParallelModule):
         norm_eps: float = 1e-5,
         activation: str = "gelu_tanh",
         is_causal: bool = True,
+        sliding_window: int | None = None,
         rope_base: float | None = None,
         rope_interleaved: bool = False,
         bias: bool = True,
@@ -76,6 +77,7 @@ class TransformerBlock(ParallelModule):
             n_heads,
             n_kv_heads=n_kv_heads,
             is_causal=is_causal,
+            sliding_window=sliding_window,
             rope_base=rope_base,
             rope_interleaved=rope_interleaved,
             bias=bias,

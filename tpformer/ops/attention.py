@@ -7,21 +7,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+def check_window(window: int | None, is_causal: bool) -> None:
+    if window is not None and (window < 1 or not is_causal):
+        raise ValueError(
+            f"a sliding window of {window} with is_causal={is_causal}: it has at least 1 token, the query itself, and "
+            f"reaches back from it, so it is causal"
+        )
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, window: int | None) -> Tensor:
     """(batch, seq, heads, head_dim) -> same. The output's storage is SDPA's own, so it is saved once."""
-    grouped = q.shape[2] != k.shape[2]
+    seq, grouped, mask = q.shape[1], q.shape[2] != k.shape[2], None
+    if window is not None and window < seq:
+        mask = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril().triu(1 - window)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
+    is_causal = is_causal and mask is None
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, is_causal: bool) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, is_causal: bool, window: int | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch renamed the way to ask for causal attention between 2.10 and 2.12, and grouped heads came with the new one
-    if "is_causal" in inspect.signature(varlen_attn).parameters:
-        options: dict = {"is_causal": is_causal}
+    # torch renamed the way to ask for causal attention between 2.10 and 2.12, and windows and grouped heads came with
+    # the new one
+    if "is_causal" not in inspect.signature(varlen_attn).parameters:
+        options: dict = {"window_size": (-1 if window is None else window - 1, 0 if is_causal else -1)}
+    elif window is None:
+        options = {"is_causal": is_causal}
     else:
-        options = {"window_size": (-1, 0 if is_causal else -1)}
+        raise ValueError(
+            f"a sliding window of {window} on CUDA needs torch 2.12, not {torch.__version__}: update torch"
+        )
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -35,6 +53,7 @@ def attention(
     batch: int,
     documents: tuple[Tensor, int] | None = None,
     is_causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v within each sample, or within each packed document.
 
@@ -42,16 +61,23 @@ def attention(
              heads / kv_heads consecutive query heads); tokens = batch * seq, batch-major; result like q.
              documents: boundaries (n_documents + 1,) int32 of the flattened tokens, from 0 to tokens, and the longest
              document's length; None when every sample is one document.
-    is_causal: a token attends to itself and earlier ones; else to all of its document.
-    CUDA uses PyTorch's variable-length kernel for documents in 16 bits; elsewhere a loop runs over them.
+    is_causal: a token attends to itself and earlier ones; else to all of its document. window: to itself and the
+    window - 1 tokens before it; causal only.
+    CUDA uses PyTorch's variable-length kernel for documents and windows in 16 bits. Elsewhere a loop runs over the
+    documents, and one longer than the window gets a bool mask of its length squared.
     No communication.
     """
+    check_window(window, is_causal)
+    fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     if documents is None:
-        q, k, v = (x.unflatten(0, (batch, len(x) // max(batch, 1))) for x in (q, k, v))
-        return _sdpa(q, k, v, is_causal).flatten(0, 1)
+        seq = len(q) // max(batch, 1)
+        if window is None or window >= seq or not fused:
+            q, k, v = (x.unflatten(0, (batch, seq)) for x in (q, k, v))
+            return _sdpa(q, k, v, is_causal, window).flatten(0, 1)
+        documents = torch.arange(0, len(q) + 1, seq, dtype=torch.int32, device=q.device), seq
     boundaries, longest = documents
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _varlen(q, k, v, boundaries, longest, is_causal)
+    if fused:
+        return _varlen(q, k, v, boundaries, longest, is_causal, window)
     lengths = boundaries.diff().tolist()
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([_sdpa(q[None], k[None], v[None], is_causal)[0] for q, k, v in parts])
+    return torch.cat([_sdpa(q[None], k[None], v[None], is_causal, window)[0] for q, k, v in parts])
