@@ -24,6 +24,10 @@ def default_ffn_size(hidden_size: int, activation: str) -> int:
 
 def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool) -> None:
     """Raise ValueError, with the numbers and the remedy, for head counts that cannot be laid out."""
+    if min(hidden_size, n_heads, n_kv_heads) < 1:
+        raise ValueError(
+            f"hidden_size={hidden_size}, n_heads={n_heads}, n_kv_heads={n_kv_heads}: each must be at least 1"
+        )
     if hidden_size % n_heads:
         raise ValueError(f"hidden_size={hidden_size} is not a multiple of n_heads={n_heads}: change either")
     if n_heads % n_kv_heads:

@@ -55,7 +55,7 @@ class SelfAttention(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
-        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
+        self.n_heads, self.n_kv_heads = n_heads, n_heads if n_kv_heads is None else n_kv_heads
         self.is_causal, self.sliding_window = is_causal, sliding_window
         self.rope_base, self.rope_interleaved = rope_base, rope_interleaved
         check_window(sliding_window, is_causal)
