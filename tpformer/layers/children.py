@@ -17,6 +17,8 @@ from .module import ParallelModule
 from .norm import LayerNorm, RMSNorm
 from .tensor_parallel import TensorParallel
 
+RUNS_WHOLE = "_runs_whole_on_every_rank"  # set on a child whose inputs, and so gradients, are equal on all ranks
+
 
 class Features(NamedTuple):
     """The output features of a column-parallel linear: those that this rank uses, of how many."""
@@ -107,6 +109,7 @@ def call_rows(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -
     """
     if _works_on_shards(child, tp) or not tp.sharded:
         return child(x, **options)
+    setattr(child, RUNS_WHOLE, True)
     return ops.scatter_rows(child(ops.gather_rows(x, tp.group), **options), tp.group)
 
 
@@ -123,6 +126,7 @@ def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Featu
         if y.shape[-1] == used:
             return y
     else:
+        setattr(child, RUNS_WHOLE, True)
         y = child(ops.gather_rows(x, tp.group) if tp.sharded else x)
     if y.shape[-1] != features.total:
         raise ValueError(
@@ -140,6 +144,7 @@ def call_row(child: nn.Module, x: Tensor, tp: TensorParallel, k: int) -> Tensor:
     """
     if _works_on_shards(child, tp):
         return child(x)
+    setattr(child, RUNS_WHOLE, True)
     y = child(ops.gather_columns(x, k, tp.group))
     return ops.scatter_rows(y, tp.group) if tp.sharded else y
 

@@ -1,7 +1,8 @@
 """Gradients between backward and the optimizer: adding up partial ones, the global norm, scaling. Any mesh."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -10,17 +11,30 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tpformer.distributed.collectives import all_reduce
+from tpformer.layers import ParallelModule
+from tpformer.layers.children import RUNS_WHOLE
+
+SUMMED_AT = "_summed_at"  # on a gradient: its version when it was summed
 
 
 @torch.no_grad()
-def reduce_partial_gradients(model: nn.Module) -> None:
+def reduce_partial_gradients(
+    model: nn.Module, *, partial: Sequence[str] | str = (), whole: Sequence[str] | str = ()
+) -> None:
     """Add up, over their mesh axis, the gradients that each rank holds only a part of. Once per step, before clipping.
 
     Parameters that all tensor-parallel ranks share but use on their own sequence shard (norm weights, row biases,
     positions, shared key-value heads) get Partial gradients. They become Replicate, equal on all ranks.
+    partial, whole: names of parameters of your own, or patterns of them ("*.lora_a.weight"), that are not laid out over
+    tensor-parallel ranks, in a model with sequence shards. A gradient made from such shards is this rank's part, and
+    is summed; one that is equal on all ranks already is left alone. Nothing tells them apart, so each has to be named,
+    but for modules of others in place of this library's, which get whole rows. Without sequence shards all are equal.
     Communication: one all-reduce per (axis, dtype) of all such gradients together. Calling it again does nothing.
-    FSDP2 does this itself while it reduces; call it either way.
+    FSDP2 does this itself while it reduces, but for parameters of your own; call it either way.
+    Errors:  ValueError for a parameter that is named nowhere, or in both. RuntimeError where a sum has been changed,
+             by clipping or another backward, before the next call.
     """
+    own = _own_parts(model, partial, whole)
     buckets: dict[tuple, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         grad = parameter.grad
@@ -28,14 +42,74 @@ def reduce_partial_gradients(model: nn.Module) -> None:
             buckets[grad.device_mesh, grad.placements, grad.dtype].append(parameter)
     for (mesh, placements, _), parameters in buckets.items():
         local = [parameter.grad.to_local() for parameter in parameters]
-        flat = torch.cat([grad.reshape(-1) for grad in local])
-        for axis, place in enumerate(placements):
-            if isinstance(place, Partial):
-                flat = all_reduce(flat, mesh.get_group(axis))
-        whole = [Replicate() if isinstance(place, Partial) else place for place in placements]
-        pieces = flat.split([grad.numel() for grad in local])
-        for parameter, grad, piece in zip(parameters, local, pieces, strict=True):
-            parameter.grad = DTensor.from_local(piece.view_as(grad), mesh, whole, run_check=False)
+        groups = [mesh.get_group(axis) for axis, place in enumerate(placements) if isinstance(place, Partial)]
+        whole_places = [Replicate() if isinstance(place, Partial) else place for place in placements]
+        for parameter, piece in zip(parameters, _summed(local, groups), strict=True):
+            parameter.grad = DTensor.from_local(piece, mesh, whole_places, run_check=False)
+    for (group, _), parameters in own.items():
+        local = [local_part(parameter.grad) for parameter in parameters]
+        for held, piece in zip(local, _summed(local, [group]), strict=True):
+            held.copy_(piece)
+        for parameter in parameters:  # after all copies: FSDP2's are slices of one tensor, with one version
+            setattr(parameter.grad, SUMMED_AT, _version(parameter.grad))
+
+
+def _summed(parts: list[Tensor], groups: Iterable[ProcessGroup]) -> list[Tensor]:
+    """Each tensor's sum over the ranks of all groups, in one all-reduce a group."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    for group in groups:
+        flat = all_reduce(flat, group)
+    pieces = flat.split([part.numel() for part in parts])
+    return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _own_parts(
+    model: nn.Module, partial: Sequence[str] | str, whole: Sequence[str] | str
+) -> dict[tuple[ProcessGroup, torch.dtype], list[nn.Parameter]]:
+    """The user's own parameters whose gradients are still this rank's part, by (tensor-parallel group, dtype)."""
+    sharded = next((part.tp for part in model.modules() if isinstance(part, ParallelModule) and part.tp.sharded), None)
+    if sharded is None:
+        return {}
+    equal = {id(p) for part in model.modules() if getattr(part, RUNS_WHOLE, False) for p in part.parameters()}
+    ranks = dist.get_process_group_ranks(sharded.group)
+    parts: dict[tuple[ProcessGroup, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    unknown = []
+    patterns = [(names,) if isinstance(names, str) else names for names in (partial, whole)]
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None or id(parameter) in equal or ranks in _axes(parameter):
+            continue
+        in_partial, in_whole = (any(fnmatchcase(name, pattern) for pattern in names) for names in patterns)
+        if in_partial == in_whole:
+            unknown.append(name)
+        elif in_partial:
+            summed_at = getattr(parameter.grad, SUMMED_AT, None)
+            if summed_at is None:
+                parts[sharded.group, parameter.grad.dtype].append(parameter)
+            elif summed_at != _version(parameter.grad):
+                raise RuntimeError(
+                    f"the gradient of {name} has been summed over tensor-parallel ranks and changed since: call "
+                    f"reduce_partial_gradients once per step, before clipping, and zero_grad(set_to_none=True) after it"
+                )
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} parameters are not laid out over tensor-parallel ranks in a model with sequence shards "
+            f"({', '.join(unknown[:3])}{', ...' * (len(unknown) > 3)}): name each in partial=[...] of "
+            f"reduce_partial_gradients if its gradient is of this rank's rows, in whole=[...] if it is equal everywhere"
+        )
+    return parts
+
+
+def _version(grad: Tensor) -> tuple[int, int]:
+    """It changes with every write: to a DTensor, and, as FSDP2 adds, to what a DTensor holds."""
+    return grad._version, local_part(grad)._version
+
+
+def _axes(tensor: Tensor) -> list[list[int]]:
+    """The ranks along each mesh axis that a tensor is laid out over; torch may give equal meshes different groups."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -45,12 +119,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def _copies(grad: Tensor, groups: Iterable[list[int]]) -> int:
     """How many ranks of these groups (each given by its ranks) together hold the same part of a gradient."""
-    copies, laid_out = 1, []  # by ranks: torch may give a mesh equal to an earlier one that one's process groups
+    copies, laid_out = 1, _axes(grad)
     if isinstance(grad, DTensor):
         for axis, place in enumerate(grad.placements):
             if isinstance(place, Partial):
                 raise RuntimeError("a gradient is still partial: call reduce_partial_gradients(model) before its norm")
-            laid_out.append(dist.get_process_group_ranks(grad.device_mesh.get_group(axis)))
             if isinstance(place, Replicate):
                 copies *= grad.device_mesh.size(axis)
     for group in groups:

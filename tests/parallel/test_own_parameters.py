@@ -1,0 +1,89 @@
+"""Parameters of a user's own between sequence-parallel blocks: their gradients are summed where named, else refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import Positions, TensorParallel, TransformerBlock, initialize
+from tpformer.parallel import reduce_partial_gradients
+
+HIDDEN, SEQ, SAMPLES = 12, 6, 2
+PARTIAL = ["gain", "adapter.*"]
+
+
+class Between(nn.Module):
+    """Two blocks, and between them a gain and an adapter; the norm in the second one is of torch.nn."""
+
+    def __init__(self, tp: TensorParallel | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.randn(HIDDEN, dtype=torch.float64))
+        self.adapter = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
+        blocks = [TransformerBlock(HIDDEN, 6, tp=tp, dtype=torch.float64) for _ in range(2)]
+        self.first, self.second = blocks
+        initialize(self, 3)
+        self.second.input_layernorm = norm
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        x = self.first(x, positions=positions)
+        return self.second(x * self.gain + self.adapter(x), positions=positions)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    whole = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
+    }
+    return {name: g.clone() for name, g in whole.items()}
+
+
+def backward(model: nn.Module, first: int, rows: int, samples: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(SAMPLES * SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    model(x[first : first + rows], positions=Positions(samples, SEQ)).backward(dy[first : first + rows])
+
+
+def on_rank(t: int, sequence_parallel: bool, data_parallel: int) -> dict[str, Tensor]:
+    mesh = build_mesh("cpu", tensor_parallel=t, data_parallel_shard=data_parallel)
+    model = Between(TensorParallel(mesh["tp"], sequence_parallel))
+    tokens = SAMPLES * SEQ // data_parallel
+    first, rows = tokens * mesh["dp_shard"].get_local_rank(), tokens
+    if sequence_parallel:
+        rows = tokens // t
+        first += rows * mesh["tp"].get_local_rank()
+    if data_parallel > 1:
+        for part in (model.adapter, model.second, model):
+            fully_shard(part, mesh=mesh["dp_shard"]).set_gradient_divide_factor(1.0)
+    backward(model, first, rows, SAMPLES // data_parallel)
+    if sequence_parallel and t > 1:
+        for names in ({}, {"partial": "gain"}, {"partial": [*PARTIAL, "second.*"], "whole": ["adapter.*"]}):
+            with pytest.raises(
+                ValueError, match=r"parameters are not laid out .* \((gain, )?adapter.weight, adapter.bias"
+            ):
+                reduce_partial_gradients(model, **names)
+    for _ in range(2):
+        reduce_partial_gradients(model, partial=PARTIAL)
+    found = gradients(model)
+    if sequence_parallel and t > 1:
+        for p in model.parameters():
+            p.grad *= 0.5
+        with pytest.raises(RuntimeError, match="the gradient of gain has been summed .* and changed since"):
+            reduce_partial_gradients(model, partial=PARTIAL)
+        reduce_partial_gradients(model, whole=PARTIAL)
+        assert torch.equal(gradients(model)["gain"], 0.5 * found["gain"])
+    return found
+
+
+@pytest.mark.parametrize(("t", "data_parallel"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_equal_one_process(ranks, t, sequence_parallel, data_parallel):
+    model = Between()
+    backward(model, 0, SAMPLES * SEQ, SAMPLES)
+    expected = gradients(model)
+    for found in ranks(t * data_parallel).run(on_rank, t, sequence_parallel, data_parallel):
+        assert found.keys() == expected.keys()
+        for name, g in expected.items():
+            torch.testing.assert_close(found[name], g, rtol=1e-11, atol=1e-11, msg=name)
