@@ -7,6 +7,7 @@ DTensor is imported where a mesh is given, because a plain layer is ready a seco
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,17 +113,29 @@ class ParallelModule(nn.Module):
         elif not sharded:
             parameter.grad = gradient
         else:
-            from torch.distributed.tensor import DTensor, Partial
+            from torch.distributed.tensor import Partial
 
-            placements = parameter.placements if rows is None else [Partial()]
-            parameter.grad = DTensor.from_local(
-                gradient,
-                parameter.device_mesh,
-                placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            parameter.grad = _laid_out(gradient, parameter, parameter.placements if rows is None else [Partial()])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """As nn.Module's; whole tensors, which each rank is to hold, are cut to its shard. No communication."""
+        for name, parameter in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if not is_dtensor(parameter) or not isinstance(value, Tensor) or is_dtensor(value):
+                continue
+            if value.shape != parameter.shape:
+                continue  # torch tells which do not fit
+            if parameter.device_mesh != self.tp.mesh:
+                raise RuntimeError(
+                    f"{prefix}{name} is laid out by FSDP2, too, and the state_dict has it whole: load that with "
+                    f"torch.distributed.checkpoint.state_dict.set_model_state_dict and "
+                    f"StateDictOptions(full_state_dict=True)"
+                )
+            shape, offset = _own_part(parameter.shape, parameter.device_mesh, parameter.placements)
+            held = value.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+            # a copy: with assign=True it becomes the parameter, and the whole tensor can be freed
+            state_dict[prefix + name] = _laid_out(held.clone(), parameter, parameter.placements)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
         """Fresh random values from torch's global generator: drawn on tp rank 0 and shared, so any layout agrees."""
@@ -141,6 +154,16 @@ def _own_part(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence) -> t
 
     with torch.device("cpu"):  # torch computes with small tensors, which have no values where the default is meta
         return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def _laid_out(local: Tensor, like: Tensor, placements: Sequence) -> Tensor:
+    """This rank's part of a DTensor of the shape and on the mesh of another one."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 @torch.no_grad()
