@@ -1,6 +1,7 @@
 """torch.compile(block) has the block's results and gradients, and keeps no more than the block, on 1 and 2 ranks."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +11,17 @@ from testing import assert_kernel_close, record_saved
 from torch import Tensor
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import DropoutKey, Positions
+from tpformer.layers import MLP, ColumnParallelLinear, DropoutKey, LayerNorm, Positions, RowParallelLinear
 
 # inductor compiles C++, which takes half a minute
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.proof, NEEDS_COMPILER])]
 KINDS = ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"]
 SAMPLES = torch.arange(BATCH)
+LAYERS = [
+    partial(kind, *sizes, dtype=torch.float64)
+    for kind, *sizes in ((ColumnParallelLinear, 8, 4), (RowParallelLinear, 8, 4), (LayerNorm, 8), (MLP, 8))
+]
 
 
 def run(kind: str, dtype: torch.dtype, recompute: str, backend: str | None) -> dict[str, Tensor]:
@@ -46,3 +51,16 @@ def test_results_and_gradients(ranks, t, kind, recompute, backend):
         for name, x in actual.items():
             assert_kernel_close(x, oracle[name], baseline[name], f"{kind} t={t} {backend} {name}")
         assert saved <= baseline["saved"]
+
+
+@pytest.mark.parametrize("make", [lambda: make_block("gelu-layernorm", None), *LAYERS], ids=str)
+def test_one_graph_is_refused_with_the_reason(make):
+    """In a process that has compiled nothing yet, too."""
+    torch._dynamo.reset()
+    layer = make()
+    x = torch.ones(2, 4, next(layer.parameters()).shape[-1], dtype=torch.float64)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="operations of tpformer run as they are, .* leave fullgraph="
+    ):
+        torch.compile(layer, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(x), layer(x), rtol=1e-12, atol=1e-12)

@@ -42,6 +42,7 @@ class ParallelModule(nn.Module):
     def __init__(self, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.tp = TensorParallel.of(tp, sequence_parallel=sequence_parallel)
+        _ = self.tp.sharded, self.tp.group  # kept from now on: a compiler cannot enter the lock of cached_property
         self.initial: dict[str, Initializer] = {}
         self.shares_gather: tuple[str, ...] = ()  # its column-parallel layers that one gather serves
 

@@ -1,4 +1,7 @@
-"""Operations stay whole under torch.compile, which calls them and does not look inside. One decorator, and no more."""
+"""Operations stay whole under torch.compile, which calls them and does not look inside; it is told why.
+
+Belongs here: the two decorators that say so, and the only uses of the compiler's private names.
+"""
 
 import sys
 from collections.abc import Callable
@@ -9,6 +12,13 @@ import torch
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+WHY = "operations of tpformer run as they are, and the compiler does what is around them: leave fullgraph=True out"
+
+
+def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function itself, marked as torch.compiler.disable marks what it returns: fullgraph=True is told why."""
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, WHY  # type: ignore[attr-defined]
+    return function
 
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -23,7 +33,7 @@ def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            disabled.append(torch.compiler.disable(function, reason=WHY))
         return disabled[0](*args, **kwargs)
 
-    return call
+    return untraced(call)

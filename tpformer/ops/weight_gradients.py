@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .uncompiled import untraced
+
 GradientSink = Callable[[Tensor], None]
 
 
@@ -76,6 +78,7 @@ class Deferred(NamedTuple):
     sinks: Sequence[GradientSink]
 
 
+@untraced
 def active_queue() -> WeightGradientQueue | None:
     """The queue whose `collect` surrounds this call."""
     return ACTIVE_QUEUE.get()
