@@ -1,4 +1,4 @@
-"""What people do to a GPT's lm_head means what it means with torch.nn: modules, hooks, subclasses."""
+"""What people do to a GPT's lm_head means what it means with torch.nn: modules, hooks, subclasses, FSDP2."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
@@ -159,3 +160,46 @@ def test_a_wrapped_head_without_a_table_is_refused():
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(ValueError, match=r"no table of its own \(weight=False\): give it .* tie_embeddings=False"):
         model(IDS[:, :-1])
+
+
+def orders(model: GPT) -> dict[str, list]:
+    """What recipes hand to fully_shard, one after the other, before the model itself."""
+    layers, norm_and_head = [*model.layers.values()], [model.norm, model.lm_head]
+    return {
+        "embedding, layers, norm and head": [model.embed_tokens, *layers, norm_and_head],
+        "norm and head, layers, embedding": [norm_and_head, *layers, model.embed_tokens],
+        "layers, embedding and norm and head": [*layers, [model.embed_tokens, *norm_and_head]],
+        "layers, embedding and norm": [*layers, [model.embed_tokens, model.norm]],
+    }
+
+
+def two_steps(order: str | None, tp: int) -> dict[str, Tensor]:
+    """The second loss of tied weights, the sum over samples, and its gradients, halved; an evaluation in between."""
+    model, ids = build(tied=True), IDS
+    if order is not None:
+        mesh = build_mesh("cpu", tensor_parallel=tp, data_parallel_shard=2)
+        model, ids = build(mesh["tp"] if tp > 1 else None, tied=True), IDS[[mesh["dp_shard"].get_local_rank()]]
+        for part in [*orders(model)[order], model]:
+            fully_shard(part, mesh=mesh["dp_shard"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(ids[:, :-1], targets=ids[:, 1:])
+        (loss / 2 if order is None else loss).backward()  # FSDP2 takes the mean
+        reduce_partial_gradients(model)
+        with torch.no_grad():
+            model(ids[:, :-1])
+        if order is not None:
+            model.reshard()  # the root, which FSDP2 itself leaves gathered after an evaluation
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {"loss": loss.detach()} | whole
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("order", orders(build(tied=True)))
+def test_fsdp_of_a_tied_embedding(ranks, order, tp):
+    results, wanted = ranks(2 * tp).run(two_steps, order, tp), two_steps(None, 1)
+    for each in results:
+        assert_same(each | {"loss": results[0]["loss"] + results[-1]["loss"]}, wanted, order)

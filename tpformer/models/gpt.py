@@ -1,7 +1,8 @@
 """GPT: token embedding, transformer blocks, output head; one module for every preset and tensor-parallel layout."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -241,24 +242,35 @@ class GPT(ParallelModule):
 
     def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int, reduction: str) -> Tensor:
         """A head that others put here or look into is called for logits, all of them; the loss is then theirs."""
-        head, options = self.lm_head, {}
-        if isinstance(head, LMHead) and self.config.tie_embeddings:
-            options["tied"] = self.embed_tokens.local("weight")
+        head, vocab, norm = self.lm_head, self.vocab, {}
         if fusable_norm(self.norm) and fusable(LMHead, head):
-            options["norm"] = self.norm.prologue()
+            norm["norm"] = self.norm.prologue()
         else:
             x = call_rows(self.norm, x, self.tp)
         terms: dict[str, Any] = {"reduction": reduction}
         if self.training:
             terms |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        if targets is not None and _makes_loss(head):
-            return head(x, targets=targets.reshape(-1), **options, **terms)
-        vocab = self.vocab
-        entries = Features(slice(vocab.first, vocab.first + vocab.valid), vocab.entries)
-        logits = call_column(head, x, self.tp, entries, **options)
+        with self._tied() as tied:
+            if targets is not None and _makes_loss(head):
+                return head(x, targets=targets.reshape(-1), **norm, **tied, **terms)
+            entries = Features(slice(vocab.first, vocab.first + vocab.valid), vocab.entries)
+            logits = call_column(head, x, self.tp, entries, **norm, **tied)
         if targets is None:
             return logits.unflatten(0, (positions.batch, positions.seq_length))[:, :seq]
         return ops.vocab_parallel_cross_entropy(logits, targets.reshape(-1), vocab, group=self.tp.group, **terms)
+
+    @contextmanager
+    def _tied(self) -> Iterator[dict[str, Tensor]]:
+        """What an LMHead takes besides where the embedding's table is its own: it is whole within, FSDP2 or not."""
+        if not (self.config.tie_embeddings and isinstance(self.lm_head, LMHead)):
+            yield {}
+            return
+        sharded = hasattr(self.embed_tokens, "unshard")  # FSDP2 has given up the table after the embedding's forward
+        if sharded:
+            self.embed_tokens.unshard()
+        yield {"tied": self.embed_tokens.local("weight")}
+        if sharded and not torch.is_grad_enabled():  # else after the backward
+            self.embed_tokens.reshard()
 
     def _embedding_dropout(self, key: DropoutKey | None, x: Tensor, positions: Positions) -> ops.Dropout | None:
         if key is None or not self.training or self.config.dropout == 0:
