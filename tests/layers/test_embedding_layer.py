@@ -120,6 +120,31 @@ def test_ids_out_of_range(ids, span):
         VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS)(torch.tensor(ids))
 
 
+def padded_embedding(padding_idx: int) -> tuple[torch.Tensor, ...]:
+    tp = TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"])
+    torch.manual_seed(0)
+    table = VocabParallelEmbedding(VOCAB, HIDDEN, padding_idx, vocab_multiple=ROWS, tp=tp, dtype=torch.float64)
+    initial = table.weight.full_tensor()[:VOCAB].detach().clone()
+    with torch.no_grad():
+        table.weight += 1.0
+    table(IDS).square().sum().backward()
+    return initial, table(IDS).detach(), table.weight.grad.full_tensor()[:VOCAB]
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("padding_idx", [0, 7, -1])
+def test_padding_idx_is_torchs(ranks, t, padding_idx):
+    for initial, y, gradient in ranks(t).run(padded_embedding, padding_idx):
+        theirs = torch.nn.Embedding(VOCAB, HIDDEN, padding_idx, dtype=torch.float64)
+        assert torch.equal(initial.any(1), theirs.weight.any(1))
+        with torch.no_grad():
+            theirs.weight.copy_(initial + 1.0)
+        theirs(IDS).square().sum().backward()
+        torch.testing.assert_close((y, gradient), (theirs(IDS).detach(), theirs.weight.grad), rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match=r"padding_idx=19 is outside the vocabulary \[0, 18\]"):
+        VocabParallelEmbedding(VOCAB, HIDDEN, 19)
+
+
 def test_learned_positions_begin_at_the_offset():
     embedding = PositionEmbedding(7, HIDDEN)
     x = torch.zeros(2 * 4, HIDDEN)

@@ -1,5 +1,7 @@
 """Token embedding with a sharded vocabulary, learned positions, and the output head over the same shards."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +32,7 @@ class _VocabParallel(ParallelModule):
         *,
         vocab_multiple: int = 128,
         init_std: float = 0.02,
+        zero_row: int | None = None,
         weight: bool = True,
         tp: TensorParallel | DeviceMesh | None = None,
         device=None,
@@ -40,7 +43,7 @@ class _VocabParallel(ParallelModule):
         self.rows = padded_vocab(vocab_size, vocab_multiple)
         self.width = -(-self.rows // self.tp.size)  # table rows of a rank, fewer on the last
         if weight:
-            initial = Normal(init_std, valid_rows=vocab_size)
+            initial = Normal(init_std, vocab_size, zero_row)
             self.add_parameter("weight", (self.rows, hidden_size), initial, shard=0, device=device, dtype=dtype)
             self.reset_parameters()
         else:
@@ -59,8 +62,15 @@ class VocabParallelEmbedding(_VocabParallel):
              (..., hidden_size), equal on all ranks.
     Communication, per rank, B = tokens * hidden_size * itemsize: forward reduce-scatter B, backward all-gather B;
              without sequence_parallel forward all-reduce B, backward none.
-    Errors:  ValueError on a CPU for an id outside [0, vocab_size).
+    padding_idx: as in nn.Embedding, an entry whose row starts at zero and gets no gradient; negative from the end.
+    Errors:  ValueError for a padding_idx, and on a CPU for an id, outside of the vocabulary.
     """
+
+    def __init__(self, vocab_size: int, hidden_size: int, padding_idx: int | None = None, **options: Any) -> None:
+        if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
+            raise ValueError(f"padding_idx={padding_idx} is outside the vocabulary [0, {vocab_size - 1}]")
+        self.padding_idx = None if padding_idx is None else padding_idx % vocab_size
+        super().__init__(vocab_size, hidden_size, zero_row=self.padding_idx, **options)
 
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.vocab_size, "token ids")
@@ -68,6 +78,7 @@ class VocabParallelEmbedding(_VocabParallel):
             ids.reshape(-1),
             self.local("weight"),
             first=self.vocab_slice().first,
+            padding_idx=self.padding_idx,
             group=self.tp.group,
             sequence_parallel=self.tp.sequence_parallel,
         )

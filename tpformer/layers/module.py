@@ -22,10 +22,12 @@ from .tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal values of this standard deviation by global element index; rows from `valid_rows` on are zero."""
+    """Normal values of this standard deviation by global element index; rows from `valid_rows` on, and `zero_row`, are
+    zero."""
 
     std: float
     valid_rows: int | None = None
+    zero_row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -196,4 +198,6 @@ def _fill(parameter: Tensor, initial: Initializer, key: int, chunk: int = 2**22)
         values = random_normal(key, row * parameter.shape[1] + offset[1], width) * initial.std
         if initial.valid_rows is not None:
             values[row >= initial.valid_rows] = 0
+        if initial.zero_row is not None:
+            values[row == initial.zero_row] = 0
         local[first:last] = values.to(local.dtype)
