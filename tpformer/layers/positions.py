@@ -40,9 +40,7 @@ class Positions:
             if ids is not None:
                 raise ValueError("key_padding_mask beside ids: let ids restart at 0 where padding begins and ends")
             ids = padded_ids(key_padding_mask, batch, seq_length)
-        if ids is not None and offset:
-            raise ValueError(f"offset={offset} is where whole samples begin: with ids, every document begins at 0")
-        if ids is not None:
+        elif ids is not None:
             if tuple(ids.shape) != (batch, seq_length):
                 raise ValueError(
                     f"position ids of shape {tuple(ids.shape)} are not (batch, seq_length) = ({batch}, {seq_length}): "
@@ -54,6 +52,8 @@ class Positions:
                     "position_ids must start at 0 in every sample and count up by 1 until the next document's 0: "
                     "a document cannot span two samples"
                 )
+        if ids is not None and offset:
+            raise ValueError(f"offset={offset} is where whole samples begin: with ids, every document begins at 0")
         self.batch, self.seq_length, self.ids, self.offset = batch, seq_length, ids, offset
         self.key_padding_mask = key_padding_mask
         self._flat_ids: dict[torch.device, Tensor] = {}
