@@ -95,7 +95,7 @@ class Positions:
         return self._flat_ids[device]
 
     def documents(self, device: torch.device) -> tuple[Tensor, int] | None:
-        """(boundaries (n + 1,) int32, longest), or None when every sample is one document."""
+        """(boundaries (n + 1,) int32, longest), or None when every sample is one document, or there is none."""
         if self.ids is None or not self.ids.numel():
             return None
         if self._documents is None:

@@ -77,11 +77,11 @@ class TensorParallel:
         return {}
 
     def column_transport(self, x: Tensor, width: int) -> Transport:
-        """What carries ops.column_linear of rows x to `width` output features of a rank. Decided once for a shape.
+        """What carries ops.column_linear of x (..., K) to `width` output features of a rank.
 
-        ValueError for a transport that cannot run.
+        Decided once for a shape. ValueError for a transport that cannot run.
         """
-        return self._transport(column_request, x, x.shape[1], width)
+        return self._transport(column_request, x, x.shape[-1], width)
 
     def row_transport(self, x: Tensor, width: int, n: int) -> Transport:
         """What carries ops.row_linear of rows x with `width` input features of a rank to n outputs; as above."""
@@ -90,10 +90,10 @@ class TensorParallel:
     def _transport(self, request: Callable[..., Request], x: Tensor, k: int, n: int) -> Transport:
         if self.size == 1:
             return LOCAL
-        dtype = autocast_dtype(x) or x.dtype
-        key = (request, len(x), k, n, dtype, x.device)
+        rows, dtype = x.shape[:-1].numel(), autocast_dtype(x) or x.dtype
+        key = (request, rows, k, n, dtype, x.device)
         if key not in self._opened:
-            asked = request(len(x), k, n, dtype, x.device, self.group, self.sequence_parallel, self.transport)
+            asked = request(rows, k, n, dtype, x.device, self.group, self.sequence_parallel, self.transport)
             self._opened[key] = open_transport(asked)
         return self._opened[key]
 

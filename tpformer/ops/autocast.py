@@ -1,7 +1,7 @@
 """torch.autocast as modules of torch.nn have it: GEMMs in its 16 bits; norms, the residual stream and losses in
 float32.
 
-An operation casts what it is given and runs as ever, with autocast off; autograd casts the gradients back.
+An operation casts what it is given, and autograd casts the gradients back.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     device = x.device.type
     available = torch.amp.is_autocast_available(device)  # not for meta tensors
     return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else None
-
-
-def without_autocast(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

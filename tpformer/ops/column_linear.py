@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .autocast import autocast_dtype, cast, cast_back, without_autocast
+from .autocast import autocast_dtype, cast, cast_back
 from .first_derivative import first_derivative
 from .implementation import implementation
-from .norm import Norm, Normed
+from .norm import Norm, Normed, parameters, restored
 from .norm import norm as normalise
+from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, column_request, open_transport
 from .transports.interface import Transport
 from .uncompiled import uncompiled
@@ -21,7 +22,7 @@ from .weight_gradients import Deferred
 class _Layout(NamedTuple):
     transport: Transport
     sequence_parallel: bool
-    norm: tuple[str, float | None] | None  # kind, eps
+    norm: Norm | None
     carry: bool
     deferred: Deferred | None
 
@@ -32,19 +33,33 @@ class _Layout(NamedTuple):
 
 
 class ColumnLinearFunction(torch.autograd.Function):
+    """Y_i = G(norm(X)) W_i^T + b_i for weights i, G the gather of all ranks' rows; R is its transpose, the reduction.
+
+    With sequence parallelism, t ranks, M rows of all of them, N_i output features of this rank:
+        X (M / t, K), norm(X) and its gradient like X; W_i (N_i, K); b_i (N_i,); Y_i and dY_i (M, N_i)
+        forward  Y_i = G(norm(X)) W_i^T + b_i                     G: all-gather, (M / t, K) -> (M, K)
+        dgrad    dnorm(X) = R(sum_i dY_i W_i)                     R: reduce-scatter, (M, K) -> (M / t, K)
+        wgrad    dW_i = dY_i^T G(norm(X)), db_i = dY_i^T 1        G again: the gathered rows were not kept
+    Y_i depends on the rows of every rank, so each one's gradient is summed over all ranks' features: that is R.
+    Without it, X and norm(X) are (M, K) and equal on all ranks:
+        forward  Y_i = norm(X) W_i^T + b_i                        G: nothing
+        dgrad    dnorm(X) = R(sum_i dY_i W_i)                     R: all-reduce, (M, K): ranks share X, not features
+        wgrad    dW_i = dY_i^T norm(X), db_i = dY_i^T 1
+    Then dX = norm'(X)^T dnorm(X), or dnorm(X) without a norm; plus dX', if X was carried as the last output X'.
+    norm(X) is made again from X and its statistics. A norm's parameters are inputs so that autograd sees them.
+    """
+
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, layout: _Layout, normed: Normed | None, *weights_and_biases):
         n = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
         mean = rstd = None
         rows = x
-        if normed is not None:
+        if layout.norm is not None and normed is not None:
             rows, mean, rstd = normed
         elif layout.norm is not None:
-            norm = _norm(layout, norm_weight, norm_bias)
-            rows, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
+            rows, (mean, rstd) = implementation("norm", x).norm_forward(x, layout.norm)
         ctx.layout, ctx.deferred = layout, layout.deferred
-        ctx.has_bias = [bias is not None for bias in biases]
         ctx.save_for_backward(x, norm_weight, norm_bias, mean, rstd, *weights)
         outputs = tuple(layout.gathering.gather_matmul(rows, weights, biases))
         return (*outputs, x) if layout.carry else outputs
@@ -54,22 +69,23 @@ class ColumnLinearFunction(torch.autograd.Function):
     def backward(ctx, *dys):
         x, norm_weight, norm_bias, mean, rstd, *weights = ctx.saved_tensors
         layout: _Layout = ctx.layout
-        norm = _norm(layout, norm_weight, norm_bias)
+        norm = restored(layout.norm, norm_weight, norm_bias)
         dys, dcarried = (dys[:-1], dys[-1]) if layout.carry else (dys, None)
         rows = x
         if norm is not None:
             # the norm's output was not kept: one cheap pass over x against 2 bytes per element held since the forward
             rows, _ = implementation("norm", x).norm_forward(x, norm)
-        wanted = ctx.needs_input_grad[5 : 5 + len(weights)]
+        wanted, wanted_biases = ctx.needs_input_grad[5 : 5 + len(weights)], ctx.needs_input_grad[5 + len(weights) :]
         gathered = layout.gathering.start_gather(rows) if layout.deferred is None and any(wanted) else None
         dx = dnorm_weight = dnorm_bias = None
-        if ctx.needs_input_grad[0] or norm is not None:
+        if any(ctx.needs_input_grad[:3]):
             dx, _ = layout.transport.matmul_reduce(dys, weights, transposed=False, scatter=layout.sequence_parallel)
-        if norm is not None:
-            dx, dnorm_weight, dnorm_bias = implementation("norm", x).norm_backward(dx, x, (mean, rstd), norm, dcarried)
-        elif dcarried is not None and dx is not None:
-            dx += dcarried
-        dbiases = [dy.sum(0) if has_bias else None for dy, has_bias in zip(dys, ctx.has_bias, strict=True)]
+            if norm is not None:
+                backward = implementation("norm", x).norm_backward
+                dx, dnorm_weight, dnorm_bias = backward(dx, x, (mean, rstd), norm, dcarried)
+            elif dcarried is not None:
+                dx += dcarried
+        dbiases = [dy.sum(0) if wants else None for dy, wants in zip(dys, wanted_biases, strict=True)]
         dweights = [None] * len(dys)
         if gathered is not None:
             whole = gathered()
@@ -77,10 +93,6 @@ class ColumnLinearFunction(torch.autograd.Function):
         elif layout.deferred is not None:
             _defer(layout, rows, dys, wanted)
         return dx, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
-
-
-def _norm(layout: _Layout, weight: Tensor, bias: Tensor | None) -> Norm | None:
-    return None if layout.norm is None else Norm(layout.norm[0], weight, bias, layout.norm[1])
 
 
 def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Sequence[bool]) -> None:
@@ -117,7 +129,8 @@ def column_linear(
 
     Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K) and equal on all ranks; weight (N / t, K), or a
              sequence of such weights sharing the gather; bias (N / t,) or None, one per weight; result (tokens, N / t),
-             or a tuple. t = group.size(); group None is one rank.
+             or a tuple. t = group.size(); group None is one rank. Leading dims of x are flattened to rows, and given
+             back where the result has as many rows.
              normed: norm(x), where row_linear has made it with x. carry: x is one more output, the last, for the
              residual path around the linears: its gradient is then added inside the norm's backward.
     Saves:   x before the norm and two statistics a row. The norm's output and the gathered input are rebuilt.
@@ -141,26 +154,20 @@ def column_linear(
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
     if normed is not None and norm is None:
         raise ValueError("normed rows need their norm as well: its gradients are made here")
-    if (dtype := autocast_dtype(x)) is not None:
-        rows = x if norm is None else normalise(x, norm)
-        with without_autocast(x):
-            outputs = column_linear(
-                cast(rows, dtype),
-                [cast(w, dtype) for w in weights],
-                [cast(b, dtype) for b in biases],
-                group=group,
-                sequence_parallel=sequence_parallel,
-                transport=transport,
-                deferred=cast_back(deferred, weights),
-            )
-        outputs = (*outputs, x) if carry else outputs
-        return outputs if several or carry else outputs[0]
+    rows = x if x.dim() == 2 else flat_rows(x)
+    autocast = autocast_dtype(x)
+    if autocast is not None:
+        deferred = cast_back(deferred, weights)
+        rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
+        weights, biases = ([cast(each, autocast) for each in some] for some in (weights, biases))
     if isinstance(transport, str):
-        width = sum(map(len, weights))
-        request = column_request(len(x), x.shape[1], width, x.dtype, x.device, group, sequence_parallel, transport)
+        n = sum(map(len, weights))
+        request = column_request(len(rows), rows.shape[1], n, rows.dtype, x.device, group, sequence_parallel, transport)
         transport = open_transport(request)
-    prologue = None if norm is None else (norm.kind, norm.eps)
-    layout = _Layout(transport, sequence_parallel, prologue, carry, deferred)
-    parameters = (None, None) if norm is None else (norm.weight, norm.bias)
-    outputs = ColumnLinearFunction.apply(x, *parameters, layout, normed, *weights, *biases)
+    layout = _Layout(transport, sequence_parallel, norm, carry and autocast is None, deferred)
+    outputs = ColumnLinearFunction.apply(rows, *parameters(norm), layout, normed, *weights, *biases)
+    if autocast is not None and carry:
+        outputs = (*outputs, x)
+    if x.dim() != 2:
+        outputs = tuple(with_leading_dims(y, x) for y in outputs)
     return outputs if several or carry else outputs[0]

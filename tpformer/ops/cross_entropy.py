@@ -14,7 +14,7 @@ from .autocast import autocast_dtype, cast
 from .embedding import check_ids
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
-from .norm import Norm
+from .norm import Norm, parameters, restored
 from .norm import norm as normalise
 from .transports.interface import record_transport
 from .uncompiled import uncompiled
@@ -61,6 +61,8 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 class VocabParallelCrossEntropyFunction(torch.autograd.Function):
+    """loss = lse(x) - x_target (LossTerms has the rest); dx = dloss (softmax(x) - 1 at the target)."""
+
     @staticmethod
     def forward(ctx, logits, targets, vocab: VocabSlice, terms: LossTerms, group, in_place: bool):
         kernels = implementation("cross_entropy", logits)
@@ -125,22 +127,21 @@ class _Head(NamedTuple):
     terms: LossTerms
     group: ProcessGroup | None
     sequence_parallel: bool
-    norm_kind: str | None
-    eps: float | None
+    norm: Norm | None
     chunk_tokens: int
     gradients: bool  # whether grad mode is on: inside of a Function it never is
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The gradients are made in the forward, while each chunk's logits exist; the backward scales them."""
+    """L = sum of losses of G(norm(x)) W^T; dlogits = dL (softmax - target), dnorm(x) = R(dlogits W), dW = dlogits^T
+    G(norm(x)). These gradients, for dL = 1, are made in the forward, while each chunk's logits exist."""
 
     @staticmethod
     def forward(ctx, x, weight, norm_weight, norm_bias, targets, head: _Head, *traces):
         kernels, vocab, terms = implementation("cross_entropy", x), head.vocab, head.terms
         normed, (mean, rstd) = x, (None, None)
-        if head.norm_kind:
-            norm = Norm(head.norm_kind, norm_weight, norm_bias, head.eps)
-            normed, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
+        if head.norm is not None:
+            normed, (mean, rstd) = implementation("norm", x).norm_forward(x, head.norm)
         if head.group is not None:
             record_transport("linear_cross_entropy", "sequential")
         gathered = all_gather(normed, head.group) if head.sequence_parallel else normed
@@ -170,11 +171,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if x_wants or weight_wants:
             reduce = reduce_scatter if head.sequence_parallel else all_reduce
             dnormed = None if dgathered is None else reduce(dgathered, head.group)
-            kept = x if head.norm_kind and x_wants else None  # without a norm the gradient is ready
+            kept = x if head.norm is not None and x_wants else None  # without a norm the gradient is ready
             if dweight is not None and weight.dtype != torch.float16:  # there its sum would overflow before any scale
                 dweight = dweight.to(weight.dtype)
             ctx.save_for_backward(kept, norm_weight, norm_bias, mean, rstd, dnormed, dweight, *traces)
-            ctx.norm_kind, ctx.eps, ctx.weight_dtype = head.norm_kind, head.eps, weight.dtype
+            ctx.norm, ctx.weight_dtype = head.norm, weight.dtype
         return losses.sum()
 
     @staticmethod
@@ -182,8 +183,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, dloss):
         x, norm_weight, norm_bias, mean, rstd, dnormed, dweight, *_ = ctx.saved_tensors
         dx, dnorm_weight, dnorm_bias = None if dnormed is None else _scaled(dnormed, dloss), None, None
-        if ctx.norm_kind and dx is not None:
-            norm = Norm(ctx.norm_kind, norm_weight, norm_bias, ctx.eps)
+        norm = restored(ctx.norm, norm_weight, norm_bias)
+        if norm is not None and dx is not None:
             dx, dnorm_weight, dnorm_bias = implementation("norm", x).norm_backward(dx, x, (mean, rstd), norm)
         if dweight is not None:
             dweight = _scaled(dweight, dloss).to(ctx.weight_dtype)
@@ -262,10 +263,9 @@ def linear_cross_entropy(
     if (dtype := autocast_dtype(x)) is not None:
         x, weight = cast(x if norm is None else normalise(x, norm), dtype), cast(weight, dtype)
         norm = None
-    kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(vocab, x.device.type)
-    head = _Head(vocab, terms, group, sequence_parallel, kind, eps, chunk_tokens, torch.is_grad_enabled())
+    head = _Head(vocab, terms, group, sequence_parallel, norm, chunk_tokens, torch.is_grad_enabled())
     traces = trace(x), trace(weight)  # neither is saved itself
-    total = LinearCrossEntropyFunction.apply(x, weight, norm_weight, norm_bias, targets, head, *traces)
+    total = LinearCrossEntropyFunction.apply(x, weight, *parameters(norm), targets, head, *traces)
     return reduced(total, targets, ignore_index, reduction)

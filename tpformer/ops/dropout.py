@@ -22,6 +22,8 @@ def dropout_starts(sample_index: Tensor, seq_length: int, hidden: int, rows: sli
 
 
 class DropoutFunction(torch.autograd.Function):
+    """y = mask * x / (1 - p), dx = mask * dy / (1 - p)."""
+
     @staticmethod
     def forward(ctx, x, site: Dropout):
         ctx.site = site

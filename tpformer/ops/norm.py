@@ -21,20 +21,32 @@ class Normed(NamedTuple):
     rstd: Tensor
 
 
+def parameters(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
+    """What an autograd Function takes beside the norm: it sees no tensor in a tuple."""
+    return (None, None) if norm is None else (norm.weight, norm.bias)
+
+
+def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
+    """The norm in a backward, with its parameters as they were saved."""
+    return None if norm is None else norm._replace(weight=weight, bias=bias)
+
+
 class NormFunction(torch.autograd.Function):
+    """y = norm(x); dx, dweight and dbias by norm_backward's formulas (kernels/norm/reference.py)."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, kind, eps):
-        y, (mean, rstd) = implementation("norm", x).norm_forward(x, Norm(kind, weight, bias, eps))
+    def forward(ctx, x, weight, bias, norm: Norm):
+        y, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.kind, ctx.eps = kind, eps
+        ctx.norm = norm
         return y
 
     @staticmethod
     @first_derivative
     def backward(ctx, dy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        norm = Norm(ctx.kind, weight, bias, ctx.eps)
-        return *implementation("norm", x).norm_backward(dy.contiguous(), x, (mean, rstd), norm), None, None
+        norm = restored(ctx.norm, weight, bias)
+        return *implementation("norm", x).norm_backward(dy.contiguous(), x, (mean, rstd), norm), None
 
 
 @uncompiled
@@ -44,7 +56,7 @@ def norm(x: Tensor, prologue: Norm) -> Tensor:
     Under torch.autocast in float32, whatever x is.
     """
     if autocast_dtype(x) is not None:
-        kind, weight, bias, eps = prologue
-        x, prologue = cast(x, torch.float32), Norm(kind, cast(weight, torch.float32), cast(bias, torch.float32), eps)
+        x, weight, bias = (cast(each, torch.float32) for each in (x, *parameters(prologue)))
+        prologue = prologue._replace(weight=weight, bias=bias)
     flat = x.reshape(-1, x.shape[-1])
-    return NormFunction.apply(flat, prologue.weight, prologue.bias, prologue.kind, prologue.eps).view(x.shape)
+    return NormFunction.apply(flat, *parameters(prologue), prologue).view(x.shape)

@@ -9,6 +9,8 @@ from .uncompiled import uncompiled
 
 
 class RopeFunction(torch.autograd.Function):
+    """y = R(position) x for every pair of features, dx = R(-position) dy: a rotation's transpose is its inverse."""
+
     @staticmethod
     def forward(ctx, q, k, cos, sin, positions, interleaved):
         # attributes, not saved tensors: they belong to all layers, and no hook on what one layer keeps should see them

@@ -10,11 +10,12 @@ from tpformer.config import check_dropout
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 
-from .autocast import autocast_dtype, cast, cast_back, without_autocast
+from .autocast import autocast_dtype, cast, cast_back
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed
 from .recompute import running_again
+from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, open_transport, row_request
 from .transports.interface import Transport
 from .uncompiled import uncompiled
@@ -31,10 +32,21 @@ class _Layout(NamedTuple):
 
 
 class RowLinearFunction(torch.autograd.Function):
+    """Y = Z + drop(R(A W^T) + b), A = act(X) or act(gate) * X; R the reduction over ranks, G its transpose, the gather.
+
+    t ranks, M rows of all of them, K input features of this rank, N output features:
+        X, gate, A (M, K); W (N, K); b (N,); residual Z, Y and dY (M / t, N) with sequence parallelism, else (M, N)
+        forward  Y = Z + drop(R(A W^T) + b)     R: reduce-scatter, (M, N) -> (M / t, N); without it all-reduce, (M, N)
+        dgrad    dA = G(drop(dY)) W             G: all-gather, (M / t, N) -> (M, N); without it nothing
+        wgrad    dW = G(drop(dY))^T A, db = drop(dY)^T 1, dZ = dY
+    R adds what ranks made of their own features, so each of them needs the gradient of all rows: that is G. Without
+    sequence parallelism Y and dY are equal on all ranks, and each one has it. drop is linear, and its own transpose.
+    Then dX = dA act'(X), or, gated, dX = dA act(gate) and dgate = dA X act'(gate). A is made again from X and gate.
+    """
+
     @staticmethod
     def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, layout: _Layout):
         ctx.layout, ctx.deferred = layout, layout.deferred
-        ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
         ctx.save_for_backward(x, gate, weight)
         if layout.skip:
             return x.new_empty(_result_rows(x, layout), len(weight))
@@ -54,18 +66,27 @@ class RowLinearFunction(torch.autograd.Function):
     def backward(ctx, dy, *_):
         x, gate, weight = ctx.saved_tensors
         layout: _Layout = ctx.layout
-        dresidual = dy if ctx.has_residual else None
-        dy, dbias = implementation("dropout", dy).finish_backward(dy, layout.dropout, ctx.has_bias)
+        wants_x, wants_gate, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
+        dresidual = dy if wants_residual else None
+        dy, dbias = implementation("dropout", dy).finish_backward(dy, layout.dropout, wants_bias)
         gathering = layout.transport if layout.sequence_parallel else LOCAL
-        dx, dgate, a, gathered = gathering.gather_matmul_derivative(
-            dy, weight, x, gate, layout.activation, keep=layout.deferred is not None
-        )
-        dweight = None
-        if layout.deferred is not None and ctx.needs_input_grad[2]:
+        dx = dgate = dweight = gathered = None
+        if wants_x or wants_gate:
+            dx, dgate, a, gathered = gathering.gather_matmul_derivative(
+                dy, weight, x, gate, layout.activation, keep=layout.deferred is not None
+            )
+        elif wants_weight:
+            a = implementation("activation", x).activation_forward(x, layout.activation, gate)
+
+        def weight_gradient() -> Tensor:
+            whole = gathering.start_gather(dy)() if gathered is None else gathered
+            return whole.t() @ a
+
+        if layout.deferred is not None and wants_weight:
             queue, (sink,) = layout.deferred
-            queue.add(lambda: sink(gathered.t() @ a))
-        elif ctx.needs_input_grad[2]:
-            dweight = gathered.t() @ a
+            queue.add(lambda: sink(weight_gradient()))
+        elif wants_weight:
+            dweight = weight_gradient()
         return dx, dgate, dweight, dbias, dresidual, None, None
 
 
@@ -99,6 +120,8 @@ def row_linear(
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
              next_norm: of the linear that comes next: the result is (Y, Normed of norm(Y)) for its `normed`, made in
              the pass that adds bias, dropout and residual. ends_region: it is the last of a recomputed region.
+             Leading dims of x, gate and residual are flattened to rows, and x's given back where the result has as many
+             rows. Normed is of rows.
     Saves:   x and gate as given. act(x) is rebuilt in the backward; dropout's mask is drawn again.
     Communication, per rank, B = tokens * N * itemsize:
              sequence parallel: forward reduce-scatter B; backward all-gather B (dy, used for dx and dW)
@@ -120,28 +143,24 @@ def row_linear(
         check_dropout(dropout.p)
     if next_norm is not None and ends_region:
         raise ValueError("next_norm and ends_region exclude each other: nothing follows the end of a region")
-    if (dtype := autocast_dtype(x)) is not None:
-        if next_norm is not None:
-            raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
-        with without_autocast(x):
-            y = row_linear(
-                cast(x, dtype),
-                cast(weight, dtype),
-                cast(bias, dtype),
-                activation=activation,
-                gate=cast(gate, dtype),
-                dropout=dropout,
-                ends_region=ends_region,
-                group=group,
-                sequence_parallel=sequence_parallel,
-                transport=transport,
-                deferred=cast_back(deferred, [weight]),
-            )
-        return y if residual is None else residual + y
+    autocast = autocast_dtype(x)
+    if autocast is not None and next_norm is not None:
+        raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
+    rows, added = x, residual
+    if x.dim() != 2:
+        rows, gate, added = (None if each is None else flat_rows(each) for each in (x, gate, residual))
+    if autocast is not None:
+        deferred = cast_back(deferred, [weight])
+        rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
     if isinstance(transport, str):
-        k, n = x.shape[1], len(weight)
-        transport = open_transport(row_request(len(x), k, n, x.dtype, x.device, group, sequence_parallel, transport))
-    skip = ends_region and running_again()
-    layout = _Layout(transport, sequence_parallel, activation, dropout, skip, deferred)
-    y = RowLinearFunction.apply(x, gate, weight, bias, residual, next_norm, layout)
-    return y if next_norm is None else (y[0], Normed(*y[1:]))
+        k, n = rows.shape[1], len(weight)
+        request = row_request(len(rows), k, n, rows.dtype, x.device, group, sequence_parallel, transport)
+        transport = open_transport(request)
+    layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
+    inside = added if autocast is None else None
+    result = RowLinearFunction.apply(rows, gate, weight, bias, inside, next_norm, layout)
+    y, *normed = (result,) if next_norm is None else result
+    if autocast is not None and added is not None:
+        y = added + y
+    y = y if x.dim() == 2 else with_leading_dims(y, x)
+    return y if next_norm is None else (y, Normed(*normed))

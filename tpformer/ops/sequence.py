@@ -11,7 +11,19 @@ from .first_derivative import first_derivative
 from .uncompiled import uncompiled
 
 
+def flat_rows(x: Tensor) -> Tensor:
+    """Rows (tokens, N) of x (..., N)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:
+    """Rows y with the leading dims of x, if they are as many; rows that were gathered or scattered as they are."""
+    return y.view(*x.shape[:-1], y.shape[-1]) if len(y) == x.shape[:-1].numel() else y
+
+
 class _ReduceRows(torch.autograd.Function):
+    """y = sum of all ranks' x, or this rank's rows of it; dx = dy, or all ranks' rows of it."""
+
     @staticmethod
     def forward(ctx, x, group, sequence_parallel):
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
@@ -24,6 +36,8 @@ class _ReduceRows(torch.autograd.Function):
 
 
 class _ScatterRows(torch.autograd.Function):
+    """y = this rank's rows of x; dx = all ranks' rows dy."""
+
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
@@ -36,6 +50,8 @@ class _ScatterRows(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
+    """y = all ranks' rows x; dx = this rank's rows of dy, which is equal on all ranks."""
+
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
@@ -48,6 +64,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _TakeColumns(torch.autograd.Function):
+    """y = x[:, columns]; dx = sum of all ranks' dy, each in its columns."""
+
     @staticmethod
     def forward(ctx, x, columns, group):
         ctx.shape, ctx.columns, ctx.group = x.shape, columns, group
@@ -62,6 +80,8 @@ class _TakeColumns(torch.autograd.Function):
 
 
 class _GatherColumns(torch.autograd.Function):
+    """y = all ranks' columns x; dx = this rank's columns of dy, which is equal on all ranks."""
+
     @staticmethod
     def forward(ctx, x, n, group):
         width = -(-n // group.size())  # the last ranks may have fewer
