@@ -31,7 +31,8 @@ class TransformerBlock(ParallelModule):
     Keeps for the backward, in 16 bits with MHA, GELU and ffn = 4 * hidden, in bytes / (tokens * hidden / t), besides
              statistics of each row (16 / hidden + 4 / head_dim): 20, with no GEMM done twice; recompute="mlp" 12, with
              one more fc1 GEMM and its all-gather; recompute="full" 2, with the forward again but for its last GEMM
-             and reduction. `python -m bench memory` counts them.
+             and reduction. `python -m bench memory` counts them. With x (batch, seq / t, hidden_size) the first two
+             keep 2 more: the attention's result in both orders.
     Dropout (in training, p > 0) is by `dropout_key` the same in every layout; without one, which takes a single rank,
              it is drawn from torch's generator, as nn.Dropout's is.
     `positions`, `key_padding_mask`, is_causal and sliding_window are those of SelfAttention.
