@@ -18,7 +18,7 @@ from tpformer.parallel import Layout
 from tpformer.planner.bubbles import schedule_order
 from tpformer.planner.counting import CollectiveCounter, StageCount, nbytes, storages
 from tpformer.planner.dry_run import count_parameters, count_rank, default_ranks, plan_config
-from tpformer.planner.memory import fused_workspaces, schedule_peak
+from tpformer.planner.memory import Precision, fused_workspaces, layer_workspace, schedule_peak
 from tpformer.planner.report import head, rank_lines, rank_plan, report
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
@@ -124,6 +124,11 @@ def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None
 WITHOUT_FSDP = {
     "tp2": ({"tensor_parallel": 2}, {"microbatch_size": 2}, MODEL),
     "tp2-llama-mlp-recomputed": ({"tensor_parallel": 2, "recompute": "mlp"}, {"microbatch_size": 4}, LLAMA),
+    "tp2-regions": (
+        {"tensor_parallel": 2, "recompute": "full", "recompute_interval": 3},
+        {"microbatch_size": 4},
+        MODEL,
+    ),
     "tp4-no-sp": ({"tensor_parallel": 4, "sequence_parallel": False}, {"dtype": "float64"}, LLAMA),
     "pp2": ({"pipeline_parallel": 2}, {}, MODEL),
     "pp2-gpipe-tp2": ({"pipeline_parallel": 2, "pipeline_schedule": "GPipe", "tensor_parallel": 2}, {}, LLAMA),
@@ -135,6 +140,11 @@ WITH_FSDP = {
     "zero1": ({"data_parallel_shard": 2}, {"microbatch_size": 1}, MODEL),
     "zero2": ({"data_parallel_shard": 2, "zero_stage": 2}, {"microbatch_size": 1}, LLAMA),
     "zero3-tp2": ({"data_parallel_shard": 2, "zero_stage": 3, "tensor_parallel": 2}, {"microbatch_size": 2}, LLAMA),
+    "zero3-regions": (
+        {"data_parallel_shard": 2, "zero_stage": 3, "recompute": "full", "recompute_interval": 2},
+        {"microbatch_size": 1},
+        LLAMA,
+    ),
     "zero3-hybrid": (
         {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_stage": 3},
         {"microbatch_size": 1, "dtype": "bfloat16"},
@@ -205,6 +215,22 @@ def test_a_layer_keeps_what_the_memory_bench_counts(tp, recompute):
     config = GPTConfig(**{**MODEL, "hidden_size": 128, "seq_length": 8 * MODEL["seq_length"], "n_layers": 1})
     layer = Layer("of the test", config, tp, recompute)  # one sample, as many tokens as 8 of seq_length
     assert saved_per_layer(tp, recompute) == sum(expected_items(layer).values())
+
+
+@pytest.mark.parametrize("interval, offloaded", [(1, 3), (2, 1), (3, 1), (4, 0)])
+def test_a_region_keeps_its_input(interval, offloaded):
+    """Of 4 layers, besides what head and embedding keep; the last region's stays on the device."""
+    model = {**MODEL, "seq_length": 512, "hidden_size": 256, "n_heads": 8}
+    kept, again = [], []
+    for each in (1, interval):
+        parallel = {"recompute": "full", "recompute_interval": each, "offload_activations": True}
+        config = plan_config(configuration(parallel, {"global_batch_size": 2, "dtype": "float32"}, model))
+        kept.append(count_rank(config, 0).stages[0])
+        again.append(layer_workspace(config.model, config.parallel, 1, 0, Precision.of(config)))
+    unit = 2 * 512 * 256 * 4
+    assert kept[0].saved - kept[1].saved == (4 - -(-4 // interval)) * unit
+    assert kept[1].offloaded == offloaded * unit
+    assert again[1] - again[0] == (interval - 1) * 4 * 10 * 256, "bytes a token: q, k, v, attention, fc1, two residuals"
 
 
 SHARDED = {"data_parallel_shard": 4}

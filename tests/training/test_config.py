@@ -81,6 +81,11 @@ def test_what_cannot_be_built_is_named(values, words):
             {"parallel": {"recompute": "mlp", "recompute_layers": "9"}},
             ["recompute_layers='9'", "none of the", '"0:8"'],
         ),
+        ({"parallel": {"recompute_interval": 0}}, ["recompute_interval=0", "at least 1"]),
+        (
+            {"parallel": {"recompute": "mlp", "recompute_interval": 4}},
+            ["recompute_interval=4", "recompute='mlp'", "recompute_interval to 1"],
+        ),
         ({"train": {"dtype": "float8"}}, ["float8", "bfloat16"]),
         ({"train": {"device": "tpu"}}, ["tpu", "cpu or cuda"]),
         ({"train": {"label_smoothing": 1.0}}, ["train.label_smoothing=1.0", "[0, 1)"]),

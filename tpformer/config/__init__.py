@@ -4,7 +4,7 @@ Nothing in this package imports torch, so that `tpformer --help` and a mistake i
 """
 
 from .architecture import MLP_ACTIVATIONS, NORM_NAMES, GPTConfig, check_dropout, check_heads, default_ffn_size
-from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, selected_layers
+from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, check_interval, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .run import (
     CheckpointSection,
@@ -42,6 +42,7 @@ __all__ = [
     "check_config",
     "check_dropout",
     "check_heads",
+    "check_interval",
     "default_ffn_size",
     "preset",
     "preset_config",

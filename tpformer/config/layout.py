@@ -79,6 +79,9 @@ class Layout:
     """What the backward of a layer computes again instead of keeping: none, mlp or full."""
     recompute_layers: str = ""
     """Which layers: comma-separated indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"; empty: all."""
+    recompute_interval: int = 1
+    """Of recompute = "full": so many consecutive layers are one region, which keeps its input only, and in its second
+    run what all of them save."""
     offload_activations: bool = False
     """Keep what the backward of the layers needs in pinned host memory, and fetch it ahead of its use."""
 
@@ -195,6 +198,17 @@ class Layout:
                 f"pipeline_schedule={name} runs its microbatches in {rounds} equal rounds (microbatches // "
                 f"pipeline_parallel = {n_microbatches} // {p}): make their number a multiple of {p}"
             )
+
+
+def check_interval(recompute: str, interval: int) -> None:
+    """ValueError for regions of less than a layer, and for several layers where whole ones are not recomputed."""
+    if interval < 1:
+        raise ValueError(f"recompute_interval={interval} must be at least 1: so many layers are one recomputed region")
+    if interval > 1 and recompute != "full":
+        raise ValueError(
+            f"recompute_interval={interval} of recompute={recompute!r}, but regions of several layers are of whole "
+            f"layers: set recompute to 'full', or recompute_interval to 1"
+        )
 
 
 def selected_layers(pattern: str, n_layers: int) -> set[int]:

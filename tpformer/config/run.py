@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import GPTConfig, check_heads
-from .layout import RECOMPUTE, TRANSPORTS, Layout, selected_layers
+from .layout import RECOMPUTE, TRANSPORTS, Layout, check_interval, selected_layers
 from .presets import preset
 from .transport_table import DTYPES, read_transport_table
 
@@ -288,6 +288,7 @@ def check_config(config: RunConfig) -> None:
             f"none: set it to mlp or full"
         )
     selected_layers(config.parallel.recompute_layers, model.n_layers)
+    check_interval(config.parallel.recompute, config.parallel.recompute_interval)
     if train.dtype is not None and train.dtype not in DTYPES:
         raise ValueError(f"train.dtype={train.dtype!r}: choose one of {', '.join(DTYPES)}")
     if not 0 <= train.label_smoothing < 1:

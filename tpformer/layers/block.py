@@ -1,5 +1,7 @@
 """The pre-norm transformer block."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,7 +10,7 @@ from tpformer import ops
 from tpformer.config import RECOMPUTE, check_dropout
 
 from .attention import SelfAttention
-from .children import call_rows, fusable, why_called
+from .children import call_rows, fusable, others_hook, why_called
 from .dropout import DropoutKey
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
@@ -108,15 +110,21 @@ class TransformerBlock(ParallelModule):
         positions: Positions | None = None,
         key_padding_mask: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
+        ends_region: bool = False,
     ) -> Tensor:
+        """ends_region: the block is the last of a region that its caller recomputes (ops.row_linear)."""
         positions = positions_of(x, positions, self.tp, key_padding_mask)
         rows = x.reshape(-1, x.shape[-1])
         sites = self._dropout_sites(rows, positions, dropout_key)
         if self.recompute == "full" and torch.is_grad_enabled():
-            rows = ops.recompute(self._layer, rows, positions, sites, keep_random_state=self._composed)
+            rows = ops.recompute(self._layer, rows, positions, sites, True, keep_random_state=self._composed)
         else:
-            rows = self._layer(rows, positions, sites)
+            rows = self._layer(rows, positions, sites, ends_region)
         return rows if rows.shape == x.shape else rows.view(x.shape)
+
+    def draws(self, key: DropoutKey | None) -> bool:
+        """Whether a call may draw from torch's generator."""
+        return self._composed or (key is None and self.training and self.dropout > 0)
 
     @property
     def _composed(self) -> bool:
@@ -133,13 +141,13 @@ class TransformerBlock(ParallelModule):
         shard = self.tp.rank if self.tp.sharded else 0
         return [key.site(self.dropout, self, name, rows, positions, shard) for name in ("attention", "mlp")]
 
-    def _layer(self, x: Tensor, positions: Positions, sites: list[ops.Dropout | None]) -> Tensor:
+    def _layer(self, x: Tensor, positions: Positions, sites: list[ops.Dropout | None], ends_region: bool) -> Tensor:
         """x + attention(norm(x)), then x + mlp(norm(x)), each branch with its dropout."""
         if self.recompute == "mlp" and torch.is_grad_enabled():
             x, _ = self._attention(x, positions, sites[0], None)
-            return ops.recompute(self._mlp, x, None, sites[1], keep_random_state=self._composed)
+            return ops.recompute(self._mlp, x, None, sites[1], True, keep_random_state=self._composed)
         x, normed = self._attention(x, positions, sites[0], self.post_attention_layernorm)
-        return self._mlp(x, normed, sites[1])
+        return self._mlp(x, normed, sites[1], ends_region)
 
     def _attention(
         self, x: Tensor, positions: Positions, site: ops.Dropout | None, next_norm: nn.Module | None
@@ -162,10 +170,29 @@ class TransformerBlock(ParallelModule):
         y = call_rows(self.self_attn, rows, self.tp, positions=plain)
         return ops.scatter_rows(positions.to_rows(ops.gather_rows(y, group)), group)
 
-    def _mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None) -> Tensor:
+    def _mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None, ends_region: bool) -> Tensor:
         norm = self.post_attention_layernorm
         if fusable(MLP, self.mlp):
             # a region that ends here does not repeat its last GEMM: nothing reads what it would give
-            ends_region = self.recompute != "none" and torch.is_grad_enabled()
             return self.mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
         return x + ops.dropout(call_rows(self.mlp, call_rows(norm, x, self.tp), self.tp), site)
+
+
+def run_region(layers: Sequence[nn.Module], x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:
+    """Layers one after another as one recomputed region, which keeps x only; blocks among them have recompute="none".
+
+    The second run leaves out the last GEMM and its reduction where the last layer is a block whose result no hook sees.
+    """
+    last = layers[-1]
+    options: dict = {"positions": positions, "dropout_key": dropout_key}
+    ours = [type(layer).forward is TransformerBlock.forward and "forward" not in layer.__dict__ for layer in layers]
+    ends: dict = {"ends_region": True} if ours[-1] and not others_hook(last._forward_hooks) else {}
+
+    def region(x: Tensor) -> Tensor:
+        for layer in layers[:-1]:
+            x = layer(x, **options)
+        return last(x, **options, **ends)
+
+    hooked = any(others_hook(hooks) for layer in layers for hooks in (layer._forward_pre_hooks, layer._forward_hooks))
+    draws = hooked or not all(ours) or any(layer.draws(dropout_key) for layer in layers)
+    return ops.recompute(region, x, keep_random_state=draws)

@@ -4,7 +4,7 @@ Belongs here: when a child has to be called, and how. A call gives the result of
 ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -38,6 +38,12 @@ def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
     if torch_module._has_any_global_hook():
         return "hooks are registered for all modules"
     return None
+
+
+def others_hook(hooks: Mapping[int, Callable]) -> bool:
+    """Whether some of a module's hooks are not FSDP2's, which hand on what they get whatever its values."""
+    fsdp = (getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.") for hook in hooks.values())
+    return not all(fsdp) or torch_module._has_any_global_hook()
 
 
 def fusable(kind: type[nn.Module], *children: nn.Module) -> bool:

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules import module as torch_module
 
 from tpformer import ops
-from tpformer.config import GPTConfig, check_heads, selected_layers
+from tpformer.config import GPTConfig, check_heads, check_interval, selected_layers
 from tpformer.layers import (
     DropoutKey,
     LMHead,
@@ -25,7 +25,8 @@ from tpformer.layers import (
     explain,
     initialize,
 )
-from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm
+from tpformer.layers.block import run_region
+from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm, others_hook
 from tpformer.layers.embedding import IGNORE_INDEX
 from tpformer.layers.norm import NORMS
 
@@ -62,15 +63,23 @@ def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
 
 def _makes_loss(head: nn.Module) -> bool:
     """Whether lm_head may make the loss itself, without ever having all logits: it is an LMHead, nobody has replaced
-    its forward, and nobody's hooks see its output. FSDP2's, which gather its table, do not look at it."""
-    origins = [str(hook.__module__) for hook in head._forward_hooks.values()]
-    hooks = [origin for origin in origins if not origin.startswith("torch.distributed.fsdp")]
+    its forward, and nobody's hooks see its output."""
     return (
         isinstance(head, LMHead)
         and type(head).forward is LMHead.forward
         and "forward" not in head.__dict__
-        and not (hooks or head._backward_hooks or head._backward_pre_hooks or torch_module._has_any_global_hook())
+        and not (others_hook(head._forward_hooks) or head._backward_hooks or head._backward_pre_hooks)
     )
+
+
+def _regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]:
+    """The first layer of the region of each recomputed layer, at most `interval` of which are one region."""
+    regions: dict[str, int] = {}
+    for index in part:
+        first = regions.get(str(index - 1))
+        if index in recomputed:
+            regions[str(index)] = index if first is None or index - first == interval else first
+    return regions
 
 
 class GPT(ParallelModule):
@@ -80,7 +89,8 @@ class GPT(ParallelModule):
     Parameters are DTensors on its axis (plain tensors for None), with global shapes and initial values that do not
     depend on it. Inside, activations are flattened tokens: (batch * seq / t, hidden_size) with sequence_parallel.
     recompute: what the backward of each of `recompute_layers` (selected_layers) computes again instead of keeping it
-    (TransformerBlock); offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
+    (TransformerBlock); recompute_interval: of "full", how many of them, consecutive in this part, are one region, which
+    keeps its input only; offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
     label_smoothing, z_loss (ops.vocab_parallel_cross_entropy): of the loss in training mode; in evaluation it is plain.
     device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`. device, dtype: unset, as in
     torch.nn, torch's defaults; but a mesh's kind of device where torch's default device is the CPU.
@@ -96,6 +106,7 @@ class GPT(ParallelModule):
         tp: TensorParallel | DeviceMesh | None = None,
         recompute: str = "none",
         recompute_layers: str = "",
+        recompute_interval: int = 1,
         offload_activations: bool = False,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -108,12 +119,15 @@ class GPT(ParallelModule):
         if config.vocab_size is None:
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
         check_heads(config.hidden_size, config.n_heads, config.kv_heads, self.tp.size, rope=config.position == "rope")
-        self.config, self.seed, self.offload_activations = config, seed, offload_activations
+        self.config, self.seed = config, seed
+        self.offload: Callable[[], Any] | None = ops.Offload if offload_activations else None
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         if recompute_layers and recompute == "none":
             raise ValueError(f'recompute_layers={recompute_layers!r} of recompute="none": set it to "mlp" or "full"')
+        check_interval(recompute, recompute_interval)
         recomputed = selected_layers(recompute_layers, config.n_layers)
         part = range(config.n_layers) if part is None else part
+        self.regions = _regions(part, recomputed, recompute_interval) if recompute_interval > 1 else {}
         self.is_first, self.is_last = part.start == 0, part.stop == config.n_layers
         tied, std = config.tie_embeddings, config.init_std
         # built on meta, so that values are made once, by global index
@@ -132,7 +146,7 @@ class GPT(ParallelModule):
             {
                 str(index): transformer_block(
                     config,
-                    recompute=recompute if index in recomputed else "none",
+                    recompute=recompute if index in recomputed and not self.regions else "none",
                     **place,
                 )
                 for index in part
@@ -214,11 +228,21 @@ class GPT(ParallelModule):
             wanted = tokens // len(sample_index)
             positions = Positions(len(sample_index), wanted, position_ids)
             x = inputs
-        offload = ops.Offload() if self.offload_activations and torch.is_grad_enabled() else None
-        for layer in self.layers.values():
-            with nullcontext() if offload is None else offload.layer(layer):
-                x = layer(x, positions=positions, dropout_key=key)
+        offload = self.offload() if self.offload is not None and torch.is_grad_enabled() else None
+        for layers, region in self._units():
+            with nullcontext() if offload is None else offload.layer(*layers):
+                if region and torch.is_grad_enabled():
+                    x = run_region(layers, x, positions, key)
+                else:
+                    for layer in layers:
+                        x = layer(x, positions=positions, dropout_key=key)
         return x if self.lm_head is None else self._head(x, targets, positions, wanted, reduction)
+
+    def _units(self) -> Iterator[tuple[list[nn.Module], bool]]:
+        """The layers in their order, those of a region together; and whether they are one."""
+        for region, named in groupby(self.layers.items(), key=lambda item: self.regions.get(item[0])):
+            layers = [layer for _, layer in named]
+            yield from [(layers, True)] if region is not None else [([layer], False) for layer in layers]
 
     def _dropout_key(self, inputs: Tensor, sample_index: Tensor | None, step: int | None) -> DropoutKey | None:
         if sample_index is not None and step is not None:

@@ -37,9 +37,9 @@ class Offload:
         self._last: _Layer | None = None
 
     @contextmanager
-    def layer(self, module: nn.Module) -> Iterator[None]:
-        """What autograd saves in this context is one layer's, offloaded and fetched together."""
-        layer = _Layer(module, self.smallest, self._last)
+    def layer(self, *modules: nn.Module) -> Iterator[None]:
+        """What autograd saves in this context is one layer's, or that of several, offloaded and fetched together."""
+        layer = _Layer(modules, self.smallest, self._last)
         self._last = layer
         try:
             with saved_tensors_hooks(layer.pack, layer.unpack):
@@ -60,16 +60,16 @@ class _View(NamedTuple):
 
 
 class _Layer:
-    def __init__(self, module: nn.Module, smallest: int, before: _Layer | None) -> None:
-        self.module, self.smallest, self.before = module, smallest, before
+    def __init__(self, modules: tuple[nn.Module, ...], smallest: int, before: _Layer | None) -> None:
+        self.modules, self.smallest, self.before = modules, smallest, before
         self.parameters: set[int] | None = None
         self.open: dict[int, _Storage] = {}  # while it is, storages stay alive, so that addresses name them
         self.storages: list[_Storage] = []
         self.fetched = False
 
     def pack(self, x: Tensor) -> _View | Tensor:
-        if self.parameters is None:  # only now: FSDP2 gathers them in the module's forward
-            self.parameters = {_address(parameter) for parameter in self.module.parameters()}
+        if self.parameters is None:  # only now: FSDP2 gathers them in a module's forward
+            self.parameters = {_address(parameter) for module in self.modules for parameter in module.parameters()}
         address = _address(x)
         if is_dtensor(x) or x.untyped_storage().nbytes() < self.smallest or address in self.parameters:
             return x

@@ -110,7 +110,8 @@ class SavedBytes:
 
     def __init__(self, part: GPT) -> None:
         self.part = part
-        self.kept: dict[torch.UntypedStorage, tuple[int, int]] = {}  # bytes; 1 before the first layer, 2 in it, ...
+        self.kept: dict[torch.UntypedStorage, tuple[int, int]] = {}  # bytes; 0 before the first unit, 1 in it, ...
+        self.units = 0  # that ops.Offload would move one after another: layers, or regions of several
         self.left_out: set[torch.UntypedStorage] = set()
         self.gathered: list[int] = []
         """Bytes of the parameters that each layer, and before them the whole part, had when its forward began."""
@@ -122,17 +123,25 @@ class SavedBytes:
 
     def _pack(self, x: Tensor) -> Tensor:
         storage = local(x).untyped_storage()
-        self.kept.setdefault(storage, (storage.nbytes(), len(self.gathered)))
+        self.kept.setdefault(storage, (storage.nbytes(), self.units))
         return x
+
+    @contextmanager
+    def layer(self, *_: nn.Module) -> Iterator[None]:
+        """In the place of ops.Offload's, whose hooks would hide what is saved."""
+        self.units += 1
+        yield
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         modules: list[nn.Module] = [self.part, *self.part.layers.values()]
         hooks = [module.register_forward_pre_hook(self._before) for module in modules]
+        self.part.offload = lambda: self
         try:
             with saved_tensors_hooks(self._pack, lambda x: x):
                 yield
         finally:
+            self.part.offload = None
             for hook in hooks:
                 hook.remove()
 
@@ -140,5 +149,5 @@ class SavedBytes:
         """(all bytes, of which those that ops.Offload would move to the host), the storages of `other` left out."""
         left_out = self.left_out | storages(other)
         sizes = [size for storage, size in self.kept.items() if storage not in left_out]
-        layers = range(2, len(self.gathered))  # all but the last, whose storages stay; what the head keeps is with it
-        return sum(size for size, _ in sizes), sum(size for size, at in sizes if at in layers and size >= SMALLEST)
+        moved = range(1, self.units)  # all but the last, whose storages stay; what the head keeps is with it
+        return sum(size for size, _ in sizes), sum(size for size, at in sizes if at in moved and size >= SMALLEST)

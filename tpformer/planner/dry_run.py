@@ -142,7 +142,6 @@ class _Rank:
             for part in parts:
                 part.to_empty(device="cpu")
         for part in parts:
-            part.offload_activations = False  # its hooks would hide what is saved
             if part.lm_head is not None:
                 part.lm_head.chunk_tokens = default_chunk_tokens(part.lm_head.vocab_slice(), str(config.train.device))
         self.model = ParallelModel(

@@ -168,12 +168,13 @@ def loss_workspace(config: GPTConfig, tokens: int, width: int, chunk_tokens: int
 def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float, precision: Precision) -> float:
     """Bytes on their way through the backward of one layer, at most: gathered output gradient and input, the partial
     input gradient; the MLP's hidden gradients and activations; the gradients of the layer's parameters.
-    With recomputation also what the layer keeps without it."""
+    With recomputation also what the layers of a region keep without it."""
     h, f, t = config.hidden_size, config.ffn_size, layout.tensor_parallel
     up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
     kv = h // config.n_heads * config.kv_heads
     item = precision.compute.itemsize
-    again = 0.0 if layout.recompute == "none" else item * tokens * (4 * h + 2 * kv + up * f) / t
+    kept = item * tokens * (4 * h + 2 * kv + up * f) / t
+    again = 0.0 if layout.recompute == "none" else min(layout.recompute_interval, config.n_layers) * kept
     return item * (tokens * (3 * h + (up + 1) * f / t) + layer) + again
 
 

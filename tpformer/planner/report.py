@@ -180,9 +180,11 @@ def head(config: RunConfig) -> Iterator[str]:
     n = count_parameters(config)
     parameters = f"{n / 1e9:.1f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
     yield f"{parameters} parameters, world size {layout.world_size}: {axes}"
+    regions = f" by {layout.recompute_interval} layers" if layout.recompute_interval > 1 else ""
     yield (
-        f"ZeRO-{layout.zero}, {config.train.dtype}, recompute {layout.recompute}; samples of {config.model.seq_length} "
-        f"tokens: {config.train.global_batch_size} in a step, {m} (microbatches) x {config.microbatch_size} on a rank"
+        f"ZeRO-{layout.zero}, {config.train.dtype}, recompute {layout.recompute}{regions}; samples of "
+        f"{config.model.seq_length} tokens: {config.train.global_batch_size} in a step, {m} (microbatches) x "
+        f"{config.microbatch_size} on a rank"
     )
     p, name = layout.pipeline_parallel, layout.pipeline_schedule
     if p > 1:

@@ -90,6 +90,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
             tp=TensorParallel(mesh["tp"], layout.sequence_parallel, layout.transport),
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,
+            recompute_interval=layout.recompute_interval,
             offload_activations=layout.offload_activations,
             label_smoothing=config.train.label_smoothing,
             z_loss=config.train.z_loss,

@@ -1,0 +1,194 @@
+"""Regions of several layers: the same bits as without recomputation, one input kept for each, one GEMM left out."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from testing import record_saved
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tpformer.distributed import record_collectives
+from tpformer.layers import TensorParallel
+from tpformer.layers.children import others_hook
+from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import reduce_partial_gradients
+
+BATCH, SEQ, HIDDEN, LAYERS = 2, 6, 24, 5
+CONFIG = {"vocab_size": 40, "seq_length": SEQ, "n_layers": LAYERS, "hidden_size": HIDDEN, "n_heads": 6, "dropout": 0.1}
+SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "position": "rope", "n_kv_heads": 3, "bias": False}
+
+
+class Gain(nn.Module):
+    """A forward hook whose gradient reads the values of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
+
+    def forward(self, module: nn.Module, _: tuple, y: Tensor) -> Tensor:
+        return self.gain * y
+
+
+class Adapter(nn.Module):
+    """Around a linear, and draws from torch's generator."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.drop = base, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(self.drop(x))
+
+
+def hook(index: int):
+    def add(model: GPT) -> None:
+        model.gain = Gain()
+        model.layers[str(index)].register_forward_hook(model.gain)
+
+    return add
+
+
+def adapt(model: GPT) -> None:
+    for layer in model.layers.values():
+        layer.mlp.fc1 = Adapter(layer.mlp.fc1)
+
+
+def drop_between(model: GPT) -> None:
+    model.layers["0"].register_forward_hook(lambda _, inputs, y: nn.functional.dropout(y, 0.5))
+
+
+HABITS = {"hooked first": hook(0), "hooked last": hook(LAYERS - 1), "adapters": adapt, "dropout between": drop_between}
+
+
+def run(edit=None, *, swiglu: bool = False, **options) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    tp = TensorParallel(mesh, options.pop("sequence_parallel", True))
+    model = GPT(GPTConfig(**CONFIG, **(SWIGLU if swiglu else {})), tp=tp, dtype=torch.float64, **options)
+    if edit is not None:
+        edit(model)
+    torch.manual_seed(1)
+    ids = torch.randint(40, (BATCH, SEQ))
+    loss = model(ids, targets=ids, sample_index=torch.arange(BATCH), step=3)
+    with record_collectives() as collectives:
+        loss.backward()
+    reduce_partial_gradients(model)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    results = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+    return {"loss": loss.detach(), "collectives": torch.tensor(len(collectives))} | results
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if name != "collectives" and not torch.equal(one[name], other[name])] == []
+
+
+FULL = {"recompute": "full"}
+OPTIONS = {
+    **{f"of {k}": {**FULL, "recompute_interval": k} for k in (2, 3, LAYERS, 99)},
+    "selected": {**FULL, "recompute_interval": 2, "recompute_layers": "0,1,3:"},
+    "offloaded": {**FULL, "recompute_interval": 2, "offload_activations": True},
+    "swiglu": {**FULL, "recompute_interval": 2, "swiglu": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bits_are_those_without_recomputation(name, monkeypatch):
+    monkeypatch.setattr("tpformer.ops.Offload.__init__.__defaults__", (1,))
+    assert_same(run(**OPTIONS[name]), run(swiglu="swiglu" in OPTIONS[name]))
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("interval", [1, 2, LAYERS])
+def test_whatever_people_do_to_layers(habit, interval):
+    assert_same(run(HABITS[habit], **FULL, recompute_interval=interval), run(HABITS[habit]))
+
+
+def on_rank(sequence_parallel: bool, options: dict) -> dict[str, Tensor]:
+    return run(sequence_parallel=sequence_parallel, **options)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_parallel):
+    found = {}
+    for interval in (0, 1, 2, LAYERS):
+        options = {**FULL, "recompute_interval": interval} if interval else {}
+        found[interval] = ranks(2).run(on_rank, sequence_parallel, options)
+        assert_same(found[interval][0], found[0][0])
+    counts = {interval: int(results[0]["collectives"]) for interval, results in found.items()}
+    # of a layer 2 reductions and, of sequence shards, 2 gathers; of a region's last one 1 less
+    again = 4 if sequence_parallel else 2
+    for interval, regions in ((1, LAYERS), (2, 3), (LAYERS, 1)):
+        assert counts[interval] - counts[0] == again * LAYERS - regions
+
+
+def sharded(interval: int) -> dict[str, Tensor]:
+    """FSDP2 by layer, parameters resharded after each forward: the second run gathers those of its layers again."""
+    model = GPT(
+        GPTConfig(**CONFIG), dtype=torch.float64, **({**FULL, "recompute_interval": interval} if interval else {})
+    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh)
+        assert not others_hook(layer._forward_hooks), (
+            "FSDP2's own hooks do not keep a region from leaving out its last GEMM"
+        )
+    fully_shard(model, mesh=mesh)
+    results: dict[str, Tensor] = {}
+    for step in (1, 2):
+        ids = torch.randint(40, (BATCH, SEQ), generator=torch.Generator().manual_seed(dist.get_rank()))
+        loss = model(ids, targets=ids, sample_index=torch.arange(BATCH) + 2 * dist.get_rank(), step=step)
+        loss.backward()
+        results |= {f"{step} {name}": p.grad.full_tensor() for name, p in model.named_parameters()}
+        model.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize("interval", [2, LAYERS])
+def test_sharded_layers_of_a_region(ranks, interval):
+    for one, other in zip(ranks(2).run(sharded, interval), ranks(2).run(sharded, 0), strict=True):
+        assert_same(one, other)
+
+
+def test_one_input_is_kept_for_each_region():
+    def kept(**options) -> int:
+        config = {**CONFIG, "position": "rope", "vocab_size": 1}
+        model = GPT(GPTConfig(**config), **FULL, **options)
+        ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+        with record_saved(*model.parameters()) as saved:
+            model(ids, targets=ids, sample_index=torch.arange(BATCH), step=1)
+        return sum(saved.values())
+
+    by_interval = {k: kept(recompute_interval=k) for k in (1, 2, 3, LAYERS)}
+    row_bytes = 4 * BATCH * SEQ * HIDDEN
+    differences = {k: (by_interval[1] - nbytes) / row_bytes for k, nbytes in by_interval.items()}
+    assert differences == {1: 0, 2: 2, 3: 3, LAYERS: 4}
+
+
+def test_regions_are_of_consecutive_selected_layers_of_a_part():
+    def regions(part: range, layers: str, interval: int) -> list[list[str]]:
+        options = {"recompute_layers": layers, "recompute_interval": interval, "part": part, "device": "meta"}
+        model = GPT(GPTConfig(**{**CONFIG, "n_layers": 8}), **FULL, **options)
+        names = {layer: name for name, layer in model.layers.items()}
+        return [[names[layer] for layer in layers] for layers, region in model._units() if region]
+
+    assert regions(range(8), "", 3) == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
+    assert regions(range(3, 8), "", 3) == [["3", "4", "5"], ["6", "7"]]
+    assert regions(range(8), "0:2,3:7", 2) == [["0", "1"], ["3", "4"], ["5", "6"]]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"recompute": "full", "recompute_interval": 0}, "recompute_interval=0 must be at least 1"),
+        (
+            {"recompute": "mlp", "recompute_interval": 2},
+            "recompute_interval=2 of recompute='mlp', but regions of several",
+        ),
+        ({"recompute_interval": 3}, "recompute_interval=3 of recompute='none', but regions of several"),
+    ],
+)
+def test_intervals_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        GPT(GPTConfig(**CONFIG), device="meta", **options)
