@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.kernels.philox.reference import philox_key, random_normal
 
+from .optimizers import watch_optimizers
 from .tensor_parallel import TensorParallel
 
 
@@ -58,6 +59,7 @@ class ParallelModule(nn.Module):
             return
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
+        watch_optimizers()
         if shard is not None and shape[shard] <= (self.tp.size - 1) * -(-shape[shard] // self.tp.size):
             raise ValueError(
                 f"{name} has {shape[shard]} rows on its sharded dim, too few for {self.tp.size} tensor-parallel ranks: "
