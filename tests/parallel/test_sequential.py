@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
+from tpformer.layers import TransformerBlock
 from tpformer.parallel import SCHEDULES, Layout, pipeline_sequential
 
 BATCH = 8
@@ -84,6 +85,34 @@ def test_with_data_parallel_ranks(ranks, schedule, zero):
     records = ranks(4).run(gradients, fields, "time")
     check(records, whole)
     assert sum(loss for loss, *_ in records) == pytest.approx(expected, rel=1e-12)
+
+
+REFUSED = {"recompute": "mlp", "recompute_layers": "0:2", "recompute_interval": 2, "offload_activations": True}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_children_have_to_do_is_refused_by_name(name):
+    layout = Layout(pipeline_parallel=2, **{name: REFUSED[name]})
+    with pytest.raises(ValueError, match=f"parallel.{name}={REFUSED[name]!r} is not done by pipeline_sequential"):
+        pipeline_sequential(cnn(), layout, None, example=data()[0], n_microbatches=2, loss_fn=loss_fn)
+
+
+def blocks(recompute: str) -> list[torch.Tensor]:
+    """This rank's gradients of blocks with dropout, which draw from the generator of their stage."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(TransformerBlock(24, 4, dropout=0.1, recompute=recompute) for _ in range(3)))
+    mesh = build_mesh("cpu", tensor_parallel=1, pipeline_parallel=2)
+    x = torch.randn(4, 6, 24)
+    options = {"example": x[:2], "n_microbatches": 2, "loss_fn": lambda y, target: (y - target).square().sum()}
+    pipeline = pipeline_sequential(model, Layout(pipeline_parallel=2, pipeline_split="time"), mesh, **options)
+    pipeline.step(x, x)
+    return [p.grad for part in pipeline.parts for p in part.parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
+def test_children_recompute_themselves(ranks, recompute):
+    for kept, again in zip(ranks(2).run(blocks, "none"), ranks(2).run(blocks, recompute), strict=True):
+        assert len(kept) > 0 and all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
 
 
 @pytest.mark.proof

@@ -133,7 +133,7 @@ class TransformerBlock(ParallelModule):
 
     def _dropout_sites(self, rows: Tensor, positions: Positions, key: DropoutKey | None) -> list[ops.Dropout | None]:
         """Of the attention's branch and of the MLP's."""
-        if not self.training or self.dropout == 0:
+        if not self.training or self.dropout == 0 or rows.is_meta:  # shapes alone have nothing to drop
             return [None, None]
         if key is None:
             needed = "dropout_key=DropoutKey(seed, step, sample_index, model)"

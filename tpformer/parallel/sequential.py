@@ -19,6 +19,8 @@ from .pipeline import Pipeline
 from .split import split_stages
 from .zero import apply_zero
 
+CHILDREN_DO = ("recompute", "recompute_layers", "recompute_interval", "offload_activations")
+
 
 def pipeline_sequential(
     model: nn.Sequential,
@@ -34,13 +36,22 @@ def pipeline_sequential(
     model: the same on all ranks, with the same values or on the meta device (then fill `Pipeline.parts` yourself). Each
     child takes the tensor that the one before it returned. Parts keep the model's parameter names.
     example: the input of one microbatch of one data-parallel rank; only its shape and dtype count.
-    layout: pipeline_parallel, schedule, split and data-parallel axes; tensor parallelism is the model's own affair.
+    layout: pipeline_parallel, schedule, split and data-parallel axes; tensor parallelism is the model's own affair, and
+    so are recomputation and offloading, which its children do themselves.
     loss_fn(output, target) of a microbatch: gradients are summed over microbatches and data-parallel ranks, so divide
     by the samples of the global batch.
     Communication: Pipeline's and, with data-parallel axes, apply_zero's, each child being a unit.
-    Errors: ValueError for fewer children than stages, and for a layout that contradicts itself.
+    Errors: ValueError for fewer children than stages, for a layout that contradicts itself, and for one that asks for
+    what the children have to do.
     """
     layout.check()
+    for name in CHILDREN_DO:
+        if getattr(layout, name) != getattr(Layout, name):
+            raise ValueError(
+                f"parallel.{name}={getattr(layout, name)!r} is not done by pipeline_sequential: leave it unset, and "
+                f"build children that do it themselves, with TransformerBlock(recompute=...), ops.recompute or "
+                f"ops.Offload"
+            )
     layout.check_pipeline(len(model), n_microbatches)
     boundaries, costs = _trace(model, example, layout.pipeline_split)
     ranges = split_stages(costs, layout.n_stages)
