@@ -53,7 +53,9 @@ def test_results_and_gradients(ranks, t, kind, recompute, backend):
         assert saved <= baseline["saved"]
 
 
-@pytest.mark.parametrize("make", [partial(make_block, "gelu-layernorm", None), *LAYERS], ids=lambda make: make.func.__name__)
+@pytest.mark.parametrize(
+    "make", [partial(make_block, "gelu-layernorm", None), *LAYERS], ids=lambda make: make.func.__name__
+)
 def test_one_graph_is_refused_with_the_reason(make):
     """In a process that has compiled nothing yet, too."""
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """GPT: token embedding, transformer blocks, output head; one module for every preset and tensor-parallel layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
