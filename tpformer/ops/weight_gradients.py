@@ -29,9 +29,11 @@ class WeightGradientQueue:
     `collect` surrounds the forward, not the backward: each linear then remembers its own queue, so microbatches in
     flight cannot mix, and it works on CUDA, where the backward runs in autograd's threads, which see no context.
     Until `run`, a linear keeps its input (column: this rank's rows, normed, gathered again in `run`; row: the activated
-    input) and its output gradient (row: gathered), in memory of their own. Collectives and GEMMs are those of an
-    ordinary backward, in the order of the queue, which all ranks of a group must share.
+    input) and its output gradient (row: gathered, but where its input needs no gradient gathered in `run`), in memory
+    of their own. Collectives and GEMMs are those of an ordinary backward, in the order of the queue, which all ranks of
+    a group must share.
     `run` adds to `.grad` itself: gradient hooks of the parameters do not fire. Without `run` they get no gradient.
+    A backward with create_graph=True raises RuntimeError: what `run` makes has no graph.
     """
 
     def __init__(self) -> None:
