@@ -12,7 +12,14 @@ from torch.distributed.tensor import Replicate, Shard
 from tpformer import ops
 from tpformer.config import check_heads
 from tpformer.distributed import build_mesh
-from tpformer.layers import Positions, SelfAttention, TensorParallel, TransformerBlock
+from tpformer.layers import (
+    ColumnParallelLinear,
+    Positions,
+    SelfAttention,
+    TensorParallel,
+    TransformerBlock,
+    initialize,
+)
 from tpformer.models import GPT, GPTConfig
 
 BATCH, SEQ, D = 2, 5, 4
@@ -145,3 +152,21 @@ def test_state_dict_names_and_shapes():
         "o_proj.weight": (16, 16),
         "o_proj.bias": (16,),
     }
+
+
+def key_gradients(gathered: bool) -> list[torch.Tensor]:
+    """Of attention with one key head, which both ranks use whole, and a hook that has its projections called."""
+    tp = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
+    attention = SelfAttention(16, 4, n_kv_heads=1, tp=tp, dtype=torch.float64)
+    if gathered:
+        attention.k_proj = ColumnParallelLinear(16, 4, gather_output=True, tp=tp, dtype=torch.float64)
+    initialize(attention, 1)
+    attention.k_proj.register_forward_hook(lambda _, inputs, y: 1.5 * y)
+    x = torch.linspace(-1, 1, 128, dtype=torch.float64).sin().view(2, 4, 16).requires_grad_()
+    attention(x).square().sum().backward()
+    return [x.grad, *(p.grad.full_tensor() for p in attention.k_proj.parameters())]
+
+
+def test_a_gathered_key_projection(ranks):
+    for kept, gathered in zip(*(ranks(2).run(key_gradients, gathered) for gathered in (False, True)), strict=True):
+        torch.testing.assert_close(gathered, kept, rtol=1e-12, atol=1e-12)

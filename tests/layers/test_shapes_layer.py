@@ -84,7 +84,7 @@ def test_block_without_samples(options, recompute):
     block = TransformerBlock(8, 2, dropout=0.1, recompute=recompute, **options)
     x = torch.randn(0, 3, 8, requires_grad=True)
     for ids in (None, torch.zeros(0, 3, dtype=torch.long)):
-        y = block(x, positions=Positions(0, 3, ids), dropout_key=DropoutKey(1, 2, torch.arange(0)))
+        y = block(x, positions=Positions(0, 3, ids), dropout_key=DropoutKey(1, 2, torch.arange(0), block))
         y.sum().backward()
         assert y.shape == x.shape and all(not p.grad.any() for p in block.parameters())
 

@@ -129,7 +129,7 @@ def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Featu
     used = features.used.stop - features.used.start
     if _works_on_shards(child, tp):
         y = child(x, **options)
-        if y.shape[-1] == used:
+        if y.shape[-1] == used and not (isinstance(child, ColumnParallelLinear) and child.gather_output):
             return y
     else:
         setattr(child, RUNS_WHOLE, True)
