@@ -40,7 +40,7 @@ def test_objects_that_a_user_keeps():
     table = PositionEmbedding(6, 8)
     ids = torch.tensor([[0, 1, 2, 0]] * 2)
     for positions in (Positions(2, 4), Positions(2, 4, ids), Positions(2, 4, offset=2)):
-        key = DropoutKey(1, 2, torch.arange(2))
+        key = DropoutKey(1, 2, torch.arange(2), block)
         x = torch.randn(8, 8, requires_grad=True)
         results = []
         for inference in (True, False):

@@ -182,6 +182,11 @@ def test_training_refuses_to_pad(ranks):
         ranks(3).run(on_rank, TINY, 2, 5, False, True)
 
 
+def test_ranks_need_to_know_the_samples_that_they_drop_from(ranks):
+    with pytest.raises(RankFailure, match=r"dropout=0.1 in training on 2 ranks: give sample_index \(batch,\)"):
+        ranks(2).run(on_rank, {**TINY, "dropout": 0.1}, 2, 8, False, True)
+
+
 def test_too_long_for_the_learned_positions():
     with pytest.raises(ValueError, match="9 tokens per sample, but the model has 8 learned positions"):
         build(TINY)(torch.zeros(1, 9, dtype=torch.int64))

@@ -129,3 +129,21 @@ def test_what_is_frozen_costs_nothing(frozen, gemms, norm):
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
     assert seen.count == (gemms if norm or "x" not in frozen else 2)
     assert (seen.largest < 64 * 8) == ("weight" in frozen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_target_outside_the_vocabulary_is_nan_on_gpu(dtype):
+    """Nobody waits for the device to refuse it."""
+    values = leaves({name: x.cuda() for name, x in make(1, dtype, x=(3, 8), weight=(32, 8)).items()})
+    vocab = ops.VocabSlice(0, 32, 30)
+    for bad in (-1, 30, 31):
+        targets = torch.tensor([0, bad, -100], device="cuda")
+        logits = values["x"] @ values["weight"].t()
+        losses = ops.vocab_parallel_cross_entropy(logits, targets, vocab)
+        assert losses.isnan().tolist() == [False, True, False]
+        total = ops.linear_cross_entropy(values["x"], values["weight"], targets, vocab, reduction="mean")
+        assert bool(total.isnan())
+        for loss in (losses.sum(), total):
+            (dx,) = torch.autograd.grad(loss, values["x"])
+            assert dx.isnan().any(1).tolist() == [False, True, False]

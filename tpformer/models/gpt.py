@@ -91,6 +91,8 @@ class GPT(ParallelModule):
     recompute: what the backward of each of `recompute_layers` (selected_layers) computes again instead of keeping it
     (TransformerBlock); recompute_interval: of "full", how many of them, consecutive in this part, are one region, which
     keeps its input only; offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
+    lm_head may be replaced, wrapped or hooked: it is then called for logits, as any module that computes vocab_size
+    features (a whole one on every tp rank alike), and the loss is made of all of them.
     label_smoothing, z_loss (ops.vocab_parallel_cross_entropy): of the loss in training mode; in evaluation it is plain.
     device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`. device, dtype: unset, as in
     torch.nn, torch's defaults; but a mesh's kind of device where torch's default device is the CPU.
@@ -266,9 +268,10 @@ class GPT(ParallelModule):
 
     def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int, reduction: str) -> Tensor:
         """A head that others put here or look into is called for logits, all of them; the loss is then theirs."""
-        head, vocab, norm = self.lm_head, self.vocab, {}
+        head, vocab = self.lm_head, self.vocab
+        own: dict[str, Any] = {}
         if fusable_norm(self.norm) and fusable(LMHead, head):
-            norm["norm"] = self.norm.prologue()
+            own["norm"] = self.norm.prologue()
         else:
             x = call_rows(self.norm, x, self.tp)
         terms: dict[str, Any] = {"reduction": reduction}
@@ -276,9 +279,9 @@ class GPT(ParallelModule):
             terms |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         with self._tied() as tied:
             if targets is not None and _makes_loss(head):
-                return head(x, targets=targets.reshape(-1), **norm, **tied, **terms)
+                return head(x, targets=targets.reshape(-1), **own, **tied, **terms)
             entries = Features(slice(vocab.first, vocab.first + vocab.valid), vocab.entries)
-            logits = call_column(head, x, self.tp, entries, **norm, **tied)
+            logits = call_column(head, x, self.tp, entries, **own, **tied)
         if targets is None:
             return logits.unflatten(0, (positions.batch, positions.seq_length))[:, :seq]
         return ops.vocab_parallel_cross_entropy(logits, targets.reshape(-1), vocab, group=self.tp.group, **terms)
