@@ -9,7 +9,7 @@ import theirs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_habits import BATCH, NORMS, SEQ, ours
+from test_children_layer import BATCH, NORMS, SEQ, ours
 from theirs import HIDDEN
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

@@ -26,7 +26,7 @@ class Attention(nn.Module):
         batch, seq = x.shape[:2] if positions is None else (positions.batch, positions.seq_length)
         rows = x.reshape(-1, HIDDEN)  # ours calls its linears with rows, too
         q, k, v = (
-            linear(rows).view(batch, seq, HEADS, -1).transpose(1, 2)
+            linear(rows).view(batch, seq, HEADS, HIDDEN // HEADS).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -66,6 +66,35 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions, added to x as ours are."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(seq, HIDDEN))
+
+    def forward(self, x: Tensor, **_) -> Tensor:
+        return x + self.weight[: x.shape[1]]
+
+
+class GPT(nn.Module):
+    """Learned positions, blocks with layernorms."""
+
+    def __init__(self, vocab: int, seq: int, layers: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab, HIDDEN, dtype=torch.float64)
+        self.embed_positions = PositionEmbedding(seq)
+        self.layers = nn.ModuleDict({str(index): Block("layernorm") for index in range(layers)})
+        self.norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
+        self.lm_head = nn.Linear(HIDDEN, vocab, bias=False, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed_positions(self.embed_tokens(ids))
+        for block in self.layers.values():
+            x = block(x)
+        return self.lm_head(self.norm(x))
 
 
 class LoRA(nn.Module):
@@ -132,12 +161,16 @@ def scaling_hook(block: nn.Module, path: str) -> None:
     block.get_submodule(path).register_forward_hook(lambda _, inputs, y: 1.5 * y)
 
 
+def _scaled(x: Tensor | None, factor: float) -> Tensor | None:
+    return factor * x if x is not None and x.is_floating_point() else x  # ids stay as they are
+
+
 def pre_hook(block: nn.Module, path: str) -> None:
-    block.get_submodule(path).register_forward_pre_hook(lambda _, inputs: (1.25 * inputs[0],))
+    block.get_submodule(path).register_forward_pre_hook(lambda _, inputs: (_scaled(inputs[0], 1.25),))
 
 
 def backward_hook(block: nn.Module, path: str) -> None:
-    block.get_submodule(path).register_full_backward_hook(lambda _, dx, dy: tuple(2 * g for g in dx))
+    block.get_submodule(path).register_full_backward_hook(lambda _, dx, dy: tuple(_scaled(g, 2) for g in dx))
 
 
 def backward_pre_hook(block: nn.Module, path: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ class ParallelModule(nn.Module):
         self.tp = TensorParallel.of(tp, sequence_parallel=sequence_parallel)
         _ = self.tp.sharded, self.tp.group  # kept from now on: a compiler cannot enter the lock of cached_property
         self.initial: dict[str, Initializer] = {}
+        self.placements: dict[str, Any] = {}  # of the parameters, on the tp axis
         self.shares_gather: tuple[str, ...] = ()  # its column-parallel layers that one gather serves
 
     def add_parameter(
@@ -65,7 +67,7 @@ class ParallelModule(nn.Module):
                 f"{name} has {shape[shard]} rows on its sharded dim, too few for {self.tp.size} tensor-parallel ranks: "
                 f"at least one would hold none; lower tensor_parallel"
             )
-        placement = Replicate() if shard is None else Shard(shard)
+        placement = self.placements[name] = Replicate() if shard is None else Shard(shard)
         local_shape, _ = _own_part(shape, self.tp.mesh, [placement])
         local = torch.empty(local_shape, device=self.device_for(device), dtype=dtype)
         strides = torch.empty(shape, device="meta").stride()
@@ -86,9 +88,12 @@ class ParallelModule(nn.Module):
 
         Where it is computed from other parameters, as parametrizations and pruning have it, its present value.
         """
-        parameter = self._parameters[name] if name in self._parameters else getattr(self, name)
+        computed = name not in self._parameters
+        parameter = getattr(self, name) if computed else self._parameters[name]
         if self.tp.mesh is None or not is_dtensor(parameter):
             return parameter
+        if computed:  # a norm of it, say, is computed wherever DTensor finds best
+            parameter = parameter.redistribute(placements=[self.placements[name]])
         from torch.distributed.tensor import Partial
 
         return parameter.to_local(grad_placements=[Partial()] if partial else None)

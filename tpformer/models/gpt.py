@@ -263,7 +263,7 @@ class GPT(ParallelModule):
         x = self.embed_tokens(ids)
         x = x.reshape(-1, x.shape[-1])
         if self.embed_positions is not None:
-            x = self.embed_positions(x, positions)
+            x = self.embed_positions(x, positions=positions)
         return ops.dropout(x, self._embedding_dropout(key, x, positions))
 
     def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int, reduction: str) -> Tensor:

@@ -1,0 +1,268 @@
+"""What people do to modules, and the layers that they do it to: both sides of the table in docs/habits.md.
+
+Belongs here: layers of ours beside the same of torch.nn, and habits that mean the same to both: edits of a module, and
+ways to call it. tests/layers/theirs.py has the modules and the edits of one part; test_habits.py compares.
+"""
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import theirs
+import torch
+from theirs import FFN, HEADS, HIDDEN
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tpformer.layers import (
+    MLP,
+    ColumnParallelLinear,
+    LayerNorm,
+    LMHead,
+    RMSNorm,
+    RowParallelLinear,
+    SelfAttention,
+    TransformerBlock,
+    VocabParallelEmbedding,
+)
+from tpformer.models import GPT, GPTConfig
+
+BATCH, SEQ, VOCAB = 2, 6, 30
+CONFIG = GPTConfig(
+    vocab_size=VOCAB, vocab_multiple=2, seq_length=SEQ, n_layers=2, hidden_size=HIDDEN, n_heads=HEADS,
+    ffn_hidden_size=FFN, tie_embeddings=False,
+)  # fmt: skip
+
+
+class Layer(NamedTuple):
+    """A layer of ours (options: tp, dtype) and of torch.nn; the width of x, or None for ids; which of x and y a
+    tensor-parallel rank has a slice of."""
+
+    ours: Callable[..., nn.Module]
+    theirs: Callable[[], nn.Module]
+    width: int | None = HIDDEN
+    x_sharded: bool = False
+    y_sharded: bool = False
+
+    def x(self) -> Tensor:
+        generator = torch.Generator().manual_seed(5)
+        if self.width is None:
+            return torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
+        return torch.randn(BATCH, SEQ, self.width, generator=generator, dtype=torch.float64)
+
+    def pair(self, tp=None) -> tuple[nn.Module, nn.Module]:
+        """Ours and theirs with the same values, each in a Sequential, so that habits may put another in their place."""
+        torch.manual_seed(0)
+        other = self.theirs().double()
+        ours = self.ours(tp=tp, dtype=torch.float64)
+        fill(ours, other.state_dict())
+        return nn.Sequential(ours), nn.Sequential(other)
+
+
+LAYERS = {
+    "ColumnParallelLinear": Layer(
+        partial(ColumnParallelLinear, HIDDEN, FFN), partial(nn.Linear, HIDDEN, FFN), y_sharded=True
+    ),
+    "RowParallelLinear": Layer(
+        partial(RowParallelLinear, FFN, HIDDEN), partial(nn.Linear, FFN, HIDDEN), width=FFN, x_sharded=True
+    ),
+    "LayerNorm": Layer(partial(LayerNorm, HIDDEN), partial(nn.LayerNorm, HIDDEN)),
+    "RMSNorm": Layer(partial(RMSNorm, HIDDEN), partial(nn.RMSNorm, HIDDEN)),
+    "VocabParallelEmbedding": Layer(
+        partial(VocabParallelEmbedding, VOCAB, HIDDEN, vocab_multiple=2), partial(nn.Embedding, VOCAB, HIDDEN), None
+    ),
+    "SelfAttention": Layer(partial(SelfAttention, HIDDEN, HEADS), theirs.Attention),
+    "MLP": Layer(partial(MLP, HIDDEN, ffn_hidden_size=FFN, activation="swiglu"), partial(theirs.MLP, True)),
+    "TransformerBlock": Layer(
+        partial(TransformerBlock, HIDDEN, HEADS, ffn_hidden_size=FFN), partial(theirs.Block, "layernorm")
+    ),
+    "LMHead": Layer(
+        partial(LMHead, VOCAB, HIDDEN, vocab_multiple=2), partial(nn.Linear, HIDDEN, VOCAB, bias=False), y_sharded=True
+    ),
+    "GPT": Layer(partial(GPT, CONFIG), partial(theirs.GPT, VOCAB, SEQ, 2), None, y_sharded=True),
+}
+
+
+def parts(model: nn.Module) -> list[str]:
+    """What a habit can be of: all modules in the Sequential, containers excepted."""
+    return [name for name, part in model.named_modules() if name and not isinstance(part, nn.ModuleDict)]
+
+
+def linears(model: nn.Module) -> list[str]:
+    kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear, LMHead)
+    return [name for name, part in model.named_modules() if isinstance(part, kinds)]
+
+
+def weighted(model: nn.Module) -> list[str]:
+    return [name for name in parts(model) if "weight" in model.get_submodule(name)._parameters]
+
+
+def everywhere(
+    edit: Callable[[nn.Module, str], None], where: Callable[[nn.Module], list[str]] = parts
+) -> Callable[[nn.Module], nn.Module]:
+    def apply(model: nn.Module) -> nn.Module:
+        for path in where(model):
+            edit(model, path)
+        return model
+
+    return apply
+
+
+def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Whole values into the parameters of a module, sharded or not."""
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            value = values[name]
+            p.copy_(distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value)
+
+
+def adapter(base: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The halves of a LoRA of a linear; of a sharded linear, the half that meets its shards is a layer of ours."""
+    sizes = (base.hidden_size, base.vocab_size) if isinstance(base, LMHead) else (base.in_features, base.out_features)
+    a, b = theirs.linear(sizes[0], 4, 1), theirs.linear(4, sizes[1], 2)
+    if isinstance(base, nn.Linear) or base.tp.size == 1:
+        return a, b
+    column = not isinstance(base, RowParallelLinear)
+    whole, kind = (b, ColumnParallelLinear) if column else (a, RowParallelLinear)
+    sharded = kind(whole.in_features, whole.out_features, bias=False, tp=base.tp, dtype=torch.float64)
+    fill(sharded, whole.state_dict())
+    return (a, sharded) if column else (sharded, b)
+
+
+def lora(model: nn.Module, path: str) -> None:
+    base = model.get_submodule(path)
+    theirs.put(model, path, theirs.LoRA(base, *adapter(base)))
+
+
+def lora_by_hook(model: nn.Module, path: str) -> None:
+    base = model.get_submodule(path)
+    base.adapter = nn.Sequential(*adapter(base))
+    base.register_forward_hook(lambda base, inputs, y: y + base.adapter(inputs[0]))
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    for index, name in enumerate(sorted(name for name, _ in model.named_parameters())):
+        model.get_parameter(name).requires_grad_(index % 2 == 0)
+    return model
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def from_meta(model: nn.Module) -> nn.Module:
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in values.items()}
+    model = model.to("meta").to_empty(device="cpu")
+    fill(model, values)
+    return model
+
+
+EDITS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "forward hooks": everywhere(theirs.scaling_hook),
+    "forward pre-hooks": everywhere(theirs.pre_hook),
+    "backward hooks": everywhere(theirs.backward_hook),
+    "backward pre-hooks": everywhere(theirs.backward_pre_hook),
+    "subclassed forward": everywhere(theirs.subclass),
+    "replaced forward": everywhere(theirs.replace_forward),
+    "LoRA by wrapper": everywhere(lora, linears),
+    "LoRA by hook": everywhere(lora_by_hook, linears),
+    "weight_norm": everywhere(theirs.ON_LINEARS["weight_norm"], weighted),
+    "spectral_norm": everywhere(theirs.spectral_norm, weighted),
+    "prune": everywhere(theirs.ON_LINEARS["prune"], weighted),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickled,
+    "to meta and back": from_meta,
+    "frozen parameters": frozen,
+}
+
+
+def fsdp(model: nn.Module, mesh: DeviceMesh, every: bool) -> None:
+    """every: each part is a unit of its own, in the order in which children come before what holds them."""
+    for path in parts(model)[::-1] if every else ():
+        fully_shard(model.get_submodule(path), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+SHARDINGS = {"FSDP2": False, "FSDP2 of every part": True}
+
+
+class Run(NamedTuple):
+    """Of one forward and backward: y, the gradients of x and of the parameters by name."""
+
+    y: Tensor
+    dx: Tensor | None
+    gradients: dict[str, Tensor | None]
+
+
+def incoming(y: Tensor, rank: int, sample: int = 0) -> Tensor:
+    """A gradient of y: of all columns, or of the rank-th such slice; of all samples, or from the given one on."""
+    columns = torch.arange(y.shape[-1]) + rank * y.shape[-1]
+    rows = torch.arange(y[..., 0].numel()).view(*y.shape[:-1], 1) + sample * SEQ
+    return torch.cos(7.0 * rows + columns).to(y.dtype)
+
+
+def step(module: nn.Module, x: Tensor, rank: int = 0, *, sample: int = 0, used: slice = slice(None), call=None) -> Run:
+    """used: the samples of y that the loss depends on."""
+    x = x.detach().clone(memory_format=torch.preserve_format)
+    x.requires_grad_(x.is_floating_point())
+    y = (call or module)(x)
+    y[used].backward(incoming(y, rank, sample)[used])
+    return Run(y.detach(), x.grad, {name: p.grad for name, p in module.named_parameters()})
+
+
+def after_inference(module: nn.Module, x: Tensor, rank: int) -> Run:
+    with torch.inference_mode():
+        module(x)
+    return step(module, x, rank)
+
+
+def functional_call(module: nn.Module, x: Tensor, rank: int) -> Run:
+    values = {name: (0.5 * p.detach()).requires_grad_() for name, p in module.named_parameters()}
+    found = step(module, x, rank, call=lambda x: torch.func.functional_call(module, values, (x,)))
+    return found._replace(gradients={name: p.grad for name, p in values.items()})
+
+
+def second_derivative(module: nn.Module, x: Tensor, rank: int) -> Run:
+    y = module(x)
+    parameter = next(module.parameters())
+    (gradient,) = torch.autograd.grad((y.square() * incoming(y, rank)).sum(), parameter, create_graph=True)
+    gradient.square().sum().backward()
+    return Run(y.detach(), None, {})
+
+
+AUTOCAST = {"autocast, bfloat16": torch.bfloat16, "autocast, float16": torch.float16}
+
+
+def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Tensor, int], Run]:
+    def call(module: nn.Module, x: Tensor, rank: int) -> Run:
+        module.float()
+        with torch.autocast("cpu", dtype):
+            return step(module, x.float() if x.is_floating_point() else x, rank)
+
+    return call
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor, int], Run]] = {
+    "inference_mode, then training": after_inference,
+    "functional_call": functional_call,
+    **{habit: autocast(dtype) for habit, dtype in AUTOCAST.items()},
+    "no samples": lambda module, x, rank: step(module, x[:0], rank),
+    "one token": lambda module, x, rank: step(module, x[:1, :1], rank),
+    "two batch dims": lambda module, x, rank: step(module, x[None], rank),
+    "not contiguous": lambda module, x, rank: step(module, x.transpose(0, 1).contiguous().transpose(0, 1), rank),
+    "a sample of the output unused": lambda module, x, rank: step(module, x, rank, used=slice(1)),
+    "second derivatives": second_derivative,
+}
+HABITS = (*EDITS, *WAYS, *SHARDINGS)
+
+
+def run(habit: str, model: nn.Module, x: Tensor, rank: int = 0) -> Run:
+    return WAYS[habit](model, x, rank) if habit in WAYS else step(EDITS[habit](model), x, rank)
