@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_space, gathered_view
+from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_space
 from tpformer.kernels.configurations import select_tile
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, plan
@@ -123,7 +123,7 @@ def gathered(gemm: FusedGemm) -> Tensor:
     """All ranks' rows: the stack of them, or what lies in the slot with the own ones put in their place."""
     if gemm.virtual:
         return gemm.a
-    rows = gathered_view(gemm.channel, parity(gemm), gemm.a).clone()
+    rows = gemm.channel.gathered(parity(gemm), gemm.a).clone()
     rows.chunk(gemm.shape.t)[RANK].copy_(gemm.a)
     return rows
 

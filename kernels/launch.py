@@ -64,6 +64,12 @@ def packed(x: Tensor) -> Tensor:
     return padded_copy(x, multiple)
 
 
+def packed_width(x: Tensor) -> int:
+    """Columns of packed(x)."""
+    multiple = TMA_ALIGNMENT // x.element_size()
+    return -(-x.shape[1] // multiple) * multiple
+
+
 def padded_copy(x: Tensor, multiple: int) -> Tensor:
     """x (R, C) with zero columns added up to a multiple."""
     copy = x.new_zeros(x.shape[0], -(-x.shape[1] // multiple) * multiple)

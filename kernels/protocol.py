@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import packed_width
+
 ERROR_WORDS = tl.constexpr(4)  # int32: expired, peer, flag value seen, epoch wanted
 
 
@@ -55,6 +57,20 @@ class Channel(NamedTuple):
                 f"{operation} needs {nbytes} bytes per slot and {flags} flags per writer, but the channel has "
                 f"{self.capacity} and {self.writer_flags}: size it by {operation}_space"
             )
+
+    def slot(self, parity: int, stride: int, like: Tensor) -> Tensor:
+        """The served ranks' slots of a parity as one matrix with rows of `stride` elements of like's dtype."""
+        total = self.served * self.capacity // (stride * like.element_size())
+        return self.slots[parity].view(like.dtype)[: total * stride].view(total, stride)
+
+    def gathered(self, parity: int, shard: Tensor) -> Tensor:
+        """The rows (world * rows, K) gathered from shards like this one where they arrived.
+
+        One served rank, keep=True. The slot is overwritten: only until the workspace's next operation, and never for
+        autograd or the user.
+        """
+        rows = self.slot(parity, packed_width(shard), shard)
+        return rows[: self.world * len(shard), : shard.shape[1]]
 
     def arguments(self) -> tuple:
         """What a kernel takes, in the order of every communicating kernel's first parameters."""

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configurations import select_tile
-from ..launch import Tile, is_interpreted, launch_options, operand, packed, padded, persistent_programs
+from ..launch import Tile, is_interpreted, launch_options, operand, packed, packed_width, padded, persistent_programs
 from ..matmul.kernel import blocks, three
 from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
 from ..tile import column_blocks, linear_tile
@@ -118,7 +118,7 @@ def await_gathered_kernel(
 
 
 def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
-    """A gather with no GEMM: when it has run, gathered_view and gathered_copy have the rows.
+    """A gather with no GEMM: when it has run, Channel.gathered and gathered_copy have the rows.
 
     push: PUSHERS programs send the shard (rows, K); otherwise the caller has begun KernelWorkspace.copy_gather.
     Communication: (t - 1) / t of the gathered bytes sent and received. Protocol and order as in all_gather_matmul.
@@ -137,26 +137,11 @@ def all_gather_matmul_space(rows: int, k: int, world: int, itemsize: int) -> tup
     return world * rows * -(-k // multiple) * multiple * itemsize, PUSHERS
 
 
-def slot_rows(channel: Channel, parity: int, stride: int, like: Tensor) -> Tensor:
-    """The served ranks' slots of a parity as one matrix with rows of `stride` elements of like's dtype."""
-    total = channel.served * channel.capacity // (stride * like.element_size())
-    return channel.slots[parity].view(like.dtype)[: total * stride].view(total, stride)
-
-
-def gathered_view(channel: Channel, parity: int, shard: Tensor) -> Tensor:
-    """The gathered rows (world * rows, K) where they arrived (one served rank, keep=True).
-
-    Only until the workspace's next operation, and never for autograd or the user: the slot is overwritten.
-    """
-    stride = packed(shard[:1]).shape[1]
-    return slot_rows(channel, parity, stride, shard)[: channel.world * len(shard), : shard.shape[1]]
-
-
 def gathered_copy(channel: Channel, shard: Tensor) -> Tensor:
     """The gathered rows (world * rows, K) in memory of their own, after an all_gather_matmul with keep=True."""
-    stride = packed(shard[:1]).shape[1]
+    stride = packed_width(shard)
     out = shard.new_empty(channel.world * len(shard), stride)
-    slots = [slot_rows(channel, parity, stride, shard) for parity in (0, 1)]
+    slots = [channel.slot(parity, stride, shard) for parity in (0, 1)]
     copy_slot_kernel[(triton.cdiv(out.numel(), PUSH_BLOCK), 1)](
         *slots, out, channel.epoch, out.numel(), PUSH_BLOCK, **launch_options(8, 1)
     )
@@ -176,7 +161,7 @@ def launch(
     stride = whole.shape[1]
     channel.require("all_gather_matmul", *all_gather_matmul_space(rows, k, world, shard.element_size()))
     stored = [padded(w) for w in weights]
-    slots = [slot_rows(channel, parity, stride, shard) for parity in (0, 1)]
+    slots = [channel.slot(parity, stride, shard) for parity in (0, 1)]
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     given = [bias for bias in biases or () if bias is not None]
     pushers = PUSHERS if push and world > 1 else 0
@@ -221,7 +206,7 @@ def all_gather_matmul(
     Order:    push: PUSHERS programs store the shard into the peers' slots and set one flag each; otherwise the caller
               has begun Workspace.copy_gather, which sets one flag per shard. A computing program does its tiles of the
               own chunk, then waits once for each chunk, in ring order from the own one, before its tiles of it.
-              keep: the own rows are put into the own slot too, for gathered_view or gathered_copy.
+              keep: the own rows are put into the own slot too, for Channel.gathered or gathered_copy.
               spare: SMs to leave free, for collectives of other groups (docs/kernels.md, rule 4)
     Source:   chunked all-gather GEMM of symmetric-memory recipes and quack (research: own chunk first, epochs, parity)
     Errors:   ValueError if the channel's slots or flags are too small (all_gather_matmul_space)

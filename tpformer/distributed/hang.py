@@ -5,6 +5,7 @@ Belongs here: the ring, the search for the user's line, the report's words. No w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -17,7 +18,8 @@ import torch
 
 RING_SIZE = 64
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-LIBRARIES = (PACKAGE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen", "<eval_with_key>")
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+LIBRARIES = (PACKAGE, TORCH, contextlib.__file__, "<frozen", "<eval_with_key>")
 
 
 class HangError(RuntimeError):

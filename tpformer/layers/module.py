@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from typing import Any
 
 import torch
 import torch.distributed as dist

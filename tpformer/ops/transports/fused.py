@@ -1,7 +1,8 @@
 """GEMMs fused with their communication in one Triton kernel over symmetric memory; imports triton."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from tpformer.kernels.all_gather_matmul.kernel import (
     all_gather_matmul_space,
     await_gathered,
     gathered_copy,
-    gathered_view,
 )
 from tpformer.kernels.configurations import select_tile
 from tpformer.kernels.finish import NOTHING, Finish
@@ -52,14 +52,14 @@ class Fused:
         alone = group.size() == dist.get_world_size()
         self.spare = 0 if alone else int(os.environ.get("NCCL_MAX_CTAS", NCCL_CTAS))
 
-    def _gather(self, x: Tensor, launch: Callable[[Channel, bool], object]) -> tuple[Channel, KernelWorkspace]:
-        """Begin a gather of x, run `launch(channel, push)` on it, and end it."""
+    @contextmanager
+    def _gathering(self, x: Tensor) -> Iterator[tuple[Channel, KernelWorkspace, bool]]:
+        """A gather of x for the kernel that is launched within; the bool: it pushes the rows, no copy engine does."""
         record_transport(GATHER, self.name)
         channel, workspace, sent = self._begin_gather("all_gather_matmul", x)
-        launch(channel, sent is None)
+        yield channel, workspace, sent is None
         workspace.join()
         workspace.check()
-        return channel, workspace
 
     def _begin_gather(self, operation: str, x: Tensor) -> tuple[Channel, KernelWorkspace, Tensor | None]:
         """(channel, workspace, what copies are sending, to be kept until they are joined; None: the kernel pushes)."""
@@ -72,30 +72,24 @@ class Fused:
             return channel, workspace, None
         whole = packed(x)
         workspace.copy_gather(whole)
-        gathered_view(channel, workspace.epoch & 1, x).chunk(world)[self.group.rank()].copy_(x)
+        channel.gathered(workspace.epoch & 1, x).chunk(world)[self.group.rank()].copy_(x)
         return channel, workspace, whole
 
     def _gathered(self, channel: Channel, workspace: KernelWorkspace, x: Tensor) -> Tensor:
         """The gathered rows until the next gather: in their slot, or copied where only the device knows the parity."""
         if workspace.captured:
             return gathered_copy(channel, x)
-        return gathered_view(channel, workspace.epoch & 1, x)
+        return channel.gathered(workspace.epoch & 1, x)
 
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
             biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
-        outputs: list[Tensor] = []
         first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
         more = len(weights) > MAXIMUM_WEIGHTS
-
-        def launch(channel: Channel, push: bool) -> None:
-            outputs.extend(
-                all_gather_matmul(
-                    x, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
-                )
-            )  # fmt: skip
-
-        channel, workspace = self._gather(x, launch)
+        with self._gathering(x) as (channel, workspace, push):
+            outputs = all_gather_matmul(
+                x, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
+            )
         if more:
             gathered = self._gathered(channel, workspace, x)
             outputs += [F.linear(gathered, w, bias) for w, bias in zip(weights[rest], biases[rest], strict=True)]
@@ -104,25 +98,18 @@ class Fused:
     def gather_matmul_derivative(
         self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        results: list[Tensor | None] = []
         dy = dy.contiguous()
-
-        def launch(channel: Channel, push: bool) -> None:
+        with self._gathering(dy) as (channel, workspace, push):
+            options: dict = {"push": push, "keep": push, "spare": self.spare}
             if activation is None:
-                da = all_gather_matmul(dy, [weight], channel, b_transposed=True, push=push, keep=push, spare=self.spare)
-                results.extend((da[0], None, x))
-                return
-            rows = (x.contiguous(), None if gate is None else gate.contiguous())
-            results.extend(
-                all_gather_matmul_derivative(
-                    dy, weight, channel, rows[0], activation, rows[1], push=push, keep=push, spare=self.spare
+                (dx,) = all_gather_matmul(dy, [weight], channel, b_transposed=True, **options)
+                dgate, a = None, x
+            else:
+                rows = (x.contiguous(), None if gate is None else gate.contiguous())
+                dx, dgate, a = all_gather_matmul_derivative(
+                    dy, weight, channel, rows[0], activation, rows[1], **options
                 )
-            )  # fmt: skip
-
-        channel, workspace = self._gather(dy, launch)
         gathered = gathered_copy(channel, dy) if keep else self._gathered(channel, workspace, dy)
-        dx, dgate, a = results
-        assert dx is not None and a is not None
         return dx, dgate, a, gathered
 
     def matmul_reduce(
