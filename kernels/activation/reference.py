@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cast import cast
 from ..cost import Cost
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
@@ -22,28 +23,29 @@ _CPU_ELEMENTS = 2**18  # at a time on a CPU, so that what a backward makes on it
 
 def _polynomial(x: Tensor, cubic: float) -> Tensor:
     """_LINEAR + cubic * x**2, in one pass."""
-    return torch.addcmul(x.new_tensor(_LINEAR), x, x, value=cubic)
+    return torch.addcmul(x.new_full((), _LINEAR), x, x, value=cubic)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return _polynomial(wide, _CUBIC).mul_(wide).sigmoid_().mul_(wide).to(x.dtype)
+    wide = cast(x, torch.promote_types(x.dtype, torch.float32))
+    return cast(_polynomial(wide, _CUBIC).mul_(wide).sigmoid_().mul_(wide), x.dtype)
 
 
 def _gelu_tanh_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, act(x)) from one sigmoid; dx takes the place of da. With s the sigmoid of u, act' = s + x s (1 - s) u'."""
-    a = torch.empty_like(x)
-    real = type(x) is Tensor  # a fake tensor has no elements to keep in a cache
-    chunk = max(1, _CPU_ELEMENTS // x.shape[-1] if real and x.device.type == "cpu" else len(x))
-    for first in range(0, len(x), chunk):
-        part = slice(first, first + chunk)
-        wide = x[part].to(torch.promote_types(x.dtype, torch.float32))
-        s = _polynomial(wide, _CUBIC).mul_(wide).sigmoid_()
-        act = s * wide
-        a[part] = act
-        rest = torch.addcmul(act, act, s, value=-1, out=act)
-        da[part].mul_(s.addcmul_(rest, _polynomial(wide, 3 * _CUBIC)))
-    return da, a
+    # a fake tensor has no elements to keep in a cache
+    if x.numel() > _CPU_ELEMENTS and x.device.type == "cpu" and type(x) is Tensor:
+        a, chunk = torch.empty_like(x), max(1, _CPU_ELEMENTS // x.shape[-1])
+        for first in range(0, len(x), chunk):
+            part = slice(first, first + chunk)
+            a[part] = _gelu_tanh_backward(da[part], x[part])[1]
+        return da, a
+    wide = cast(x, torch.promote_types(x.dtype, torch.float32))
+    s = _polynomial(wide, _CUBIC).mul_(wide).sigmoid_()
+    act = s * wide
+    rest = torch.addcmul(act, act, s, value=-1)
+    da.mul_(s.addcmul_(rest, _polynomial(wide, 3 * _CUBIC)))
+    return da, cast(act, x.dtype)
 
 
 def _relu2_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..cast import cast
 from ..cost import Cost
 from ..philox.reference import random_words
 
@@ -38,9 +39,9 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     Numerics: in promote_types(x.dtype, float32), rounded once to x.dtype
     Traffic:  see finish_cost
     """
-    if all(part is None for part in (finish.bias, finish.dropout, finish.residual)):
+    if finish.bias is None and finish.dropout is None and finish.residual is None:
         return x
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = cast(x, torch.promote_types(x.dtype, torch.float32))
     if finish.bias is not None:
         y += finish.bias
     if finish.dropout is not None:
@@ -48,7 +49,7 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
         y.mul_(1.0 / (1.0 - p)).masked_fill_(_dropped(start, key, p, y.shape[-1]), 0)
     if finish.residual is not None:
         y += finish.residual
-    return y.to(x.dtype)
+    return cast(y, x.dtype)
 
 
 def finish_backward(dz: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Tensor, Tensor | None]:

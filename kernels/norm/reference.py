@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cast import cast
 from ..cost import Cost
 from ..dropout.reference import finish_forward
 
@@ -43,14 +44,13 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     """
     kind, weight, bias, eps = norm
     dtype = torch.promote_types(x.dtype, torch.float32)
-    wide = x.to(dtype)  # before native_layer_norm too: on a CPU it would keep bfloat16 statistics for bfloat16 rows
+    wide = cast(x, dtype)  # before native_layer_norm too: on a CPU it would keep bfloat16 statistics for bfloat16 rows
     if kind == "layernorm":
-        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
-        y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, eps)
-        return y.to(x.dtype), (mean, rstd)
+        y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), cast(weight, dtype), cast(bias, dtype), eps)
+        return cast(y, x.dtype), (mean, rstd)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(dtype).eps if eps is None else eps))
     y = wide * rstd if weight is None else wide * rstd * weight
-    return y.to(x.dtype), (None, rstd)
+    return cast(y, x.dtype), (None, rstd)
 
 
 def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Statistics]:
@@ -78,20 +78,20 @@ def norm_backward(
     (mean, rstd), (kind, weight, bias, _) = statistics, norm
     dtype = torch.promote_types(x.dtype, torch.float32)
     if kind == "layernorm":
-        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
-        wanted = [True, scale is not None, shift is not None]
+        wanted = [True, weight is not None, bias is not None]
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy.to(dtype), x.to(dtype), (x.shape[-1],), mean, rstd, scale, shift, wanted
+            cast(dy, dtype), cast(x, dtype), (x.shape[-1],), mean, rstd, cast(weight, dtype), cast(bias, dtype), wanted
         )
     else:
-        normalised = x.to(dtype) * rstd
-        g = dy.to(dtype) if weight is None else dy.to(dtype) * weight
+        normalised = cast(x, dtype) * rstd
+        wide = cast(dy, dtype)
+        g = wide if weight is None else wide * weight
         dx = rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))
-        dweight, bias = None if weight is None else (dy.to(dtype) * normalised).sum(0), None
+        dweight, bias = None if weight is None else (wide * normalised).sum(0), None
     if dresidual is not None:
         dx += dresidual
-    dweight = None if weight is None else dweight.to(weight.dtype)
-    return dx.to(x.dtype), dweight, None if bias is None else dbias.to(bias.dtype)
+    dweight = None if weight is None else cast(dweight, weight.dtype)
+    return cast(dx, x.dtype), dweight, None if bias is None else cast(dbias, bias.dtype)
 
 
 def norm_cost(

@@ -108,7 +108,7 @@ def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
     for actual, project in zip(seen[1], (layer.q_proj, layer.k_proj), strict=True):
         heads = project(x[0]).view(1, 4, -1, D).transpose(1, 2)
         expected = rotate(heads, 50.0, interleaved, offset=3)
-        torch.testing.assert_close(actual, expected.transpose(1, 2)[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """ColumnParallelLinear and RowParallelLinear as drop-in nn.Linear: leading dims, sequence_dim, used_rows."""
 
+import traceback
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -200,3 +202,17 @@ def wrong_widths():
 
 def test_widths_that_do_not_fit(ranks):
     ranks(2).run(wrong_widths)
+
+
+def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):
+    """Every one is paid in every forward, and read by everyone who follows a tensor to its kernel."""
+    frames = []
+
+    def product(x, weight, bias):
+        frames.extend(frame.name for frame in traceback.extract_stack() if "/tpformer/" in frame.filename)
+        return x @ weight.t() + bias
+
+    layer = ColumnParallelLinear(K, N)
+    monkeypatch.setattr(F, "linear", product)
+    layer(torch.zeros(2, K))
+    assert frames == ["forward", "project", "call", "column_linear", "forward", "gather_matmul"]

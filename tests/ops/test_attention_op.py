@@ -12,19 +12,20 @@ from tpformer import ops
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
     """softmax over the keys of the same document that are not later; document (tokens,) numbers the documents."""
+    shape = q.shape
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
-    result = torch.empty_like(q)
     visible = (document[:, None] == document[None, :]).tril()
     heads = []
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // groups].t() / q.shape[-1] ** 0.5
         heads.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v[:, head // groups])
-    result = torch.stack(heads, 1)
-    return result
+    return torch.stack(heads, 1).view(shape)
 
 
-def values(tokens: int, heads: int, kv_heads: int, d: int) -> dict[str, Tensor]:
-    return leaves(make(0, torch.float64, q=(tokens, heads, d), k=(tokens, kv_heads, d), v=(tokens, kv_heads, d)))
+def values(batch: int, seq: int, heads: int, kv_heads: int, d: int) -> dict[str, Tensor]:
+    shapes = {name: (batch, seq, n, d) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))}
+    return leaves(make(0, torch.float64, **shapes))
 
 
 def with_gradients(y: Tensor, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -38,9 +39,9 @@ HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, 9), HEADS, st.sampled_from([1, 2, 5, 8]))
 def test_whole_samples(batch, seq, heads, d):
-    inputs = values(batch * seq, *heads, d)
+    inputs = values(batch, seq, *heads, d)
     sample = torch.arange(batch).repeat_interleave(seq)
-    actual = with_gradients(ops.attention(**inputs, batch=batch), inputs)
+    actual = with_gradients(ops.attention(**inputs), inputs)
     expected = with_gradients(explicit(**inputs, document=sample), inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
@@ -48,26 +49,26 @@ def test_whole_samples(batch, seq, heads, d):
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=5), HEADS)
 def test_packed_documents(lengths, heads):
-    inputs = values(sum(lengths), *heads, 4)
+    inputs = values(1, sum(lengths), *heads, 4)
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packed = ops.attention(**inputs, batch=1, documents=(boundaries, max(lengths)))
+    packed = ops.attention(**inputs, documents=(boundaries, max(lengths)))
     document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     actual, expected = with_gradients(packed, inputs), with_gradients(explicit(**inputs, document=document), inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
     # and each document alone
     alone = [
-        ops.attention(*(x[first:last] for x in inputs.values()), batch=1)
+        ops.attention(*(x[:, first:last] for x in inputs.values()))
         for first, last in zip(boundaries[:-1], boundaries[1:], strict=True)
     ]
-    torch.testing.assert_close(torch.cat(alone), packed, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(torch.cat(alone, 1), packed, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("changed", [1, 5])
 def test_no_token_sees_a_later_one(changed):
-    inputs = {name: x.detach() for name, x in values(6, 2, 2, 4).items()}
-    before = ops.attention(**inputs, batch=1)
+    inputs = {name: x.detach() for name, x in values(1, 6, 2, 2, 4).items()}
+    before = ops.attention(**inputs)
     for name in ("k", "v"):
-        inputs[name][changed] += 1.0
-    after = ops.attention(**inputs, batch=1)
-    assert torch.equal(before[:changed], after[:changed])
-    assert bool((before[changed:] != after[changed:]).any(-1).all())
+        inputs[name][:, changed] += 1.0
+    after = ops.attention(**inputs)
+    assert torch.equal(before[:, :changed], after[:, :changed])
+    assert bool((before[:, changed:] != after[:, changed:]).any(-1).all())

@@ -24,14 +24,14 @@ def test_bfloat16_run(ranks, tmp_path, tiny_values):
 
 def attend(q, k, v, upstream, lengths, packed, **options):
     """Output and gradients of attention over documents of these lengths: packed in one call, or one by one."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves = [x.detach()[None].requires_grad_() for x in (q, k, v)]
     if packed:
         boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
-        y = ops.attention(*leaves, 1, (boundaries, max(lengths)), **options)
+        y = ops.attention(*leaves, (boundaries, max(lengths)), **options)
     else:
-        parts = zip(*(x.split(lengths) for x in leaves), strict=True)
-        y = torch.cat([ops.attention(*part, 1, **options) for part in parts])
-    return [y, *torch.autograd.grad(y, leaves, upstream)]
+        parts = zip(*(x.split(lengths, 1) for x in leaves), strict=True)
+        y = torch.cat([ops.attention(*part, **options) for part in parts], 1)
+    return [y, *torch.autograd.grad(y, leaves, upstream[None])]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,7 +63,9 @@ class SelfAttention(ParallelModule):
         column = partial(
             ColumnParallelLinear, hidden_size, bias=bias, init_std=init_std, tp=self.tp, device=device, dtype=dtype
         )
-        keys, used, most = self._features()[1], None, None
+        self._features = self._own_features()
+        self._kv_order = self._own_kv_order()
+        keys, used, most = self._features[1], None, None
         if self.n_kv_heads % self.tp.size:
             needed = (self.kv_heads_needed(rank) for rank in range(self.tp.size))
             used, most = keys.used, max(last - first for first, last in needed) * self.head_dim
@@ -82,15 +83,18 @@ class SelfAttention(ParallelModule):
         first = rank * queries
         return first // group, (first + queries - 1) // group + 1
 
+    def _own_kv_order(self) -> list[int] | None:
+        """The key-value head, among those needed here, of each query head of this rank; None where each serves equally
+        many in a row, as SDPA has it."""
+        queries, group = self.n_heads // self.tp.size, self.n_heads // self.n_kv_heads
+        first, last = self.kv_heads_needed(self.tp.rank)
+        wanted, heads = [(self.tp.rank * queries + q) // group - first for q in range(queries)], last - first
+        even = queries % heads == 0 and wanted == [q // (queries // heads) for q in range(queries)]
+        return None if even else wanted
+
     def _spread(self, kv: Tensor) -> Tensor:
         """Key or value heads in a form whose head count divides the queries', each serving equally many in a row."""
-        queries, group = self.n_heads // self.tp.size, self.n_heads // self.n_kv_heads
-        first, _ = self.kv_heads_needed(self.tp.rank)
-        wanted = [(self.tp.rank * queries + q) // group - first for q in range(queries)]
-        heads = kv.shape[1]
-        if queries % heads == 0 and wanted == [q // (queries // heads) for q in range(queries)]:
-            return kv
-        return kv[:, torch.tensor(wanted, device=kv.device)]
+        return kv if self._kv_order is None else kv[:, :, torch.tensor(self._kv_order, device=kv.device)]
 
     def forward(
         self, x: Tensor, *, positions: Positions | None = None, key_padding_mask: Tensor | None = None
@@ -110,18 +114,17 @@ class SelfAttention(ParallelModule):
         next_norm: nn.Module | None = None,
     ) -> tuple[Tensor, ops.Normed | None]:
         """([rows + dropout of] attention of norm(rows), its norm by next_norm where that was made on the way)."""
-        queries, keys = self._features()
+        queries, keys = self._features
         columns = {self.q_proj: queries, self.k_proj: keys, self.v_proj: keys}
         (q, k, v), carried = enter(rows, norm, columns, self.tp, carry=residual)
-        q, k, v = (
-            rearrange(positions.to_samples(y), "tokens (heads d) -> tokens heads d", d=self.head_dim) for y in (q, k, v)
-        )
+        batch, seq, d = positions.batch, positions.seq_length, self.head_dim
+        q, k, v = (positions.to_samples(y).reshape(batch, seq, y.shape[1] // d, d) for y in (q, k, v))
         if self.rope_base is not None:
             table, ids = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
             q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
         documents, visible = positions.documents(q.device), (self.is_causal, self.sliding_window)
-        y = ops.attention(q, self._spread(k), self._spread(v), positions.batch, documents, *visible)
-        heads = positions.to_rows(rearrange(y, "tokens heads d -> tokens (heads d)"))
+        y = ops.attention(q, self._spread(k), self._spread(v), documents, *visible)
+        heads = positions.to_rows(y.reshape(batch * seq, q.shape[2] * d))
         return leave(
             heads,
             self.o_proj,
@@ -132,7 +135,7 @@ class SelfAttention(ParallelModule):
             next_norm=next_norm,
         )
 
-    def _features(self) -> tuple[Features, Features]:
+    def _own_features(self) -> tuple[Features, Features]:
         """This rank's features of the queries, and of the keys and values."""
         d, queries = self.head_dim, self.n_heads // self.tp.size
         first, last = self.kv_heads_needed(self.tp.rank)

@@ -114,7 +114,7 @@ class TransformerBlock(ParallelModule):
     ) -> Tensor:
         """ends_region: the block is the last of a region that its caller recomputes (ops.row_linear)."""
         positions = positions_of(x, positions, self.tp, key_padding_mask)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         sites = self._dropout_sites(rows, positions, dropout_key)
         if self.recompute == "full" and torch.is_grad_enabled():
             rows = ops.recompute(self._layer, rows, positions, sites, True, keep_random_state=self._composed)
@@ -142,23 +142,32 @@ class TransformerBlock(ParallelModule):
         return [key.site(self.dropout, self, name, rows, positions, shard) for name in ("attention", "mlp")]
 
     def _layer(self, x: Tensor, positions: Positions, sites: list[ops.Dropout | None], ends_region: bool) -> Tensor:
-        """x + attention(norm(x)), then x + mlp(norm(x)), each branch with its dropout."""
+        """x + attention(norm(x)), then x + mlp(norm(x))."""
         if self.recompute == "mlp" and torch.is_grad_enabled():
-            x, _ = self._attention(x, positions, sites[0], None)
-            return ops.recompute(self._mlp, x, None, sites[1], True, keep_random_state=self._composed)
-        x, normed = self._attention(x, positions, sites[0], self.post_attention_layernorm)
-        return self._mlp(x, normed, sites[1], ends_region)
+            x, _ = self._add_attention(x, positions, sites[0], None)
+            return ops.recompute(self._add_mlp, x, None, sites[1], True, keep_random_state=self._composed)
+        x, normed = self._add_attention(x, positions, sites[0], self.post_attention_layernorm)
+        return self._add_mlp(x, normed, sites[1], ends_region)
 
-    def _attention(
+    def _add_attention(
         self, x: Tensor, positions: Positions, site: ops.Dropout | None, next_norm: nn.Module | None
     ) -> tuple[Tensor, ops.Normed | None]:
-        if fusable(SelfAttention, self.self_attn):
-            # norm, gather and projections are one operation; so are reduction, bias, dropout, residual and next norm
-            return self.self_attn.branch(
-                x, positions, self.input_layernorm, residual=True, dropout=site, next_norm=next_norm
-            )
-        y = self._called_attention(call_rows(self.input_layernorm, x, self.tp), positions)
-        return x + ops.dropout(y, site), None
+        """(x + dropout(attention(norm(x))), its norm by next_norm where that is made in the same pass)."""
+        norm, attention = self.input_layernorm, self.self_attn
+        if not fusable(SelfAttention, attention):
+            return x + ops.dropout(self._called_attention(call_rows(norm, x, self.tp), positions), site), None
+        # The same in fewer passes: norm and gather are the projections' prologue, so that neither's output is kept, and
+        # one pass over the reduced rows adds bias, dropout and x, and makes the next norm.
+        return attention.branch(x, positions, norm, residual=True, dropout=site, next_norm=next_norm)
+
+    def _add_mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None, ends_region: bool) -> Tensor:
+        """x + dropout(mlp(norm(x))); normed: norm(x), where it was made with x."""
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        if not fusable(MLP, mlp):
+            return x + ops.dropout(call_rows(mlp, call_rows(norm, x, self.tp), self.tp), site)
+        # The same in fewer passes, as above; nor is act(fc1(...)) kept. A recomputed region that ends here leaves out
+        # its last GEMM: nothing reads what it would give.
+        return mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
 
     def _called_attention(self, x: Tensor, positions: Positions) -> Tensor:
         """The attention as a module. One that knows of no sequence shards gets its rows in the order of samples:
@@ -169,13 +178,6 @@ class TransformerBlock(ParallelModule):
         rows = ops.scatter_rows(positions.to_samples(ops.gather_rows(x, group)), group)
         y = call_rows(self.self_attn, rows, self.tp, positions=plain)
         return ops.scatter_rows(positions.to_rows(ops.gather_rows(y, group)), group)
-
-    def _mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None, ends_region: bool) -> Tensor:
-        norm = self.post_attention_layernorm
-        if fusable(MLP, self.mlp):
-            # a region that ends here does not repeat its last GEMM: nothing reads what it would give
-            return self.mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
-        return x + ops.dropout(call_rows(self.mlp, call_rows(norm, x, self.tp), self.tp), site)
 
 
 def run_region(layers: Sequence[nn.Module], x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:

@@ -123,8 +123,9 @@ def project(
     carry, the rows themselves for the residual path (ops.column_linear)."""
     parameters = [layer.local_parameters() for layer in layers]
     tp = layers[0].tp
-    own = all("weight" in layer._parameters for layer in layers)  # else autograd takes the gradient further
-    queue = ops.active_queue() if own else None
+    queue = ops.active_queue()
+    if queue is not None and not all("weight" in layer._parameters for layer in layers):
+        queue = None  # autograd takes the gradient further
     outputs = ops.column_linear(
         rows,
         [weight for weight, _ in parameters],

@@ -41,6 +41,8 @@ class MLP(ParallelModule):
             raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(MLP_ACTIVATIONS)}")
         self.activation, self.gated = MLP_ACTIVATIONS[activation]
         self.ffn_hidden_size = ffn = ffn_hidden_size or default_ffn_size(hidden_size, activation)
+        width = -(-ffn // self.tp.size)
+        self._features = Features(slice(self.tp.rank * width, min((self.tp.rank + 1) * width, ffn)), ffn)
         column = partial(
             ColumnParallelLinear, hidden_size, ffn, bias=bias, init_std=init_std, tp=self.tp, device=device, dtype=dtype
         )
@@ -69,15 +71,13 @@ class MLP(ParallelModule):
         ends_region: bool = False,
     ) -> Tensor:
         """[rows + dropout of] the MLP of norm(rows). normed: norm(rows), where it has been made with them."""
-        total, width = self.ffn_hidden_size, -(-self.ffn_hidden_size // self.tp.size)
-        features = Features(slice(self.tp.rank * width, min((self.tp.rank + 1) * width, total)), total)
-        columns = dict.fromkeys([self.gate_proj, self.up_proj] if self.gated else [self.fc1], features)
+        columns = dict.fromkeys([self.gate_proj, self.up_proj] if self.gated else [self.fc1], self._features)
         outputs, carried = enter(rows, norm, columns, self.tp, normed=normed, carry=residual)
         y, _ = leave(
             outputs[-1],
             self.down_proj if self.gated else self.fc2,
             self.tp,
-            total,
+            self.ffn_hidden_size,
             activation=self.activation,
             gate=outputs[0] if self.gated else None,
             residual=carried if residual else None,

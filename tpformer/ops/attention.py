@@ -50,17 +50,16 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    batch: int,
     documents: tuple[Tensor, int] | None = None,
     is_causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v within each sample, or within each packed document.
 
-    Shapes:  q (tokens, heads, head_dim); k, v (tokens, kv_heads, head_dim), kv_heads dividing heads (each serves
-             heads / kv_heads consecutive query heads); tokens = batch * seq, batch-major; result like q.
-             documents: boundaries (n_documents + 1,) int32 of the flattened tokens, from 0 to tokens, and the longest
-             document's length; None when every sample is one document.
+    Shapes:  q (batch, seq, heads, head_dim); k, v (batch, seq, kv_heads, head_dim), kv_heads dividing heads (each
+             serves heads / kv_heads consecutive query heads); result like q.
+             documents: boundaries (n_documents + 1,) int32 of the batch * seq tokens, from 0 to their number, and the
+             longest document's length; None when every sample is one document.
     is_causal: a token attends to itself and earlier ones; else to all of its document. window: to itself and the
     window - 1 tokens before it; causal only.
     CUDA uses PyTorch's variable-length kernel for documents and windows in 16 bits. Elsewhere a loop runs over the
@@ -69,15 +68,16 @@ def attention(
     """
     check_window(window, is_causal)
     fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    batch, seq = q.shape[:2]
     if documents is None:
-        seq = len(q) // max(batch, 1)
         if window is None or window >= seq or not fused:
-            q, k, v = (x.unflatten(0, (batch, seq)) for x in (q, k, v))
-            return _sdpa(q, k, v, is_causal, window).flatten(0, 1)
-        documents = torch.arange(0, len(q) + 1, seq, dtype=torch.int32, device=q.device), seq
+            return _sdpa(q, k, v, is_causal, window)
+        documents = torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=q.device), seq
     boundaries, longest = documents
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if fused:
-        return _varlen(q, k, v, boundaries, longest, is_causal, window)
+        return _varlen(q, k, v, boundaries, longest, is_causal, window).unflatten(0, (batch, seq))
     lengths = boundaries.diff().tolist()
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([_sdpa(q[None], k[None], v[None], is_causal, window)[0] for q, k, v in parts])
+    y = torch.cat([_sdpa(q[None], k[None], v[None], is_causal, window)[0] for q, k, v in parts])
+    return y.unflatten(0, (batch, seq))

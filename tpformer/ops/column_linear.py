@@ -75,10 +75,11 @@ class ColumnLinearFunction(torch.autograd.Function):
         if norm is not None:
             # the norm's output was not kept: one cheap pass over x against 2 bytes per element held since the forward
             rows, _ = implementation("norm", x).norm_forward(x, norm)
-        wanted, wanted_biases = ctx.needs_input_grad[5 : 5 + len(weights)], ctx.needs_input_grad[5 + len(weights) :]
+        n, needed = 5 + len(weights), ctx.needs_input_grad
+        wanted, wanted_biases = needed[5:n], needed[n:]
         gathered = layout.gathering.start_gather(rows) if layout.deferred is None and any(wanted) else None
         dx = dnorm_weight = dnorm_bias = None
-        if any(ctx.needs_input_grad[:3]):
+        if any(needed[:3]):
             dx, _ = layout.transport.matmul_reduce(dys, weights, transposed=False, scatter=layout.sequence_parallel)
             if norm is not None:
                 backward = implementation("norm", x).norm_backward

@@ -1,5 +1,6 @@
 """Kernel or reference: the one choice for operations of one rank. transport.py chooses for those that communicate."""
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -21,4 +22,9 @@ def implementation(op: str, x: Tensor) -> Any:
     module = "kernel" if x.is_cuda and x.dtype in KERNEL_DTYPES else "reference"
     if module == "kernel":
         check_current_device(f"{op} of a tensor", x.device)
-    return import_module(f"tpformer.kernels.{op}.{module}")
+    return _module(op, module)
+
+
+@cache
+def _module(op: str, name: str) -> Any:
+    return import_module(f"tpformer.kernels.{op}.{name}")

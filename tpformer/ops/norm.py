@@ -28,7 +28,7 @@ def parameters(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
 
 def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
     """The norm in a backward, with its parameters as they were saved."""
-    return None if norm is None else norm._replace(weight=weight, bias=bias)
+    return None if norm is None else Norm(norm.kind, weight, bias, norm.eps)
 
 
 class NormFunction(torch.autograd.Function):

@@ -1,5 +1,7 @@
 """Rotary position embedding of queries and keys."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,19 @@ class RopeFunction(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, positions, interleaved):
         # attributes, not saved tensors: they belong to all layers, and no hook on what one layer keeps should see them
         ctx.table, ctx.positions, ctx.interleaved = (cos, sin), positions, interleaved
-        return implementation("rope", q).rope_rotate(q, k, (cos, sin), positions, interleaved)
+        return _rotate(q, k, ctx)
 
     @staticmethod
     @first_derivative
     def backward(ctx, dq, dk):
-        rotate = implementation("rope", dq).rope_rotate
-        return *rotate(dq, dk, ctx.table, ctx.positions, ctx.interleaved, inverse=True), None, None, None, None
+        return *_rotate(dq, dk, ctx, inverse=True), None, None, None, None
+
+
+def _rotate(q: Tensor, k: Tensor, ctx: Any, inverse: bool = False) -> tuple[Tensor, Tensor]:
+    rotate = implementation("rope", q).rope_rotate
+    rows = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
+    q_turned, k_turned = rotate(*rows, ctx.table, ctx.positions, ctx.interleaved, inverse)
+    return q_turned.view(q.shape), k_turned.view(k.shape)
 
 
 @uncompiled
@@ -30,9 +38,9 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their tokens' angles; both results contiguous.
 
-    Shapes:  q (tokens, heads, head_dim), k (tokens, kv_heads, head_dim), head_dim even; table: cos and sin, each
-             (length, head_dim / 2), from kernels.rope's rope_table; positions (tokens,) int64 or int32, each token's
-             row of the table, which starts anywhere and restarts with every packed document.
+    Shapes:  q (..., heads, head_dim), k (..., kv_heads, head_dim) of as many tokens, head_dim even; table: cos and
+             sin, each (length, head_dim / 2), from kernels.rope's rope_table; positions (tokens,) int64 or int32, each
+             token's row of the table, which starts anywhere and restarts with every packed document.
              interleaved: pairs are neighbours (2i, 2i + 1), as in GPT-J, instead of (i, i + head_dim / 2), as in Llama.
     Saves:   nothing but references to table and positions, which all layers share: the rotation is orthogonal.
     Communication: none.

@@ -1,6 +1,7 @@
 """The collective, then the GEMM, or the other way round: the specification of every other transport."""
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +29,7 @@ class Sequential:
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         self._record(GATHER)
         gathered = all_gather(x, self.group)
-        return [F.linear(gathered, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return list(map(F.linear, repeat(gathered), weights, biases))
 
     def gather_matmul_derivative(
         self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
@@ -49,7 +50,7 @@ class Sequential:
     ) -> tuple[Tensor, Normed | None]:
         if self.group is None and transposed and len(inputs) == 1:
             # bias inside the GEMM: bit-identical to nn.Linear
-            return finish_rows(F.linear(inputs[0], weights[0], finish.bias), finish._replace(bias=None))
+            return finish_rows(F.linear(inputs[0], weights[0], finish.bias), Finish(None, *finish[1:]))
         self._record(SCATTER if scatter else ALL)
         first, *rest = (weight.t() if transposed else weight for weight in weights)
         y = inputs[0] @ first
