@@ -1,5 +1,7 @@
 """Embedding over a sharded vocabulary equals F.embedding: rows and the table's gradient, even or uneven slices."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,11 +24,10 @@ def on_rank(sequence_parallel: bool):
     weight, ids, dy = data()
     t, rank = dist.get_world_size(), dist.get_rank()
     per_rank = -(-ROWS // t)
+    vocab = ops.VocabSlice(rank * per_rank, per_rank, ROWS)
     local = weight[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
     with record_collectives() as forward:
-        y = ops.vocab_parallel_embedding(
-            ids, local, first=rank * per_rank, group=dist.group.WORLD, sequence_parallel=sequence_parallel
-        )
+        y = ops.vocab_parallel_embedding(ids, local, vocab, group=dist.group.WORLD, sequence_parallel=sequence_parallel)
     with record_collectives() as backward:
         y.backward(dy.chunk(t)[rank] if sequence_parallel else dy)
     return y.detach(), local.grad, list(forward), list(backward)
@@ -51,3 +52,38 @@ def test_equals_embedding(ranks, t, sequence_parallel):
             assert (forward, backward) == ([("reduce_scatter", nbytes)], [("all_gather", nbytes)])
         else:
             assert (forward, backward) == ([("all_reduce", nbytes)], [])
+
+
+def outside(device: str) -> tuple[list[int], torch.Tensor]:
+    """Which rows are NaN, and the gradient of the others' sum."""
+    weight, ids, _ = data()
+    group, entries = dist.group.WORLD if dist.is_initialized() else None, ROWS - 1
+    t, rank = (1, 0) if group is None else (group.size(), group.rank())
+    ids[[2, 5]] = torch.tensor([-1, entries] if t > 1 else [entries, entries])  # entries: a row of padding
+    per_rank = -(-ROWS // t)
+    local = weight[rank * per_rank : (rank + 1) * per_rank].to(device).requires_grad_()
+    vocab = ops.VocabSlice(rank * per_rank, per_rank, entries)
+    with mock.patch("tpformer.ops.embedding.check_ids"):  # as for a GPU's ids, which nobody waits for
+        y = ops.vocab_parallel_embedding(ids.to(device), local, vocab, group=group, sequence_parallel=False)
+    y.nan_to_num().sum().backward()
+    assert torch.equal(y.isnan().any(1), y.isnan().all(1))
+    return y.isnan().any(1).nonzero()[:, 0].tolist(), local.grad.cpu()
+
+
+def check_outside(found: list) -> None:
+    ids = data()[1].tolist()
+    counts = torch.tensor([(ids[:2] + ids[3:5] + ids[6:]).count(row) for row in range(ROWS)])
+    counts[-1] = 0
+    wanted = [1, 2, 5]  # 21, the last row, is padding here, too
+    assert all(rows == wanted for rows, _ in found)
+    assert torch.equal(join([gradient for _, gradient in found], 0), counts[:, None].expand(-1, N).double())
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_ids_outside_the_vocabulary_are_nan_where_nobody_looks(ranks, t):
+    check_outside(ranks(t).run(outside, "cpu"))
+
+
+@pytest.mark.gpu
+def test_padding_ids_are_nan_on_gpu():
+    check_outside([outside("cuda")])

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.distributed.dtensor import is_dtensor
-from tpformer.ops.embedding import check_ids
 
 from .module import Normal, ParallelModule
 from .positions import Positions, positions_of
@@ -63,7 +62,7 @@ class VocabParallelEmbedding(_VocabParallel):
     Communication, per rank, B = tokens * hidden_size * itemsize: forward reduce-scatter B, backward all-gather B;
              without sequence_parallel forward all-reduce B, backward none.
     padding_idx: as in nn.Embedding, an entry whose row starts at zero and gets no gradient; negative from the end.
-    Errors:  ValueError for a padding_idx, and on a CPU for an id, outside of the vocabulary.
+    Errors:  ValueError for a padding_idx outside of the vocabulary; for an id, those of ops.vocab_parallel_embedding.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, padding_idx: int | None = None, **options: Any) -> None:
@@ -73,11 +72,10 @@ class VocabParallelEmbedding(_VocabParallel):
         super().__init__(vocab_size, hidden_size, zero_row=self.padding_idx, **options)
 
     def forward(self, ids: Tensor) -> Tensor:
-        check_ids(ids, self.vocab_size, "token ids")
         rows = ops.vocab_parallel_embedding(
             ids.reshape(-1),
             self.local("weight"),
-            first=self.vocab_slice().first,
+            self.vocab_slice(),
             padding_idx=self.padding_idx,
             group=self.tp.group,
             sequence_parallel=self.tp.sequence_parallel,

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.kernels.cross_entropy.reference import VocabSlice
+
 from .sequence import reduce_rows
 from .uncompiled import uncompiled
 
@@ -19,28 +21,39 @@ def check_ids(ids: Tensor, entries: int, what: str, ignored: int | None = None) 
             raise ValueError(f"{what} span [{low}, {high}], outside the vocabulary [0, {entries - 1}]")
 
 
+def absent(ids: Tensor, vocab: VocabSlice) -> Tensor:
+    """(tokens, 1) bool: whether the whole vocabulary lacks an id."""
+    return ((ids < 0) | (ids >= vocab.entries))[:, None]
+
+
 @uncompiled
 def vocab_parallel_embedding(
     ids: Tensor,
     weight: Tensor,
+    vocab: VocabSlice,
     *,
-    first: int = 0,
     padding_idx: int | None = None,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor:
     """Rows of the whole vocabulary's table for ids (tokens,) int64, from each rank's slice of it.
 
-    Shapes:  weight (V_local, N), the entries first ... first + V_local - 1; ids equal on all ranks; result
-             (tokens / t, N) with sequence_parallel, else (tokens, N). padding_idx: this entry's row gets no gradient.
+    Shapes:  weight (V_local, N), rows of this slice's entries, maybe followed by padding; ids equal on all ranks;
+             result (tokens / t, N) with sequence_parallel, else (tokens, N). padding_idx: this entry's row gets no
+             gradient.
     Communication, per rank, B = tokens * N * itemsize: forward reduce-scatter B, backward all-gather B; without
              sequence_parallel forward all-reduce B, backward none.
+    Errors:  ValueError on a CPU for an id outside the vocabulary. A GPU is not waited for: there such an id's row is
+             NaN, or on one rank torch's assertion fails where the table has no such row, not even as padding.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053)
     """
+    check_ids(ids, vocab.entries, "token ids")
     if group is None or group.size() == 1:
-        return F.embedding(ids, weight, padding_idx)
-    own = None if padding_idx is None or not 0 <= padding_idx - first < len(weight) else padding_idx - first
-    local = ids - first
-    elsewhere = (local < 0) | (local >= len(weight))
+        rows = F.embedding(ids, weight, padding_idx)
+        return rows.masked_fill(absent(ids, vocab), torch.nan) if ids.is_cuda and vocab.valid < len(weight) else rows
+    own = None if padding_idx is None or not 0 <= padding_idx - vocab.first < vocab.valid else padding_idx - vocab.first
+    local = ids - vocab.first
+    elsewhere = (local < 0) | (local >= vocab.valid)
     rows = F.embedding(local.masked_fill(elsewhere, 0), weight, own)
-    return reduce_rows(torch.where(elsewhere[:, None], 0, rows), group, sequence_parallel)
+    others = rows.new_zeros(len(ids), 1).masked_fill(absent(ids, vocab), torch.nan)
+    return reduce_rows(torch.where(elsewhere[:, None], others, rows), group, sequence_parallel)
