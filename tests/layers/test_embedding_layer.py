@@ -150,6 +150,29 @@ def test_learned_positions_begin_at_the_offset():
     x = torch.zeros(2 * 4, HIDDEN)
     assert torch.equal(embedding(x, Positions(2, 4, offset=3)), embedding.weight[3:].repeat(2, 1))
     assert torch.equal(embedding(x, Positions(2, 4)), embedding.weight[:4].repeat(2, 1))
+    with pytest.raises(ValueError, match="positions up to 7, but this PositionEmbedding has 7 .* seq_length=8"):
+        embedding(x, Positions(2, 4, offset=4))
+
+
+def long_samples(sequence_parallel: bool) -> None:
+    """Of 8 tokens, for a table of 6."""
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    embedding = PositionEmbedding(6, HIDDEN, tp=TensorParallel(mesh, sequence_parallel))
+    x, weight = torch.zeros(2, 8, HIDDEN), embedding.local("weight")
+    shard = slice(dist.get_rank(), dist.get_rank() + 1) if embedding.tp.sharded else slice(None)
+    ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1]] * 2)
+    assert torch.equal(embedding(x[shard], Positions(2, 8, ids)), weight[ids][shard])
+    assert torch.equal(embedding(x[shard], Positions(2, 8, unread=2))[:, :6], weight.expand(2, -1, -1)[shard])
+    long = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0]] * 2)
+    for positions, last in ((Positions(2, 8), 7), (Positions(2, 8, long), 6), (Positions(2, 8, unread=1), 6)):
+        with pytest.raises(ValueError, match=f"positions up to {last}, but this PositionEmbedding has 6"):
+            embedding(x[shard], positions)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_positions_past_the_table_are_refused(ranks, sequence_parallel):
+    """Unless nobody reads what stands there."""
+    ranks(2).run(long_samples, sequence_parallel)
 
 
 def test_no_ids():

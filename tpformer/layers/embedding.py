@@ -88,7 +88,7 @@ class PositionEmbedding(ParallelModule):
 
     Layout:  weight (seq_length, hidden_size) is Replicate on the tp axis; x as for SelfAttention.
              No communication; with sequence_parallel the gradient is partial.
-    Errors:  ValueError when x holds other tokens than `positions` says.
+    Errors:  ValueError when x holds other tokens than `positions` says, or a position is past the last one here.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class PositionEmbedding(ParallelModule):
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         weight: Tensor = self.local("weight", partial=self.tp.sequence_parallel)
         positions = positions_of(x, positions, self.tp)
-        if (
-            positions.ids is None
-            and not positions.offset
-            and not self.tp.sharded
-            and positions.seq_length <= len(weight)
-        ):
+        beyond = positions.offset + positions.seq_length > len(weight)
+        if beyond and (needed := positions.needed(x.device)) > len(weight):
+            raise ValueError(
+                f"tokens stand at positions up to {needed - 1}, but this PositionEmbedding has {len(weight)} of them: "
+                f"shorten the samples, or build it with seq_length={needed}"
+            )
+        if positions.ids is None and not positions.offset and not self.tp.sharded and not beyond:
             samples = x.reshape(positions.batch, positions.seq_length, x.shape[-1])
             return (samples + weight[: positions.seq_length]).view(x.shape)
         ids = positions.to_rows(positions.flat_ids(x.device))
         if self.tp.sharded:
             ids = ids.chunk(self.tp.size)[self.tp.rank]
-        # only the right padding of an evaluation can run past the table, and nothing attends to it
-        return x + F.embedding(ids.clamp(max=len(weight) - 1), weight).view(x.shape)
+        return x + F.embedding(ids.clamp(max=len(weight) - 1) if beyond else ids, weight).view(x.shape)
 
 
 class LMHead(_VocabParallel):

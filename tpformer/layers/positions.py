@@ -21,6 +21,8 @@ class Positions:
     key_padding_mask (batch, seq_length) bool: True where a token is padding, left or right of a sample's real tokens.
     Instead of ids, which follow from it: the real tokens are one document, each run of padding is another, so that
     attention needs no mask. Results at padding are finite, and not those of torch.nn: nobody should read them.
+    unread: this many tokens at the end of every sample are padding, too, behind all that attends to them: their
+    positions may be past the last that a table holds.
     sequence_shards: 1 where the rows of layers are the flattened tokens, or t where ranks hold (batch, seq_length / t):
     rows gathered from them stand in the order (shard, batch, seq_length / t). Layers find out from x.
     Errors: ValueError when ids do not count up from 0 in that way, or come with an offset or in another shape; when
@@ -35,6 +37,7 @@ class Positions:
         offset: int = 0,
         *,
         key_padding_mask: Tensor | None = None,
+        unread: int = 0,
     ) -> None:
         if key_padding_mask is not None:
             if ids is not None:
@@ -55,7 +58,7 @@ class Positions:
         if ids is not None and offset:
             raise ValueError(f"offset={offset} is where whole samples begin: with ids, every document begins at 0")
         self.batch, self.seq_length, self.ids, self.offset = batch, seq_length, ids, offset
-        self.key_padding_mask = key_padding_mask
+        self.key_padding_mask, self.unread = key_padding_mask, unread
         self._flat_ids: dict[torch.device, Tensor] = {}
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._documents: tuple[Tensor, int] | None = None
@@ -106,6 +109,11 @@ class Positions:
                 boundaries = torch.cat([starts, end]).to(torch.int32)
             self._documents = boundaries, int(boundaries.diff().max())
         return self._documents
+
+    def needed(self, device: torch.device) -> int:
+        """How many positions a table has to hold: up to the last that somebody reads. A GPU's ids are waited for."""
+        documents = self.documents(device)
+        return self.offset + self.seq_length - self.unread if documents is None else documents[1]
 
     def rope(
         self, head_dim: int, base: float, device: torch.device, dtype: torch.dtype

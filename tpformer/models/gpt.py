@@ -221,7 +221,8 @@ class GPT(ParallelModule):
                     f"{wanted} tokens per sample, but the model has {self.config.seq_length} learned positions"
                 )
             inputs, targets, position_ids = self._pad(inputs, targets, position_ids)
-            positions = Positions(inputs.shape[0], inputs.shape[1], position_ids)
+            batch, length = inputs.shape
+            positions = Positions(batch, length, position_ids, unread=length - wanted)
             x = self._embed(inputs, positions, key)
         else:
             if sample_index is None:
