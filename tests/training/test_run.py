@@ -166,6 +166,13 @@ def test_command_line_mistakes_are_named_before_any_rank_starts(commands, tmp_pa
     assert "Traceback" not in err and not Path(tiny_values["run"]["dir"]).exists()
 
 
+def test_a_transport_that_cannot_run_is_refused_before_the_first_step(commands, tmp_path, tiny_values):
+    code, out, err = commands.run(
+        "pretrain", str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2, "transport": "fused"}))
+    )
+    assert code == 2 and "tpformer: fused needs a CUDA device" in err and "Traceback" not in err, out + err
+
+
 def test_overrides_reach_the_run(commands, tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values))
     options = "--model.n-layers 3 --model.seq-length 8 --parallel.tensor-parallel 2 --train.steps=2".split()

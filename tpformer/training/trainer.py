@@ -92,6 +92,7 @@ class Trainer:
         self.mesh: DeviceMesh = run_mesh(config, device)
         self.device = indexed(torch.device(device))
         self.model = build_model(config, self.mesh)
+        self.linears = self.model.explain(default_dtype(config))  # refuses a transport that cannot run
         self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
         microbatches = config.n_microbatches * config.parallel.data_parallel
         half = default_dtype(config) == torch.float16
@@ -239,10 +240,9 @@ class Trainer:
     def _loop(self, log: MetricsLog | None) -> None:
         config, steps, watchdog = self.config, self.config.train.steps, self.watchdog
         tokens = config.train.global_batch_size * config.model.seq_length
-        linears = self.model.explain(default_dtype(config))
         if log is not None:
             log.note(self._summary())
-            log.note(linears)
+            log.note(self.linears)
         started, first = time.perf_counter(), self.step
         with _stop_requests() as requests:
             stop = False
