@@ -16,6 +16,7 @@ from tpformer.kernels import cost
 from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, TensorParallel, explain, linear_plans
 from tpformer.models import GPT, GPTConfig
 
+ALL_LOGITS = "vocab_parallel_cross_entropy"
 CONFIG = {
     "vocab_size": 50,
     "vocab_multiple": 16,
@@ -112,6 +113,26 @@ def test_one_rank():
     assert names[1:3] == ["0,1,2,5", "3"]
     model = GPT(GPTConfig(**CONFIG), device="meta")
     assert model.explain() == model.explain(8) == explain(model, 8)
+
+
+@pytest.mark.parametrize(
+    "edit, operation, reason",
+    [
+        (lambda model: None, "linear_cross_entropy", "one rank"),
+        (lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None), "linear_cross_entropy", "one rank"),
+        (lambda model: model.lm_head.register_forward_hook(lambda *_: None), ALL_LOGITS, "it has hooks"),
+        (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), ALL_LOGITS, "it is in a Sequential"),
+    ],
+)
+def test_the_loss_is_the_one_that_runs(edit, operation, reason):
+    model = GPT(GPTConfig(**CONFIG, tie_embeddings=False))
+    edit(model)
+    (line,) = [line for line in model.explain().splitlines() if "(loss)" in line]
+    assert line.split(" (loss)")[1].split()[0] == operation and line.endswith(reason)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    with mock.patch.object(ops, ALL_LOGITS, wraps=getattr(ops, ALL_LOGITS)) as made:
+        model(ids, targets=ids)
+    assert made.called == (operation == ALL_LOGITS)
 
 
 def unable() -> None:

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.distributed.dtensor import is_dtensor
 
+from .children import others_hook
 from .module import Normal, ParallelModule
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
@@ -184,3 +185,14 @@ class LMHead(_VocabParallel):
                 f"{shape}: where FSDP2 shards it, unshard() its module before"
             )
         return weight
+
+
+def makes_loss(head: nn.Module) -> bool:
+    """Whether a GPT's lm_head may make the loss itself, without ever having all logits: it is an LMHead, nobody has
+    replaced its forward, and nobody's hooks see its output."""
+    return (
+        isinstance(head, LMHead)
+        and type(head).forward is LMHead.forward
+        and "forward" not in head.__dict__
+        and not (others_hook(head._forward_hooks) or head._backward_hooks or head._backward_pre_hooks)
+    )

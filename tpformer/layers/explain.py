@@ -15,7 +15,7 @@ from tpformer.ops.transports.interface import ALL, Request
 
 from .block import OWN, TransformerBlock
 from .children import fusable, why_called
-from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
+from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding, makes_loss
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
 
@@ -43,8 +43,9 @@ class LinearPlan(NamedTuple):
     """One linear operation of a model: a layer, or layers that share a gather ("mlp.gate_proj+up_proj").
 
     operation: what it runs in the forward: one of the transports' operations (ops.record_transports), "matmul" where
-    only the backward communicates, or "linear_cross_entropy". request: the GEMM that communicates. shape: M, N, K of
-    the forward's whole GEMM; local: of one rank's (where ranks differ, of the one with most).
+    only the backward communicates, or a loss ("linear_cross_entropy"; of all logits "vocab_parallel_cross_entropy").
+    request: the GEMM that communicates. shape: M, N, K of the forward's whole GEMM; local: of one rank's (where ranks
+    differ, of the one with most).
     """
 
     path: str
@@ -79,7 +80,7 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
         elif isinstance(layer, RowParallelLinear):
             plans.append(_noted(_row(path, layer, where), UNSHARDED * (not layer.input_is_parallel)))
         elif isinstance(layer, LMHead):
-            plans += _head(path, layer, where)
+            plans += _head(path, layer, where, _why_all_logits(module, path, layer))
     return plans
 
 
@@ -128,11 +129,27 @@ def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
 
 
-def _head(path: str, layer: LMHead, where: _Place) -> list[LinearPlan]:
-    """Logits, and the loss, which never makes them all at once."""
-    logits = _column(f"{path} (logits)", layer, where, layer.rows, layer.width, layer.hidden_size)
-    decision = logits.decision if layer.tp.size == 1 else ops.Decision("sequential", LOSS_REASON)
-    return [logits, logits._replace(path=f"{path} (loss)", operation="linear_cross_entropy", decision=decision)]
+def _head(path: str, layer: LMHead, where: _Place, why_all_logits: str | None) -> list[LinearPlan]:
+    """Logits, and the loss, which never makes them all at once, unless somebody wants to see or change them."""
+    logits = _column(f"{path} (logits)".lstrip(), layer, where, layer.rows, layer.width, layer.hidden_size)
+    operation, decision = "linear_cross_entropy", logits.decision
+    if why_all_logits is not None:
+        decision = ops.Decision(decision.transport, f"made of all logits: {why_all_logits}")
+        operation = "vocab_parallel_cross_entropy"
+    elif layer.tp.size > 1:
+        decision = ops.Decision("sequential", LOSS_REASON)
+    return [logits, logits._replace(path=f"{path} (loss)".lstrip(), operation=operation, decision=decision)]
+
+
+def _why_all_logits(module: nn.Module, path: str, head: LMHead) -> str | None:
+    """Why a GPT calls its head for logits; None where the head makes the loss."""
+    if not makes_loss(head):
+        return why_called(head, LMHead)
+    names = path.split(".")[:-1]
+    parent, *others = [module.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
+    if not isinstance(parent, ParallelModule) and any(isinstance(each, ParallelModule) for each in others):
+        return f"it is in a {type(parent).__name__}"
+    return None
 
 
 def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) -> str:
@@ -176,7 +193,8 @@ def _cells(plan: LinearPlan) -> tuple[str, ...]:
         operation = f"matmul, backward {request.op}"
     numbers = ["-"] * 4
     machine = machine_for(device_name(request.device))
-    if machine is not None and operation != "linear_cross_entropy":
+    is_loss = operation.endswith("cross_entropy")
+    if machine is not None and not is_loss:
         sizes = (request.m, request.n, request.k)
         compute = gemm_seconds(*sizes, request.dtype.itemsize, machine)
         moved = communication_bytes(request.op, *sizes, request.ranks, request.dtype.itemsize)
@@ -185,7 +203,7 @@ def _cells(plan: LinearPlan) -> tuple[str, ...]:
         if request.ranks > 1:
             numbers[3] = f"{break_even(request):.0f}"
     shapes = (" x ".join(map(str, shape)) for shape in (plan.shape, plan.local))
-    width = str(request.width) if operation != "linear_cross_entropy" else "-"
+    width = "-" if is_loss else str(request.width)
     return (operation, *shapes, transport, *numbers, width, reason)
 
 

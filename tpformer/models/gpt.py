@@ -26,8 +26,8 @@ from tpformer.layers import (
     initialize,
 )
 from tpformer.layers.block import run_region
-from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm, others_hook
-from tpformer.layers.embedding import IGNORE_INDEX
+from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm
+from tpformer.layers.embedding import IGNORE_INDEX, makes_loss
 from tpformer.layers.norm import NORMS
 
 
@@ -59,17 +59,6 @@ def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
             f"targets are {tuple(targets.shape)} for token ids {tuple(ids.shape)}: give one for each, {IGNORE_INDEX} "
             f"where no loss is wanted"
         )
-
-
-def _makes_loss(head: nn.Module) -> bool:
-    """Whether lm_head may make the loss itself, without ever having all logits: it is an LMHead, nobody has replaced
-    its forward, and nobody's hooks see its output."""
-    return (
-        isinstance(head, LMHead)
-        and type(head).forward is LMHead.forward
-        and "forward" not in head.__dict__
-        and not (others_hook(head._forward_hooks) or head._backward_hooks or head._backward_pre_hooks)
-    )
 
 
 def _regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]:
@@ -279,7 +268,7 @@ class GPT(ParallelModule):
         if self.training:
             terms |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         with self._tied() as tied:
-            if targets is not None and _makes_loss(head):
+            if targets is not None and makes_loss(head):
                 return head(x, targets=targets.reshape(-1), **own, **tied, **terms)
             entries = Features(slice(vocab.first, vocab.first + vocab.valid), vocab.entries)
             logits = call_column(head, x, self.tp, entries, **own, **tied)
