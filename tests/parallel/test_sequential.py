@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
@@ -42,6 +43,7 @@ def gradients(fields: dict, split: str = "parameters"):
     m = 1 if layout.pipeline_schedule == "naive" else 4
     options = {"example": x[: share // m], "n_microbatches": m, "loss_fn": loss_fn}
     pipeline = pipeline_sequential(cnn(), layout, mesh, **options)
+    assert not layout.cpu_offload or all(isinstance(part, FSDPModule) for part in pipeline.parts)
     loss = pipeline.step(x[first : first + share], target[first : first + share])
     evaluated = pipeline.evaluate(x[first : first + share], target[first : first + share])
     found = {}
@@ -85,6 +87,10 @@ def test_with_data_parallel_ranks(ranks, schedule, zero):
     records = ranks(4).run(gradients, fields, "time")
     check(records, whole)
     assert sum(loss for loss, *_ in records) == pytest.approx(expected, rel=1e-12)
+
+
+def test_cpu_offload_without_data_parallel_ranks(ranks):
+    check(ranks(2).run(gradients, {"pipeline_parallel": 2, "cpu_offload": True}), reference()[0])
 
 
 REFUSED = {"recompute": "mlp", "recompute_layers": "0:2", "recompute_interval": 2, "offload_activations": True}

@@ -40,7 +40,7 @@ def pipeline_sequential(
     so are recomputation and offloading, which its children do themselves.
     loss_fn(output, target) of a microbatch: gradients are summed over microbatches and data-parallel ranks, so divide
     by the samples of the global batch.
-    Communication: Pipeline's and, with data-parallel axes, apply_zero's, each child being a unit.
+    Communication: Pipeline's and, with data-parallel axes or cpu_offload, apply_zero's, each child being a unit.
     Errors: ValueError for fewer children than stages, for a layout that contradicts itself, and for one that asks for
     what the children have to do.
     """
@@ -62,7 +62,7 @@ def pipeline_sequential(
         part = nn.Sequential(OrderedDict(children[ranges[stage].start : ranges[stage].stop]))
         if not any(tensor.is_meta for tensor in (*part.parameters(), *part.buffers())):
             part.to(device)
-        if layout.data_parallel > 1 and next(part.parameters(), None) is not None:
+        if (layout.data_parallel > 1 or layout.cpu_offload) and next(part.parameters(), None) is not None:
             units = [child for child in part if next(child.parameters(), None) is not None]
             apply_zero(part, units, mesh, layout, next(part.parameters()).dtype)
         parts.append(part)
