@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import TensorParallel
+from tpformer.layers import LMHead, TensorParallel
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import reduce_partial_gradients
 
@@ -38,7 +38,10 @@ def replace(model: GPT, path: str) -> None:
 
 def lora(p: float) -> Callable[[nn.Module, str], None]:
     def add(model: nn.Module, path: str) -> None:
-        setattr(model, path, theirs.LoRA(getattr(model, path), theirs.linear(24, 4, 1), theirs.linear(4, VOCAB, 2), p))
+        base, b = getattr(model, path), theirs.linear(4, VOCAB, 2)
+        if isinstance(base, LMHead) and base.tp.size > 1:
+            b = with_values(LMHead(VOCAB, 4, vocab_multiple=16, tp=base.tp, dtype=torch.float64), b)
+        setattr(model, path, theirs.LoRA(base, theirs.linear(24, 4, 1), b, p))
 
     return add
 
@@ -50,7 +53,7 @@ HABITS = {
     "LoRA": lora(0.0),
     "LoRA with dropout": lora(0.5),
 }
-SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced")
+SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
 
 
 def step(model: nn.Module, reduction: str = "sum") -> dict[str, Tensor | None]:
@@ -80,14 +83,19 @@ class Theirs(nn.Module):
         return F.cross_entropy(logits, targets.flatten(), reduction=reduction, label_smoothing=0.1)
 
 
-def with_values(model: GPT) -> GPT:
-    values = torch.cat([plain_head().weight.detach(), torch.zeros(2, 24, dtype=torch.float64)])
-    p = model.lm_head.weight
+def with_values(head: LMHead, plain: nn.Linear) -> LMHead:
+    """Those of a plain one, and zeros in the padding."""
+    p, values = head.weight, F.pad(plain.weight.detach(), (0, 0, 0, head.rows - VOCAB))
     with torch.no_grad():
         if isinstance(p, DTensor):
             p.to_local().copy_(values.chunk(p.device_mesh.size())[p.device_mesh.get_local_rank()])
         else:
             p.copy_(values)
+    return head
+
+
+def with_head(model: GPT) -> GPT:
+    with_values(model.lm_head, plain_head())
     return model
 
 
@@ -110,16 +118,16 @@ def assert_same(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("habit", sorted(set(HABITS) - {"weight_norm", "spectral_norm", "prune"}))
 def test_on_one_rank(habit, reduction):
-    model = with_values(build())
+    model = with_head(build())
     HABITS[habit](model, "lm_head")
     assert_same(step(model, reduction), expected(habit, reduction), habit)
 
 
 def on_rank(habit: str, sequence_parallel: bool) -> dict[str, Tensor | None]:
-    model = with_values(build(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], False, sequence_parallel))
+    model = with_head(build(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], False, sequence_parallel))
     HABITS[habit](model, "lm_head")
     found = step(model)
-    reduce_partial_gradients(model)
+    reduce_partial_gradients(model, partial="*.a.weight")
     found |= {name: p.grad for name, p in model.named_parameters()}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
 
@@ -136,7 +144,7 @@ def test_on_two_ranks(ranks, habit, sequence_parallel):
 @pytest.mark.parametrize("habit", ["weight_norm", "prune"])
 def test_what_computes_the_table_has_the_gradients_of_its_logits(habit):
     """Their padding rows are the head's own: torch's loss of the same module's logits is the oracle."""
-    model, other = with_values(build()), with_values(build())
+    model, other = with_head(build()), with_head(build())
     for each in (model, other):
         with torch.no_grad():
             each.lm_head.weight[VOCAB:] = 1.0  # a norm of 0 has no gradient
@@ -153,6 +161,20 @@ def test_a_head_of_another_size_is_refused():
     model.lm_head = nn.Linear(24, 32, dtype=torch.float64)
     with pytest.raises(ValueError, match="Linear computes 32 features of 30: a module that is not built"):
         model(IDS[:, :-1], targets=IDS[:, 1:])
+
+
+def plain_adapters(path: str, k: int, n: int) -> None:
+    model = build(build_mesh("cpu", tensor_parallel=2)["tp"])
+    theirs.put(model, path, theirs.LoRA(model.get_submodule(path), theirs.linear(k, 4, 1), theirs.linear(4, n, 2)))
+    with pytest.raises(ValueError, match=r"LoRA puts modules of whole features beside .*\(.*\): build .* an lm_head"):
+        model(IDS[:, :-1])
+
+
+@pytest.mark.parametrize(
+    "path, k, n", [("lm_head", 24, VOCAB), ("layers.0.mlp.fc1", 24, 96), ("layers.0.mlp.fc2", 96, 24)]
+)
+def test_adapters_of_whole_features_are_refused(ranks, path, k, n):
+    ranks(2).run(plain_adapters, path, k, n)
 
 
 def test_a_wrapped_head_without_a_table_is_refused():

@@ -131,7 +131,7 @@ def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Featu
     """
     used = features.used.stop - features.used.start
     if _works_on_shards(child, tp):
-        y = child(x, **options)
+        y = _of_shards(child, x, tp, **options)
         if y.shape[-1] == used and not (isinstance(child, ColumnParallelLinear) and child.gather_output):
             return y
     else:
@@ -152,7 +152,7 @@ def call_row(child: nn.Module, x: Tensor, tp: TensorParallel, k: int) -> Tensor:
     Communication then: forward an all-gather of x.
     """
     if _works_on_shards(child, tp):
-        return child(x)
+        return _of_shards(child, x, tp)
     setattr(child, RUNS_WHOLE, True)
     y = child(ops.gather_columns(x, k, tp.group))
     return ops.scatter_rows(y, tp.group) if tp.sharded else y
@@ -172,3 +172,18 @@ def _works_on_shards(child: nn.Module, tp: TensorParallel) -> bool:
                 f"another mask for the same values: set p=0, or draw it with ops.dropout and a DropoutKey's site"
             )
     return any(isinstance(part, ParallelModule) for part in child.modules())
+
+
+def _of_shards(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -> Tensor:
+    """child(x). ValueError where modules that know of no ranks do not fit the parallel layers beside them."""
+    try:
+        return child(x, **options)
+    except RuntimeError as error:
+        misfit = any(words in str(error) for words in ("must match the size", "cannot be multiplied"))
+        if tp.size == 1 or isinstance(child, ParallelModule) or not misfit:
+            raise
+        raise ValueError(
+            f"{type(child).__name__} puts modules of whole features beside layers that have those of one of {tp.size} "
+            f"tensor-parallel ranks ({error}): build of this library's layers, with tp=..., what meets their features, "
+            f"as LoRA's B of a ColumnParallelLinear, A of a RowParallelLinear, or B, an LMHead, of an lm_head"
+        ) from error
