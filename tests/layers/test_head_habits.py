@@ -141,19 +141,32 @@ def test_on_two_ranks(ranks, habit, sequence_parallel):
         assert_same(each | {"logits": logits}, expected(habit), habit)
 
 
-@pytest.mark.parametrize("habit", ["weight_norm", "prune"])
-def test_what_computes_the_table_has_the_gradients_of_its_logits(habit):
-    """Their padding rows are the head's own: torch's loss of the same module's logits is the oracle."""
+def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
+    """Its padding rows are the head's own: torch's loss of the same module's logits is the oracle."""
     model, other = with_head(build()), with_head(build())
     for each in (model, other):
         with torch.no_grad():
-            each.lm_head.weight[VOCAB:] = 1.0  # a norm of 0 has no gradient
-        HABITS[habit](each, "lm_head")
+            each.lm_head.weight[VOCAB:] = 1.0  # or only these were pruned
+        HABITS["prune"](each, "lm_head")
     found = step(model)
     loss = F.cross_entropy(other(IDS[:, :-1]).flatten(0, 1), IDS[:, 1:].flatten(), reduction="sum", label_smoothing=0.1)
     loss.backward()
     wanted = {"loss": loss.detach(), "logits": found["logits"]} | {n: p.grad for n, p in other.named_parameters()}
-    assert_same(found, wanted, habit)
+    assert_same(found, wanted, "prune")
+
+
+@pytest.mark.parametrize("path", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_norms_of_padding_rows_are_refused(normed, path):
+    """They are 0, and have NaN gradients; a norm of columns has none of them alone."""
+    model = build()
+    normed(model.get_submodule(path))
+    with pytest.raises(ValueError, match="0 in the 2 rows that pad this table of vocab_size=30: .* vocab_multiple"):
+        model(IDS[:, :-1], targets=IDS[:, 1:])
+    model = build()
+    normed(model.get_submodule(path), dim=1)
+    assert all(bool(value.isfinite().all()) for value in step(model).values())
 
 
 def test_a_head_of_another_size_is_refused():

@@ -15,11 +15,18 @@ from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
 IGNORE_INDEX = -100
+WEIGHT_NORMS = ("_WeightNorm", "WeightNorm")  # of torch.nn.utils.parametrizations and torch.nn.utils
 
 
 def padded_vocab(vocab_size: int, multiple: int) -> int:
     """Rows of a vocabulary table: vocab_size rounded up to `multiple`, whatever the layout."""
     return -(-vocab_size // multiple) * multiple
+
+
+def _divides_by_rows(table: nn.Module) -> bool:
+    """Whether torch's weight_norm, the parametrization or the hook, norms each row of a table's weight."""
+    found: list = [*table.modules(), *table._forward_pre_hooks.values()]
+    return any(type(each).__name__ in WEIGHT_NORMS and each.dim == 0 for each in found)
 
 
 class _VocabParallel(ParallelModule):
@@ -48,6 +55,15 @@ class _VocabParallel(ParallelModule):
             self.reset_parameters()
         else:
             self.register_parameter("weight", None)
+
+    def local(self, name: str, partial: bool = False) -> Tensor | None:
+        if name not in self._parameters and self.rows > self.vocab_size and _divides_by_rows(self):
+            raise ValueError(
+                f"weight_norm divides each row by its norm, which is 0 in the {self.rows - self.vocab_size} rows that "
+                f"pad this table of vocab_size={self.vocab_size}: build it with a vocab_multiple that divides "
+                f"{self.vocab_size}, such as 1"
+            )
+        return super().local(name, partial)
 
     def vocab_slice(self) -> ops.VocabSlice:
         """Which entries of the vocabulary this rank holds."""
