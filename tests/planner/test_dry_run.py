@@ -124,10 +124,10 @@ def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None
 WITHOUT_FSDP = {
     "tp2": ({"tensor_parallel": 2}, {"microbatch_size": 2}, MODEL),
     "tp2-llama-mlp-recomputed": ({"tensor_parallel": 2, "recompute": "mlp"}, {"microbatch_size": 4}, LLAMA),
-    "tp2-regions": (
-        {"tensor_parallel": 2, "recompute": "full", "recompute_interval": 3},
-        {"microbatch_size": 4},
-        MODEL,
+    "pp2-tp2-regions": (
+        {"pipeline_parallel": 2, "tensor_parallel": 2, "recompute": "full", "recompute_interval": 3},
+        {},
+        {**LLAMA, "n_layers": 6},
     ),
     "tp4-no-sp": ({"tensor_parallel": 4, "sequence_parallel": False}, {"dtype": "float64"}, LLAMA),
     "pp2": ({"pipeline_parallel": 2}, {}, MODEL),
