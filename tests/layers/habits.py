@@ -224,8 +224,11 @@ def after_inference(module: nn.Module, x: Tensor, rank: int) -> Run:
     return step(module, x, rank)
 
 
-def functional_call(module: nn.Module, x: Tensor, rank: int) -> Run:
-    values = {name: (0.5 * p.detach()).requires_grad_() for name, p in module.named_parameters()}
+def functional_call(module: nn.Module, x: Tensor, rank: int, *, whole: bool = False) -> Run:
+    values = {name: 0.5 * p.detach() for name, p in module.named_parameters()}
+    if whole:
+        values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in values.items()}
+    values = {name: p.requires_grad_() for name, p in values.items()}
     found = step(module, x, rank, call=lambda x: torch.func.functional_call(module, values, (x,)))
     return found._replace(gradients={name: p.grad for name, p in values.items()})
 
@@ -253,6 +256,7 @@ def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Tensor, int], Run]:
 WAYS: dict[str, Callable[[nn.Module, Tensor, int], Run]] = {
     "inference_mode, then training": after_inference,
     "functional_call": functional_call,
+    "functional_call, whole tensors": partial(functional_call, whole=True),
     **{habit: autocast(dtype) for habit, dtype in AUTOCAST.items()},
     "no samples": lambda module, x, rank: step(module, x[:0], rank),
     "one token": lambda module, x, rank: step(module, x[:1, :1], rank),

@@ -31,6 +31,7 @@ tests/layers/habits.py has the layers and the habits. Recomputation, sequence pa
 children: tests/layers/test_children_layer.py.
 """
 NOTES = {
+    "functional_call, whole tensors": "Give DTensors, as `distribute_tensor` makes them.",
     "two batch dims": "Attention has to tell samples from tokens: give (batch, seq, hidden), or `positions`.",
     "second derivatives": "Operations have none: where one is needed, as for a gradient penalty, use torch.nn.",
     "weight_norm": "torch's DTensor has no backward for it, and raises there.",
@@ -91,6 +92,7 @@ SHARDED = [name for name in LAYERS if not name.endswith("Norm")]
 
 # habit -> the sentence that refuses it, and where: layer -> tensor-parallel sizes; everything else equals torch.nn
 REFUSED: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
+    "functional_call, whole tensors": ("plain tensor .* on 2 tensor-parallel ranks", dict.fromkeys(LAYERS, (2,))),
     "two batch dims": (
         r"does not tell batch from sequence here|give \(batch, seq\) int64 ones",
         dict.fromkeys(("SelfAttention", "TransformerBlock", "GPT"), (1, 2)),

@@ -86,11 +86,19 @@ class ParallelModule(nn.Module):
         """This rank's part of a parameter. partial: each rank's gradient will be a partial sum over the tp axis.
 
         Where it is computed from other parameters, as parametrizations and pruning have it, its present value.
+        ValueError on several ranks for a plain tensor in its place.
         """
         computed = name not in self._parameters
         parameter = getattr(self, name) if computed else self._parameters[name]
-        if self.tp.mesh is None or not is_dtensor(parameter):
+        if self.tp.mesh is None or parameter is None:
             return parameter
+        if not is_dtensor(parameter):
+            if self.tp.size == 1:
+                return parameter
+            raise ValueError(  # it may be the whole or a part, and its gradient a partial sum or not
+                f"{name} is a plain tensor {tuple(parameter.shape)} on {self.tp.size} tensor-parallel ranks: give it "
+                f"as distribute_tensor(whole, tp.mesh, [{self.placements[name]}])"
+            )
         if computed:  # a norm of it, say, is computed wherever DTensor finds best
             parameter = parameter.redistribute(placements=[self.placements[name]])
         from torch.distributed.tensor import Partial
