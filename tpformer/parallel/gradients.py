@@ -45,7 +45,8 @@ def reduce_partial_gradients(
         groups = [mesh.get_group(axis) for axis, place in enumerate(placements) if isinstance(place, Partial)]
         whole_places = [Replicate() if isinstance(place, Partial) else place for place in placements]
         for parameter, piece in zip(parameters, _summed(local, groups), strict=True):
-            parameter.grad = DTensor.from_local(piece, mesh, whole_places, run_check=False)
+            # memory of its own: torch cannot deepcopy a DTensor that starts inside of another's
+            parameter.grad = DTensor.from_local(piece.clone(), mesh, whole_places, run_check=False)
     for (group, _), parameters in own.items():
         local = [local_part(parameter.grad) for parameter in parameters]
         for held, piece in zip(local, _summed(local, [group]), strict=True):
