@@ -197,6 +197,13 @@ def test_a_wrapped_head_without_a_table_is_refused():
         model(IDS[:, :-1])
 
 
+def test_a_tied_embedding_of_others_is_refused():
+    model = build(tied=True)
+    model.embed_tokens = nn.Embedding(VOCAB, 24)
+    with pytest.raises(ValueError, match="which is a Embedding without a VocabParallelEmbedding: wrap that one, or"):
+        model(IDS[:, :-1])
+
+
 def orders(model: GPT) -> dict[str, list]:
     """What recipes hand to fully_shard, one after the other, before the model itself."""
     layers, norm_and_head = [*model.layers.values()], [model.norm, model.lm_head]
@@ -208,12 +215,18 @@ def orders(model: GPT) -> dict[str, list]:
     }
 
 
-def two_steps(order: str | None, tp: int) -> dict[str, Tensor]:
-    """The second loss of tied weights, the sum over samples, and its gradients, halved; an evaluation in between."""
+ORDERS = list(orders(build(tied=True)))
+
+
+def two_steps(order: str | None, tp: int, wrapped: bool = False) -> dict[str, Tensor]:
+    """The second loss of tied weights, the sum over samples, and its gradients, halved; an evaluation in between.
+    wrapped: others have put the embedding into a module of theirs."""
     model, ids = build(tied=True), IDS
     if order is not None:
         mesh = build_mesh("cpu", tensor_parallel=tp, data_parallel_shard=2)
         model, ids = build(mesh["tp"] if tp > 1 else None, tied=True), IDS[[mesh["dp_shard"].get_local_rank()]]
+        if wrapped:
+            model.embed_tokens = nn.Sequential(model.embed_tokens)
         for part in [*orders(model)[order], model]:
             fully_shard(part, mesh=mesh["dp_shard"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -233,8 +246,9 @@ def two_steps(order: str | None, tp: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("order", orders(build(tied=True)))
-def test_fsdp_of_a_tied_embedding(ranks, order, tp):
-    results, wanted = ranks(2 * tp).run(two_steps, order, tp), two_steps(None, 1)
+@pytest.mark.parametrize("order, wrapped", [*((order, False) for order in ORDERS), (ORDERS[0], True)])
+def test_fsdp_of_a_tied_embedding(ranks, order, wrapped, tp):
+    results, wanted = ranks(2 * tp).run(two_steps, order, tp, wrapped), two_steps(None, 1)
     for each in results:
-        assert_same(each | {"loss": results[0]["loss"] + results[-1]["loss"]}, wanted, order)
+        found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}
+        assert_same(found | {"loss": results[0]["loss"] + results[-1]["loss"]}, wanted, order)

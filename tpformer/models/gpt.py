@@ -282,12 +282,20 @@ class GPT(ParallelModule):
         if not (self.config.tie_embeddings and isinstance(self.lm_head, LMHead)):
             yield {}
             return
-        sharded = hasattr(self.embed_tokens, "unshard")  # FSDP2 has given up the table after the embedding's forward
-        if sharded:
-            self.embed_tokens.unshard()
-        yield {"tied": self.embed_tokens.local("weight")}
-        if sharded and not torch.is_grad_enabled():  # else after the backward
-            self.embed_tokens.reshard()
+        parts = list(self.embed_tokens.modules())  # others may have wrapped the embedding
+        embedding = next((part for part in parts if isinstance(part, VocabParallelEmbedding)), None)
+        if embedding is None:
+            raise ValueError(
+                f"lm_head is tied to the table of embed_tokens, which is a {type(self.embed_tokens).__name__} without "
+                f"a VocabParallelEmbedding: wrap that one, or build with tie_embeddings=False"
+            )
+        sharded = [part for part in parts if hasattr(part, "unshard")]  # FSDP2 gave up the table after their forward
+        for part in sharded:
+            part.unshard()
+        yield {"tied": embedding.local("weight")}
+        if not torch.is_grad_enabled():  # else after the backward
+            for part in sharded:
+                part.reshard()
 
     def _embedding_dropout(self, key: DropoutKey | None, x: Tensor, positions: Positions) -> ops.Dropout | None:
         if key is None or not self.training or self.config.dropout == 0:
