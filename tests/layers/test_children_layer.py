@@ -214,6 +214,23 @@ def test_a_foreign_child_that_ranks_would_disagree_on(ranks):
     ranks(2).run(dropout_in_a_foreign_child)
 
 
+def child_on_other_ranks(sequence_parallel: bool) -> None:
+    mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
+    block = ours("layernorm", TensorParallel(mesh, sequence_parallel))
+    for tp in (None, TensorParallel(mesh, not sequence_parallel)):
+        other = ours("layernorm", tp)
+        for path in (*CHILDREN, *LINEARS["layernorm"]):
+            made = other.get_submodule(path)
+            for child in (made,) if tp is None else (made, nn.Sequential(made)):
+                with pytest.raises(ValueError, match=f"{path[-3:]}: a .* rank.* cannot be part of a .*: build it with"):
+                    theirs.put(block, path, child)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_child_that_lies_on_ranks_in_another_way(ranks, sequence_parallel):
+    ranks(2).run(child_on_other_ranks, sequence_parallel)
+
+
 def fully_sharded(norm: str, every: str, tp: bool) -> tuple[dict[str, Tensor | None], int]:
     """(result and gradients, first row) of this rank, for a block. FSDP2 shards single parts of it, as recipes do."""
     mesh = build_mesh("cpu", tensor_parallel=2 if tp else 1, data_parallel_shard=2)

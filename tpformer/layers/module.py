@@ -50,6 +50,24 @@ class ParallelModule(nn.Module):
         self.placements: dict[str, Any] = {}  # of the parameters, on the tp axis
         self.shares_gather: tuple[str, ...] = ()  # its column-parallel layers that one gather serves
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self._check_ranks(name, value)
+        super().__setattr__(name, value)
+
+    def _check_ranks(self, name: str, child: nn.Module) -> None:
+        """ValueError for a layer that is put here, wrapped or not, and lies on ranks in another way: it would take
+        sequence shards for all rows, or a part of the features for all of them. Wrapped, it may be on one rank."""
+        for part in child.modules():
+            if not isinstance(part, ParallelModule) or part.tp is self.tp or (part is not child and part.tp.size == 1):
+                continue
+            own, theirs = self.tp, part.tp
+            if (own.size, own.sharded) != (theirs.size, theirs.sharded) or (own.size > 1 and own.mesh != theirs.mesh):
+                raise ValueError(
+                    f"{name}: a {type(part).__name__} on {theirs} cannot be part of a {type(self).__name__} on {own}: "
+                    f"build it with the same tp"
+                )
+
     def add_parameter(
         self, name: str, shape: tuple[int, ...], initial: Initializer, *, shard: int | None, device=None, dtype=None
     ) -> None:

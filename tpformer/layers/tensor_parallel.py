@@ -97,6 +97,9 @@ class TensorParallel:
             self._opened[key] = open_transport(asked)
         return self._opened[key]
 
+    def __str__(self) -> str:
+        return f"{self.size} tensor-parallel rank{'s' * (self.size > 1)}{' with sequence shards' * self.sharded}"
+
     def __deepcopy__(self, memo: dict) -> TensorParallel:
         return self  # a copy of a layer lies on the same ranks
 
