@@ -13,7 +13,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from tpformer import ops
 from tpformer.config import RECOMPUTE
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import DropoutKey, LMHead, Positions, TensorParallel, TransformerBlock
+from tpformer.layers import (
+    MLP,
+    DropoutKey,
+    LMHead,
+    PositionEmbedding,
+    Positions,
+    SelfAttention,
+    TensorParallel,
+    TransformerBlock,
+    VocabParallelEmbedding,
+)
 from tpformer.models import GPT, GPTConfig
 
 K, N = 8, 6
@@ -138,3 +148,29 @@ def on_rank(transport: str, sequence_parallel: bool, queued: bool) -> None:
 @pytest.mark.parametrize("queued", [False, True])
 def test_no_gradient_that_nobody_wants(ranks, transport, sequence_parallel, queued):
     ranks(2).run(on_rank, transport, sequence_parallel, queued)
+
+
+def loss_in_chunks_of(tokens: int) -> Tensor:
+    head = LMHead(30, 8)
+    head.chunk_tokens = tokens
+    return head(torch.ones(3, 8), targets=torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: VocabParallelEmbedding(0, 8),
+            "vocab_size=0, hidden_size=8, vocab_multiple=128: each must be at least",
+        ),
+        (lambda: LMHead(30, 8, vocab_multiple=0), "vocab_multiple=0: each must be at least 1"),
+        (lambda: PositionEmbedding(-2, 8), "seq_length=-2, hidden_size=8: each must be at least 1"),
+        (lambda: Positions(2, 3, offset=-1), "batch=2, seq_length=3, offset=-1: none may be negative"),
+        (lambda: MLP(8, ffn_hidden_size=0), "in_features=8, out_features=0: a linear needs one or more"),
+        (lambda: SelfAttention(8, 2, rope_base=0.0), "rope_base=0.0: .*give a number above 0"),
+        (lambda: loss_in_chunks_of(0), "chunk_tokens=0: at least 1"),
+    ],
+)
+def test_sizes_that_mean_nothing(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -3,7 +3,15 @@
 Nothing in this package imports torch, so that `tpformer --help` and a mistake in a configuration answer at once.
 """
 
-from .architecture import MLP_ACTIVATIONS, NORM_NAMES, GPTConfig, check_dropout, check_heads, default_ffn_size
+from .architecture import (
+    MLP_ACTIVATIONS,
+    NORM_NAMES,
+    GPTConfig,
+    check_dropout,
+    check_heads,
+    check_positive,
+    default_ffn_size,
+)
 from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, check_interval, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .run import (
@@ -43,6 +51,7 @@ __all__ = [
     "check_dropout",
     "check_heads",
     "check_interval",
+    "check_positive",
     "default_ffn_size",
     "preset",
     "preset_config",

@@ -22,12 +22,16 @@ def default_ffn_size(hidden_size: int, activation: str) -> int:
     return -(-8 * hidden_size // 384) * 128 if MLP_ACTIVATIONS[activation][1] else 4 * hidden_size
 
 
+def check_positive(**sizes: int) -> None:
+    """Raise ValueError, with all of these sizes, unless each is at least 1."""
+    if min(sizes.values()) < 1:
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"{given}: each must be at least 1")
+
+
 def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool) -> None:
     """Raise ValueError, with the numbers and the remedy, for head counts that cannot be laid out."""
-    if min(hidden_size, n_heads, n_kv_heads) < 1:
-        raise ValueError(
-            f"hidden_size={hidden_size}, n_heads={n_heads}, n_kv_heads={n_kv_heads}: each must be at least 1"
-        )
+    check_positive(hidden_size=hidden_size, n_heads=n_heads, n_kv_heads=n_kv_heads)
     if hidden_size % n_heads:
         raise ValueError(f"hidden_size={hidden_size} is not a multiple of n_heads={n_heads}: change either")
     if n_heads % n_kv_heads:

@@ -58,6 +58,8 @@ class SelfAttention(ParallelModule):
         self.is_causal, self.sliding_window = is_causal, sliding_window
         self.rope_base, self.rope_interleaved = rope_base, rope_interleaved
         check_window(sliding_window, is_causal)
+        if rope_base is not None and not rope_base > 0:
+            raise ValueError(f"rope_base={rope_base}: its powers are wavelengths, so give a number above 0")
         check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp.size, rope=rope_base is not None)
         self.head_dim = hidden_size // n_heads
         column = partial(

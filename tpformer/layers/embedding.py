@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.config import check_positive
 from tpformer.distributed.dtensor import is_dtensor
 
 from .children import others_hook
@@ -46,6 +47,7 @@ class _VocabParallel(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
+        check_positive(vocab_size=vocab_size, hidden_size=hidden_size, vocab_multiple=vocab_multiple)
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.rows = padded_vocab(vocab_size, vocab_multiple)
         self.width = -(-self.rows // self.tp.size)  # table rows of a rank, fewer on the last
@@ -119,6 +121,7 @@ class PositionEmbedding(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
+        check_positive(seq_length=seq_length, hidden_size=hidden_size)
         initial = Normal(init_std)
         self.add_parameter("weight", (seq_length, hidden_size), initial, shard=None, device=device, dtype=dtype)
         self.reset_parameters()

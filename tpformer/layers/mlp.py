@@ -40,7 +40,9 @@ class MLP(ParallelModule):
         if activation not in MLP_ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(MLP_ACTIVATIONS)}")
         self.activation, self.gated = MLP_ACTIVATIONS[activation]
-        self.ffn_hidden_size = ffn = ffn_hidden_size or default_ffn_size(hidden_size, activation)
+        if ffn_hidden_size is None:
+            ffn_hidden_size = default_ffn_size(hidden_size, activation)
+        self.ffn_hidden_size = ffn = ffn_hidden_size
         width = -(-ffn // self.tp.size)
         self._features = Features(slice(self.tp.rank * width, min((self.tp.rank + 1) * width, ffn)), ffn)
         column = partial(

@@ -26,7 +26,8 @@ class Positions:
     sequence_shards: 1 where the rows of layers are the flattened tokens, or t where ranks hold (batch, seq_length / t):
     rows gathered from them stand in the order (shard, batch, seq_length / t). Layers find out from x.
     Errors: ValueError when ids do not count up from 0 in that way, or come with an offset or in another shape; when
-    there is padding between real tokens. On a GPU this check waits for it, once.
+    there is padding between real tokens; for a negative batch, seq_length or offset. On a GPU
+    this check waits for it, once.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Positions:
         key_padding_mask: Tensor | None = None,
         unread: int = 0,
     ) -> None:
+        if min(batch, seq_length, offset) < 0:
+            raise ValueError(f"batch={batch}, seq_length={seq_length}, offset={offset}: none may be negative")
         if key_padding_mask is not None:
             if ids is not None:
                 raise ValueError("key_padding_mask beside ids: let ids restart at 0 where padding begins and ends")

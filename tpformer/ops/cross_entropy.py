@@ -263,6 +263,8 @@ def linear_cross_entropy(
     if (dtype := autocast_dtype(x)) is not None:
         x, weight = cast(x if norm is None else normalise(x, norm), dtype), cast(weight, dtype)
         norm = None
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: at least 1 token's logits are held at once")
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(vocab, x.device.type)
     head = _Head(vocab, terms, group, sequence_parallel, norm, chunk_tokens, torch.is_grad_enabled())
