@@ -233,6 +233,16 @@ def functional_call(module: nn.Module, x: Tensor, rank: int, *, whole: bool = Fa
     return found._replace(gradients={name: p.grad for name, p in values.items()})
 
 
+def func_grad(module: nn.Module, x: Tensor, rank: int) -> Run:
+    def loss(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        y = torch.func.functional_call(module, values, (x,))
+        return (y * incoming(y, rank)).sum(), y
+
+    values = {name: p.detach() for name, p in module.named_parameters()}
+    gradients, y = torch.func.grad(loss, has_aux=True)(values)
+    return Run(y, None, gradients)
+
+
 def second_derivative(module: nn.Module, x: Tensor, rank: int) -> Run:
     y = module(x)
     parameter = next(module.parameters())
@@ -264,6 +274,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor, int], Run]] = {
     "not contiguous": lambda module, x, rank: step(module, x.transpose(0, 1).contiguous().transpose(0, 1), rank),
     "a sample of the output unused": lambda module, x, rank: step(module, x, rank, used=slice(1)),
     "second derivatives": second_derivative,
+    "torch.func.grad": func_grad,
 }
 HABITS = (*EDITS, *WAYS, *SHARDINGS)
 

@@ -34,6 +34,7 @@ NOTES = {
     "functional_call, whole tensors": "Give DTensors, as `distribute_tensor` makes them.",
     "two batch dims": "Attention has to tell samples from tokens: give (batch, seq, hidden), or `positions`.",
     "second derivatives": "Operations have none: where one is needed, as for a gradient penalty, use torch.nn.",
+    "torch.func.grad": "torch's transforms (grad, vmap, jvp) do not enter operations: use torch.autograd, or torch.nn.",
     "weight_norm": "torch's DTensor has no backward for it, and raises there.",
     "spectral_norm": "torch's DTensor refuses it of a sharded weight, when it is registered.",
     "prune": "torch's DTensor refuses to order the values of a sharded weight.",
@@ -92,13 +93,20 @@ SHARDED = [name for name in LAYERS if not name.endswith("Norm")]
 
 # habit -> the sentence that refuses it, and where: layer -> tensor-parallel sizes; everything else equals torch.nn
 REFUSED: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
-    "functional_call, whole tensors": ("plain tensor .* on 2 tensor-parallel ranks", dict.fromkeys(LAYERS, (2,))),
+    "functional_call, whole tensors": (
+        "plain tensor .* on 2 tensor-parallel ranks: give it as distribute_tensor",
+        dict.fromkeys(LAYERS, (2,)),
+    ),
     "two batch dims": (
         r"does not tell batch from sequence here|give \(batch, seq\) int64 ones",
         dict.fromkeys(("SelfAttention", "TransformerBlock", "GPT"), (1, 2)),
     ),
     "second derivatives": (
         "has no second derivative",
+        {**dict.fromkeys(LAYERS, (1, 2)), "VocabParallelEmbedding": (2,)},
+    ),
+    "torch.func.grad": (
+        "In order to use an autograd.Function with functorch transforms|or one inside of torch.func",
         {**dict.fromkeys(LAYERS, (1, 2)), "VocabParallelEmbedding": (2,)},
     ),
     "weight_norm": ("does not have a sharding strategy registered", dict.fromkeys(LAYERS, (2,))),

@@ -114,8 +114,8 @@ class ParallelModule(nn.Module):
             if self.tp.size == 1:
                 return parameter
             raise ValueError(  # it may be the whole or a part, and its gradient a partial sum or not
-                f"{name} is a plain tensor {tuple(parameter.shape)} on {self.tp.size} tensor-parallel ranks: give it "
-                f"as distribute_tensor(whole, tp.mesh, [{self.placements[name]}])"
+                f"{name} is a plain tensor {tuple(parameter.shape)}, or one inside of torch.func, on {self.tp.size} "
+                f"tensor-parallel ranks: give it as distribute_tensor(whole, tp.mesh, [{self.placements[name]!r}])"
             )
         if computed:  # a norm of it, say, is computed wherever DTensor finds best
             parameter = parameter.redistribute(placements=[self.placements[name]])
