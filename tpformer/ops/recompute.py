@@ -17,6 +17,8 @@ def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool 
     torch's generator, as other people's modules do and our blocks without a dropout_key, it draws again; a region whose
     dropout has its key needs no such copy. A row_linear that ends the region (`ends_region=True`) is not multiplied or
     reduced again, as nothing reads its result the second time.
+    The second run reads parameters as they are then: under torch.func.functional_call do the backward within the call,
+    or do not recompute, else gradients are at the module's own parameters, as torch.utils.checkpoint's are, too.
     """
     return checkpoint(
         region,
