@@ -30,6 +30,9 @@ class VocabSlice(NamedTuple):
         return max(0, min(self.width, self.entries - self.first))
 
 
+IGNORE_INDEX = -100  # torch.nn.functional.cross_entropy's target where no loss is wanted
+
+
 class LossTerms(NamedTuple):
     """loss = (1 - e) (lse - x_target) + e (lse - mean(x)) + z lse**2, 0 where the target is ignore_index.
 
@@ -37,7 +40,7 @@ class LossTerms(NamedTuple):
     entries.
     """
 
-    ignore_index: int = -100
+    ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 

@@ -7,11 +7,14 @@ ways to call it. tests/layers/theirs.py has the modules and the edits of one par
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import theirs
 import torch
+import torch.nn.functional as F
+from steps import Results, gradients, whole
 from theirs import FFN, HEADS, HIDDEN
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +39,9 @@ CONFIG = GPTConfig(
     vocab_size=VOCAB, vocab_multiple=2, seq_length=SEQ, n_layers=2, hidden_size=HIDDEN, n_heads=HEADS,
     ffn_hidden_size=FFN, tie_embeddings=False,
 )  # fmt: skip
+LLAMA = replace(
+    CONFIG, n_kv_heads=HEADS // 2, norm="rmsnorm", activation="swiglu", position="rope", rope_base=1e4, bias=False
+)
 
 
 class Layer(NamedTuple):
@@ -113,10 +119,11 @@ def everywhere(
 
 
 def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Whole values into the parameters of a module, sharded or not."""
+    """Whole values into the parameters of a module, sharded or not; rows of padding become zero."""
     with torch.no_grad():
         for name, p in module.named_parameters():
             value = values[name]
+            value = F.pad(value, [0, 0] * (value.ndim - 1) + [0, len(p) - len(value)])
             p.copy_(distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value)
 
 
@@ -126,16 +133,25 @@ def adapter(base: nn.Module) -> tuple[nn.Module, nn.Module]:
     a, b = theirs.linear(sizes[0], 4, 1), theirs.linear(4, sizes[1], 2)
     if isinstance(base, nn.Linear) or base.tp.size == 1:
         return a, b
-    column = not isinstance(base, RowParallelLinear)
-    whole, kind = (b, ColumnParallelLinear) if column else (a, RowParallelLinear)
-    sharded = kind(whole.in_features, whole.out_features, bias=False, tp=base.tp, dtype=torch.float64)
-    fill(sharded, whole.state_dict())
-    return (a, sharded) if column else (sharded, b)
+    options: dict = {"tp": base.tp, "dtype": torch.float64}
+    if isinstance(base, RowParallelLinear):
+        sharded: nn.Module = RowParallelLinear(base.in_features, 4, False, **options)
+        fill(sharded, a.state_dict())
+        return sharded, b
+    if isinstance(base, LMHead):
+        sharded = LMHead(base.vocab_size, 4, vocab_multiple=base.rows, **options)
+    else:
+        sharded = ColumnParallelLinear(4, base.out_features, False, **options)
+    fill(sharded, b.state_dict())
+    return a, sharded
 
 
-def lora(model: nn.Module, path: str) -> None:
+def lora(model: nn.Module, path: str, p: float = 0.0) -> None:
     base = model.get_submodule(path)
-    theirs.put(model, path, theirs.LoRA(base, *adapter(base)))
+    theirs.put(model, path, theirs.LoRA(base, *adapter(base), p))
+
+
+ON_LINEARS = theirs.ON_LINEARS | {"LoRA": lora, "LoRA with dropout": partial(lora, p=0.5)}
 
 
 def lora_by_hook(model: nn.Module, path: str) -> None:
@@ -158,8 +174,7 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 def from_meta(model: nn.Module) -> nn.Module:
-    values = {name: p.detach() for name, p in model.named_parameters()}
-    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in values.items()}
+    values = {name: whole(p.detach()) for name, p in model.named_parameters()}
     model = model.to("meta").to_empty(device="cpu")
     fill(model, values)
     return model
@@ -174,9 +189,9 @@ EDITS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "replaced forward": everywhere(theirs.replace_forward),
     "LoRA by wrapper": everywhere(lora, linears),
     "LoRA by hook": everywhere(lora_by_hook, linears),
-    "weight_norm": everywhere(theirs.ON_LINEARS["weight_norm"], weighted),
+    "weight_norm": everywhere(ON_LINEARS["weight_norm"], weighted),
     "spectral_norm": everywhere(theirs.spectral_norm, weighted),
-    "prune": everywhere(theirs.ON_LINEARS["prune"], weighted),
+    "prune": everywhere(ON_LINEARS["prune"], weighted),
     "deepcopy": copy.deepcopy,
     "pickle": pickled,
     "to meta and back": from_meta,
@@ -184,22 +199,23 @@ EDITS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def fsdp(model: nn.Module, mesh: DeviceMesh, every: bool) -> None:
-    """every: each part is a unit of its own, in the order in which children come before what holds them."""
-    for path in parts(model)[::-1] if every else ():
-        fully_shard(model.get_submodule(path), mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def norms(model: nn.Module) -> list[str]:
+    return [name for name, part in model.named_modules() if type(part).__name__.endswith("Norm")]
 
 
-SHARDINGS = {"FSDP2": False, "FSDP2 of every part": True}
+# what is a unit of its own, beside the whole
+SHARDINGS: dict[str, Callable[[nn.Module], list[str]]] = {
+    "FSDP2": lambda model: [],
+    "FSDP2 of norms": norms,
+    "FSDP2 of linears": linears,
+    "FSDP2 of every part": parts,
+}
 
 
-class Run(NamedTuple):
-    """Of one forward and backward: y, the gradients of x and of the parameters by name."""
-
-    y: Tensor
-    dx: Tensor | None
-    gradients: dict[str, Tensor | None]
+def fsdp(model: nn.Module, mesh: DeviceMesh, habit: str) -> None:
+    """In the order in which children come before what holds them."""
+    for path in [*SHARDINGS[habit](model)[::-1], ""]:
+        fully_shard(model.get_submodule(path), mesh=mesh).set_gradient_divide_factor(1.0)
 
 
 def incoming(y: Tensor, rank: int, sample: int = 0) -> Tensor:
@@ -209,53 +225,53 @@ def incoming(y: Tensor, rank: int, sample: int = 0) -> Tensor:
     return torch.cos(7.0 * rows + columns).to(y.dtype)
 
 
-def step(module: nn.Module, x: Tensor, rank: int = 0, *, sample: int = 0, used: slice = slice(None), call=None) -> Run:
-    """used: the samples of y that the loss depends on."""
+def step(
+    module: nn.Module, x: Tensor, rank: int = 0, *, sample: int = 0, used: slice = slice(None), call=None
+) -> Results:
+    """y, dx and whole gradients of the parameters. used: the samples of y that the loss depends on."""
     x = x.detach().clone(memory_format=torch.preserve_format)
     x.requires_grad_(x.is_floating_point())
     y = (call or module)(x)
     y[used].backward(incoming(y, rank, sample)[used])
-    return Run(y.detach(), x.grad, {name: p.grad for name, p in module.named_parameters()})
+    return {"y": y.detach(), "dx": x.grad} | gradients(module)
 
 
-def after_inference(module: nn.Module, x: Tensor, rank: int) -> Run:
+def after_inference(module: nn.Module, x: Tensor, rank: int) -> Results:
     with torch.inference_mode():
         module(x)
     return step(module, x, rank)
 
 
-def functional_call(module: nn.Module, x: Tensor, rank: int, *, whole: bool = False) -> Run:
+def functional_call(module: nn.Module, x: Tensor, rank: int, *, of_wholes: bool = False) -> Results:
     values = {name: 0.5 * p.detach() for name, p in module.named_parameters()}
-    if whole:
-        values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in values.items()}
-    values = {name: p.requires_grad_() for name, p in values.items()}
+    values = {name: (whole(p) if of_wholes else p).requires_grad_() for name, p in values.items()}
     found = step(module, x, rank, call=lambda x: torch.func.functional_call(module, values, (x,)))
-    return found._replace(gradients={name: p.grad for name, p in values.items()})
+    return found | {name: whole(p.grad) for name, p in values.items()}
 
 
-def func_grad(module: nn.Module, x: Tensor, rank: int) -> Run:
+def func_grad(module: nn.Module, x: Tensor, rank: int) -> Results:
     def loss(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         y = torch.func.functional_call(module, values, (x,))
         return (y * incoming(y, rank)).sum(), y
 
     values = {name: p.detach() for name, p in module.named_parameters()}
-    gradients, y = torch.func.grad(loss, has_aux=True)(values)
-    return Run(y, None, gradients)
+    found, y = torch.func.grad(loss, has_aux=True)(values)
+    return {"y": y, "dx": None} | found
 
 
-def second_derivative(module: nn.Module, x: Tensor, rank: int) -> Run:
+def second_derivative(module: nn.Module, x: Tensor, rank: int) -> Results:
     y = module(x)
     parameter = next(module.parameters())
     (gradient,) = torch.autograd.grad((y.square() * incoming(y, rank)).sum(), parameter, create_graph=True)
     gradient.square().sum().backward()
-    return Run(y.detach(), None, {})
+    return {"y": y.detach(), "dx": None}
 
 
 AUTOCAST = {"autocast, bfloat16": torch.bfloat16, "autocast, float16": torch.float16}
 
 
-def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Tensor, int], Run]:
-    def call(module: nn.Module, x: Tensor, rank: int) -> Run:
+def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Tensor, int], Results]:
+    def call(module: nn.Module, x: Tensor, rank: int) -> Results:
         module.float()
         with torch.autocast("cpu", dtype):
             return step(module, x.float() if x.is_floating_point() else x, rank)
@@ -263,10 +279,10 @@ def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Tensor, int], Run]:
     return call
 
 
-WAYS: dict[str, Callable[[nn.Module, Tensor, int], Run]] = {
+WAYS: dict[str, Callable[[nn.Module, Tensor, int], Results]] = {
     "inference_mode, then training": after_inference,
     "functional_call": functional_call,
-    "functional_call, whole tensors": partial(functional_call, whole=True),
+    "functional_call, whole tensors": partial(functional_call, of_wholes=True),
     **{habit: autocast(dtype) for habit, dtype in AUTOCAST.items()},
     "no samples": lambda module, x, rank: step(module, x[:0], rank),
     "one token": lambda module, x, rank: step(module, x[:1, :1], rank),
@@ -279,5 +295,5 @@ WAYS: dict[str, Callable[[nn.Module, Tensor, int], Run]] = {
 HABITS = (*EDITS, *WAYS, *SHARDINGS)
 
 
-def run(habit: str, model: nn.Module, x: Tensor, rank: int = 0) -> Run:
+def run(habit: str, model: nn.Module, x: Tensor, rank: int = 0) -> Results:
     return WAYS[habit](model, x, rank) if habit in WAYS else step(EDITS[habit](model), x, rank)

@@ -1,16 +1,16 @@
 """TransformerBlock equals a hand-written plain PyTorch block in float64 with every gradient, on 1 and several ranks.
 
-Also: packed documents equal documents run apart, collectives per layer are those promised, dropout needs its key.
+Also: collectives per layer are those promised, and dropout needs its key.
 """
 
 import pytest
 import torch
 from plain import block as plain_block
+from steps import Results, assert_same, gradients, joined, step
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
-from tpformer.parallel import reduce_partial_gradients
 
 BATCH, SEQ, HIDDEN, HEADS = 2, 6, 24, 6
 KINDS = {
@@ -53,12 +53,12 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return x, dy
 
 
-def expected(kind: str) -> dict[str, torch.Tensor]:
-    x, dy = inputs()
-    p = {name: p.detach().clone().requires_grad_() for name, p in make_block(kind).named_parameters()}
+def by_plain_block(kind: str, block: TransformerBlock, x: torch.Tensor, dy: torch.Tensor, **options) -> Results:
+    """Result and gradients of the plain block with a block's values."""
+    p = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
     named = ("n_kv_heads", "activation", "rope_base", "rope_interleaved")
-    options = {key: value for key, value in KINDS[kind].items() if key in named}
-    x.requires_grad_()
+    options |= {key: value for key, value in KINDS[kind].items() if key in named}
+    x = x.detach().clone().requires_grad_()
     y = plain_block(x, p, HEADS, norm_kind=KINDS[kind].get("norm", "layernorm"), **options)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad} | {name: tensor.grad for name, tensor in p.items()}
@@ -66,30 +66,22 @@ def expected(kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_plain_block(kind):
-    x, dy = inputs()
-    x.requires_grad_()
     block = make_block(kind)
-    y = block(x)
-    y.backward(dy)
-    actual = {"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in block.named_parameters()}
-    torch.testing.assert_close(actual, expected(kind), rtol=1e-10, atol=1e-10)
+    assert_same(step(block, *inputs()), by_plain_block(kind, block, *inputs()), tolerance=1e-10)
 
 
 def on_rank(kind: str, sequence_parallel: bool):
     mesh = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"]
-    t, rank = mesh.size(), mesh.get_local_rank()
     block = make_block(kind, mesh, sequence_parallel)
     x, dy = (z.flatten(0, 1) for z in inputs())
     if sequence_parallel:
-        x, dy = (z.chunk(t)[rank].clone() for z in (x, dy))
+        x, dy = (z.chunk(mesh.size())[mesh.get_local_rank()].clone() for z in (x, dy))
     x.requires_grad_()
     with record_collectives() as forward:
         y = block(x, positions=Positions(BATCH, SEQ))
     with record_collectives() as backward:
         y.backward(dy)
-    reduce_partial_gradients(block)
-    gradients = {name: p.grad.full_tensor() for name, p in block.named_parameters()}
-    return y.detach(), x.grad, gradients, list(forward), list(backward)
+    return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
 
 
 @pytest.mark.parametrize("t", [2, 3])
@@ -97,39 +89,18 @@ def on_rank(kind: str, sequence_parallel: bool):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallel_equals_plain_block(ranks, t, kind, sequence_parallel):
     results = ranks(t).run(on_rank, kind, sequence_parallel)
-    wanted = expected(kind)
-    for i, name in enumerate(("y", "dx")):
-        parts = [result[i] for result in results]
-        whole = torch.cat(parts) if sequence_parallel else parts[0]
-        torch.testing.assert_close(whole.view(BATCH, SEQ, HIDDEN), wanted.pop(name), rtol=1e-10, atol=1e-10)
+    wanted = by_plain_block(kind, make_block(kind), *inputs())
+    wanted |= {name: wanted[name].flatten(0, 1) for name in ("y", "dx")}
+    by_rank = [result for result, *_ in results]
+    for found in joined(by_rank, 0) if sequence_parallel else by_rank:
+        assert_same(found, wanted, tolerance=1e-10)
     call = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
     nbytes = BATCH * SEQ * HIDDEN * 8
-    for _, _, gradients, forward, backward in results:
-        torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
+    for _, forward, backward in results:
         assert forward == [(name, nbytes) for name in call] * 2
         # column inputs are gathered again for the weight gradient: 2 + 2 all-gathers
         extra = [("all_gather", nbytes)] * 2 if sequence_parallel else []
         assert sorted(backward) == sorted([(name, nbytes) for name in call] * 2 + extra)
-
-
-@pytest.mark.parametrize("kind", ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"])
-def test_packed_documents_equal_documents_apart(kind):
-    """Two samples of six tokens hold documents of 2 + 4 and 1 + 2 + 3 tokens."""
-    x, dy = inputs()
-    ids = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])
-    block = make_block(kind)
-    y = block(x, positions=Positions(BATCH, SEQ, ids))
-    y.backward(dy)
-    packed = {name: p.grad.clone() for name, p in block.named_parameters()}
-    block.zero_grad()
-    lengths = [2, 4, 1, 2, 3]
-    pieces = zip(x.flatten(0, 1).split(lengths), dy.flatten(0, 1).split(lengths), strict=True)
-    apart = []
-    for piece, gradient in pieces:
-        apart.append(block(piece[None])[0])
-        apart[-1].backward(gradient)
-    torch.testing.assert_close(y.flatten(0, 1), torch.cat(apart), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(packed, {n: p.grad for n, p in block.named_parameters()}, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("ids", [[[1, 2, 3]], [[0, 2, 3]], [[0, 1, 1]]])

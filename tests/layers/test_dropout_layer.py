@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from steps import Results, assert_same, gradients
 from test_block_layer import BATCH, HIDDEN, SEQ, make_block
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -134,7 +135,7 @@ def gpt(recompute: str) -> GPT:
     return GPT(config, recompute=recompute, dtype=torch.float64)
 
 
-def through(region, *, own: str = "none") -> dict[str, Tensor]:
+def through(region, *, own: str = "none") -> Results:
     """Of GPT and of two blocks without keys, whose calls `region(function, x)` makes: results and gradients."""
     torch.manual_seed(7)
     x, ids = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64), torch.randint(16, (BATCH, SEQ))
@@ -144,8 +145,7 @@ def through(region, *, own: str = "none") -> dict[str, Tensor]:
         y = region(layer, y)
     loss = region(lambda ids: model(ids, targets=ids), ids)
     (y.square().sum() + loss).backward()
-    gradients = {name: p.grad for each in (layers, model) for name, p in each.named_parameters()}
-    return {"y": y.detach(), "loss": loss.detach(), "dx": x.grad} | gradients
+    return {"y": y.detach(), "loss": loss.detach(), "dx": x.grad} | gradients(nn.ModuleList([*layers, model]))
 
 
 REGIONS = {
@@ -159,8 +159,7 @@ REGIONS = {
 
 @pytest.mark.parametrize("name", REGIONS)
 def test_without_a_key_a_second_run_draws_the_same(name):
-    expected, actual = through(lambda function, x: function(x)), through(**REGIONS[name])
-    assert all(torch.equal(value, actual[result]) for result, value in expected.items())
+    assert_same(through(**REGIONS[name]), through(lambda function, x: function(x)), tolerance=0)
 
 
 def without_a_key() -> None:

@@ -6,19 +6,16 @@ Belongs here: the comparison, what is refused, the page. Layers and habits stand
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from habits import AUTOCAST, EDITS, HABITS, LAYERS, SHARDINGS, WAYS, Run, fsdp, linears, run, step
+from habits import AUTOCAST, EDITS, HABITS, LAYERS, SHARDINGS, WAYS, fsdp, linears, run, step
+from steps import Results, assert_same
 from testing import assert_kernel_close
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel
-from tpformer.parallel import reduce_partial_gradients
 
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 INTRODUCTION = """# Habits: what people do to modules, and what these layers then do
@@ -28,7 +25,7 @@ autocast at most twice torch.nn's own error). A number: it is refused, with that
 tensor-parallel ranks only. An empty place: there is no linear. A habit is of a layer and of all modules in it at once.
 `python -m pytest tests/layers/test_habits.py` compares all of it on one process and on two tensor-parallel ranks;
 tests/layers/habits.py has the layers and the habits. Recomputation, sequence parallelism and habits of single
-children: tests/layers/test_children_layer.py.
+children: tests/layers/test_habits_of_children.py.
 """
 NOTES = {
     "functional_call, whole tensors": "Give DTensors, as `distribute_tensor` makes them.",
@@ -41,8 +38,8 @@ NOTES = {
 }
 
 
-def on_rank(name: str, tp: int, habits: list[str]) -> list[Run | str]:
-    """What each habit gives on this rank, with whole gradients of the parameters, or the sentence that refuses it."""
+def on_rank(name: str, tp: int, habits: list[str]) -> list[Results | str]:
+    """What each habit gives on this rank, or the sentence that refuses it."""
     mesh = build_mesh("cpu", tensor_parallel=tp, data_parallel_shard=dist.get_world_size() // tp)
     layer, results = LAYERS[name], []
     rank, sample = mesh["tp"].get_local_rank(), mesh["dp_shard"].get_local_rank()
@@ -52,41 +49,33 @@ def on_rank(name: str, tp: int, habits: list[str]) -> list[Run | str]:
         x = layer.x().chunk(tp, -1)[rank] if layer.x_sharded else layer.x()
         try:
             if habit in SHARDINGS:
-                fsdp(model, mesh["dp_shard"], SHARDINGS[habit])
-                found = step(model, x[sample : sample + 1], column, sample=sample)
+                fsdp(model, mesh["dp_shard"], habit)
+                results.append(step(model, x[sample : sample + 1], column, sample=sample))
             else:
-                found = run(habit, model, x, column)
-            reduce_partial_gradients(model)
+                results.append(run(habit, model, x, column))
         except Exception as error:
             results.append(f"{type(error).__name__}: {error}")
-        else:
-            whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.gradients.items()}
-            results.append(found._replace(gradients=whole))
     return results
 
 
-def joined(name: str, tp: int, found: list[Run]) -> dict[str, Tensor | None]:
+def joined(name: str, tp: int, found: list[Results]) -> Results:
     """The results of all ranks, tensor-parallel ranks being neighbours, as one process has them."""
-    layer, dp = LAYERS[name], len(found) // tp
-    whole: dict[str, Any] = {}
+    layer = LAYERS[name]
+    parts: Results = dict(found[0])
     for part, sharded in (("y", layer.y_sharded), ("dx", layer.x_sharded)):
-        values = [getattr(each, part) for each in found]
-        if values[0] is None:
-            whole[part] = None
-            continue
-        rows = [torch.cat(values[i : i + tp], -1) if sharded else values[i] for i in range(0, len(values), tp)]
-        assert sharded or all(torch.equal(values[i], values[i // tp * tp]) for i in range(len(values)))
-        whole[part] = torch.cat(rows)
-    # FSDP2 takes the mean over data-parallel ranks
-    return whole | {name: None if g is None else dp * g for name, g in found[0].gradients.items()}
+        values = [each[part] for each in found]
+        if values[0] is not None:
+            rows = [torch.cat(values[i : i + tp], -1) if sharded else values[i] for i in range(0, len(values), tp)]
+            assert sharded or all(torch.equal(values[i], values[i // tp * tp]) for i in range(len(values)))
+            parts[part] = torch.cat(rows)
+    return parts
 
 
-def expected(name: str, habit: str) -> dict[str, Tensor | None]:
+def expected(name: str, habit: str) -> Results:
     """What modules of torch.nn give."""
     layer = LAYERS[name]
     _, other = layer.pair()
-    found = run(habit, other, layer.x()) if habit in EDITS or habit in WAYS else step(other, layer.x())
-    return {"y": found.y, "dx": found.dx} | found.gradients
+    return run(habit, other, layer.x()) if habit in EDITS or habit in WAYS else step(other, layer.x())
 
 
 SHARDED = [name for name in LAYERS if not name.endswith("Norm")]
@@ -115,7 +104,7 @@ REFUSED: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
 }
 
 
-def assert_as_expected(name: str, habit: str, tp: int, found: list[Run | str]) -> None:
+def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str]) -> None:
     what = f"{habit}, {name} on {tp}"
     sentence, where = REFUSED.get(habit, ("", {}))
     if tp in where.get(name, ()):
@@ -123,22 +112,19 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Run | str]) -
             assert isinstance(each, str) and re.search(sentence, each), (what, each)
         return
     assert not any(isinstance(each, str) for each in found), (what, found)
-    whole, oracle = joined(name, tp, found), expected(name, habit if habit not in AUTOCAST else "")
-    assert whole.keys() == oracle.keys(), what
-    if low := AUTOCAST.get(habit):  # all at once: some gradients, of key biases, are zero and have noise alone
+    actual, oracle = joined(name, tp, found), expected(name, habit if habit not in AUTOCAST else "")
+    if low := AUTOCAST.get(habit):
         baseline = expected(name, habit)
-        actual, oracle, baseline = (
-            torch.cat([each[part].flatten() for part in oracle if oracle[part] is not None])
-            for each in (whole, oracle, baseline)
+        parts = [part for part in oracle if oracle[part] is not None]
+        assert all(actual[part].dtype == baseline[part].dtype for part in parts), what
+        # all at once: some gradients, of key biases, are zero and have noise alone
+        found_all, exact, baseline_all = (
+            torch.cat([each[part].flatten() for part in parts]) for each in (actual, oracle, baseline)
         )
-        assert_kernel_close(actual.to(low), oracle, baseline.to(low), what)
+        assert_kernel_close(found_all.to(low), exact, baseline_all.to(low), what)
         return
     largest = max(1.0, *(float(x.abs().max()) for x in oracle.values() if x is not None and x.numel()))
-    for part, value in oracle.items():
-        if value is None or whole[part] is None:
-            assert value is whole[part], (what, part)
-        else:
-            torch.testing.assert_close(whole[part], value, rtol=0, atol=1e-12 * largest, msg=lambda m: f"{what}: {m}")
+    assert_same(actual, oracle, what, 1e-12 * largest)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

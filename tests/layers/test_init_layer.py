@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from steps import whole
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import (
@@ -20,10 +20,6 @@ from tpformer.layers import (
 from tpformer.models import GPT, GPTConfig
 
 HIDDEN, VOCAB = 24, 37
-
-
-def full(p: torch.Tensor) -> torch.Tensor:
-    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
 def build(mesh, dtype: torch.dtype) -> torch.nn.Module:
@@ -46,7 +42,7 @@ def on_rank(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     model = build(mesh, dtype)
     initialize(model, 5)
-    return {name: full(p) for name, p in model.named_parameters()}
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
@@ -87,7 +83,7 @@ def unequal_seeds() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     torch.manual_seed(1000 + dist.get_rank())
     model = build(mesh, torch.float32)
     replicated = {name: p.to_local().detach() for name, p in model.named_parameters() if p.placements[0].is_replicate()}
-    return replicated, {name: full(p) for name, p in model.named_parameters()}
+    return replicated, {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("t", [2, 3])
@@ -95,11 +91,11 @@ def test_reset_agrees_though_torch_seeds_differ(ranks, t):
     torch.manual_seed(1000)  # rank 0's
     expected = {name: p.detach() for name, p in build(None, torch.float32).named_parameters()}
     results = ranks(t).run(unequal_seeds)
-    for replicated, whole in results:
+    for replicated, values in results:
         assert "positions.weight" in replicated and ("block.self_attn.k_proj.weight" in replicated) == (t == 3)
         for name, p in replicated.items():
             assert torch.equal(p, results[0][0][name]), name
-        for name, p in whole.items():
+        for name, p in values.items():
             assert torch.equal(p, expected[name]), name
 
 
@@ -121,7 +117,7 @@ def on_meta(how: str, with_mesh: bool) -> dict[str, torch.Tensor]:
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(before)
-    return {name: full(p) for name, p in model.named_parameters() if not name.startswith("gpt.")}
+    return {name: whole(p.detach()) for name, p in model.named_parameters() if not name.startswith("gpt.")}
 
 
 @pytest.mark.parametrize("how", ["context", "default"])

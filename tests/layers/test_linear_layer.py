@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from habits import fill
+from steps import Results, gradients
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, explain
-from tpformer.parallel import reduce_partial_gradients
 
 BATCH, SEQ, K, N = 3, 4, 8, 12
 
@@ -141,37 +142,31 @@ def test_a_rank_without_rows(ranks):
     ranks(3).run(too_few_rows)
 
 
-def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: int | None) -> tuple[dict, dict]:
+def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: int | None) -> tuple[Results, Results]:
     """(ours, nn.Linear's) results of a column linear with gathered output, then a row linear with unsharded input."""
     torch.manual_seed(0)
     plain = [nn.Linear(k, hidden, dtype=torch.float64), nn.Linear(hidden, k, dtype=torch.float64)]
-    mesh, rank = tp_mesh(), dist.get_rank()
-    options = {"tp": TensorParallel(mesh, sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
+    options = {"tp": TensorParallel(tp_mesh(), sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
     column = ColumnParallelLinear(k, hidden, gather_output=True, **options)
     row = RowParallelLinear(hidden, k, input_is_parallel=False, **options)
-    for layer, other in ((column, plain[0]), (row, plain[1])):
-        for p, value in zip(layer.parameters(), other.parameters(), strict=True):
-            p.data.copy_(distribute_tensor(value.detach(), p.device_mesh, p.placements))
-    x, dy = rand(2 * t, t, k, seed=1), rand(2 * t, t, k, seed=2)
+    x, dy, dim = rand(2 * t, t, k, seed=1), rand(2 * t, t, k, seed=2), sequence_dim or 0
     results = []
-    for first, second, shard in ((column, row, sequence_parallel), (*plain, False)):
-        dim = sequence_dim or 0
-        mine, dmine = (each.chunk(t, dim)[rank].clone() if shard else each.clone() for each in (x, dy))
-        hidden_rows = first(mine.requires_grad_())
-        hidden_rows.retain_grad()
-        y = second(hidden_rows.view(-1, hidden) if sequence_dim is None else hidden_rows)
+    for modules, shard in (((column, row), sequence_parallel), (plain, False)):
+        model = nn.Sequential(*modules)
+        if modules is not plain:
+            fill(model, nn.Sequential(*plain).state_dict())
+        mine, dmine = (each.chunk(t, dim)[dist.get_rank()].clone() if shard else each.clone() for each in (x, dy))
+        made = modules[0](mine.requires_grad_())
+        made.retain_grad()
+        y = modules[1](made.view(-1, hidden) if sequence_dim is None else made)
         y.backward(dmine.view(y.shape))
-        if first is column:
-            reduce_partial_gradients(nn.ModuleList([column, row]))
-        gradients = [p.grad for p in (*first.parameters(), *second.parameters())]
-        values = {"hidden": hidden_rows.detach(), "dhidden": hidden_rows.grad, "y": y.detach(), "dx": mine.grad}
+        values = {"hidden": made.detach(), "dhidden": made.grad, "y": y.detach(), "dx": mine.grad}
         if shard:
             for name in ("y", "dx"):
                 gathered = [torch.empty_like(values[name].contiguous()) for _ in range(t)]
                 dist.all_gather(gathered, values[name].contiguous())
                 values[name] = torch.cat(gathered, dim)
-        values |= {str(i): g.full_tensor() if isinstance(g, DTensor) else g for i, g in enumerate(gradients)}
-        results.append(values)
+        results.append(values | gradients(model))
     return results[0], results[1]
 
 

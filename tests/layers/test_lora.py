@@ -6,82 +6,18 @@ from functools import cache
 import pytest
 import theirs
 import torch
-import torch.nn.functional as F
-from plain import rotate
-from torch import Tensor, nn
+from habits import BATCH, LLAMA, SEQ, VOCAB
+from steps import Results, assert_same, whole
+from theirs import HIDDEN
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import ColumnParallelLinear
-from tpformer.models import GPT, GPTConfig
+from tpformer.models import GPT
 from tpformer.parallel import reduce_partial_gradients
 
-VOCAB, SEQ, HIDDEN, HEADS, KV_HEADS, FFN = 30, 6, 24, 4, 2, 32
-RANK, STEPS, BATCH = 8, 20, 2
-CONFIG = GPTConfig(
-    vocab_size=VOCAB, vocab_multiple=2, seq_length=SEQ, n_layers=2, hidden_size=HIDDEN, n_heads=HEADS,
-    n_kv_heads=KV_HEADS, ffn_hidden_size=FFN, norm="rmsnorm", activation="swiglu", position="rope", bias=False,
-    tie_embeddings=False,
-)  # fmt: skip
-
-
-def linear(k: int, n: int) -> nn.Linear:
-    return nn.Linear(k, n, bias=False)
-
-
-class PlainAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.o_proj = linear(HIDDEN, HIDDEN), linear(HIDDEN, HIDDEN)
-        self.k_proj, self.v_proj = (linear(HIDDEN, HIDDEN // HEADS * KV_HEADS) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
-            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        )
-        q, k = rotate(q, CONFIG.rope_base), rotate(k, CONFIG.rope_base)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class PlainMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = linear(HIDDEN, FFN), linear(HIDDEN, FFN), linear(FFN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class PlainBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        norms = [nn.RMSNorm(HIDDEN, CONFIG.norm_eps) for _ in range(2)]
-        self.input_layernorm, self.post_attention_layernorm = norms
-        self.self_attn, self.mlp = PlainAttention(), PlainMLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class PlainLlama(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleDict({str(index): PlainBlock() for index in range(CONFIG.n_layers)})
-        self.norm, self.lm_head = nn.RMSNorm(HIDDEN, CONFIG.norm_eps), linear(HIDDEN, VOCAB)
-        self.double()
-
-    def forward(self, ids: Tensor, *, targets: Tensor) -> Tensor:
-        x = self.embed_tokens(ids)
-        for layer in self.layers.values():
-            x = layer(x)
-        logits = self.lm_head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+RANK, STEPS = 8, 20
 
 
 def add_adapters(model: nn.Module) -> None:
@@ -94,7 +30,7 @@ def add_adapters(model: nn.Module) -> None:
             if isinstance(base, ColumnParallelLinear):
                 b = ColumnParallelLinear(RANK, base.out_features, False, tp=base.tp, dtype=torch.float64)
             else:
-                b = linear(RANK, base.out_features).double()
+                b = nn.Linear(RANK, base.out_features, bias=False, dtype=torch.float64)
             nn.init.zeros_(b.weight)
             setattr(layer.self_attn, name, theirs.LoRA(base, a, b))
 
@@ -105,7 +41,7 @@ def train(model: nn.Module, samples: slice) -> list[float]:
     losses = []
     for step in range(STEPS):
         ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))[samples]
-        loss = model(ids[:, :-1], targets=ids[:, 1:]) / (BATCH * SEQ)
+        loss = model(ids[:, :-1], targets=ids[:, 1:], reduction="sum") / (BATCH * SEQ)
         loss.backward()
         reduce_partial_gradients(model, partial="*.a.weight")  # the halves on sequence shards
         optimizer.step()
@@ -114,22 +50,21 @@ def train(model: nn.Module, samples: slice) -> list[float]:
     return losses
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    values = {name: p.detach() for name, p in model.named_parameters()}
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in values.items()}
+def values(model: nn.Module) -> Results:
+    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 @cache
-def trained_by_torch() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    model = PlainLlama()
-    pretrained = whole(model)
+def trained_by_torch() -> tuple[list[float], Results, Results]:
+    model = theirs.GPT(VOCAB, SEQ, LLAMA.n_layers, llama=True)
+    pretrained = values(model)
     add_adapters(model)
-    return train(model, slice(None)), whole(model), pretrained
+    return train(model, slice(None)), values(model), pretrained
 
 
-def on_rank(t: int, data_parallel: int, pretrained: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+def on_rank(t: int, data_parallel: int, pretrained: Results) -> tuple[list[float], Results]:
     mesh = build_mesh("cpu", tensor_parallel=t, data_parallel_shard=data_parallel)
-    model = GPT(CONFIG, tp=mesh["tp"], recompute="mlp", dtype=torch.float64)
+    model = GPT(LLAMA, tp=mesh["tp"], recompute="mlp", dtype=torch.float64)
     model.load_state_dict(pretrained)
     add_adapters(model)
     if data_parallel > 1:
@@ -137,7 +72,7 @@ def on_rank(t: int, data_parallel: int, pretrained: dict[str, Tensor]) -> tuple[
             fully_shard(part, mesh=mesh["dp_shard"])
             part.set_gradient_divide_factor(1.0)
     share, number = BATCH // data_parallel, mesh["dp_shard"].get_local_rank()
-    return train(model, slice(share * number, share * (number + 1))), whole(model)
+    return train(model, slice(share * number, share * (number + 1))), values(model)
 
 
 @pytest.mark.parametrize(("t", "data_parallel"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -148,9 +83,6 @@ def test_lora_equals_torch(ranks, t, data_parallel):
     summed = torch.tensor([found for found, _ in results], dtype=torch.float64).sum(0) / t
     torch.testing.assert_close(summed, torch.tensor(losses, dtype=torch.float64), rtol=1e-9, atol=0)
     for _, found in results:
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            if ".base." in name or name in pretrained:
-                assert torch.equal(value, pretrained[name.replace(".base.", ".")]), name
-            else:
-                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9, msg=name)
+        assert_same(found, expected, tolerance=1e-9)
+        frozen = {name: x for name, x in found.items() if ".a." not in name and ".b." not in name}
+        assert_same({name.replace(".base.", "."): x for name, x in frozen.items()}, pretrained, tolerance=0)

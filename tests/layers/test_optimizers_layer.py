@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from steps import whole
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import ColumnParallelLinear
@@ -22,7 +22,7 @@ def stepped(kind: type[torch.optim.Optimizer], parts: str, with_mesh: bool) -> l
         layer(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [p.full_tensor() if isinstance(p, DTensor) else p for p in map(Tensor.detach, layer.parameters())]
+    return [whole(p.detach()) for p in layer.parameters()]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -6,8 +6,8 @@ Also: what a mode costs, counted: the bytes that wait for the backward, and the 
 import pytest
 import torch
 import torch.distributed as dist
-from plain import block as plain_block
-from test_block_layer import BATCH, HEADS, HIDDEN, KINDS, SEQ, inputs, make_block
+from steps import Results, gradients, joined
+from test_block_layer import BATCH, HEADS, HIDDEN, SEQ, by_plain_block, inputs, make_block
 from testing import assert_kernel_close, record_saved
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,6 @@ from tpformer.distributed import build_mesh, record_collectives
 from tpformer.kernels.dropout.reference import dropout_apply
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
-from tpformer.parallel import reduce_partial_gradients
 
 P, SEED, STEP = 0.1, 3, 7
 SAMPLES = torch.tensor([11, 4])
@@ -33,22 +32,13 @@ def masks(dtype: torch.dtype) -> list[Tensor]:
     return [site.view(BATCH, SEQ, HIDDEN).to(dtype) for site in sites]
 
 
-def by_plain_block(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def by_plain(kind: str, dtype: torch.dtype) -> Results:
     """Output and gradients of the plain block in one dtype, from values that a float32 block holds."""
     x, dy = (z.float().to(dtype) for z in inputs())
-    weights = make_block(kind, dtype=torch.float32).to(dtype).named_parameters()
-    p = {name: parameter.detach().clone().requires_grad_() for name, parameter in weights}
-    names = ("n_kv_heads", "activation", "rope_base")
-    options = {key: value for key, value in KINDS[kind].items() if key in names}
-    x.requires_grad_()
-    y = plain_block(
-        x, p, HEADS, norm_kind=KINDS[kind].get("norm", "layernorm"), masks=masks(dtype), **options
-    )  # fmt: skip
-    y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad} | {name: tensor.grad for name, tensor in p.items()}
+    return by_plain_block(kind, make_block(kind, dtype=torch.float32).to(dtype), x, dy, masks=masks(dtype))
 
 
-def ours(kind: str, recompute: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, list]:
+def ours(kind: str, recompute: str, dtype: torch.dtype) -> tuple[Results, list, list]:
     """This rank's sequence shard of the same; and the collectives of forward and backward."""
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     options: dict = {"dropout": P, "recompute": recompute, "dtype": torch.float32}
@@ -59,24 +49,20 @@ def ours(kind: str, recompute: str, dtype: torch.dtype) -> tuple[dict[str, Tenso
         y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
     with record_collectives() as backward:
         y.backward(dy)
-    reduce_partial_gradients(block)
-    gradients = {name: p.grad.full_tensor() for name, p in block.named_parameters()}
-    return {"y": y.detach(), "dx": x.grad} | gradients, list(forward), list(backward)
+    return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
 
 
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("kind", DROPPED)
 def test_gradients_are_the_plain_blocks(ranks, t, kind, recompute):
-    oracle = by_plain_block(kind, torch.float64)
+    oracle = by_plain(kind, torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
-        baseline = by_plain_block(kind, dtype)
-        results = [result for result, *_ in ranks(t).run(ours, kind, recompute, dtype)]
-        for name in oracle:
-            actual = results[0][name]
-            if name in ("y", "dx"):
-                actual = torch.cat([result[name] for result in results]).view(BATCH, SEQ, HIDDEN)
-            assert_kernel_close(actual, oracle[name], baseline[name], f"{kind} {recompute} t={t} {dtype} {name}")
+        baseline = by_plain(kind, dtype)
+        (found, *_) = joined([result for result, *_ in ranks(t).run(ours, kind, recompute, dtype)], 0)
+        for name, x in oracle.items():
+            actual = found[name].view(x.shape)
+            assert_kernel_close(actual, x, baseline[name], f"{kind} {recompute} t={t} {dtype} {name}")
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "full"])
@@ -142,7 +128,7 @@ def test_regions_inside_regions():
     """A block in a region that is run again must compute its result where something reads it: the next block, or,
     without gradients and so without a region of its own, whoever called it."""
     x, dy = inputs()
-    gradients = []
+    found = []
     frozen = make_block(DROPPED[1], recompute="mlp")
 
     def teach(teacher: TransformerBlock, z: Tensor) -> Tensor:
@@ -153,8 +139,8 @@ def test_regions_inside_regions():
         first, second = (make_block(DROPPED[0], recompute="full") for _ in range(2))
         rows = x.clone().requires_grad_()
         outer(lambda z, a=first, b=second, c=frozen: b(a(z)) * teach(c, z), rows).backward(dy)
-        gradients.append([rows.grad, *(p.grad for block in (first, second) for p in block.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+        found.append([rows.grad, *(p.grad for block in (first, second) for p in block.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_unknown_mode():

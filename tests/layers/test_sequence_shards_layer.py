@@ -6,9 +6,9 @@ import theirs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from steps import Results, assert_same, joined, step
 from test_block_layer import BATCH, HIDDEN, SEQ, inputs, make_block
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tpformer.config import RECOMPUTE
 from tpformer.distributed import build_mesh
@@ -22,40 +22,31 @@ from tpformer.layers import (
     SelfAttention,
     TensorParallel,
 )
-from tpformer.parallel import reduce_partial_gradients
 
 IDS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])
 
 
-def step(module: nn.Module, dim: int, named: bool, ids: Tensor | None, **options) -> dict[str, Tensor]:
+def run(module: nn.Module, dim: int, named: bool, ids: Tensor | None, **options) -> Results:
     """This rank's result and all gradients for x sharded along dim; named: with positions that say what x is."""
-    x, dy = (z.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone() for z in inputs())
-    x.requires_grad_()
+    x, dy = (z.chunk(dist.get_world_size(), dim)[dist.get_rank()] for z in inputs())
     if named:
         options["positions"] = Positions(BATCH, SEQ, ids)
-    y = module(x, **options)
-    y.backward(dy)
-    reduce_partial_gradients(module)
-    gradients = {name: p.grad for name, p in module.named_parameters()}
-    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-    return {"y": y.detach(), "dx": x.grad} | whole
+    return step(module, x, dy, **options)
 
 
 def tensor_parallel() -> TensorParallel:
     return TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], True)
 
 
-def block(dim: int, kind: str, recompute: str, named: bool, ids: Tensor | None) -> dict[str, Tensor]:
+def block(dim: int, kind: str, recompute: str, named: bool, ids: Tensor | None) -> Results:
     made = make_block(kind, tensor_parallel().mesh, dropout=0.5, recompute=recompute)
-    return step(made, dim, named, ids, dropout_key=DropoutKey(0, 1, torch.tensor([7, 2]), made))
+    return run(made, dim, named, ids, dropout_key=DropoutKey(0, 1, torch.tensor([7, 2]), made))
 
 
 def assert_same_on_ranks(ranks, t: int, dim: int, function, *args) -> None:
     (expected,) = ranks(1).run(function, dim, *args)
-    results = ranks(t).run(function, dim, *args)
-    whole = {name: torch.cat([each[name] for each in results], dim) for name in ("y", "dx")}
-    for result in results:
-        torch.testing.assert_close(result | whole, expected, rtol=1e-11, atol=1e-11)
+    for result in joined(ranks(t).run(function, dim, *args), dim):
+        assert_same(result, expected, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("t", [2, 3])
@@ -71,14 +62,14 @@ def test_a_slice_of_the_tokens(ranks, ids):
     assert_same_on_ranks(ranks, 2, 0, block, "swiglu-rmsnorm-rope-gqa", "none", True, ids)
 
 
-def alone(dim: int, kind: str) -> dict[str, Tensor]:
+def alone(dim: int, kind: str) -> Results:
     torch.manual_seed(0)
     options: dict = {"tp": tensor_parallel(), "dtype": torch.float64}
     if kind == "attention":
-        return step(SelfAttention(HIDDEN, 6, rope_base=50.0, **options), dim, False, None)
+        return run(SelfAttention(HIDDEN, 6, rope_base=50.0, **options), dim, False, None)
     if kind == "mlp":
-        return step(MLP(HIDDEN, **options), dim, False, None)
-    return step(PositionEmbedding(SEQ, HIDDEN, **options), dim, True, IDS if kind == "documents" else None)
+        return run(MLP(HIDDEN, **options), dim, False, None)
+    return run(PositionEmbedding(SEQ, HIDDEN, **options), dim, True, IDS if kind == "documents" else None)
 
 
 @pytest.mark.parametrize("t", [2, 3])
@@ -102,12 +93,12 @@ class ParallelAttention(nn.Module):
         return self.o_proj(y.flatten(2).flatten(0, 1))
 
 
-def foreign(dim: int, parallel: bool, recompute: str) -> dict[str, Tensor]:
+def foreign(dim: int, parallel: bool, recompute: str) -> Results:
     tp = tensor_parallel()
     module = make_block("gelu-layernorm", tp.mesh, recompute=recompute)
     torch.manual_seed(1)
     module.self_attn = ParallelAttention(tp) if parallel else theirs.Attention().double()
-    return step(module, dim, True, None)
+    return run(module, dim, True, None)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

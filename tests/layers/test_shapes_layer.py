@@ -15,13 +15,11 @@ from tpformer.config import RECOMPUTE
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.layers import (
     MLP,
-    DropoutKey,
     LMHead,
     PositionEmbedding,
     Positions,
     SelfAttention,
     TensorParallel,
-    TransformerBlock,
     VocabParallelEmbedding,
 )
 from tpformer.models import GPT, GPTConfig
@@ -78,38 +76,17 @@ def test_linears(name, lead, strided):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_head_with_leading_dims():
-    x, head = torch.randn(2, 3, 8, requires_grad=True), LMHead(30, 8, vocab_multiple=2)
-    logits = head(x)
-    assert torch.equal(logits, F.linear(x, head.weight))
-    logits.sum().backward()
-    assert x.grad is not None
-
-
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize(
-    "options", [{}, {"norm": "rmsnorm", "activation": "swiglu", "rope_base": 1e4, "n_kv_heads": 1}]
-)
-def test_block_without_samples(options, recompute):
-    block = TransformerBlock(8, 2, dropout=0.1, recompute=recompute, **options)
-    x = torch.randn(0, 3, 8, requires_grad=True)
-    for ids in (None, torch.zeros(0, 3, dtype=torch.long)):
-        y = block(x, positions=Positions(0, 3, ids), dropout_key=DropoutKey(1, 2, torch.arange(0), block))
-        y.sum().backward()
-        assert y.shape == x.shape and all(not p.grad.any() for p in block.parameters())
-
-
+@pytest.mark.parametrize("options", [{}, {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}])
 @pytest.mark.parametrize("tied", [False, True])
-def test_model_without_samples(tied):
-    model = GPT(
-        GPTConfig(
-            vocab_size=30, vocab_multiple=2, seq_length=4, n_layers=1, hidden_size=8, n_heads=2, tie_embeddings=tied
-        )
-    )
+def test_model_without_samples(tied, options, recompute):
+    config = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2, "n_kv_heads": 1}
+    model = GPT(GPTConfig(dropout=0.1, tie_embeddings=tied, **config, **options), recompute=recompute)
     ids = torch.zeros(0, 4, dtype=torch.long)
-    assert model(ids).shape[:2] == (0, 4)
+    dropout = {"sample_index": torch.arange(0), "step": 1}
+    assert model(ids, **dropout).shape == (0, 4, 30)
     for position_ids in (None, ids):
-        loss = model(ids, targets=ids, position_ids=position_ids)
+        loss = model(ids, targets=ids, position_ids=position_ids, **dropout)
         loss.backward()
         assert loss == 0 and all(not p.grad.any() for p in model.parameters())
 

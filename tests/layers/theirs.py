@@ -5,9 +5,11 @@ and to ours.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from plain import rotate
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -17,29 +19,36 @@ HIDDEN, HEADS, FFN = 24, 4, 48
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """llama: half as many key-value heads, and RoPE."""
+
+    def __init__(self, llama: bool = False) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.llama = llama
+        keys = HIDDEN // 2 if llama else HIDDEN
+        self.q_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN, not llama) for _ in range(2))
+        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, keys, not llama) for _ in range(2))
 
     def forward(self, x: Tensor, *, positions: Positions | None = None) -> Tensor:
         """x (batch, seq, hidden), or rows with the positions that say what they are."""
         batch, seq = x.shape[:2] if positions is None else (positions.batch, positions.seq_length)
         rows = x.reshape(-1, HIDDEN)  # ours calls its linears with rows, too
         q, k, v = (
-            linear(rows).view(batch, seq, HEADS, HIDDEN // HEADS).transpose(1, 2)
+            linear(rows).unflatten(1, (-1, HIDDEN // HEADS)).unflatten(0, (batch, seq)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        if self.llama:
+            q, k = rotate(q, 1e4), rotate(k, 1e4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.llama).transpose(1, 2)
         return self.o_proj(y.reshape(rows.shape)).view(x.shape)
 
 
 class MLP(nn.Module):
-    def __init__(self, gated: bool) -> None:
+    def __init__(self, gated: bool, bias: bool = True) -> None:
         super().__init__()
         self.gated = gated
         if gated:
-            self.gate_proj, self.up_proj = nn.Linear(HIDDEN, FFN), nn.Linear(HIDDEN, FFN)
-            self.down_proj = nn.Linear(FFN, HIDDEN)
+            self.gate_proj, self.up_proj = nn.Linear(HIDDEN, FFN, bias), nn.Linear(HIDDEN, FFN, bias)
+            self.down_proj = nn.Linear(FFN, HIDDEN, bias)
         else:
             self.fc1, self.fc2 = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
 
@@ -50,14 +59,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one; float64, norms and biases off 1 and 0."""
+    """norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one; llama: besides, Llama's attention and no
+    biases. float64, norms and biases off 1 and 0."""
 
-    def __init__(self, norm: str) -> None:
+    def __init__(self, norm: str, llama: bool = False, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         norms = [nn.LayerNorm(HIDDEN) if norm == "layernorm" else nn.RMSNorm(HIDDEN, eps=1e-5) for _ in range(2)]
         self.input_layernorm, self.post_attention_layernorm = norms
-        self.self_attn, self.mlp = Attention(), MLP(norm == "rmsnorm")
+        self.self_attn, self.mlp = Attention(llama), MLP(norm == "rmsnorm", not llama)
         self.double()
         for parameter in self.parameters():
             if parameter.ndim == 1:
@@ -80,21 +90,26 @@ class PositionEmbedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """Learned positions, blocks with layernorms."""
+    """Learned positions and layernorms, or Llama's; logits, or with targets torch's loss."""
 
-    def __init__(self, vocab: int, seq: int, layers: int) -> None:
+    def __init__(self, vocab: int, seq: int, layers: int, llama: bool = False) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab, HIDDEN, dtype=torch.float64)
-        self.embed_positions = PositionEmbedding(seq)
-        self.layers = nn.ModuleDict({str(index): Block("layernorm") for index in range(layers)})
-        self.norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
-        self.lm_head = nn.Linear(HIDDEN, vocab, bias=False, dtype=torch.float64)
+        norm = "rmsnorm" if llama else "layernorm"
+        self.layers = nn.ModuleDict({str(index): Block(norm, llama, index) for index in range(layers)})
+        self.embed_tokens = nn.Embedding(vocab, HIDDEN)
+        self.embed_positions = None if llama else PositionEmbedding(seq)
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5) if llama else nn.LayerNorm(HIDDEN)
+        self.lm_head = nn.Linear(HIDDEN, vocab, bias=False)
+        self.double()
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed_positions(self.embed_tokens(ids))
+    def forward(self, ids: Tensor, *, targets: Tensor | None = None, **terms: Any) -> Tensor:
+        x = self.embed_tokens(ids)
+        if self.embed_positions is not None:
+            x = self.embed_positions(x)
         for block in self.layers.values():
             x = block(x)
-        return self.lm_head(self.norm(x))
+        logits = self.lm_head(self.norm(x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **terms)
 
 
 class LoRA(nn.Module):
@@ -120,15 +135,6 @@ def linear(k: int, n: int, seed: int) -> nn.Linear:
     with torch.no_grad():
         made.weight.copy_(0.1 * torch.randn(n, k, generator=generator, dtype=torch.float64))
     return made
-
-
-def lora(p: float) -> Callable[[nn.Module, str], None]:
-    def add(block: nn.Module, path: str) -> None:
-        base = block.get_submodule(path)
-        adapter = linear(base.in_features, 4, 1), linear(4, base.out_features, 2)
-        put(block, path, LoRA(base, *adapter, p))
-
-    return add
 
 
 def subclass(block: nn.Module, path: str) -> None:
@@ -186,8 +192,6 @@ ANYWHERE: dict[str, Callable[[nn.Module, str], None]] = {
     "forward replaced": replace_forward,
 }
 ON_LINEARS: dict[str, Callable[[nn.Module, str], None]] = {
-    "LoRA": lora(0.0),
-    "LoRA with dropout": lora(0.5),
     "wrapped": lambda block, path: put(block, path, nn.Sequential(block.get_submodule(path), nn.Tanh())),
     "weight_norm": lambda block, path: parametrizations.weight_norm(block.get_submodule(path)) and None,
     "spectral_norm": spectral_norm,

@@ -1,11 +1,11 @@
-"""GPT against PyTorch's own transformer layers, its loss against its logits, padding in evaluation, packing."""
+"""GPT's loss against its logits, padding in evaluation, packing; tests/layers has it against modules of torch.nn."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pool import RankFailure
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpformer.config import selected_layers
 from tpformer.distributed import build_mesh
@@ -34,62 +34,6 @@ def tokens(batch: int, seq: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:].clone()
 
 
-def torch_parameters(p: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """A block's parameters by the names of nn.TransformerEncoderLayer."""
-    own = {name.removeprefix(f"layers.{layer}."): x for name, x in p.items() if name.startswith(f"layers.{layer}.")}
-    result = {}
-    for kind in ("weight", "bias"):
-        result[f"self_attn.in_proj_{kind}"] = torch.cat([own[f"self_attn.{name}_proj.{kind}"] for name in "qkv"])
-        result[f"self_attn.out_proj.{kind}"] = own[f"self_attn.o_proj.{kind}"]
-        result[f"linear1.{kind}"], result[f"linear2.{kind}"] = own[f"mlp.fc1.{kind}"], own[f"mlp.fc2.{kind}"]
-        result[f"norm1.{kind}"] = own[f"input_layernorm.{kind}"]
-        result[f"norm2.{kind}"] = own[f"post_attention_layernorm.{kind}"]
-    return result
-
-
-def plain_gpt2(p: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Logits of a pre-norm GPT from PyTorch's own encoder layer under a causal mask."""
-    seq, hidden = ids.shape[1], TINY["hidden_size"]
-    block = nn.TransformerEncoderLayer(
-        hidden,
-        TINY["n_heads"],
-        4 * hidden,
-        dropout=0.0,
-        activation=lambda x: F.gelu(x, approximate="tanh"),
-        batch_first=True,
-        norm_first=True,
-        dtype=torch.float64,
-    )
-    x = p["embed_tokens.weight"][ids] + p["embed_positions.weight"][:seq]
-    causal = torch.ones(seq, seq, dtype=torch.bool).triu(1)
-    for layer in range(TINY["n_layers"]):
-        x = torch.func.functional_call(block, torch_parameters(p, layer), (x,), {"src_mask": causal})
-    x = F.layer_norm(x, (hidden,), p["norm.weight"], p["norm.bias"])
-    return (x @ p["embed_tokens.weight"].t())[..., : TINY["vocab_size"]]
-
-
-def test_gpt2_equals_pytorchs_own_layers():
-    model = build(TINY)
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            if p.ndim == 1:  # biases and norms off their initial 0 and 1, so that no term is invisible
-                p += 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
-            else:
-                p *= 5
-    ids, targets = tokens(3, 8)
-    targets[0, :3] = -100
-    p = {name: x.detach().clone().requires_grad_() for name, x in model.named_parameters()}
-    logits = plain_gpt2(p, ids)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    expected.backward()
-    loss = model(ids, targets=targets)
-    loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    gradients = {name: x.grad for name, x in model.named_parameters()}
-    torch.testing.assert_close(gradients, {name: x.grad for name, x in p.items()}, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(model(ids), logits, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
 def test_loss_is_the_cross_entropy_of_the_logits(config):
     model = build(config)
@@ -112,18 +56,6 @@ def test_label_smoothing_and_z_loss_are_of_training_only():
     smooth = smooth + 1e-2 * logits.logsumexp(-1).square().sum()
     torch.testing.assert_close(model(ids, targets=targets), smooth, rtol=1e-12, atol=0)
     torch.testing.assert_close(model.eval()(ids, targets=targets), plain, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
-def test_no_token_sees_a_later_one(config):
-    model = build(config).eval()
-    ids, _ = tokens(1, 8)
-    before = model(ids)
-    ids = ids.clone()
-    ids[0, 5] = (ids[0, 5] + 1) % 50
-    after = model(ids)
-    torch.testing.assert_close(after[:, :5], before[:, :5], rtol=1e-13, atol=1e-13)
-    assert bool((after[:, 5:] != before[:, 5:]).any(-1).all())
 
 
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
@@ -180,11 +112,6 @@ def test_evaluation_pads_on_the_right(ranks, config, batch, seq, packed, reducti
 def test_training_refuses_to_pad(ranks):
     with pytest.raises(RankFailure, match=r"2 \* 5 = 10 tokens cannot be split over.*=3 ranks: .*multiple of 3"):
         ranks(3).run(on_rank, TINY, 2, 5, False, True)
-
-
-def test_ranks_need_to_know_the_samples_that_they_drop_from(ranks):
-    with pytest.raises(RankFailure, match="on 2 tensor-parallel ranks needs sample_index and step"):
-        ranks(2).run(on_rank, {**TINY, "dropout": 0.1}, 2, 8, False, True)
 
 
 def test_too_long_for_the_learned_positions():

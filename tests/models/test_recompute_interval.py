@@ -3,56 +3,36 @@
 import pytest
 import torch
 import torch.distributed as dist
+from steps import Results, assert_same, gradients
 from testing import record_saved
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import record_collectives
 from tpformer.layers import TensorParallel
 from tpformer.layers.children import others_hook
 from tpformer.models import GPT, GPTConfig
-from tpformer.parallel import reduce_partial_gradients
 
 BATCH, SEQ, HIDDEN, LAYERS = 2, 6, 24, 5
 CONFIG = {"vocab_size": 40, "seq_length": SEQ, "n_layers": LAYERS, "hidden_size": HIDDEN, "n_heads": 6, "dropout": 0.1}
 SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "position": "rope", "n_kv_heads": 3, "bias": False}
 
 
-class Gain(nn.Module):
-    """A forward hook whose gradient reads the values of what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
-
-    def forward(self, module: nn.Module, _: tuple, y: Tensor) -> Tensor:
-        return self.gain * y
-
-
-class Adapter(nn.Module):
-    """Around a linear, and draws from torch's generator."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.drop = base, nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(self.drop(x))
-
-
 def hook(index: int):
+    """A hook whose gradient reads the values of what it is given."""
+
     def add(model: GPT) -> None:
-        model.gain = Gain()
-        model.layers[str(index)].register_forward_hook(model.gain)
+        model.gain = nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
+        model.layers[str(index)].register_forward_hook(lambda _, inputs, y: model.gain * y)
 
     return add
 
 
 def adapt(model: GPT) -> None:
+    """Modules that draw from torch's generator."""
     for layer in model.layers.values():
-        layer.mlp.fc1 = Adapter(layer.mlp.fc1)
+        layer.mlp.fc1 = nn.Sequential(nn.Dropout(0.5), layer.mlp.fc1)
 
 
 def drop_between(model: GPT) -> None:
@@ -62,10 +42,11 @@ def drop_between(model: GPT) -> None:
 HABITS = {"hooked first": hook(0), "hooked last": hook(LAYERS - 1), "adapters": adapt, "dropout between": drop_between}
 
 
-def run(edit=None, *, swiglu: bool = False, **options) -> dict[str, Tensor]:
+def run(edit=None, *, swiglu: bool = False, sequence_parallel: bool = True, **options) -> tuple[Results, int]:
+    """Loss and gradients, and how many collectives the backward has."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
-    tp = TensorParallel(mesh, options.pop("sequence_parallel", True))
-    model = GPT(GPTConfig(**CONFIG, **(SWIGLU if swiglu else {})), tp=tp, dtype=torch.float64, **options)
+    config = GPTConfig(**CONFIG, **(SWIGLU if swiglu else {}))
+    model = GPT(config, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64, **options)
     if edit is not None:
         edit(model)
     torch.manual_seed(1)
@@ -73,15 +54,7 @@ def run(edit=None, *, swiglu: bool = False, **options) -> dict[str, Tensor]:
     loss = model(ids, targets=ids, sample_index=torch.arange(BATCH), step=3)
     with record_collectives() as collectives:
         loss.backward()
-    reduce_partial_gradients(model)
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    results = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
-    return {"loss": loss.detach(), "collectives": torch.tensor(len(collectives))} | results
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if name != "collectives" and not torch.equal(one[name], other[name])] == []
+    return {"loss": loss.detach()} | gradients(model), len(collectives)
 
 
 FULL = {"recompute": "full"}
@@ -96,17 +69,17 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bits_are_those_without_recomputation(name, monkeypatch):
     monkeypatch.setattr("tpformer.ops.Offload.__init__.__defaults__", (1,))
-    assert_same(run(**OPTIONS[name]), run(swiglu="swiglu" in OPTIONS[name]))
+    assert_same(run(**OPTIONS[name])[0], run(swiglu="swiglu" in OPTIONS[name])[0], tolerance=0)
 
 
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("interval", [1, 2, LAYERS])
 def test_whatever_people_do_to_layers(habit, interval):
-    assert_same(run(HABITS[habit], **FULL, recompute_interval=interval), run(HABITS[habit]))
+    assert_same(run(HABITS[habit], **FULL, recompute_interval=interval)[0], run(HABITS[habit])[0], tolerance=0)
 
 
-def on_rank(sequence_parallel: bool, options: dict) -> dict[str, Tensor]:
-    return run(sequence_parallel=sequence_parallel, **options)
+def on_rank(options: dict) -> tuple[Results, int]:
+    return run(**options)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -114,16 +87,15 @@ def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_para
     found = {}
     for interval in (0, 1, 2, LAYERS):
         options = {**FULL, "recompute_interval": interval} if interval else {}
-        found[interval] = ranks(2).run(on_rank, sequence_parallel, options)
-        assert_same(found[interval][0], found[0][0])
-    counts = {interval: int(results[0]["collectives"]) for interval, results in found.items()}
+        found[interval] = ranks(2).run(on_rank, {**options, "sequence_parallel": sequence_parallel})[0]
+        assert_same(found[interval][0], found[0][0], tolerance=0)
     # of a layer 2 reductions and, of sequence shards, 2 gathers; of a region's last one 1 less
     again = 4 if sequence_parallel else 2
     for interval, regions in ((1, LAYERS), (2, 3), (LAYERS, 1)):
-        assert counts[interval] - counts[0] == again * LAYERS - regions
+        assert found[interval][1] - found[0][1] == again * LAYERS - regions
 
 
-def sharded(interval: int) -> dict[str, Tensor]:
+def sharded(interval: int) -> Results:
     """FSDP2 by layer, parameters resharded after each forward: the second run gathers those of its layers again."""
     model = GPT(
         GPTConfig(**CONFIG), dtype=torch.float64, **({**FULL, "recompute_interval": interval} if interval else {})
@@ -135,12 +107,12 @@ def sharded(interval: int) -> dict[str, Tensor]:
             "FSDP2's own hooks do not keep a region from leaving out its last GEMM"
         )
     fully_shard(model, mesh=mesh)
-    results: dict[str, Tensor] = {}
+    results: Results = {}
     for step in (1, 2):
         ids = torch.randint(40, (BATCH, SEQ), generator=torch.Generator().manual_seed(dist.get_rank()))
         loss = model(ids, targets=ids, sample_index=torch.arange(BATCH) + 2 * dist.get_rank(), step=step)
         loss.backward()
-        results |= {f"{step} {name}": p.grad.full_tensor() for name, p in model.named_parameters()}
+        results |= {f"{step} {name}": g for name, g in gradients(model).items()}
         model.zero_grad()
     return results
 
@@ -148,7 +120,7 @@ def sharded(interval: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("interval", [2, LAYERS])
 def test_sharded_layers_of_a_region(ranks, interval):
     for one, other in zip(ranks(2).run(sharded, interval), ranks(2).run(sharded, 0), strict=True):
-        assert_same(one, other)
+        assert_same(one, other, tolerance=0)
 
 
 def test_one_input_is_kept_for_each_region():
@@ -181,12 +153,8 @@ def test_regions_are_of_consecutive_selected_layers_of_a_part():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recompute": "full", "recompute_interval": 0}, "recompute_interval=0 must be at least 1"),
-        (
-            {"recompute": "mlp", "recompute_interval": 2},
-            "recompute_interval=2 of recompute='mlp', but regions of several",
-        ),
-        ({"recompute_interval": 3}, "recompute_interval=3 of recompute='none', but regions of several"),
+        ({**FULL, "recompute_interval": 0}, "recompute_interval=0 must be at least 1"),
+        ({"recompute": "mlp", "recompute_interval": 2}, "=2 of recompute='mlp', but regions of several"),
     ],
 )
 def test_intervals_that_cannot_be(options, message):

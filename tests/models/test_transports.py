@@ -6,15 +6,14 @@ The fused kernels run in Triton's interpreter. float32 by the error of a float32
 import pytest
 import torch
 import torch.distributed as dist
+from steps import gradients
 from testing import assert_kernel_close
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tpformer import ops
 from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel, linear_plans
 from tpformer.models import GPT, GPTConfig
-from tpformer.parallel import reduce_partial_gradients
 
 BATCH, SEQ = 2, 4
 TINY = {"vocab_size": 30, "vocab_multiple": 16, "seq_length": SEQ, "n_layers": 2, "hidden_size": 16, "n_heads": 4}
@@ -50,10 +49,7 @@ def train(config: dict, dtype: torch.dtype, **options) -> tuple[dict[str, Tensor
     text = model.explain(BATCH * SEQ)
     if options:
         check_plans(model, forward, backward, options["tp"].transport, text)
-    reduce_partial_gradients(model)
-    gradients = {f"d{name}": p.grad for name, p in model.named_parameters()}
-    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-    return {"loss": loss.detach(), **whole}, text
+    return {"loss": loss.detach()} | gradients(model), text
 
 
 def check_plans(model: GPT, forward: list, backward: list, transport: str, text: str) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from testing import assert_kernel_close
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tpformer import ops
@@ -79,6 +80,22 @@ class OnTransport:
     def __call__(self, size: int) -> Any:
         run, call = self.ranks(size).run, (on_device, self.device, with_transport, self.transport)
         return SimpleNamespace(run=partial(run, *call, timeout=self.timeout))
+
+
+class Seen(TorchDispatchMode):
+    """While on: how many GEMMs run, and the most elements of a result, of any dtype and of float32."""
+
+    gemms = largest = largest_float32 = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.gemms += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.numel())
+                if x.dtype == torch.float32:
+                    self.largest_float32 = max(self.largest_float32, x.numel())
+        return result
 
 
 def join(parts: list[Tensor], how: int | str) -> Tensor:

@@ -14,9 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import assert_same, join, leaves, make
+from shards import Seen, assert_same, join, leaves, make
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
@@ -24,6 +23,7 @@ from tpformer.ops import cross_entropy
 
 EPS = 1e-5
 SMOOTH = {"label_smoothing": 0.2, "z_loss": 1e-2}
+MEAN = {**SMOOTH, "ignore_index": 2, "reduction": "mean"}
 
 
 def case(
@@ -33,11 +33,15 @@ def case(
     return {**locals(), "terms": terms or {}}
 
 
-def plain_losses(logits: Tensor, targets: Tensor, label_smoothing=0.0, z_loss=0.0, ignore_index=-100) -> Tensor:
+def plain_loss(
+    logits: Tensor, targets: Tensor, label_smoothing=0.0, z_loss=0.0, ignore_index=-100, reduction="none"
+) -> Tensor:
     losses = F.cross_entropy(
         logits, targets, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
     )
-    return losses + z_loss * logits.logsumexp(-1).square() * (targets != ignore_index)
+    counts = targets != ignore_index
+    losses = losses + z_loss * logits.logsumexp(-1).square() * counts
+    return losses if reduction == "none" else losses.sum() / (counts.sum() if reduction == "mean" else 1)
 
 
 def tensors(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
@@ -47,7 +51,7 @@ def tensors(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
         values |= make(4, dtype, norm_weight=(case["k"],))
         values |= make(5, dtype, norm_bias=(case["k"],)) if case["kind"] == "layernorm" else {}
     targets = torch.randint(case["vocab"], (case["tokens"],), generator=torch.Generator().manual_seed(6))
-    targets[:: max(2, case["tokens"] // 3)] = -100
+    targets[:: max(2, case["tokens"] // 3)] = case["terms"].get("ignore_index", -100)
     return values, targets
 
 
@@ -61,7 +65,9 @@ def plain(case: dict, dtype: torch.dtype, rounded: torch.dtype | None = None) ->
     elif case["kind"] == "rmsnorm":
         normed = F.rms_norm(normed, size, inputs["norm_weight"], EPS)
     logits = (normed @ inputs["weight"].t())[:, : case["vocab"]]
-    loss = plain_losses(logits.to(torch.promote_types(dtype, torch.float32)), targets, **case["terms"]).sum()
+    loss = plain_loss(
+        logits.to(torch.promote_types(dtype, torch.float32)), targets, **{"reduction": "sum", **case["terms"]}
+    )
     (loss * case["scale"]).backward()
     return {"loss": loss.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}
 
@@ -131,7 +137,7 @@ def test_fused_equals_plain_torch(ranks, t):
         st.sampled_from([None, "layernorm", "rmsnorm"]),
         st.booleans(),
         st.sampled_from([1, 2, 7, 100, None]),
-        st.sampled_from([{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, SMOOTH]),
+        st.sampled_from([{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, SMOOTH, {"ignore_index": 2}, MEAN]),
     )
     def run(tokens, vocab_and_rows, kind, sp, chunk, terms):
         vocab, rows = vocab_and_rows
@@ -202,87 +208,74 @@ def test_default_chunks_agree_on_uneven_slices(ranks):
         assert loss == pytest.approx(5030 * float(torch.tensor(2500.0).log()), rel=1e-5)
 
 
-class LargestOutput(TorchDispatchMode):
-    """The largest number of elements any operation returns while the mode is on."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
-
-
 def test_logits_exist_a_chunk_at_a_time():
     tokens, vocab, k, chunk = 64, 500, 3, 4
     values = leaves(make(0, torch.float32, x=(tokens, k), weight=(vocab, k)))
     targets = torch.arange(tokens)
-    with LargestOutput() as fused:
+    with Seen() as fused:
         ops.linear_cross_entropy(
             **values, targets=targets, vocab=ops.VocabSlice(0, vocab, vocab), chunk_tokens=chunk
         ).backward()
-    assert fused.numel == chunk * vocab
-    with LargestOutput() as plain:  # the meter does see logits where they exist
+    assert fused.largest == chunk * vocab
+    with Seen() as plain:  # the meter does see logits where they exist
         F.cross_entropy(values["x"] @ values["weight"].t(), targets).backward()
-    assert plain.numel == tokens * vocab
+    assert plain.largest == tokens * vocab
+
+
+def logits_case(vocab: int, rows: int, terms: dict, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, targets and the gradient of the losses, or of what they are reduced to."""
+    values = make(7, dtype, logits=(9, rows), upstream=(9,))
+    values["logits"][:, vocab:] = 100.0
+    targets = torch.arange(9) % vocab
+    targets[3] = terms.get("ignore_index", -100)
+    return values["logits"], targets, values["upstream"][0 if "reduction" in terms else slice(None)]
 
 
 def from_logits(
-    vocab: int, rows: int, ignore_index: int, terms: dict, dtype: torch.dtype = torch.float64
+    vocab: int, rows: int, terms: dict, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, list, list]:
-    logits, targets, upstream = logits_case(vocab, rows, ignore_index, dtype)
+    logits, targets, upstream = logits_case(vocab, rows, terms, dtype)
     first, last, piece = vocab_slice({"rows": rows, "vocab": vocab})
     local = logits[:, first:last].clone().requires_grad_()
     with record_collectives() as forward:
-        losses = ops.vocab_parallel_cross_entropy(
-            local, targets, piece, group=dist.group.WORLD, ignore_index=ignore_index, **terms
-        )
+        losses = ops.vocab_parallel_cross_entropy(local, targets, piece, group=dist.group.WORLD, **terms)
     with record_collectives() as backward:
         losses.backward(upstream)
     return losses.detach(), local.grad, list(forward), list(backward)
 
 
-def logits_case(
-    vocab: int, rows: int, ignore_index: int, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor]:
-    values = make(7, dtype, logits=(9, rows), upstream=(9,))
-    values["logits"][:, vocab:] = 100.0
-    targets = torch.arange(9) % vocab
-    targets[3] = ignore_index
-    return values["logits"], targets, values["upstream"]
+def check_logits(ranks, t: int, vocab: int, rows: int, terms: dict, dtype: torch.dtype, *call) -> list[tuple]:
+    """call: what is to call from_logits, if not the worker itself."""
+    results = ranks(t).run(*call, from_logits, vocab, rows, terms, dtype)
+    expected = []
+    for each in (torch.float64, dtype):
+        logits, targets, upstream = logits_case(vocab, rows, terms, each)
+        terms_of_torch = {name: value for name, value in terms.items() if name != "in_place"}
+        losses = plain_loss(logits.requires_grad_()[:, :vocab], targets, **terms_of_torch)
+        losses.backward(upstream)
+        expected.append({"losses": losses.detach(), "dlogits": logits.grad})
+    actual = {"losses": join([r[0] for r in results], "equal"), "dlogits": join([r[1] for r in results], 1)}
+    assert_same(actual, *expected)
+    return results
 
 
-def plain_from_logits(vocab: int, rows: int, ignore_index: int, terms: dict, dtype: torch.dtype) -> dict[str, Tensor]:
-    logits, targets, upstream = logits_case(vocab, rows, ignore_index, dtype)
-    leaf = logits.requires_grad_()
-    losses = plain_losses(leaf[:, :vocab], targets, ignore_index=ignore_index, **(SMOOTH if terms else {}))
-    losses.backward(upstream)
-    return {"losses": losses.detach(), "dlogits": leaf.grad}
+IN_PLACE = {**SMOOTH, "in_place": True}
 
 
 @pytest.mark.parametrize("t", [1, 2])
-@pytest.mark.parametrize("terms", [{}, SMOOTH, {**SMOOTH, "in_place": True}], ids=["plain", "smooth", "in place"])
+@pytest.mark.parametrize("terms", [{}, SMOOTH, IN_PLACE], ids=["plain", "smooth", "in place"])
 def test_from_logits_with_kernels(interpreted, t, terms):
     pytest.importorskip("triton")
-    results = interpreted(t).run(with_kernels, from_logits, 19, 22, 2, terms, torch.float32)
-    actual = {"losses": join([r[0] for r in results], "equal"), "dlogits": join([r[1] for r in results], 1)}
-    oracle, baseline = (plain_from_logits(19, 22, 2, terms, dtype) for dtype in (torch.float64, torch.float32))
-    assert_same(actual, oracle, baseline)
+    check_logits(interpreted, t, 19, 22, {**terms, "ignore_index": 2}, torch.float32, with_kernels)
 
 
 @pytest.mark.parametrize("t", [1, 2, 3])
 @pytest.mark.parametrize("vocab, rows", [(22, 22), (19, 22), (16, 22)])
-@pytest.mark.parametrize("ignore_index", [-100, 2])  # 2 is also a real entry of the vocabulary
-@pytest.mark.parametrize("terms", [{}, SMOOTH, {**SMOOTH, "in_place": True}], ids=["plain", "smooth", "in place"])
-def test_from_logits_equals_plain_torch(ranks, t, vocab, rows, ignore_index, terms):
-    results = ranks(t).run(from_logits, vocab, rows, ignore_index, terms)
-    actual = {"losses": join([r[0] for r in results], "equal"), "dlogits": join([r[1] for r in results], 1)}
-    oracle = plain_from_logits(vocab, rows, ignore_index, terms, torch.float64)
-    assert_same(actual, oracle, oracle)
-    for *_, forward, backward in results:
-        numbers = 4 if terms else 3
+@pytest.mark.parametrize("ignored", [{}, {"ignore_index": 2}])  # 2 is also a real entry of the vocabulary
+@pytest.mark.parametrize("terms", [{}, SMOOTH, IN_PLACE, MEAN, {"reduction": "sum"}])
+def test_from_logits_equals_plain_torch(ranks, t, vocab, rows, ignored, terms):
+    for *_, forward, backward in check_logits(ranks, t, vocab, rows, {**terms, **ignored}, torch.float64):
+        numbers = 4 if "label_smoothing" in terms else 3
         assert forward == ([] if t == 1 else [("all_gather", numbers * 9 * 8 * t)]) and backward == []
 
 
@@ -326,14 +319,6 @@ def test_impossible_terms_are_refused(terms, words):
         ops.vocab_parallel_cross_entropy(torch.randn(2, 4), targets, vocab, **terms)
     with pytest.raises(ValueError, match=words):
         ops.linear_cross_entropy(torch.randn(2, 3), torch.randn(4, 3), targets, vocab, **terms)
-
-
-def test_the_target_to_ignore_is_torchs():
-    x, weight, targets = torch.randn(3, 2).double(), torch.randn(4, 2).double(), torch.tensor([0, -100, 3])
-    losses = F.cross_entropy(x @ weight.t(), targets, reduction="none")
-    vocab = ops.VocabSlice(0, 4, 4)
-    assert torch.allclose(ops.vocab_parallel_cross_entropy(x @ weight.t(), targets, vocab), losses, 1e-12, 0)
-    assert torch.allclose(ops.linear_cross_entropy(x, weight, targets, vocab), losses.sum(), 1e-12, 0)
 
 
 def test_no_tokens():

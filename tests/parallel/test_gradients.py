@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from steps import gradients
 from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.distributed import build_mesh, record_collectives
@@ -53,11 +54,7 @@ def norm_and_clipped(tp: int, sequence_parallel: bool, maximum: float):
     parameters = list(model.parameters())
     norm = gradient_norm(parameters, [group])
     scale_gradients(parameters, min(1.0, maximum / (float(norm) + 1e-6)))
-    clipped = {
-        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
-        for name, p in model.named_parameters()
-    }
-    return float(norm), clipped
+    return float(norm), gradients(model)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

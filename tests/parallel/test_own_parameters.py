@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from steps import Results, assert_same, gradients, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import Positions, TensorParallel, TransformerBlock, initialize
@@ -33,20 +33,13 @@ class Between(nn.Module):
         return self.second(x * self.gain + self.adapter(x), positions=positions)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    whole = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
-    }
-    return {name: g.clone() for name, g in whole.items()}
-
-
 def backward(model: nn.Module, first: int, rows: int, samples: int) -> None:
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(SAMPLES * SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
     model(x[first : first + rows], positions=Positions(samples, SEQ)).backward(dy[first : first + rows])
 
 
-def on_rank(t: int, sequence_parallel: bool, data_parallel: int) -> dict[str, Tensor]:
+def on_rank(t: int, sequence_parallel: bool, data_parallel: int) -> Results:
     mesh = build_mesh("cpu", tensor_parallel=t, data_parallel_shard=data_parallel)
     model = Between(TensorParallel(mesh["tp"], sequence_parallel))
     tokens = SAMPLES * SEQ // data_parallel
@@ -64,16 +57,15 @@ def on_rank(t: int, sequence_parallel: bool, data_parallel: int) -> dict[str, Te
                 ValueError, match=r"parameters are not laid out .* \((gain, )?adapter.weight, adapter.bias"
             ):
                 reduce_partial_gradients(model, **names)
-    for _ in range(2):
-        reduce_partial_gradients(model, partial=PARTIAL)
-    found = gradients(model)
+    reduce_partial_gradients(model, partial=PARTIAL)
+    found = {name: g.clone() for name, g in gradients(model, PARTIAL).items()}
     if sequence_parallel and t > 1:
         for p in model.parameters():
             p.grad *= 0.5
         with pytest.raises(RuntimeError, match="the gradient of gain has been summed .* and changed since"):
             reduce_partial_gradients(model, partial=PARTIAL)
         reduce_partial_gradients(model, whole=PARTIAL)
-        assert torch.equal(gradients(model)["gain"], 0.5 * found["gain"])
+        assert torch.equal(whole(model.gain.grad), 0.5 * found["gain"])
     return found
 
 
@@ -82,8 +74,6 @@ def on_rank(t: int, sequence_parallel: bool, data_parallel: int) -> dict[str, Te
 def test_gradients_equal_one_process(ranks, t, sequence_parallel, data_parallel):
     model = Between()
     backward(model, 0, SAMPLES * SEQ, SAMPLES)
-    expected = gradients(model)
+    expected = {name: p.grad for name, p in model.named_parameters()}
     for found in ranks(t * data_parallel).run(on_rank, t, sequence_parallel, data_parallel):
-        assert found.keys() == expected.keys()
-        for name, g in expected.items():
-            torch.testing.assert_close(found[name], g, rtol=1e-11, atol=1e-11, msg=name)
+        assert_same(found, expected, tolerance=1e-11)

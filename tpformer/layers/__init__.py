@@ -1,4 +1,6 @@
-"""Drop-in nn.Modules, each usable alone: plain with tp=None, tensor-parallel with a 1-D mesh. Re-exports only."""
+"""Drop-in nn.Modules, each usable alone: plain with tp=None, tensor-parallel with a 1-D mesh or a TensorParallel.
+
+Re-exports only."""
 
 from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
 

@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer import ops
 from tpformer.config import check_positive
 from tpformer.distributed.dtensor import is_dtensor
+from tpformer.ops.cross_entropy import IGNORE_INDEX
 
 from .children import others_hook
 from .module import Normal, ParallelModule
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
-IGNORE_INDEX = -100
 WEIGHT_NORMS = ("_WeightNorm", "WeightNorm")  # of torch.nn.utils.parametrizations and torch.nn.utils
 
 
@@ -155,7 +155,8 @@ class LMHead(_VocabParallel):
              ops.linear_cross_entropy.
     Communication, per rank: that of ops.column_linear (logits, carried by `tp.transport`) or ops.linear_cross_entropy
              (loss, whose collectives are its own).
-    Errors:  those of ops.linear_cross_entropy; ValueError for a table that is missing, or not this rank's rows.
+    Errors:  those of ops.linear_cross_entropy; ValueError for a table that is missing, or not this rank's rows, and for
+             a sequence shard that is not rows.
     `chunk_tokens`: that of ops.linear_cross_entropy, equal on all ranks; None for its default.
     """
 

@@ -1,4 +1,4 @@
-"""Optimizers that go wrong on shards are refused at their step, whoever made them. One function, and no more."""
+"""Optimizers that go wrong on shards are refused at their step, whoever made them."""
 
 from functools import cache
 from typing import Any

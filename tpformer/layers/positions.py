@@ -166,7 +166,11 @@ def positions_of(
     if t > 1 and x.ndim == 3 and (shape[0], shape[1] * t) == (batch, seq):
         return positions.sequence_sharded(t)
     whole = (shape[0] * t, *shape[1:]) if shape else (t,)  # what ranks hold together, were x a slice of the tokens
-    if whole == (batch, seq) if x.ndim == 3 else math.prod(whole) == batch * seq and (t == 1 or x.ndim < 3):
+    if x.ndim == 3:
+        fits = whole == (batch, seq)
+    else:
+        fits = math.prod(whole) == batch * seq and (t == 1 or x.ndim < 3)
+    if fits:
         return positions
     fitting = f"({batch}, {seq}, hidden) or ({batch * seq}, hidden)"
     if t > 1:

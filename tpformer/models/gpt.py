@@ -27,8 +27,9 @@ from tpformer.layers import (
 )
 from tpformer.layers.block import run_region
 from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm
-from tpformer.layers.embedding import IGNORE_INDEX, makes_loss
+from tpformer.layers.embedding import makes_loss
 from tpformer.layers.norm import NORMS
+from tpformer.ops.cross_entropy import IGNORE_INDEX
 
 
 def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
@@ -136,9 +137,7 @@ class GPT(ParallelModule):
         self.layers = nn.ModuleDict(
             {
                 str(index): transformer_block(
-                    config,
-                    recompute=recompute if index in recomputed and not self.regions else "none",
-                    **place,
+                    config, recompute=recompute if index in recomputed and not self.regions else "none", **place
                 )
                 for index in part
             }
@@ -160,21 +159,21 @@ class GPT(ParallelModule):
         """What carries each linear and why (layers.explain); tokens in a forward, unset: one sample. On all ranks."""
         return explain(self, tokens or self.config.seq_length, dtype)
 
-    def _pad(self, ids: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    def _pad(
+        self, ids: Tensor, targets: Tensor | None, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Right-pad the sequence until ranks can share the tokens: causal attention never looks at the padding."""
         batch, seq = ids.shape
         if not (self.tp.sequence_parallel and batch * seq % self.tp.size):
-            return ids, *others
+            return ids, targets, position_ids
         if self.training:
             raise ValueError(
                 f"batch * seq_length = {batch} * {seq} = {batch * seq} tokens cannot be split over "
                 f"tensor_parallel={self.tp.size} ranks: make it a multiple of {self.tp.size}"
             )
         extra = -seq % self.tp.size
-        targets, position_ids = others
         if position_ids is not None:
-            # each padding token is a document of its own
-            position_ids = F.pad(position_ids, (0, extra), value=0)
+            position_ids = F.pad(position_ids, (0, extra), value=0)  # each padding token is a document of its own
         if targets is not None:
             targets = F.pad(targets, (0, extra), value=IGNORE_INDEX)
         return F.pad(ids, (0, extra)), targets, position_ids
@@ -199,7 +198,10 @@ class GPT(ParallelModule):
         generator. Parts after the first need sample_index for the batch size. Result: logits
         (batch, seq, vocab_size), on t > 1 ranks this one's columns of them (LMHead), or a scalar loss in
         promote_types(dtype, float32), equal on all tp ranks: the sum, or with reduction="mean" the mean, over the
-        tokens whose target is not -100.
+        tokens whose target is not -100. Communication: that of the layers.
+        Errors: ValueError for ids, targets or position_ids of another shape or dtype, outside the vocabulary (on a CPU)
+        or longer than the learned positions; in training for tokens that ranks cannot share, and where it drops for
+        one of sample_index and step without the other, or, on several ranks, for neither.
         """
         key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:

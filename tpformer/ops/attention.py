@@ -8,6 +8,7 @@ from torch import Tensor
 
 
 def check_window(window: int | None, is_causal: bool) -> None:
+    """ValueError for a window of no token, or of attention that is not causal."""
     if window is not None and (window < 1 or not is_causal):
         raise ValueError(
             f"a sliding window of {window} with is_causal={is_causal}: it has at least 1 token, the query itself, and "
@@ -65,6 +66,7 @@ def attention(
     CUDA uses PyTorch's variable-length kernel for documents and windows in 16 bits. Elsewhere a loop runs over the
     documents, and one longer than the window gets a bool mask of its length squared.
     No communication.
+    Errors: ValueError for a window of no token or of attention that is not causal; for one on CUDA with torch < 2.12.
     """
     check_window(window, is_causal)
     fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
+from tpformer.kernels.cross_entropy.reference import IGNORE_INDEX, LossTerms, VocabSlice
 
 from .autocast import autocast_dtype, cast
 from .embedding import check_ids
@@ -92,7 +92,7 @@ def vocab_parallel_cross_entropy(
     vocab: VocabSlice,
     *,
     group: ProcessGroup | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "none",
@@ -227,7 +227,7 @@ def linear_cross_entropy(
     norm: Norm | None = None,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "sum",

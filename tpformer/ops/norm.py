@@ -10,6 +10,7 @@ from tpformer.kernels.norm.reference import Norm
 from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative
 from .implementation import implementation
+from .sequence import flat_rows
 from .uncompiled import uncompiled
 
 
@@ -51,12 +52,12 @@ class NormFunction(torch.autograd.Function):
 
 @uncompiled
 def norm(x: Tensor, prologue: Norm) -> Tensor:
-    """Normalise the last dim of x (..., N). Saves x and two statistics a row, never the output; no communication.
+    """Normalise the last dim of x (..., N); the result is like x.
 
-    Under torch.autocast in float32, whatever x is.
+    Saves x and two statistics a row, never the output; no communication.
+    Under torch.autocast it is made in float32, whatever x is.
     """
     if autocast_dtype(x) is not None:
         x, weight, bias = (cast(each, torch.float32) for each in (x, *parameters(prologue)))
         prologue = prologue._replace(weight=weight, bias=bias)
-    flat = x.reshape(-1, x.shape[-1])
-    return NormFunction.apply(flat, *parameters(prologue), prologue).view(x.shape)
+    return NormFunction.apply(flat_rows(x), *parameters(prologue), prologue).view(x.shape)

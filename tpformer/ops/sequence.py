@@ -143,6 +143,6 @@ def take_columns(x: Tensor, columns: slice, group: ProcessGroup | None) -> Tenso
 def gather_columns(x: Tensor, n: int, group: ProcessGroup | None) -> Tensor:
     """All columns (tokens, n) from every rank's chunk (tokens, n / t), for computation that is then equal on all ranks.
 
-    Communication, per rank: forward all-gather of tokens * N * itemsize bytes; backward none.
+    Communication, per rank: forward all-gather of tokens * n * itemsize bytes; backward none.
     """
     return x if group is None else _GatherColumns.apply(x, n, group)

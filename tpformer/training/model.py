@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.distributed import indexed
 from tpformer.distributed.collectives import all_reduce
 from tpformer.distributed.mesh import AXES, DEFAULT_TIMEOUT
-from tpformer.layers.embedding import IGNORE_INDEX
 from tpformer.models import GPT
+from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.parallel import (
     Layout,
     Pipeline,

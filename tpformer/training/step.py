@@ -64,14 +64,16 @@ def train_step(
     scaler: LossScaler | None = None,
 ) -> StepResult:
     """One step of the optimizers, unless loss or gradients are not finite. batch and first_sample: as for
-    ParallelModel.gradients. Gradients are gone afterwards."""
+    ParallelModel.gradients. Gradients are gone afterwards. ValueError where ids outside the vocabulary caused it."""
     scale = 1.0 if scaler is None else scaler.scale
     loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
     norm = float(model.gradient_norm()) / scale
     loss = float(loss_tensor)
     skipped, offender = not (math.isfinite(loss) and math.isfinite(norm)), None
     if skipped:
-        check_ids(batch.cpu(), model.config.vocab_size or 0, "token ids of this batch")  # a GPU makes of them NaN
+        check_ids(
+            batch.cpu(), model.config.vocab_size or 0, "token ids of this batch"
+        )  # on a GPU such a target gave NaN
         offender = model.first_not_finite()
     else:
         clip = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0

@@ -1,0 +1,173 @@
+"""What people do to modules does to the children of a block what it does to those of torch.nn: hooks, subclasses,
+wrappers, adapters, parametrizations, modules of their own; on one rank and on two, with every gradient, in float64."""
+
+import pytest
+import theirs
+import torch
+import torch.distributed as dist
+from habits import ON_LINEARS, fill, lora
+from steps import Results, assert_same, joined, step
+from theirs import ANYWHERE, FFN, HEADS, HIDDEN
+from torch import nn
+
+from tpformer.config import RECOMPUTE
+from tpformer.distributed import build_mesh
+from tpformer.layers import LayerNorm, Positions, RMSNorm, TensorParallel, TransformerBlock, explain
+
+BATCH, SEQ = 2, 6
+NORMS = ("layernorm", "rmsnorm")
+CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+LINEARS = {
+    "layernorm": ("self_attn.q_proj", "self_attn.o_proj", "mlp.fc1", "mlp.fc2"),
+    "rmsnorm": ("self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+}
+
+
+def ours(norm: str, tp: TensorParallel | None = None, recompute: str = "none") -> TransformerBlock:
+    """A block with the values of theirs.Block."""
+    activation = "gelu_tanh" if norm == "layernorm" else "swiglu"
+    options = {"norm": norm, "activation": activation, "recompute": recompute, "dtype": torch.float64}
+    block = TransformerBlock(HIDDEN, HEADS, ffn_hidden_size=FFN, tp=tp, **options)
+    if norm == "rmsnorm":
+        assert block.input_layernorm.eps == 1e-5
+    fill(block, theirs.Block(norm).state_dict())
+    return block
+
+
+def run(block: nn.Module, shard: slice | None = None, **options) -> Results:
+    """Result and gradients; shard: of these rows."""
+    generator = torch.Generator().manual_seed(5)
+    x, dy = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    torch.manual_seed(9)
+    if shard is not None:
+        x, dy = x.flatten(0, 1)[shard], dy.flatten(0, 1)[shard]
+    return step(block, x, dy, **options)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("habit", [*ANYWHERE, *ON_LINEARS])
+def test_on_one_rank(habit, norm, recompute):
+    for path in LINEARS[norm] if habit in ON_LINEARS else (*CHILDREN, *LINEARS[norm]):
+        results = []
+        for block in (theirs.Block(norm), ours(norm, recompute=recompute)):
+            (ANYWHERE | ON_LINEARS)[habit](block, path)
+            results.append(run(block))
+        assert_same(results[1], results[0], f"{habit} on {path}")
+
+
+def test_explain_names_what_is_called():
+    block = ours("layernorm")
+    assert "called" not in explain(block, 8)
+    theirs.put(block, "self_attn.q_proj", nn.Sequential(block.self_attn.q_proj, nn.Tanh()))
+    theirs.forward_hook(block, "mlp.fc2")
+    theirs.replace_forward(block, "input_layernorm")
+    theirs.subclass(block, "mlp")
+    called = [line for line in explain(block, 8).splitlines() if " is called as a module, not fused: " in line]
+    assert [(line.split()[0], line.split(": ")[1]) for line in called] == [
+        ("input_layernorm", "its forward has been replaced"),
+        ("mlp", "it is a Scaled"),
+        ("self_attn.q_proj", "it is a Sequential"),
+        ("mlp.fc2", "it has hooks"),
+    ]
+
+
+def put_theirs(block: nn.Module, path: str) -> None:
+    """The same child of torch.nn's block in place of ours, whole on every rank."""
+    gated = hasattr(block.mlp, "gate_proj")
+    theirs.put(block, path, theirs.Block("rmsnorm" if gated else "layernorm").get_submodule(path))
+
+
+def bare_norm(block: nn.Module, path: str) -> None:
+    """A norm without weight, of ours in ours: it stays in the fused pass."""
+    norm = block.get_submodule(path)
+    options = {"tp": norm.tp} if isinstance(norm, LayerNorm | RMSNorm) else {}
+    theirs.put(block, path, type(norm)(HIDDEN, 1e-5, elementwise_affine=False, **options))
+
+
+def gathered_output(block: nn.Module, path: str) -> None:
+    """A hook sees all features, of which the block goes on with this rank's."""
+    block.get_submodule(path).gather_output = True
+    theirs.scaling_hook(block, path)
+
+
+# what means the same to a shard and to the whole
+SHARDED = {name: ANYWHERE[name] for name in ("forward pre-hook", "backward hook", "subclass", "forward replaced")} | {
+    "forward hook": theirs.scaling_hook,
+    "module of torch.nn": put_theirs,
+    "LoRA": lora,
+    "output gathered": gathered_output,
+    "norm without weight": bare_norm,
+}
+
+
+def places(habit: str, norm: str) -> tuple[str, ...]:
+    row = ("o_proj", "fc2", "down_proj")
+    some = {
+        "norm without weight": CHILDREN[::2],
+        "LoRA": LINEARS[norm],
+        "output gathered": tuple(path for path in LINEARS[norm] if not path.endswith(row)),
+    }
+    return some.get(habit, (*CHILDREN, *LINEARS[norm]))
+
+
+def on_rank(habit: str, norm: str, sequence_parallel: bool, recompute: str) -> list[Results]:
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    rows, rank, results = BATCH * SEQ // mesh.size(), mesh.get_local_rank(), []
+    for path in places(habit, norm):
+        block = ours(norm, TensorParallel(mesh, sequence_parallel), recompute)
+        SHARDED[habit](block, path)
+        shard = slice(rows * rank, rows * (rank + 1)) if sequence_parallel else None
+        partial = ["*.a.weight", "*.b.weight"]  # of adapters on sequence shards
+        results.append(run(block, shard, partial=partial, positions=Positions(BATCH, SEQ)))
+    return results
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("norm", "recompute"), [("layernorm", "none"), ("rmsnorm", "full"), ("layernorm", "mlp")])
+@pytest.mark.parametrize("habit", SHARDED)
+def test_on_two_ranks(ranks, habit, norm, recompute, sequence_parallel):
+    results = ranks(2).run(on_rank, habit, norm, sequence_parallel, recompute)
+    for path, *found in zip(places(habit, norm), *results, strict=True):
+        block = theirs.Block(norm)
+        SHARDED[habit](block, path)
+        expected = run(block)
+        if sequence_parallel:
+            expected = {name: x.flatten(0, 1) if name in ("y", "dx") else x for name, x in expected.items()}
+            found = joined(found, 0)
+        for each in found:
+            assert_same(each, expected, f"{habit} on {path}")
+
+
+def foreign_children() -> None:
+    x, mesh = torch.zeros(BATCH, SEQ, HIDDEN, dtype=torch.float64), build_mesh("cpu", tensor_parallel=2)["tp"]
+    drops = nn.Sequential(nn.Dropout(0.1), theirs.linear(HIDDEN, HIDDEN, 1))
+    for child, words in (
+        (drops, r"Sequential draws dropout \(p=0.1\) from this rank's generator, and others would"),
+        (theirs.linear(HIDDEN, HIDDEN // 2, 1), "Linear computes 12 features of 24: a module that is not built"),
+    ):
+        block = ours("layernorm", TensorParallel(mesh))
+        block.self_attn.q_proj = child
+        with pytest.raises(ValueError, match=words):
+            block(x)
+
+
+def test_foreign_children_that_ranks_would_disagree_on(ranks):
+    ranks(2).run(foreign_children)
+
+
+def child_on_other_ranks(sequence_parallel: bool) -> None:
+    mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
+    block = ours("layernorm", TensorParallel(mesh, sequence_parallel))
+    for tp in (None, TensorParallel(mesh, not sequence_parallel)):
+        other = ours("layernorm", tp)
+        for path in (*CHILDREN, *LINEARS["layernorm"]):
+            made = other.get_submodule(path)
+            for child in (made,) if tp is None else (made, nn.Sequential(made)):
+                with pytest.raises(ValueError, match=f"{path[-3:]}: a .* rank.* cannot be part of a .*: build it with"):
+                    theirs.put(block, path, child)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_child_that_lies_on_ranks_in_another_way(ranks, sequence_parallel):
+    ranks(2).run(child_on_other_ranks, sequence_parallel)

@@ -1,0 +1,209 @@
+"""What people do to a GPT's lm_head means for its loss what it means with torch.nn: modules, hooks, subclasses, FSDP2.
+
+The vocabulary of 30 has 2 rows of padding.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import theirs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from habits import ON_LINEARS, fill
+from steps import Results, assert_same, gradients
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
+from tpformer.models import GPT, GPTConfig
+
+VOCAB, BATCH, SEQ = 30, 2, 6
+IDS = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+
+
+def build(tp: TensorParallel | None = None, tied: bool = False) -> GPT:
+    config = GPTConfig(
+        vocab_size=VOCAB, vocab_multiple=16, seq_length=SEQ, n_layers=1, hidden_size=24, n_heads=4,
+        ffn_hidden_size=theirs.FFN, tie_embeddings=tied,
+    )  # fmt: skip
+    model = GPT(config, tp=tp, dtype=torch.float64, label_smoothing=0.1)
+    fill(model, theirs.GPT(VOCAB, SEQ, 1).state_dict())
+    return model
+
+
+def replace(model: nn.Module, path: str) -> None:
+    theirs.put(model, path, theirs.linear(24, VOCAB, 3))
+
+
+HABITS = {**theirs.ANYWHERE, **ON_LINEARS, "replaced": replace}
+SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
+COMPUTED = ("weight_norm", "spectral_norm", "prune")  # their padding rows are the head's own
+
+
+def real(found: Results) -> Results:
+    """Without rows of padding."""
+    tables = ("embed_tokens", "lm_head")
+    return {name: x[:VOCAB] if name.startswith(tables) and x is not None else x for name, x in found.items()}
+
+
+def run(model: nn.Module, partial: Sequence[str] = (), **terms) -> Results:
+    torch.manual_seed(5)
+    loss = model(IDS[:, :-1], targets=IDS[:, 1:], **terms)
+    loss.backward()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        logits = model(IDS[:, :-1])
+    return {"loss": loss.detach(), "logits": logits} | real(gradients(model, partial))
+
+
+def expected(habit: str, reduction: str) -> Results:
+    oracle = theirs.GPT(VOCAB, SEQ, 1)
+    HABITS[habit](oracle, "lm_head")
+    return run(oracle, reduction=reduction, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("habit", sorted(HABITS.keys() - COMPUTED))
+def test_on_one_rank(habit, reduction):
+    model = build()
+    HABITS[habit](model, "lm_head")
+    assert_same(run(model, reduction=reduction), expected(habit, reduction), habit)
+
+
+def on_rank(habit: str, sequence_parallel: bool) -> Results:
+    model = build(TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], sequence_parallel))
+    HABITS[habit](model, "lm_head")
+    return run(model, partial=["*.a.weight"])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("habit", SHARDED)
+def test_on_two_ranks(ranks, habit, sequence_parallel):
+    results = ranks(2).run(on_rank, habit, sequence_parallel)
+    logits = torch.cat([each["logits"] for each in results], -1)
+    for each in results:
+        assert_same(each | {"logits": logits}, expected(habit, "sum"), habit)
+
+
+def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
+    """torch's loss of the same module's logits is the oracle."""
+    model, other = build(), build()
+    for each in (model, other):
+        with torch.no_grad():
+            each.lm_head.weight[VOCAB:] = 1.0  # or only these were pruned
+        HABITS["prune"](each, "lm_head")
+    model(IDS[:, :-1], targets=IDS[:, 1:]).backward()
+    logits = other(IDS[:, :-1]).flatten(0, 1)
+    F.cross_entropy(logits, IDS[:, 1:].flatten(), reduction="sum", label_smoothing=0.1).backward()
+    assert_same(gradients(model), gradients(other), "prune")
+
+
+@pytest.mark.parametrize("path", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_norms_of_padding_rows_are_refused(normed, path):
+    """They are 0, and have NaN gradients; a norm of columns has none of them alone."""
+    model = build()
+    normed(model.get_submodule(path))
+    with pytest.raises(ValueError, match="0 in the 2 rows that pad this table of vocab_size=30: .* vocab_multiple"):
+        model(IDS[:, :-1], targets=IDS[:, 1:])
+    model = build()
+    normed(model.get_submodule(path), dim=1)
+    assert all(bool(value.isfinite().all()) for value in run(model).values())
+
+
+def plain_adapters(path: str, k: int, n: int) -> None:
+    model = build(TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"], True))
+    theirs.put(model, path, theirs.LoRA(model.get_submodule(path), theirs.linear(k, 4, 1), theirs.linear(4, n, 2)))
+    with pytest.raises(ValueError, match=r"LoRA puts modules of whole features beside .*\(.*\): build .* an lm_head"):
+        model(IDS[:, :-1])
+
+
+@pytest.mark.parametrize(
+    "path, k, n", [("lm_head", 24, VOCAB), ("layers.0.mlp.fc1", 24, theirs.FFN), ("layers.0.mlp.fc2", theirs.FFN, 24)]
+)
+def test_adapters_of_whole_features_are_refused(ranks, path, k, n):
+    ranks(2).run(plain_adapters, path, k, n)
+
+
+@pytest.mark.parametrize(
+    "tied, head, words",
+    [
+        (False, lambda head: nn.Linear(24, 32), "Linear computes 32 features of 30: a module that is not built"),
+        (True, nn.Sequential, r"no table of its own \(weight=False\): give it .* tie_embeddings=False"),
+    ],
+)
+def test_heads_that_cannot_be(tied, head, words):
+    model = build(tied=tied)
+    model.lm_head = head(model.lm_head).double()
+    with pytest.raises(ValueError, match=words):
+        model(IDS[:, :-1], targets=IDS[:, 1:])
+
+
+def test_a_tied_embedding_of_others_is_refused():
+    model = build(tied=True)
+    model.embed_tokens = nn.Embedding(VOCAB, 24)
+    with pytest.raises(ValueError, match="which is a Embedding without a VocabParallelEmbedding: wrap that one, or"):
+        model(IDS[:, :-1])
+
+
+# what recipes hand to fully_shard, one after the other, before the model itself
+ORDERS = {
+    "embedding, layers, norm and head": lambda model: [model.embed_tokens, *blocks(model), [model.norm, model.lm_head]],
+    "norm and head, layers, embedding": lambda model: [[model.norm, model.lm_head], *blocks(model), model.embed_tokens],
+    "layers, embedding and norm and head": lambda model: [
+        *blocks(model), [model.embed_tokens, model.norm, model.lm_head]
+    ],
+    "layers, embedding and norm": lambda model: [*blocks(model), [model.embed_tokens, model.norm]],
+}  # fmt: skip
+
+
+def blocks(model: GPT) -> list[nn.Module]:
+    return [*model.layers.values()]
+
+
+def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> Results:
+    """The second loss, the sum over samples, and its gradients, with an evaluation in between. wrapped: others have put
+    the embedding into a module of theirs."""
+    ids, terms = IDS, {}
+    if order is None:
+        model, terms = theirs.GPT(VOCAB, SEQ, 1), {"reduction": "sum", "label_smoothing": 0.1}
+        if tied:
+            model.lm_head.weight = model.embed_tokens.weight
+    else:
+        mesh = build_mesh("cpu", tensor_parallel=tp, data_parallel_shard=2)
+        model = build(TensorParallel(mesh["tp"], True) if tp > 1 else None, tied)
+        ids = IDS[[mesh["dp_shard"].get_local_rank()]]
+        if wrapped:
+            model.embed_tokens = nn.Sequential(model.embed_tokens)
+        for part in [*ORDERS[order](model), model]:
+            fully_shard(part, mesh=mesh["dp_shard"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found: Results = {}
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(ids[:, :-1], targets=ids[:, 1:], **terms)
+        (loss / 2 if order is None else loss).backward()  # FSDP2 takes the mean
+        found = {"loss": loss.detach()} | real(gradients(model))
+        with torch.no_grad():
+            model(ids[:, :-1])
+        if order is not None:
+            model.reshard()  # the root, which FSDP2 itself leaves gathered after an evaluation
+    return found
+
+
+FIRST = next(iter(ORDERS))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "tied, order, wrapped", [*((True, order, False) for order in ORDERS), (True, FIRST, True), (False, FIRST, False)]
+)
+def test_fsdp(ranks, tied, order, wrapped, tp):
+    results, wanted = ranks(2 * tp).run(two_steps, order, tp, tied, wrapped), two_steps(None, 1, tied)
+    for each in results:
+        found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}
+        assert_same(found | {"loss": results[0]["loss"] + results[-1]["loss"]}, wanted, order)

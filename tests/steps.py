@@ -1,0 +1,52 @@
+"""One forward and backward: its result and gradients, those of ranks put together, compared.
+
+Belongs here: what tests of modules on one rank and on several share. Those of operations: tests/ops/shards.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tpformer.parallel import reduce_partial_gradients
+
+Results = dict[str, Tensor | None]
+
+
+def whole(x: Tensor | None) -> Tensor | None:
+    """A tensor as one process has it: of a DTensor, all ranks' parts."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def gradients(module: nn.Module, partial: Sequence[str] = ()) -> Results:
+    """Whole gradients by name, the partial ones summed, and of a user's own parameters those named."""
+    reduce_partial_gradients(module, partial=partial)
+    return {name: whole(p.grad) for name, p in module.named_parameters()}
+
+
+def step(module: nn.Module, x: Tensor, dy: Tensor, *, partial: Sequence[str] = (), **options: Any) -> Results:
+    """y, dx and the gradients of the parameters."""
+    x = x.detach().clone().requires_grad_()
+    y = module(x, **options)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad} | gradients(module, partial)
+
+
+def joined(by_rank: list[Results], dim: int) -> list[Results]:
+    """The same of each rank, but with y and dx of all of them, whose slices along dim they had."""
+    rows = {name: torch.cat([each[name] for each in by_rank], dim) for name in ("y", "dx")}
+    return [each | rows for each in by_rank]
+
+
+def assert_same(found: Results, expected: Results, what: str = "", tolerance: float = 1e-12) -> None:
+    """Equal by name, to rounding (tolerance 0: to the bit), and None where None is expected."""
+    assert found.keys() == expected.keys(), what
+    for name, value in expected.items():
+        if value is None or found[name] is None:
+            assert value is found[name], (what, name)
+        else:
+            torch.testing.assert_close(
+                found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{what} {n}: {m}"
+            )
