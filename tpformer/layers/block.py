@@ -10,7 +10,7 @@ from tpformer import ops
 from tpformer.config import RECOMPUTE, check_dropout
 
 from .attention import SelfAttention
-from .children import call_rows, fusable, others_hook, why_called
+from .children import call_rows, fusable, keeps_forward, others_hook, why_called
 from .dropout import DropoutKey
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
@@ -187,7 +187,7 @@ def run_region(layers: Sequence[nn.Module], x: Tensor, positions: Positions, dro
     """
     last = layers[-1]
     options: dict = {"positions": positions, "dropout_key": dropout_key}
-    ours = [type(layer).forward is TransformerBlock.forward and "forward" not in layer.__dict__ for layer in layers]
+    ours = [keeps_forward(layer, TransformerBlock) for layer in layers]
     ends: dict = {"ends_region": True} if ours[-1] and not others_hook(last._forward_hooks) else {}
 
     def region(x: Tensor) -> Tensor:

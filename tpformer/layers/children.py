@@ -46,6 +46,11 @@ def others_hook(hooks: Mapping[int, Callable]) -> bool:
     return not all(fsdp) or torch_module._has_any_global_hook()
 
 
+def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether it is of this kind, or of a class made of it such as FSDP2's, and its forward is the kind's own."""
+    return type(module).forward is kind.forward and "forward" not in module.__dict__
+
+
 def fusable(kind: type[nn.Module], *children: nn.Module) -> bool:
     for child in children:  # a loop: all() over a generator takes twice the time, in every forward
         if why_called(child, kind) is not None:

@@ -11,7 +11,7 @@ from tpformer.config import check_positive
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 
-from .children import others_hook
+from .children import keeps_forward, others_hook
 from .module import Normal, ParallelModule
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
@@ -210,9 +210,5 @@ class LMHead(_VocabParallel):
 def makes_loss(head: nn.Module) -> bool:
     """Whether a GPT's lm_head may make the loss itself, without ever having all logits: it is an LMHead, nobody has
     replaced its forward, and nobody's hooks see its output."""
-    return (
-        isinstance(head, LMHead)
-        and type(head).forward is LMHead.forward
-        and "forward" not in head.__dict__
-        and not (others_hook(head._forward_hooks) or head._backward_hooks or head._backward_pre_hooks)
-    )
+    hooked = others_hook(head._forward_hooks) or head._backward_hooks or head._backward_pre_hooks
+    return keeps_forward(head, LMHead) and not hooked
