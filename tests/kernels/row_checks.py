@@ -67,6 +67,8 @@ def check_norm(
     """norm_forward and norm_backward of a module against float64 autograd, every output and gradient."""
     with poisoned_memory():
         y, statistics = module.norm_forward(x, norm, **options)
+    if not options:
+        assert torch.equal(module.norm_rebuilt(x, statistics, norm), y)
     check_normalised(module, x, y, statistics, norm, dy, dresidual, **options)
 
 

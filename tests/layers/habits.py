@@ -160,6 +160,17 @@ def lora_by_hook(model: nn.Module, path: str) -> None:
     base.register_forward_hook(lambda base, inputs, y: y + base.adapter(inputs[0]))
 
 
+def lora_by_subclass(model: nn.Module, path: str) -> None:
+    base = model.get_submodule(path)
+    base.adapter = nn.Sequential(*adapter(base))
+
+    class Adapted(type(base)):  # type: ignore[misc]
+        def forward(self, x, **options):
+            return super().forward(x, **options) + self.adapter(x)
+
+    base.__class__ = Adapted
+
+
 def frozen(model: nn.Module) -> nn.Module:
     for index, name in enumerate(sorted(name for name, _ in model.named_parameters())):
         model.get_parameter(name).requires_grad_(index % 2 == 0)
@@ -189,6 +200,7 @@ EDITS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "replaced forward": everywhere(theirs.replace_forward),
     "LoRA by wrapper": everywhere(lora, linears),
     "LoRA by hook": everywhere(lora_by_hook, linears),
+    "LoRA by subclass": everywhere(lora_by_subclass, linears),
     "weight_norm": everywhere(ON_LINEARS["weight_norm"], weighted),
     "spectral_norm": everywhere(theirs.spectral_norm, weighted),
     "prune": everywhere(ON_LINEARS["prune"], weighted),

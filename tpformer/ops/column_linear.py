@@ -74,7 +74,7 @@ class ColumnLinearFunction(torch.autograd.Function):
         rows = x
         if norm is not None:
             # the norm's output was not kept: one cheap pass over x against 2 bytes per element held since the forward
-            rows, _ = implementation("norm", x).norm_forward(x, norm)
+            rows = implementation("norm", x).norm_rebuilt(x, (mean, rstd), norm)
         n, needed = 5 + len(weights), ctx.needs_input_grad
         wanted, wanted_biases = needed[5:n], needed[n:]
         gathered = layout.gathering.start_gather(rows) if layout.deferred is None and any(wanted) else None
