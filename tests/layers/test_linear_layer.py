@@ -1,6 +1,7 @@
 """ColumnParallelLinear and RowParallelLinear as drop-in nn.Linear: leading dims, sequence_dim, used_rows."""
 
 import traceback
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from habits import fill
 from steps import Results, gradients
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn.utils import parametrizations
 
+from tpformer import ops
 from tpformer.distributed import build_mesh
 from tpformer.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, explain
 
@@ -211,3 +214,18 @@ def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):
     monkeypatch.setattr(F, "linear", product)
     layer(torch.zeros(2, K))
     assert frames == ["forward", "project", "call", "column_linear", "forward", "gather_matmul"]
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_the_gradient_of_a_computed_weight_is_not_queued(kind):
+    """It goes on to what the weight is computed from, which only autograd knows."""
+    found = []
+    for queued in (False, True):
+        torch.manual_seed(0)
+        layer, queue = parametrizations.weight_norm(kind(K, N)), ops.WeightGradientQueue()
+        with queue.collect() if queued else nullcontext():
+            y = layer(torch.ones(2, K))
+        y.square().sum().backward()
+        assert len(queue) == 0
+        found.append([p.grad for p in layer.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
