@@ -46,7 +46,7 @@ def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rop
 
 
 def check_dropout(p: float) -> None:
-    """Raise ValueError for what is no probability of zeroing an element, of which some have to be kept."""
+    """ValueError unless p, the probability of zeroing an element, is in [0, 1): some elements have to be kept."""
     if not 0 <= p < 1:
         raise ValueError(f"dropout={p} must be in [0, 1)")
 
