@@ -42,6 +42,9 @@ class WeightGradientQueue:
     def __len__(self) -> int:
         return len(self._closures)
 
+    def __bool__(self) -> bool:
+        return True  # an empty queue is no missing one: `if queue` asks whether there is one
+
     @contextmanager
     def collect(self) -> Iterator[WeightGradientQueue]:
         """Linears whose forward runs in this context, in this thread, queue their weight gradients here."""
