@@ -78,8 +78,10 @@ class RowLinearFunction(torch.autograd.Function):
         elif wants_weight:
             a = implementation("activation", x).activation_forward(x, layout.activation, gate)
 
+        held = dy if gathered is None else gathered  # of both, what a queue keeps beside the activation
+
         def weight_gradient() -> Tensor:
-            whole = gathering.start_gather(dy)() if gathered is None else gathered
+            whole = gathering.start_gather(held)() if gathered is None else held
             return whole.t() @ a
 
         if layout.deferred is not None and wants_weight:
