@@ -155,7 +155,7 @@ def test_state_dict_names_and_shapes():
 
 
 def key_gradients(gathered: bool) -> list[torch.Tensor]:
-    """Of attention with one key head, which both ranks use whole, and a hook that has its projections called."""
+    """Both ranks use the one key head whole, and a hook has the projections called as modules."""
     tp = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
     attention = SelfAttention(16, 4, n_kv_heads=1, tp=tp, dtype=torch.float64)
     if gathered:

@@ -86,7 +86,7 @@ def bare_norm(block: nn.Module, path: str) -> None:
 
 
 def gathered_output(block: nn.Module, path: str) -> None:
-    """A hook sees all features, of which the block goes on with this rank's."""
+    """A hook sees all features; the block goes on with those of this rank."""
     block.get_submodule(path).gather_output = True
     theirs.scaling_hook(block, path)
 

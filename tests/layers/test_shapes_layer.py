@@ -92,7 +92,7 @@ def test_model_without_samples(tied, options, recompute):
 
 
 def on_rank(transport: str, sequence_parallel: bool, queued: bool) -> None:
-    """Of a row linear whose input needs no gradient: the GEMMs, and one gather as before; of a norm's, none of dx."""
+    """A row linear whose input needs no gradient gathers once, as before, and makes no dx; nor does a norm's linear."""
     tp = TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], sequence_parallel, transport)
     x, weight = torch.randn(4, K), torch.randn(N, K, requires_grad=True)
     gemm, queue = 2 * 4 * K * N, ops.WeightGradientQueue()

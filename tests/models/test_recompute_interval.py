@@ -89,7 +89,7 @@ def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_para
         options = {**FULL, "recompute_interval": interval} if interval else {}
         found[interval] = ranks(2).run(on_rank, {**options, "sequence_parallel": sequence_parallel})[0]
         assert_same(found[interval][0], found[0][0], tolerance=0)
-    # of a layer 2 reductions and, of sequence shards, 2 gathers; of a region's last one 1 less
+    # a layer repeats 2 reductions and, with sequence shards, 2 gathers; the last one of a region 1 less
     again = 4 if sequence_parallel else 2
     for interval, regions in ((1, LAYERS), (2, 3), (LAYERS, 1)):
         assert found[interval][1] - found[0][1] == again * LAYERS - regions
