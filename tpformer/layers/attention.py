@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer import ops
 from tpformer.config import check_heads
 from tpformer.ops.attention import check_window
+from tpformer.ops.sequence import flat_rows
 
 from .children import Features, enter, leave
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -102,7 +103,7 @@ class SelfAttention(ParallelModule):
         self, x: Tensor, *, positions: Positions | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         positions = positions_of(x, positions, self.tp, key_padding_mask)
-        y, _ = self.branch(x.reshape(-1, x.shape[-1]), positions)
+        y, _ = self.branch(flat_rows(x), positions)
         return y.view(x.shape)
 
     def branch(
@@ -122,7 +123,7 @@ class SelfAttention(ParallelModule):
         batch, seq, d = positions.batch, positions.seq_length, self.head_dim
         q, k, v = (positions.to_samples(y).reshape(batch, seq, y.shape[1] // d, d) for y in (q, k, v))
         if self.rope_base is not None:
-            table, ids = positions.rope(self.head_dim, self.rope_base, q.device, q.dtype)
+            table, ids = positions.rope(d, self.rope_base, q.device, q.dtype)
             q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
         documents, visible = positions.documents(q.device), (self.is_causal, self.sliding_window)
         y = ops.attention(q, self._spread(k), self._spread(v), documents, *visible)
@@ -131,7 +132,7 @@ class SelfAttention(ParallelModule):
             heads,
             self.o_proj,
             self.tp,
-            self.n_heads * self.head_dim,
+            self.n_heads * d,
             residual=carried if residual else None,
             dropout=dropout,
             next_norm=next_norm,

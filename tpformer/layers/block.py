@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE, check_dropout
+from tpformer.ops.sequence import flat_rows
 
 from .attention import SelfAttention
 from .children import call_rows, fusable, keeps_forward, others_hook, why_called
@@ -114,7 +115,7 @@ class TransformerBlock(ParallelModule):
     ) -> Tensor:
         """ends_region: the block is the last of a region that its caller recomputes (ops.row_linear)."""
         positions = positions_of(x, positions, self.tp, key_padding_mask)
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        rows = flat_rows(x)
         sites = self._dropout_sites(rows, positions, dropout_key)
         if self.recompute == "full" and torch.is_grad_enabled():
             rows = ops.recompute(self._layer, rows, positions, sites, True, keep_random_state=self._composed)

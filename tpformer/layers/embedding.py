@@ -10,6 +10,7 @@ from tpformer import ops
 from tpformer.config import check_positive
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.ops.cross_entropy import IGNORE_INDEX
+from tpformer.ops.sequence import flat_rows
 
 from .children import keeps_forward, others_hook
 from .module import Normal, ParallelModule
@@ -178,7 +179,7 @@ class LMHead(_VocabParallel):
             raise ValueError(
                 f"x is {tuple(x.shape)}, but a sequence shard is rows of flattened tokens: (tokens / t, K)"
             )
-        weight, rows = self._table(tied), x.reshape(-1, x.shape[-1])
+        weight, rows = self._table(tied), flat_rows(x)
         where: dict = {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if targets is None:
             # all rows of the table are multiplied: its padding keeps the GEMMs aligned

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.ops.sequence import flat_rows, with_leading_dims
 
 from .module import Constant, Normal, ParallelModule
 from .tensor_parallel import TensorParallel
@@ -17,13 +18,13 @@ def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
         if sequence_dim % x.ndim == x.ndim - 1:
             raise ValueError(f"sequence_dim={sequence_dim} of x of shape {tuple(x.shape)} is the dim of its features")
         x = x.movedim(sequence_dim, 0)
-    return x.reshape(-1, x.shape[-1])
+    return flat_rows(x)
 
 
 def _from_rows(y: Tensor, x: Tensor, sequence_dim: int | None) -> Tensor:
     """Undo _to_rows for a result y whose rows were gathered or scattered; x is the layer's input."""
     if sequence_dim is None:
-        return y.view(*x.shape[:-1], y.shape[-1]) if x.ndim != 2 and y.shape[0] == x[..., 0].numel() else y
+        return with_leading_dims(y, x)
     others = x.movedim(sequence_dim, 0).shape[1:-1]
     return y.view(-1, *others, y.shape[-1]).movedim(0, sequence_dim)
 

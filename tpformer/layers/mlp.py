@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS, default_ffn_size
+from tpformer.ops.sequence import flat_rows
 
 from .children import Features, enter, leave
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -59,7 +60,7 @@ class MLP(ParallelModule):
             self.fc1, self.fc2 = column(), row()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.branch(x.reshape(-1, x.shape[-1]))
+        y = self.branch(flat_rows(x))
         return y if y.shape == x.shape else y.view(x.shape)
 
     def branch(

@@ -30,6 +30,7 @@ from tpformer.layers.children import Features, call_column, call_rows, fusable, 
 from tpformer.layers.embedding import makes_loss
 from tpformer.layers.norm import NORMS
 from tpformer.ops.cross_entropy import IGNORE_INDEX
+from tpformer.ops.sequence import flat_rows
 
 
 def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
@@ -63,7 +64,7 @@ def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
 
 
 def _regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]:
-    """The first layer of the region of each recomputed layer, at most `interval` of which are one region."""
+    """Each recomputed layer's region, by the region's first layer; a region has at most `interval` layers."""
     regions: dict[str, int] = {}
     for index in part:
         first = regions.get(str(index - 1))
@@ -252,8 +253,7 @@ class GPT(ParallelModule):
         )
 
     def _embed(self, ids: Tensor, positions: Positions, key: DropoutKey | None) -> Tensor:
-        x = self.embed_tokens(ids)
-        x = x.reshape(-1, x.shape[-1])
+        x = flat_rows(self.embed_tokens(ids))
         if self.embed_positions is not None:
             x = self.embed_positions(x, positions=positions)
         return ops.dropout(x, self._embedding_dropout(key, x, positions))

@@ -155,7 +155,7 @@ def column_linear(
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
     if normed is not None and norm is None:
         raise ValueError("normed rows need their norm as well: its gradients are made here")
-    rows = x if x.dim() == 2 else flat_rows(x)
+    rows = flat_rows(x)
     autocast = autocast_dtype(x)
     if autocast is not None:
         deferred = cast_back(deferred, weights)

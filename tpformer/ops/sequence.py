@@ -12,8 +12,8 @@ from .uncompiled import uncompiled
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """Rows (tokens, N) of x (..., N)."""
-    return x.reshape(-1, x.shape[-1])
+    """Rows (tokens, N) of x (..., N); x itself if it is rows, as a view of it would be one more node for autograd."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:

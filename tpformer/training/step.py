@@ -71,9 +71,8 @@ def train_step(
     loss = float(loss_tensor)
     skipped, offender = not (math.isfinite(loss) and math.isfinite(norm)), None
     if skipped:
-        check_ids(
-            batch.cpu(), model.config.vocab_size or 0, "token ids of this batch"
-        )  # on a GPU such a target gave NaN
+        # a GPU makes NaN of an id outside the vocabulary, and does not say so
+        check_ids(batch.cpu(), model.config.vocab_size or 0, "token ids of this batch")
         offender = model.first_not_finite()
     else:
         clip = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
