@@ -37,8 +37,6 @@ class Case:
     """Exact number of system-scope acquires: two per call of wait, before its loop and in it."""
     local_atomics: int = 0
     """Exact number of atomics that stay inside of one rank, and so need no system scope."""
-    narrow_stores: int = 0
-    """If it releases: how many stores of blocks may move less than 16 bytes per thread."""
     own: frozenset[str] = frozenset()
     """Pointer and descriptor arguments that no other rank writes: loads from them may stand before a wait."""
     waived: frozenset[str] = frozenset()

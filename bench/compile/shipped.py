@@ -10,23 +10,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tpformer.kernels.all_gather.kernel import all_gather
 from tpformer.kernels.all_gather_matmul.kernel import (
     all_gather_matmul,
     all_gather_matmul_derivative,
     await_gathered,
     gathered_copy,
 )
-from tpformer.kernels.all_reduce.kernel import all_reduce
-from tpformer.kernels.barrier.kernel import barrier
 from tpformer.kernels.configurations import TILES, tile_names
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.launch import Tile
-from tpformer.kernels.matmul.kernel import gated_matmul, matmul, matmul_derivative
+from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump
-from tpformer.kernels.reduce_scatter.kernel import reduce_scatter
 
 from .cases import CAPABILITIES, DTYPES, Case, meta
 from .memory_bound import MEMORY_BOUND
@@ -137,14 +133,6 @@ def matmul_cases() -> Iterator[Case]:
     )
 
 
-def gated_matmul_cases() -> Iterator[Case]:
-    def swiglu(dtype, tile):
-        w = weights(dtype)[0]
-        gated_matmul(meta(M, K, dtype=dtype), w, w, tile=tile, programs=PROGRAMS)
-
-    yield from gemm("gated_matmul_kernel", [("swiglu", swiglu)])
-
-
 def all_gather_matmul_cases() -> Iterator[Case]:
     def forward(dtype, tile, push, several, served=1):
         all_gather_matmul(
@@ -224,16 +212,12 @@ def matmul_all_reduce_cases() -> Iterator[Case]:
     yield from gemm(kernel, two_shot, releases=2, acquires=4, own=OPERANDS)
 
 
-def collective_cases() -> Iterator[Case]:
-    """What multiplies nothing: stand-alone collectives, and the gather under a reducing GEMM."""
+def gather_cases() -> Iterator[Case]:
+    """The gather that runs under a reducing GEMM, and what begins an operation: they multiply nothing."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
             x = meta(M, 512, dtype=dtype)
             launches = {
-                "all_gather_kernel": (partial(all_gather, x, channel(), programs=32), 1),
-                "reduce_scatter_kernel": (partial(reduce_scatter, x, channel(), programs=32), 1),
-                "one_shot_all_reduce_kernel": (partial(all_reduce, x, channel(), programs=32, two_shot=False), 1),
-                "two_shot_all_reduce_kernel": (partial(all_reduce, x, channel(), programs=32, two_shot=True), 2),
                 "await_gathered_kernel": (partial(await_gathered, channel(), x, True), 1),
                 "copy_slot_kernel": (partial(gathered_copy, channel(), x), 0),
             }
@@ -243,18 +227,15 @@ def collective_cases() -> Iterator[Case]:
                     releases=count, acquires=2 * count, own=OWN,
                 )  # fmt: skip
         flags = {"dtype": torch.int32, "capability": capability}
-        launch = partial(barrier, channel())
-        yield Case(name="8 ranks", kernel="barrier_kernel", launch=launch, releases=1, acquires=2, **flags)
         yield Case(name="1 rank", kernel="bump_kernel", launch=partial(bump, channel()), **flags)
 
 
 KERNELS: tuple[Callable[[], Iterator[Case]], ...] = (
     matmul_cases,
-    gated_matmul_cases,
     all_gather_matmul_cases,
     matmul_reduce_scatter_cases,
     matmul_all_reduce_cases,
-    collective_cases,
+    gather_cases,
     *MEMORY_BOUND,
 )
 

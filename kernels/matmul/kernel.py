@@ -1,4 +1,4 @@
-"""matmul, gated_matmul and matmul_derivative: persistent GEMMs with their epilogues, one rank, no communication."""
+"""matmul and matmul_derivative: persistent GEMMs with their epilogues, one rank, no communication."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..configurations import select_tile
 from ..launch import Tile, launch_options, operand, padded, persistent_programs
-from ..tile import activate, add_product, column_blocks, linear_tile, load_block, store_block, swizzle
+from ..tile import column_blocks, linear_tile
 
 MAXIMUM_WEIGHTS = 3  # q, k, v
 
@@ -30,32 +30,6 @@ def matmul_kernel(
             m, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride, A_TRANSPOSED, B_TRANSPOSED, WEIGHTS, BIAS,
             ACTIVATION, DERIVATIVE, GATED, 1, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["m"])
-def gated_matmul_kernel(
-    a, gate_weight, up_weight, c, gate, up, m, n, k, a_stride, gate_stride, up_stride,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Two accumulators per tile share A's loads; both projections are stored, and the activation is of the rounded."""
-    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        row_block, column_block = swizzle(tile, tiles_m, tiles_n)
-        row, column = row_block * BLOCK_M, column_block * BLOCK_N
-        nothing, steps = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.cdiv(k, BLOCK_K)
-        g, u, g_part, u_part = nothing, nothing, nothing, nothing
-        for step in range(steps):
-            at = step * BLOCK_K
-            left = load_block(a, row, at, m, k, a_stride, BLOCK_M, BLOCK_K, TMA)
-            right = load_block(gate_weight, column, at, n, k, gate_stride, BLOCK_N, BLOCK_K, TMA).T
-            g, g_part = add_product(g, g_part, left, right, step, steps)
-            right = load_block(up_weight, column, at, n, k, up_stride, BLOCK_N, BLOCK_K, TMA).T
-            u, u_part = add_product(u, u_part, left, right, step, steps)
-        g_rounded, u_rounded = g.to(gate.dtype.element_ty), u.to(up.dtype.element_ty)  # first: fewer registers live
-        store_block(gate, g_rounded, row, column, m, n, n, BLOCK_M, BLOCK_N)
-        store_block(up, u_rounded, row, column, m, n, n, BLOCK_M, BLOCK_N)
-        value = activate(g_rounded.to(tl.float32), ACTIVATION) * u_rounded.to(tl.float32)
-        store_block(c, value, row, column, m, n, n, BLOCK_M, BLOCK_N)
 
 
 def blocks(tile: Tile) -> dict[str, int | bool]:
@@ -144,39 +118,3 @@ def matmul_derivative(
         **blocks(tile), **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
     return dx, dgate, rebuilt
-
-
-def gated_matmul(
-    a: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    *,
-    activation: str = "silu",
-    tile: Tile | None = None,
-    programs: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(act(A G^T) * A U^T, A G^T, A U^T) in one pass over A: SwiGLU with silu, GeGLU with gelu.
-
-    Math:     gated_matmul_reference
-    Shapes:   a (M, K); gate_weight and up_weight (N, K); results (M, N)
-    Numerics: as matmul; the activation is of the rounded projections, as a backward will find them
-    Traffic:  A and both weights read, three results written; two accumulators: half of the tile's columns at a time
-    Order:    as matmul
-    Source:   Shazeer 2020 (arXiv:2002.05202)
-    """
-    m, k = a.shape
-    n = gate_weight.shape[0]
-    tile = tile or select_tile(a.device, a.dtype, m, n, operands=3)
-    if tile.n > 32:
-        tile = tile._replace(n=tile.n // 2)
-    a, gate_weight, up_weight = padded(a), padded(gate_weight), padded(up_weight)
-    outputs = tuple(a.new_empty(m, n) for _ in range(3))
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    weight_block = (tile.n, tile.k)
-    gated_matmul_kernel[(persistent_programs(a.device, tiles, tile, programs),)](
-        operand(a, (tile.m, tile.k), tile), operand(gate_weight, weight_block, tile),
-        operand(up_weight, weight_block, tile), *outputs,
-        m, n, k, a.stride(0), gate_weight.stride(0), up_weight.stride(0),
-        ACTIVATION=activation, **blocks(tile), **launch_options(tile.warps, tile.stages),
-    )  # fmt: skip
-    return outputs

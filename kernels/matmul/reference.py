@@ -31,18 +31,6 @@ def matmul_reference(
     return activation_forward(y, activation).to(a.dtype)
 
 
-def gated_matmul_reference(
-    a: Tensor, gate: Tensor, up: Tensor, *, activation: str = "silu"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(act(A G^T) * A U^T, A G^T, A U^T): the gated activation of two projections, and both before it.
-
-    The activation is taken of the projections as rounded to a's dtype, which is what a backward finds stored.
-    """
-    projected = [matmul_reference(a, weight) for weight in (gate, up)]
-    value = activation_forward(_wide(projected[1]), activation, _wide(projected[0]))
-    return value.to(a.dtype), projected[0], projected[1]
-
-
 def matmul_derivative_reference(
     a: Tensor, b: Tensor, x: Tensor, activation: str | None, gate: Tensor | None = None, *, b_transposed: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -23,13 +23,10 @@ from bench.compile.cases import Case  # noqa: E402
 from bench.compile.rules import evaluate  # noqa: E402
 from bench.compile.shipped import cases  # noqa: E402
 from tpformer.kernels import protocol, tile  # noqa: E402
-from tpformer.kernels.all_gather import kernel as all_gather  # noqa: E402
 from tpformer.kernels.all_gather_matmul import kernel as all_gather_matmul  # noqa: E402
-from tpformer.kernels.all_reduce import kernel as all_reduce  # noqa: E402
 from tpformer.kernels.configurations import TILES  # noqa: E402
 from tpformer.kernels.matmul_all_reduce import kernel as matmul_all_reduce  # noqa: E402
 from tpformer.kernels.matmul_reduce_scatter import kernel as matmul_reduce_scatter  # noqa: E402
-from tpformer.kernels.reduce_scatter import kernel as reduce_scatter  # noqa: E402
 
 UNAVAILABLE = compiler.unavailable()
 pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE)), pytest.mark.proof]
@@ -37,19 +34,8 @@ pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE
 # of every kernel that talks to other ranks, the variant to break: of GEMMs one that pushes, and both shots
 GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kernel finish"
 ONE_SHOT, TWO_SHOT = "matmul_all_reduce_kernel one-shot", "matmul_all_reduce_kernel two-shot"
-COLLECTIVES = [
-    f"{name} 8 ranks"
-    for name in (
-        "all_gather_kernel",
-        "reduce_scatter_kernel",
-        "one_shot_all_reduce_kernel",
-        "two_shot_all_reduce_kernel",
-        "await_gathered_kernel",
-        "barrier_kernel",
-    )
-]
-ALL = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, *COLLECTIVES]
-RECEIVING = [name for name in ALL if not name.startswith(("await_gathered", "barrier"))]  # loads behind waits
+AWAIT = "await_gathered_kernel 8 ranks"
+ALL = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT]
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # from 3.9 on Triton puts the barrier there itself
@@ -58,11 +44,11 @@ NO_BARRIER = {"barrier_before_release"} if TRITON < (3, 9) else set()
 
 @cache
 def shipped() -> dict[str, Case]:
-    """sm_90, bfloat16 (the barrier: its flags), one tile; by kernel and variant. float32 by its name, too."""
+    """The cases of sm_90, bfloat16 and one tile by kernel and variant; those of float32 have it in their name."""
     found = {}
     for case in cases():
         if case.capability == 90 and case.tile in (None, TILES["small"], TILES["exact"]):
-            if case.dtype in (torch.bfloat16, torch.int32):
+            if case.dtype == torch.bfloat16:
                 found[f"{case.kernel} {case.name}"] = case
             elif case.dtype == torch.float32:
                 found[f"{case.kernel} {case.name} float32"] = case
@@ -109,7 +95,7 @@ PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         protocol.publish,
         replace("tl.atomic_xchg(", "tl.store(flag, epoch)  # "),
         {"releases"},
-        [SCATTER, "barrier_kernel 8 ranks"],
+        [SCATTER, AWAIT],
     ),
     "release of gpu scope": (protocol.publish, replace('"sys"', '"gpu"'), {"system_scope", "releases"}, ALL),
     "wait of gpu scope": (protocol.wait, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, ALL),
@@ -165,36 +151,6 @@ PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         LATE,
         [TWO_SHOT],
     ),
-    "wait for a share behind its copy": (
-        all_gather.all_gather_kernel,
-        move("limit = wait(", "copy_share(out + source * n, arrived"),
-        LATE,
-        ["all_gather_kernel 8 ranks"],
-    ),
-    "wait for terms behind their sum": (
-        reduce_scatter.reduce_scatter_kernel,
-        move("wait_for_share(", "sum_share("),
-        LATE,
-        ["reduce_scatter_kernel 8 ranks"],
-    ),
-    "one shot: wait for terms behind their sum": (
-        all_reduce.one_shot_all_reduce_kernel,
-        move("wait_for_share(", "sum_share("),
-        LATE,
-        ["one_shot_all_reduce_kernel 8 ranks"],
-    ),
-    "two shots: wait for terms behind their sum": (
-        all_reduce.two_shot_all_reduce_kernel,
-        move("limit = wait_for_share(", "for block in"),
-        LATE,
-        ["two_shot_all_reduce_kernel 8 ranks"],
-    ),
-    "two shots: wait for a sum behind its copy": (
-        all_reduce.two_shot_all_reduce_kernel,
-        move("limit = wait(", "copy_share(out + owner"),
-        LATE,
-        ["two_shot_all_reduce_kernel 8 ranks"],
-    ),
 }
 MUTATIONS = PROTOCOL | PLACES
 
@@ -237,7 +193,7 @@ def test_every_kernel_that_communicates_is_broken_here() -> None:
 
 def test_a_mutation_leaves_the_function_as_it_was() -> None:
     function = protocol.publish
-    caller = all_gather.all_gather_kernel
+    caller = matmul_reduce_scatter.matmul_reduce_scatter_kernel
     source, keys = function.src, (function.cache_key, caller.cache_key)
     with pytest.raises(ZeroDivisionError), mutated(function, replace("sys", "gpu")):
         assert function.src != source and caller.cache_key != keys[1]

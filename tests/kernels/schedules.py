@@ -29,15 +29,7 @@ CAPACITY, WRITER_FLAGS = 1 << 15, 16
 BEFORE = 2**31 - 2  # the epoch before: the first operation's is positive as int32, the second's wraps
 LIMIT = 20  # polls, of waits that are over at once or never
 PATIENCE = 30  # seconds
-FOLDERS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "barrier",
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-)
+FOLDERS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 class Side(NamedTuple):
@@ -77,17 +69,6 @@ def own_part(inputs: list[Tensor], rank: int) -> Tensor:
     return total(inputs, rank).chunk(len(inputs))[rank]
 
 
-def barrier(side: Side, x: Tensor) -> Tensor:
-    """What the caller wrote to its peers before the barrier is there behind it; after a report nobody goes on."""
-    channel = side.channel
-    place = (int(channel.epoch) & 1) * channel.parity_stride + side.rank * x.nbytes
-    if not channel.error.any():
-        for peer in range(channel.world):
-            side.memory.peer(peer, x.shape, x.dtype, place).copy_(x)
-    side.kernel("barrier").barrier(channel)
-    return channel.slots[int(channel.epoch) & 1].view(x.dtype)[: channel.world * x.numel()].view(-1, K).clone()
-
-
 def await_gathered(side: Side, x: Tensor) -> Tensor:
     module = side.kernel("all_gather_matmul")
     with mock.patch.object(module, "PUSH_BLOCK", PUSH_BLOCK):
@@ -105,27 +86,12 @@ def matmul_reduce_scatter(side: Side, x: Tensor) -> Tensor:
     return side.kernel("matmul_reduce_scatter").matmul_reduce_scatter([x], [WEIGHT], side.channel, tile=TILE)
 
 
-def all_reduce(side: Side, x: Tensor, two_shot: bool) -> Tensor:
-    return side.kernel("all_reduce").all_reduce(x, side.channel, programs=3, two_shot=two_shot)
-
-
 def matmul_all_reduce(side: Side, x: Tensor, one_shot: bool) -> Tensor:
     module = side.kernel("matmul_all_reduce")
     return module.matmul_all_reduce([x], [WEIGHT], side.channel, one_shot=one_shot, tile=TILE)
 
 
 OPERATIONS = {
-    "all_gather": Operation(
-        lambda side, x: side.kernel("all_gather").all_gather(x, side.channel, programs=2), gathered
-    ),
-    "reduce_scatter": Operation(
-        lambda side, x: side.kernel("reduce_scatter").reduce_scatter(x, side.channel, programs=2), own_part
-    ),
-    "all_reduce, one shot": Operation(lambda side, x: all_reduce(side, x, False), total),
-    "all_reduce, two shots": Operation(
-        lambda side, x: all_reduce(side, x, True), total, waits=1, following=("all_reduce, one shot", 48)
-    ),
-    "barrier": Operation(barrier, gathered),
     "await_gathered": Operation(await_gathered, gathered),
     "all_gather_matmul": Operation(
         all_gather_matmul,
