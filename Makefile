@@ -48,7 +48,7 @@ mutations: .venv/ready  ## a fixed sample of wrong edits, each against the tests
 	$(BIN)/python tests/mutants.py
 
 compile-check: .venv/ready  ## every shipped kernel compiled for three GPU architectures, and its code checked; no GPU
-	$(BIN)/python -m bench.compile
+	$(BIN)/python -m checks.compile
 
 gpu:  ## the tests that need a GPU, and their report under bench/results/
 	$(UNINSTALLED) -m pytest -p gpu_report -m gpu --junitxml build/gpu_tests.xml

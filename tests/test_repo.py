@@ -38,6 +38,7 @@ ARROWS = {
     # a dry run builds a run's ranks as training does; nothing but the command imports it
     "tpformer/planner": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "training"],
     "tpformer/cli.py": ["config", "processes", "parallel", "training", "planner"],
+    "checks": ["kernels"],
 }
 
 
@@ -71,7 +72,9 @@ def test_imports_point_one_way(part):
             if root == "tpformer" and rest:
                 target = rest.split(".")[0]
                 assert target in [own, *ARROWS[part]], f"{name(path)} imports {module}"
-            assert root not in ("bench", "tests", "examples"), f"{name(path)} imports {module}"
+            assert root not in ("bench", "checks", "tests", "examples") or root == part, (
+                f"{name(path)} imports {module}"
+            )
             assert root != "kernels" or part == "kernels", f"{name(path)}: write tpformer.kernels"
 
 
@@ -154,7 +157,7 @@ def test_prose_names_what_exists(path):
     text = path.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert (path.parent / link).exists(), f"{name(path)} links to {link}"
-    roots = "tpformer|kernels|tests|bench|examples|docs"
+    roots = "tpformer|kernels|tests|bench|checks|examples|docs"
     for mention in re.findall(rf"`((?:{roots})/[\w./-]*)`", text):
         assert (ROOT / mention).exists(), f"{name(path)} mentions {mention}"
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -180,7 +183,7 @@ def test_readme_commands_are_those_of_the_project():
         words = [word for word in line.split() if "=" not in word]
         assert words[0] in ("make", "python3") or words[0].startswith(".venv/bin/"), line
         assert words[0] != "make" or words[1] in targets, line
-        for file in re.findall(r"(?:examples|bench|tests|docs)/\S+", line):
+        for file in re.findall(r"(?:examples|bench|checks|tests|docs)/\S+", line):
             assert (ROOT / file).exists(), line
 
 

@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 from bench import fused, gpu_timing, matmul, predict, shapes  # noqa: E402
 from bench.__main__ import BENCHES  # noqa: E402
 from bench.accuracy import require_accurate  # noqa: E402
-from bench.compile import compiler  # noqa: E402
 from bench.gpu_timing import Call, cold  # noqa: E402
 from bench.matmul import Gemm  # noqa: E402
 from bench.runner import Bench, main, mean_row  # noqa: E402
 from bench.shapes import Shape, operation_shapes  # noqa: E402
+from checks.compile import compiler  # noqa: E402
 from tpformer.kernels.cost import machine_for  # noqa: E402
 from tpformer.ops.transports.interface import ALL, GATHER, OPERATIONS, SCATTER  # noqa: E402
 

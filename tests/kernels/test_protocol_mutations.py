@@ -1,7 +1,7 @@
 """Each way to break the protocol gives wrong values or an error on real ranks, in a schedule that the protocol stands.
 
 The order of events is arranged (schedules.py), so a result never depends on timing. Barriers, releases, fences and
-the place of waits: tests/bench/test_compile_mutations.py; the interpreter runs in order and cannot see them.
+the place of waits: tests/checks/test_compile_mutations.py; the interpreter runs in order and cannot see them.
 """
 
 import shutil

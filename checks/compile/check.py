@@ -1,6 +1,6 @@
-"""The command: all cases in worker processes, results kept by content, a table, a JSON file, the exit code.
+"""The command: it evaluates all cases in worker processes, keeps the rows on disk, prints them, sets the exit code.
 
-Belongs here: nothing that knows a kernel (shipped.py) or a rule (rules.py).
+Belongs here: nothing that knows a kernel (shipped.py), a rule (rules.py) or the committed page (summary.py).
 """
 
 import argparse
@@ -24,11 +24,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import compiler
-from .cases import Case
+from .cases import CAPABILITIES, Case
 from .rules import Row, evaluate
+from .summary import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEMA = 1
 HEADINGS = {  # shorter than the columns' names, so that a row fits a line
     "registers": "regs",
     "spills": "spill",
@@ -47,12 +47,12 @@ HEADINGS = {  # shorter than the columns' names, so that a row fits a line
 class Check:
     """What is checked, and where results go."""
 
-    cases: str = "bench.compile.shipped:cases"
+    cases: str = "checks.compile.shipped:cases"
     """module:function that returns the list of cases; worker processes call it, too."""
     kernels: Path = ROOT / "kernels"
     """Every jitted function in this folder whose name ends in _kernel needs a case."""
     cache: Path = ROOT / ".compile-cache"
-    results: Path = ROOT / "bench" / "results" / "compile" / "compile.json"
+    results: Path = ROOT / "checks" / "results" / "compile.md"
 
 
 DEFAULT = Check()
@@ -76,12 +76,12 @@ def work(source: str, key: str) -> Row:
 
 
 def versions() -> dict[str, str]:
+    """Versions of what a kernel's code depends on, by name."""
+    import torch
     import triton
 
-    return {
-        "triton": triton.__version__,
-        **{f"ptxas, sm_{arch}": compiler.ptxas_version(arch) for arch in (80, 90, 100)},
-    }
+    ptxas = {f"ptxas for sm_{capability}": compiler.ptxas_version(capability) for capability in CAPABILITIES}
+    return {"torch": torch.__version__, "triton": triton.__version__, **ptxas}
 
 
 def fingerprint(check: Check) -> str:
@@ -198,16 +198,9 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
-def write(check: Check, rows: Sequence[Row]) -> None:
-    """No date and no machine: an unchanged result is an unchanged file."""
-    check.results.parent.mkdir(parents=True, exist_ok=True)
-    content = {"schema": SCHEMA, "bench": "compile", "versions": versions(), "rows": list(rows)}
-    check.results.write_text(json.dumps(content, indent=1) + "\n")
-
-
 def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
-    """`python -m bench.compile [--only PATTERN] [--jobs N]`; the exit code: 1 for a violation, 2 for a wrong call."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compile", description=sys.modules[__package__].__doc__)
+    """`python -m checks.compile [--only PATTERN] [--jobs N]`; the exit code: 1 for a violation, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog="python -m checks.compile", description=sys.modules[__package__].__doc__)
     parser.add_argument("--only", metavar="PATTERN", help="cases whose key this regular expression is found in")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes (2)")
     options = parser.parse_args(arguments)
@@ -225,8 +218,8 @@ def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
     wrong = [f"{key}: {violation}" for key, row in rows.items() for violation in row["violations"]]
     if not options.only:
         wrong += uncovered(check, every)
-        write(check, list(rows.values()))
-        console.print(f"written: {check.results}", highlight=False, soft_wrap=True)
+        done = write_page(check.results, list(rows.values()), versions())
+        console.print(done, highlight=False, soft_wrap=True, markup=False)
     for violation in wrong:
         console.print(violation, highlight=False, soft_wrap=True, markup=False)
     console.print(f"{len(rows)} cases, {len(wrong)} violations", highlight=False)

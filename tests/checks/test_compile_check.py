@@ -1,6 +1,6 @@
 """The compile check on a toy kernel: it passes as it should be; each way to break it is caught by the named rule."""
 
-import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,12 +12,14 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from compile_kernels import bad_cases, case, exchange_kernel, good_cases  # noqa: E402
+from compile_kernels import case, exchange_kernel, good_cases  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from bench.compile import compiler, ptx, ttgir  # noqa: E402
-from bench.compile.check import Cache, Check, fingerprint, load_cases, main  # noqa: E402
-from bench.compile.rules import Row, evaluate  # noqa: E402
+from checks.compile import compiler, ptx, ttgir  # noqa: E402
+from checks.compile.check import Cache, Check, fingerprint, load_cases, main  # noqa: E402
+from checks.compile.rules import Row, evaluate  # noqa: E402
+from checks.compile.shipped import cases as shipped_cases  # noqa: E402
+from checks.compile.summary import write_page  # noqa: E402
 
 UNAVAILABLE = compiler.unavailable()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
@@ -187,38 +189,39 @@ def test_a_pointer_is_followed_to_its_arguments() -> None:
     assert {module.source(load) for load in loads} == {"toy.py:7"}
 
 
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def new_check(folder: Path, cases: str) -> Check:
+    """A check whose kernels are one toy in a git checkout without changes."""
     kernels = folder / "kernels"
     kernels.mkdir()
     (kernels / "toy.py").write_text("@triton.jit\ndef exchange_kernel():\n    pass\n")
-    return Check(f"compile_kernels:{cases}", kernels, folder / "cache", folder / "results" / "compile.json")
+    (folder / ".gitignore").write_text("cache/\n")
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "toy")
+    return Check(f"compile_kernels:{cases}", kernels, folder / "cache", folder / "results" / "compile.md")
 
 
-def test_results_are_kept(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_rows_are_kept(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     check = new_check(tmp_path, "good_cases")
+    assert main(["--only", "sm_80 float16"], check) == 0
+    assert "1 cases, 1 to compile" in (printed := capsys.readouterr().out) and "0 violations" in printed
+    assert not check.results.exists()  # a part is no result
     assert main([], check) == 0
-    assert "2 cases, 2 to compile" in (printed := capsys.readouterr().out) and "0 violations" in printed
-    first = check.results.read_text()
-    content = json.loads(first)
-    assert list(content) == ["schema", "bench", "versions", "rows"]
-    assert content["versions"]["triton"] == triton.__version__ and content["versions"]["ptxas, sm_90"]
-    assert [list(row) for row in content["rows"]] == [list(Row.__annotations__)] * 2
-    assert [row["arch"] for row in content["rows"]] == [f"sm_{case.capability}" for case in good_cases()]
-
-    check.results.unlink()
+    assert "2 cases, 1 to compile" in capsys.readouterr().out
     assert main([], check) == 0
     assert "2 cases, 0 to compile" in capsys.readouterr().out
-    assert check.results.read_text() == first
-
-    check.results.unlink()
-    assert main(["--only", "sm_80 float16"], check) == 0
-    assert "1 cases, 0 to compile" in capsys.readouterr().out
-    assert not check.results.exists()  # a part is no result
     assert main(["--only", "nothing of that name"], check) == 2
 
     key = good_cases()[0].key
     before = fingerprint(check)
-    assert Cache(check.cache, before).get(key) == content["rows"][0]
+    row = Cache(check.cache, before).get(key)
+    assert list(row) == list(Row.__annotations__) and row["arch"] == "sm_90"
     (check.kernels / "toy.py").write_text("@triton.jit\ndef another_kernel():\n    pass\n")
     assert fingerprint(check) != before
     assert Cache(check.cache, fingerprint(check)).get(key) is None
@@ -229,15 +232,66 @@ def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: p
     (check.kernels / "toy.py").write_text(
         "@triton.jit(repr=f)\ndef another_kernel():\n    pass\ndef to_kernel(): ...\n"
     )
+    git(tmp_path, "commit", "--quiet", "--all", "--message", "another toy")
     assert main(["--jobs", "1"], check) == 1
     printed = capsys.readouterr().out
     assert "4 cases, 4 violations" in printed
     for text in ("sm_90 bfloat16 128x128x64 s3 w8: releases: 0 instead of 1", "Insufficient registers", "process died"):
         assert text in printed
     assert "no case compiles another_kernel of kernels/toy.py" in printed
-    rows = json.loads(check.results.read_text())["rows"]
-    assert [bool(row["violations"]) for row in rows] == [True, True, True, False]
-    assert [list(row) for row in rows] == [list(Row.__annotations__)] * len(bad_cases())
+    assert "| exchange_kernel | sm_90 | 3 |" in (page := check.results.read_text())
+    assert "| none | sm_90 | 1 | 0 | 0 | 0 | 1 |" in page  # the process died
+
+
+def toy_row(**values: object) -> Row:
+    row = dict.fromkeys(Row.__annotations__) | {"kernel": "toy", "arch": "sm_90", "violations": []} | values
+    return row  # type: ignore[return-value]
+
+
+ROWS = [
+    toy_row(registers=40, spills=0, shared=512),
+    toy_row(registers=90, spills=8, shared=256, violations=["spills: 8 bytes"]),
+    toy_row(arch="sm_80", violations=["fails: the process died"]),
+]
+
+
+def test_the_page_has_the_worst_of_each_kernel(tmp_path: Path) -> None:
+    check = new_check(tmp_path, "good_cases")
+    assert write_page(check.results, ROWS, {"triton": "1.2"}) == f"{check.results} is written"
+    lines = check.results.read_text().splitlines()
+    (stamp,) = [line for line in lines if line.startswith("First obtained on ")]
+    assert stamp.endswith(f" at commit {git(tmp_path, 'rev-parse', 'HEAD')}.")
+    assert "3 cases, 2 violations." in lines and "Compiled by triton 1.2." in lines
+    assert lines[-2:] == ["| toy | sm_90 | 2 | 90 | 8 | 512 | 1 |", "| toy | sm_80 | 1 | 0 | 0 | 0 | 1 |"]
+    shipped = {(case.kernel, case.capability) for case in shipped_cases()}
+    assert len(lines) - 2 + len(shipped) <= 150
+
+
+def test_the_page_is_written_from_a_clean_tree_only_and_kept_while_it_is_true(tmp_path: Path) -> None:
+    check = new_check(tmp_path, "good_cases")
+    (check.kernels / "new.py").write_text("")
+    refusal = write_page(check.results, ROWS, {})
+    assert "is not written: commit these changes first" in refusal and "kernels/new.py" in refusal
+    assert not check.results.exists()
+
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "new")
+    write_page(check.results, ROWS, {})
+    first = check.results.read_text()
+    git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "nothing")
+    assert (
+        write_page(check.results, ROWS, {}) == f"{check.results} is up to date"
+    )  # itself it does not count as a change
+    assert check.results.read_text() == first
+    assert write_page(check.results, ROWS[:1], {}) == f"{check.results} is written"
+    assert check.results.read_text() != first
+
+
+def test_without_git_no_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    path = tmp_path / "results" / "compile.md"
+    assert write_page(path, ROWS, {}) == f"{path} is not written: this is no git checkout with a commit to name"
+    assert not path.exists()
 
 
 def test_two_cases_of_one_key_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from bench.compile.cases import Case, meta  # noqa: E402
+from checks.compile.cases import Case, meta  # noqa: E402
 from tpformer.kernels.launch import Tile  # noqa: E402
 
 SIZE = 512

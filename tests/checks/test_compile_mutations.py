@@ -18,10 +18,10 @@ import triton  # noqa: E402
 from mutations import Edit, chain, move, replace  # noqa: E402
 from triton.runtime.jit import JITCallable  # noqa: E402
 
-from bench.compile import compiler  # noqa: E402
-from bench.compile.cases import Case  # noqa: E402
-from bench.compile.rules import evaluate  # noqa: E402
-from bench.compile.shipped import cases  # noqa: E402
+from checks.compile import compiler  # noqa: E402
+from checks.compile.cases import Case  # noqa: E402
+from checks.compile.rules import evaluate  # noqa: E402
+from checks.compile.shipped import cases  # noqa: E402
 from tpformer.kernels import protocol, tile  # noqa: E402
 from tpformer.kernels.all_gather_matmul import kernel as all_gather_matmul  # noqa: E402
 from tpformer.kernels.configurations import TILES  # noqa: E402

@@ -1,0 +1,1 @@
+"""Code that asserts something about what ships. It measures nothing: what measures is in bench/."""

@@ -1,0 +1,1 @@
+"""`python -m checks.compile`: compiles every kernel without a GPU, and asserts on the code that comes out."""

@@ -1,0 +1,66 @@
+"""The committed page: the worst of each kernel's cases on each architecture.
+
+Belongs here: what the page keeps of the rows, and when it may be written. What a row holds: rules.py.
+"""
+
+import datetime
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .rules import Row
+
+INTRODUCTION = """\
+# Compile check
+
+`make compile-check` compiles every shipped kernel without a GPU, for each architecture, dtype, tile and variant, and
+asserts on the code. A line below has the largest number that any case of a kernel shows on an architecture; registers
+and spills are those of one thread, shared memory is that of one program.
+"""
+COLUMNS = ("kernel", "architecture", "cases", "registers", "spilled bytes", "shared memory, bytes", "violations")
+
+
+def page_body(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
+    """Totals, versions and table in Markdown: all of the page that follows from the code and the compilers."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["kernel"], row["arch"]), []).append(row)
+    lines = [
+        f"{len(rows)} cases, {sum(len(row['violations']) for row in rows)} violations.",
+        f"Compiled by {', '.join(f'{name} {version}' for name, version in versions.items())}.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{' --- |' * len(COLUMNS)}",
+    ]
+    for (kernel, arch), group in groups.items():
+        worst = [max(row[column] or 0 for row in group) for column in ("registers", "spills", "shared")]
+        cells = [kernel, arch, len(group), *worst, sum(len(row["violations"]) for row in group)]
+        lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page(path: Path, rows: Sequence[Row], versions: Mapping[str, str]) -> str:
+    """Write the page if the git tree is clean beside the results, and return a sentence that says what was done.
+
+    A page whose body is the same is left alone, with the date and commit at which it was first obtained.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=path.parent, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ":/", ":(exclude).")
+    if commit is None:
+        return f"{path} is not written: this is no git checkout with a commit to name"
+    if changed:
+        return f"{path} is not written: commit these changes first, so that it can name a commit:\n{changed}"
+    body = page_body(rows, versions)
+    if path.exists() and path.read_text().endswith(f"\n{body}"):
+        return f"{path} is up to date"
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    path.write_text(f"{INTRODUCTION}\nFirst obtained on {today} at commit {commit}.\n{body}")
+    return f"{path} is written"
