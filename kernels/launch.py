@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAXIMUM_REGISTERS = 255  # left to itself ptxas spills to fit more programs on an SM than are launched
 REGISTERS = 65536  # of an SM, 32-bit
-TMA_ALIGNMENT = 16  # bytes: base address and row stride of what a descriptor covers
+ALIGNMENT = 16  # bytes of the widest load or store; a TMA descriptor's address and row stride are multiples of it
 
 DTYPES = {
     torch.bfloat16: triton.language.bfloat16,
@@ -50,29 +50,29 @@ def launch_options(warps: int, stages: int, cooperative: bool = False) -> dict[s
 
 def padded(x: Tensor) -> Tensor:
     """x (R, C) with contiguous rows that start at multiples of 16 bytes: x itself if possible, else a padded copy."""
-    multiple = TMA_ALIGNMENT // x.element_size()
-    if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % multiple == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return padded_copy(x, multiple)[:, : x.shape[1]]
+    contiguous = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+    return x if contiguous and rows_are_aligned(x, x.stride(0)) else padded_copy(x)[:, : x.shape[1]]
 
 
 def packed(x: Tensor) -> Tensor:
     """x (R, C) as rows without gaps between them, each a multiple of 16 bytes: x itself or a padded copy."""
-    multiple = TMA_ALIGNMENT // x.element_size()
-    if x.is_contiguous() and x.shape[1] % multiple == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return padded_copy(x, multiple)
+    return x if x.is_contiguous() and rows_are_aligned(x, x.shape[1]) else padded_copy(x)
 
 
-def packed_width(x: Tensor) -> int:
-    """Columns of packed(x)."""
-    multiple = TMA_ALIGNMENT // x.element_size()
-    return -(-x.shape[1] // multiple) * multiple
+def packed_width(columns: int, itemsize: int) -> int:
+    """The least width of rows that hold so many columns and are multiples of ALIGNMENT bytes."""
+    multiple = ALIGNMENT // itemsize
+    return -(-columns // multiple) * multiple
 
 
-def padded_copy(x: Tensor, multiple: int) -> Tensor:
-    """x (R, C) with zero columns added up to a multiple."""
-    copy = x.new_zeros(x.shape[0], -(-x.shape[1] // multiple) * multiple)
+def rows_are_aligned(x: Tensor, stride: int) -> bool:
+    """Whether rows that lie `stride` elements apart all start at multiples of ALIGNMENT bytes."""
+    return x.data_ptr() % ALIGNMENT == 0 and stride * x.element_size() % ALIGNMENT == 0
+
+
+def padded_copy(x: Tensor) -> Tensor:
+    """A copy of x (R, C) of packed_width, with zeros in the columns that are added."""
+    copy = x.new_zeros(x.shape[0], packed_width(x.shape[1], x.element_size()))
     copy[:, : x.shape[1]] = x
     return copy
 
@@ -113,4 +113,4 @@ def resident_programs(device: torch.device, tile: Tile, spare: int = 0) -> int:
 
 def step_rows(tile: Tile, itemsize: int) -> int:
     """Rows of a tile's width that all threads take together at 16 bytes each: what one reduction step adds."""
-    return min(tile.m, max(1, tile.warps * 32 * TMA_ALIGNMENT // itemsize // tile.n))
+    return min(tile.m, max(1, tile.warps * 32 * ALIGNMENT // itemsize // tile.n))

@@ -69,7 +69,7 @@ class Channel(NamedTuple):
         One served rank, keep=True. The slot is overwritten: only until the workspace's next operation, and never for
         autograd or the user.
         """
-        rows = self.slot(parity, packed_width(shard), shard)
+        rows = self.slot(parity, packed_width(shard.shape[1], shard.element_size()), shard)
         return rows[: self.world * len(shard), : shard.shape[1]]
 
     def arguments(self) -> tuple:

@@ -133,13 +133,12 @@ def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
 
 def all_gather_matmul_space(rows: int, k: int, world: int, itemsize: int) -> tuple[int, int]:
     """(bytes of a slot, flags per writer) that the channel must offer for shards of (rows, k)."""
-    multiple = 16 // itemsize
-    return world * rows * -(-k // multiple) * multiple * itemsize, PUSHERS
+    return world * rows * packed_width(k, itemsize) * itemsize, PUSHERS
 
 
 def gathered_copy(channel: Channel, shard: Tensor) -> Tensor:
     """The gathered rows (world * rows, K) in memory of their own, after an all_gather_matmul with keep=True."""
-    stride = packed_width(shard)
+    stride = packed_width(shard.shape[1], shard.element_size())
     out = shard.new_empty(channel.world * len(shard), stride)
     slots = [channel.slot(parity, stride, shard) for parity in (0, 1)]
     copy_slot_kernel[(triton.cdiv(out.numel(), PUSH_BLOCK), 1)](
