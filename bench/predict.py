@@ -9,8 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, machine_for, overlapped_seconds
-from tpformer.ops.transport import ONE_SHOT_BYTES
+from tpformer.kernels.cost import (
+    ONE_SHOT_BYTES,
+    Machine,
+    communication_bytes,
+    gemm_seconds,
+    machine_for,
+    overlapped_seconds,
+)
 from tpformer.ops.transports.interface import ALL, SCATTER
 
 from .runner import Row, make_row

@@ -13,6 +13,11 @@ class Cost(NamedTuple):
     bytes: int
 
 
+# Bytes of a partial sum up to which an all-reduce sends it to everybody in one hop: it is mostly latency then, of which
+# the fused kernel has less than any other transport. Beyond, two hops of a share each take less time
+ONE_SHOT_BYTES = 256 * 1024
+
+
 class Machine(NamedTuple):
     """One GPU of an NVLink node: dense 16-bit FLOP/s by data sheet, and what a good kernel sustains of its parts."""
 

@@ -8,13 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configurations import select_tile
+from ..cost import ONE_SHOT_BYTES
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
 from ..matmul.kernel import blocks, three
 from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
 from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sources, swizzle
-
-ONE_SHOT_BYTES = 256 * 1024  # of one partial: above it, moving it to everybody costs more than a second hop
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from tpformer.config import TRANSPORTS
 from tpformer.config.transport_table import read_transport_table
 from tpformer.distributed.kernel_workspace import why_not
 from tpformer.distributed.workspace import backend_of
-from tpformer.kernels.cost import Machine, break_even_width, machine_for
+from tpformer.kernels.cost import ONE_SHOT_BYTES, Machine, break_even_width, machine_for
 
 from .implementation import KERNEL_DTYPES
 from .transports.interface import ALL, GATHER, REGISTRY, SCATTER, Request, Transport
@@ -21,7 +21,6 @@ from .transports.sequential import Sequential
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 FUSED_ROWS = 1024  # below, a collective and a library GEMM beat the fused kernels of sequence parallelism
-ONE_SHOT_BYTES = 256 << 10  # up to here an all-reduce is latency, which the fused kernel has least of
 PIPELINED_ROWS = 1024  # per rank: smaller GEMM chunks lose more than their overlap gains
 FUSED_EFFICIENCY = 0.9  # share of max(GEMM, communication) that the fused kernels are expected to reach
 LOCAL = Sequential(None)
