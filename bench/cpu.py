@@ -13,7 +13,8 @@ from torch import Tensor
 from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh, keep_freed_memory
 from tpformer.kernels.activation.reference import activation_forward
-from tpformer.kernels.norm.reference import Norm, norm_forward
+from tpformer.kernels.finish import Norm
+from tpformer.kernels.norm.reference import norm_forward
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer

@@ -1,41 +1,68 @@
-"""What follows a reduction, once: bias, dropout, residual, and the norm of the next linear. tile.finish's host side."""
+"""What follows a reduction: a bias, dropout, a residual, and the norm of the next linear.
+
+Belongs here: the types that describe it, and the arguments that kernels take for it. Its formulas in torch are
+dropout/reference.py's and norm/reference.py's.
+"""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from .dropout.reference import dropout_apply
-from .norm.reference import Norm
-
 
 class Dropout(NamedTuple):
-    """start (rows,) int64: the global index of each row's first element, a multiple of 4 where rows are of such a width
-    (as whole rows' indices are); key: 64 bits; p: probability of zeroing."""
+    """Which elements dropout zeroes: those whose Philox word is below the threshold (philox/reference.py)."""
 
     start: Tensor
+    """int64 (rows,): the global index of each row's first element, a multiple of 4 if the width of rows is one."""
     key: int
+    """64 bits."""
     p: float
+    """The probability that an element is zeroed."""
+
+    @property
+    def threshold(self) -> int:
+        """The 32-bit word from which on elements are kept."""
+        return round(self.p * 2**32)
+
+    @property
+    def scale(self) -> float:
+        """The factor of the elements that are kept."""
+        return 1.0 / (1.0 - self.p)
+
+
+class Norm(NamedTuple):
+    """LayerNorm or RMSNorm over rows of N elements."""
+
+    kind: str
+    """"layernorm" or "rmsnorm"."""
+    weight: Tensor | None
+    """(N,); None stands for ones."""
+    bias: Tensor | None
+    """(N,) or None; rmsnorm does not use it."""
+    eps: float | None
+    """None stands for the machine epsilon of the dtype that statistics are computed in."""
 
 
 class Finish(NamedTuple):
-    """z = residual + dropout(sum + bias): bias (N,), residual (rows, N) like the result; None leaves a part out.
-
-    norm: a second result is y = norm(z), of z as it is stored; for what works on whole rows.
-    """
+    """z = residual + dropout(sum + bias), where a part that is None is left out."""
 
     bias: Tensor | None = None
+    """(N,)."""
     dropout: Dropout | None = None
     residual: Tensor | None = None
+    """(rows, N), like the result."""
     norm: Norm | None = None
+    """If given, there is a second result, the norm of z as z is stored. Only operations on whole rows take it."""
 
     def arguments(self, placeholder: Tensor) -> tuple:
-        """Kernel arguments from `bias` to `scale`; the placeholder stands for tensors that are not there."""
-        start, key, p = self.dropout or (placeholder, 0, 0.0)
-        halves = [_signed(key & 0xFFFFFFFF), _signed(key >> 32)]
+        """A kernel's arguments from `bias` to `scale`; the placeholder is passed for each tensor that is None."""
+        dropout = self.dropout or Dropout(placeholder, 0, 0.0)
+        halves = [_signed(dropout.key & 0xFFFFFFFF), _signed(dropout.key >> 32)]
         tensors = [placeholder if x is None else x for x in (self.bias, self.residual)]
-        return *tensors, start, *halves, round(p * 2**32), 1.0 / (1.0 - p)
+        return *tensors, dropout.start, *halves, dropout.threshold, dropout.scale
 
     def flags(self) -> dict[str, bool]:
+        """A kernel's constants that say which parts are given."""
         return {
             "BIAS": self.bias is not None,
             "DROPOUT": self.dropout is not None,
@@ -43,16 +70,9 @@ class Finish(NamedTuple):
         }
 
     def require_no_norm(self, operation: str) -> None:
+        """ValueError if there is a norm, for an operation that finishes tiles and not whole rows."""
         if self.norm is not None:
             raise ValueError(f"{operation} finishes tiles, not whole rows: normalise its result instead")
-
-    def apply(self, total: Tensor) -> Tensor:
-        """z in torch, for references: in total's dtype, which should be wide."""
-        if self.bias is not None:
-            total = total + self.bias.to(total.dtype)
-        if self.dropout is not None:
-            total = dropout_apply(total, self.dropout.start, self.dropout.key, self.dropout.p)
-        return total if self.residual is None else total + self.residual.to(total.dtype)
 
 
 def _signed(word: int) -> int:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpformer.kernels.finish import Dropout, Finish
-from tpformer.kernels.norm.reference import Norm, norm_cost
+from tpformer.kernels.finish import Dropout, Finish, Norm
+from tpformer.kernels.norm.reference import norm_cost
 from tpformer.ops.implementation import implementation
 
 from . import formulas, liger

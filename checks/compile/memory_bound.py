@@ -13,9 +13,8 @@ from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.cross_entropy.kernel import combine_statistics, slice_gradient, slice_statistics
 from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
-from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.kernel import WIDEST_BACKWARD, finish_norm_forward, norm_backward, norm_forward
-from tpformer.kernels.norm.reference import Norm
 from tpformer.kernels.rope.kernel import rope_rotate
 
 from .cases import CAPABILITIES, DTYPES, Case, meta

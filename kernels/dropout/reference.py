@@ -1,23 +1,19 @@
 """Dropout whose mask is drawn again wherever it is needed, never stored, and what a row-parallel linear adds beside it:
 the specification (torch only)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..cast import cast
 from ..cost import Cost
+from ..finish import Dropout, Finish
 from ..philox.reference import random_words
 
-if TYPE_CHECKING:
-    from ..finish import Dropout, Finish
 
-
-def _dropped(start: Tensor, key: int, p: float, width: int) -> Tensor:
-    return random_words(key, start, width) < round(p * 2**32)
+def _zero_dropped(scaled: Tensor, dropout: Dropout) -> Tensor:
+    """Zero the elements that dropout drops, in place."""
+    words = random_words(dropout.key, dropout.start, scaled.shape[-1])
+    return scaled.masked_fill_(words < dropout.threshold, 0)
 
 
 def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
@@ -29,7 +25,8 @@ def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
     Traffic:  see dropout_cost; no mask in memory between forward and backward
     Source:   Philox (kernels/philox); mask by comparison of the 32-bit word, as integers
     """
-    return (x * (1.0 / (1.0 - p))).masked_fill_(_dropped(start, key, p, x.shape[-1]), 0)
+    dropout = Dropout(start, key, p)
+    return _zero_dropped(x * dropout.scale, dropout)
 
 
 def finish_forward(x: Tensor, finish: Finish) -> Tensor:
@@ -45,8 +42,7 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     if finish.bias is not None:
         y += finish.bias
     if finish.dropout is not None:
-        start, key, p = finish.dropout
-        y.mul_(1.0 / (1.0 - p)).masked_fill_(_dropped(start, key, p, y.shape[-1]), 0)
+        _zero_dropped(y.mul_(finish.dropout.scale), finish.dropout)
     if finish.residual is not None:
         y += finish.residual
     return cast(y, x.dtype)

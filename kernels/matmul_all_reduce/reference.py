@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..cost import Cost
+from ..dropout.reference import finish_forward
 from ..finish import NOTHING, Finish
-from ..matmul_reduce_scatter.reference import partial_sum
+from ..matmul_reduce_scatter.reference import total_product
 
 
 def matmul_all_reduce_reference(
@@ -21,8 +21,7 @@ def matmul_all_reduce_reference(
 
     Shapes: inputs[r][i] (M, K_i), weights[r][i] (N, K_i), or (K_i, N) if b_transposed; result (M, N).
     """
-    total = torch.stack([partial_sum(a, b, b_transposed) for a, b in zip(inputs, weights, strict=True)]).sum(0)
-    return finish.apply(total).to(inputs[0][0].dtype)
+    return finish_forward(total_product(inputs, weights, b_transposed), finish).to(inputs[0][0].dtype)
 
 
 def matmul_all_reduce_cost(m: int, n: int, k: int, world: int, itemsize: int, one_shot: bool) -> Cost:

@@ -1,19 +1,28 @@
 """GEMM, then reduce-scatter and what follows it: the specification for all ranks in one process, and its cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..cost import Cost
+from ..dropout.reference import finish_forward
 from ..finish import NOTHING, Finish
 
 
-def partial_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], b_transposed: bool) -> Tensor:
-    """sum_i A_i B_i^T of one rank (B_i stored (K, N) if b_transposed), in at least float32, not rounded."""
-    wide = torch.promote_types(inputs[0].dtype, torch.float32)
-    terms = [a.to(wide) @ (b if b_transposed else b.t()).to(wide) for a, b in zip(inputs, weights, strict=True)]
-    return torch.stack(terms).sum(0)
+def total_product(
+    inputs: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor]], b_transposed: bool
+) -> Tensor:
+    """The sum of A[r][i] B[r][i]^T over ranks r and pairs i, in at least float32, not rounded.
+
+    Shapes: inputs[r][i] (M, K_i); weights[r][i] (N, K_i), or (K_i, N) if b_transposed; result (M, N).
+    """
+    wide = torch.promote_types(inputs[0][0].dtype, torch.float32)
+
+    def partial_sum(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.stack([a.to(wide) @ (b if b_transposed else b.t()).to(wide) for a, b in pairs]).sum(0)
+
+    return torch.stack([partial_sum(zip(a, b, strict=True)) for a, b in zip(inputs, weights, strict=True)]).sum(0)
 
 
 def matmul_reduce_scatter_reference(
@@ -27,10 +36,9 @@ def matmul_reduce_scatter_reference(
 
     Shapes: inputs[r][i] (M, K_i), weights[r][i] (N, K_i), or (K_i, N) if b_transposed; results (M / t, N).
     """
-    total = torch.stack([partial_sum(a, b, b_transposed) for a, b in zip(inputs, weights, strict=True)]).sum(0)
-    chunks = total.chunk(len(inputs))
+    chunks = total_product(inputs, weights, b_transposed).chunk(len(inputs))
     finishes = finishes or [NOTHING] * len(inputs)
-    return [f.apply(chunk).to(inputs[0][0].dtype) for f, chunk in zip(finishes, chunks, strict=True)]
+    return [finish_forward(chunk, f).to(inputs[0][0].dtype) for f, chunk in zip(finishes, chunks, strict=True)]
 
 
 def matmul_reduce_scatter_cost(m: int, n: int, k: int, world: int, itemsize: int, partial_itemsize: int = 2) -> Cost:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..finish import NOTHING, Finish
+from ..finish import NOTHING, Finish, Norm
 from ..rows import (
     RowTile,
     finished_tile,
@@ -23,7 +23,7 @@ from ..rows import (
     tile_mask,
     with_contiguous_columns,
 )
-from .reference import Norm, Statistics
+from .reference import Statistics
 
 WIDEST_FORWARD = 16384  # columns of a row that registers hold
 WIDEST_BACKWARD = 8192  # with the sums for dweight and dbias, one float32 each per column

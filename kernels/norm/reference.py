@@ -3,30 +3,13 @@
 Letters: M rows (tokens), N columns (hidden).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
 from torch import Tensor
 
 from ..cast import cast
 from ..cost import Cost
 from ..dropout.reference import finish_forward
-
-if TYPE_CHECKING:
-    from ..finish import Finish
-
-
-class Norm(NamedTuple):
-    """A norm over rows of N: kind "layernorm" or "rmsnorm", weight (N,) or None for ones, bias (N,) or None (unused by
-    rmsnorm), eps or None for the machine epsilon of the dtype that statistics are computed in."""
-
-    kind: str
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float | None
-
+from ..finish import Finish, Norm
 
 # The second statistic of RMSNorm does not exist, so `mean` is None there; everything else has one shape for both.
 Statistics = tuple[Tensor | None, Tensor]

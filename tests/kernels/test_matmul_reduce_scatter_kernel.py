@@ -25,13 +25,12 @@ from gemms import (
 from testing import poisoned_memory
 
 from tpformer.kernels.configurations import TILES
-from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.matmul_reduce_scatter.reference import (
     matmul_reduce_scatter_cost,
     matmul_reduce_scatter_reference,
 )
-from tpformer.kernels.norm.reference import Norm
 
 KEY = 0xF234567887654321  # both halves negative as int32
 

@@ -23,9 +23,9 @@ from row_checks import (
 from testing import poisoned_memory
 from torch import Tensor
 
-from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm import reference
-from tpformer.kernels.norm.reference import Norm, norm_backward, norm_cost, norm_forward
+from tpformer.kernels.norm.reference import norm_backward, norm_cost, norm_forward
 
 KINDS = ("layernorm", "rmsnorm")
 # large offset: cancellation in the variance; tiny: eps dominates; huge: squares near float32's range; constant rows
