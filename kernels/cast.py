@@ -1,4 +1,4 @@
-"""Tensors in another dtype, for references, which upcast by torch.promote_types; torch only."""
+"""How references, which compute in wider dtypes, change a tensor's dtype; torch only."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import torch
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """x in this dtype, None as it is. Tensor.to takes ten times as long to find that there is nothing to do."""
+    """x in this dtype; None stays None. If x has it already, Tensor.to would take ten times as long to find out."""
     return x if x is None or x.dtype == dtype else x.to(dtype)

@@ -1,7 +1,7 @@
-"""The shipped tile configurations, all of them, and the rule that picks one.
+"""All tile configurations that ship, and the rule that picks one.
 
-Belongs here: the table (at most 24 rows) and `select_tile`. Each row is compiled for its architectures by the compile
-check, for every kernel and dtype; a configuration that is not here does not run.
+Belongs here: the table (at most 24 rows) and `select_tile`. The compile check compiles every GEMM with each row, for
+the row's architectures and dtypes.
 """
 
 import torch
@@ -10,22 +10,22 @@ import triton
 from .launch import Tile, is_interpreted
 
 TILES = {
-    # sm_90 and sm_100, 16-bit: TMA for both operands; one tile's shared memory is (m + n) * k * 2 * stages bytes
+    # sm_90 and sm_100, 16-bit: TMA loads both operands; a program's shared memory is (m + n) * k * 2 * stages bytes
     "large": Tile(128, 256, 64, 3, 8, True),  # 144 KiB, 1 program per SM
     "medium": Tile(128, 128, 64, 4, 8, True),  # 128 KiB; also for epilogues with several outputs
-    "small": Tile(64, 128, 64, 4, 4, True),  # 96 KiB, 2 per SM: few rows
+    "small": Tile(64, 128, 64, 4, 4, True),  # 96 KiB, 2 programs per SM: for few rows
     # sm_80, 16-bit: pointer loads through cp.async
     "ampere": Tile(128, 128, 32, 4, 8, False),
     "ampere_small": Tile(64, 64, 64, 3, 4, False),
     # float32: exact products on the CUDA cores, any architecture
     "exact": Tile(64, 32, 16, 2, 8, False),
-    # the interpreter: about 10 ms a program whatever the tile, so one program for most test shapes
+    # the interpreter: a program takes about 10 ms with any tile, so this one covers most shapes of the tests
     "interpreted": Tile(32, 32, 32, 1, 1, False),
 }
 
-# The time of a wave of tiles, in a unit of its own, with 1, 2, ... programs on every SM. Those of sm_90 are fitted to
-# `bench matmul` on an H100 (bench/results): the tiles that they pick reach 0.871 of cuBLAS in its rows, the fastest
-# tile of every shape 0.872. Other GPUs' are predictions. For float32 there is one tile.
+# How long a wave of tiles takes with 1, 2, ... programs on every SM; only ratios count. The numbers of sm_90 are fitted
+# to `bench matmul` on an H100 (bench/results): over its rows, the tiles that they pick reach 0.871 of cuBLAS, and the
+# fastest tile of each shape would reach 0.872. The others are predictions. float32 has one tile.
 WAVES = {
     "large": (33,),
     "medium": (20,),
@@ -34,25 +34,25 @@ WAVES = {
     "ampere_small": (9,),
     "exact": (1,),
 }
-FEW_ROWS = 128  # up to as many a GEMM reads its weights once and waits for them: the most loads in flight win
-MANY_OPERANDS_ELEMENTS = 128 * 128  # of a tile: an epilogue of several operands fills the registers beyond it
+FEW_ROWS = 128  # up to this many, a GEMM waits for its weights: the tile with the most loads in flight is the fastest
+MANY_OPERANDS_ELEMENTS = 128 * 128  # an epilogue with several operands spills in tiles of more elements
 
 
 def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
-    """Names of the configurations that run on an architecture (80, 90, 100) for operands of that size."""
+    """Names of the tiles that an architecture (80, 90, 100) has for operands of that size; the last is the smallest."""
     if itemsize == 4:
         return ("exact",)
-    datacenter = 90 <= capability < 120  # sm_120 has TMA but not the shared memory that these tiles take
+    datacenter = 90 <= capability < 120  # sm_120 has TMA, but too little shared memory for these tiles
     return ("large", "medium", "small") if datacenter else ("ampere", "ampere_small")
 
 
 def select_tile(
     device: torch.device, dtype: torch.dtype, rows: int, *columns: int, chunks: int = 1, operands: int = 1
 ) -> Tile:
-    """The configuration for `chunks` times outputs of rows x columns, one for each weight of a launch; operands: what
-    the epilogue reads or writes per tile.
+    """The configuration with which all tiles together take the least time; for few rows, the smallest one.
 
-    The one whose waves take the least time together; for few rows the smallest.
+    rows, columns: of an output, with one number of columns for each weight of the launch. chunks: how many times these
+    outputs are computed. operands: matrices of the output's size that the epilogue reads or writes.
     """
     if is_interpreted():
         return TILES["interpreted"]

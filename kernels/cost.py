@@ -1,16 +1,19 @@
-"""What work costs: the type every `<op>_cost` returns, and the model of GEMMs overlapped with their communication.
+"""What work costs: the type that every `<op>_cost` returns, and a model of GEMMs that overlap with communication.
 
-Letters: M rows of the whole, N and K as one rank's GEMM has them, t ranks, s bytes an element, F FLOP/s, B bytes/s.
+Letters: M rows of all ranks together, N and K of one rank's GEMM, t ranks, s bytes per element, F FLOP/s of a GPU,
+B bytes/s of its links.
 """
 
 from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """Work of one call: floating-point operations, and bytes that must cross main memory (each operand once)."""
+    """Work of one call."""
 
     flops: int
+    """Floating-point operations."""
     bytes: int
+    """Bytes to and from main memory, each operand once."""
 
 
 # Bytes of a partial sum up to which an all-reduce sends it to everybody in one hop: it is mostly latency then, of which
@@ -19,17 +22,21 @@ ONE_SHOT_BYTES = 256 * 1024
 
 
 class Machine(NamedTuple):
-    """One GPU of an NVLink node: dense 16-bit FLOP/s by data sheet, and what a good kernel sustains of its parts."""
+    """One GPU of an NVLink node."""
 
     name: str
     peak_flops: float
+    """Dense 16-bit FLOP/s by the data sheet."""
     flops: float
-    link: float  # bytes/s to all peers together, one direction
-    memory: float  # bytes/s
+    """16-bit FLOP/s that a good GEMM sustains."""
+    link: float
+    """Bytes/s that a good kernel sends to all peers together."""
+    memory: float
+    """Bytes/s that a good kernel reads and writes."""
 
 
-# H100, H200: figures of large GEMMs and copies from research, the H100's confirmed by one (docs/LOG.md); nobody has
-# measured their links. The others are scaled from their data sheets
+# H200 and H100: published figures of large GEMMs and copies, which an H100 has confirmed (docs/LOG.md); their links are
+# not measured. A100 and B200 are scaled by their data sheets.
 MACHINES = (
     Machine("H200", 989e12, 700e12, 380e9, 4.3e12),
     Machine("H100", 989e12, 700e12, 380e9, 3.0e12),
@@ -44,29 +51,32 @@ def machine_for(device_name: str) -> Machine | None:
 
 
 def communication_bytes(op: str, m: int, n: int, k: int, ranks: int, itemsize: int) -> int:
-    """Bytes into one rank: (t-1)/t * M*K*s gathering, (t-1)/t * M*N*s reduce-scattering, twice that all-reducing."""
+    """Bytes that one rank receives.
+
+    all_gather_matmul: (t - 1) / t * M K s; matmul_reduce_scatter: (t - 1) / t * M N s; matmul_all_reduce: twice that.
+    """
     width = {"all_gather_matmul": k, "matmul_reduce_scatter": n, "matmul_all_reduce": 2 * n}[op]
     return (ranks - 1) * m * width * itemsize // ranks
 
 
 def gemm_seconds(m: int, n: int, k: int, itemsize: int, machine: Machine) -> float:
-    """max(2 M N K / F, s (M K + K N + M N) / memory bandwidth)."""
+    """Seconds of a GEMM on one GPU: max(2 M N K / F, s (M K + K N + M N) / memory bandwidth)."""
     return max(2 * m * n * k / machine.flops, itemsize * (m * k + k * n + m * n) / machine.memory)
 
 
 def break_even_width(ranks: int, machine: Machine, itemsize: int, moves: int = 1) -> float:
-    """The width per rank from which communication hides completely under the GEMM: moves * (t-1)/t * s F / (2 B).
+    """The width per rank from which on the GEMM takes as long as its communication: moves (t - 1) / t s F / (2 B).
 
-    Width: N of a rank for a gather, K of a rank for a reduction. It does not depend on M: both times are linear in it.
+    The width is N for a gather and K for a reduction. It does not depend on M, as both times are proportional to M.
     moves: 2 for an all-reduce, which scatters and gathers, else 1.
     """
     return moves * (ranks - 1) / ranks * itemsize * machine.flops / (2 * machine.link)
 
 
 def overlapped_seconds(compute: float, communication: float, chunks: int, tail: float = 0.0) -> float:
-    """GEMM and communication in equal chunks side by side: max(compute, communication + compute / chunks) + tail.
+    """Seconds of a GEMM and its communication, chunk by chunk: max(compute, communication + compute / chunks) + tail.
 
-    One chunk's GEMM has nothing to hide under: the last gathered one, or the first to be reduced. chunks: t, rank by
-    rank. tail: what starts after both, such as the reduction's pass over memory. Ideal: chunks infinite, tail 0.
+    The GEMM of one chunk overlaps with nothing: that of the last chunk to arrive, or of the first to be reduced.
+    tail: seconds of what starts after both, such as the sum over the received partials.
     """
     return max(compute, communication + compute / chunks) + tail

@@ -1,7 +1,6 @@
-"""What every launcher needs: tile configurations' type, launch options, TMA descriptors, padded operands.
+"""What launchers share: the type of a tile configuration, launch options, TMA descriptors, padded operands.
 
-Belongs here: host code shared by the launchers. Device code is in tile.py and protocol.py, the shipped tiles are in
-configurations.py.
+Belongs here: host code. Device code is in tile.py and protocol.py, the tiles that ship are in configurations.py.
 """
 
 from typing import Any, NamedTuple
@@ -11,8 +10,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAXIMUM_REGISTERS = 255  # left to itself ptxas spills to fit more programs on an SM than are launched
-REGISTERS = 65536  # of an SM, 32-bit
+MAXIMUM_REGISTERS = 255  # without a limit ptxas spills, to fit more programs on an SM than are launched
+REGISTERS = 65536  # 32-bit registers of an SM
 ALIGNMENT = 16  # bytes of the widest load or store; a TMA descriptor's address and row stride are multiples of it
 
 DTYPES = {
@@ -23,14 +22,18 @@ DTYPES = {
 
 
 class Tile(NamedTuple):
-    """A tile configuration. tma: operands are loaded through descriptors (sm_90 and later), else by plain loads."""
+    """A tile configuration of a GEMM."""
 
     m: int
+    """Rows of the output that a program computes."""
     n: int
+    """Columns of the output that a program computes."""
     k: int
+    """Elements of the inner dim that one step of the K loop takes."""
     stages: int
     warps: int
     tma: bool
+    """Whether operands are loaded through TMA descriptors (sm_90 and later) or by pointers."""
 
 
 def is_interpreted() -> bool:
@@ -39,9 +42,10 @@ def is_interpreted() -> bool:
 
 
 def launch_options(warps: int, stages: int, cooperative: bool = False) -> dict[str, Any]:
-    """cooperative: every program must be resident at once, as those of one launch wait for one another."""
+    """What a launch passes to Triton. cooperative: all programs are resident at once, so that they may wait for one
+    another."""
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-    if not is_interpreted():  # the interpreter knows neither, and runs one program at a time
+    if not is_interpreted():  # the interpreter knows neither option, and runs one program at a time
         options["maxnreg"] = MAXIMUM_REGISTERS
         if cooperative:
             options["launch_cooperative_grid"] = True
@@ -49,13 +53,13 @@ def launch_options(warps: int, stages: int, cooperative: bool = False) -> dict[s
 
 
 def padded(x: Tensor) -> Tensor:
-    """x (R, C) with contiguous rows that start at multiples of 16 bytes: x itself if possible, else a padded copy."""
+    """x (R, C) with contiguous rows that start at multiples of ALIGNMENT: x itself, or a view of a padded copy."""
     contiguous = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
     return x if contiguous and rows_are_aligned(x, x.stride(0)) else padded_copy(x)[:, : x.shape[1]]
 
 
 def packed(x: Tensor) -> Tensor:
-    """x (R, C) as rows without gaps between them, each a multiple of 16 bytes: x itself or a padded copy."""
+    """x (R, C) without gaps between rows, which are multiples of ALIGNMENT long: x itself, or a padded, wider copy."""
     return x if x.is_contiguous() and rows_are_aligned(x, x.shape[1]) else padded_copy(x)
 
 
@@ -78,7 +82,10 @@ def padded_copy(x: Tensor) -> Tensor:
 
 
 def operand(x: Tensor, block: tuple[int, int], tile: Tile) -> Any:
-    """What a kernel takes for a matrix (rows, columns): a TMA descriptor of this block, or the tensor itself."""
+    """What a kernel takes for a matrix (rows, columns): a TMA descriptor of this block, or the tensor itself.
+
+    ValueError for a matrix without elements.
+    """
     if 0 in x.shape:
         raise ValueError(f"the kernels take matrices of at least one row and one column, not {tuple(x.shape)}")
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(block)) if tile.tma else x
@@ -93,17 +100,21 @@ def persistent_programs(
     reserved: int = 0,
     spare: int = 0,
 ) -> int:
-    """Programs that walk the tiles: at most one per tile, and at most what is resident at once, shared by the served
-    ranks, besides `reserved` others and on all SMs but `spare`. programs: this many instead (the interpreter's default
-    is 2)."""
+    """How many programs walk the tiles of one rank: at most one per tile.
+
+    By default they fill all SMs but `spare`, which the `served` ranks of the launch share; `reserved` programs of each
+    rank do other work there. `programs` replaces that number (the interpreter's default is 2).
+    """
     if programs is None:
         programs = 2 if is_interpreted() else resident_programs(device, tile, spare) // served - reserved
     return max(1, min(tiles, programs))
 
 
 def resident_programs(device: torch.device, tile: Tile, spare: int = 0) -> int:
-    """How many programs of this tile all SMs but `spare` hold at once: by registers, of which each thread may take all
-    that it can address, and by the shared memory of the stages."""
+    """How many programs with this tile are resident at once on all SMs but `spare`.
+
+    Registers limit them, as each thread may take all that it can address, and so does the shared memory of the stages.
+    """
     properties = torch.cuda.get_device_properties(device)
     shared = (tile.m + tile.n) * tile.k * 2 * tile.stages
     registers = tile.warps * 32 * (MAXIMUM_REGISTERS + 1)
@@ -112,5 +123,5 @@ def resident_programs(device: torch.device, tile: Tile, spare: int = 0) -> int:
 
 
 def step_rows(tile: Tile, itemsize: int) -> int:
-    """Rows of a tile's width that all threads take together at 16 bytes each: what one reduction step adds."""
+    """How many rows of a tile one step of a reduction adds: each thread takes ALIGNMENT bytes."""
     return min(tile.m, max(1, tile.warps * 32 * ALIGNMENT // itemsize // tile.n))

@@ -1,7 +1,7 @@
 """How kernels of one group talk through symmetric memory: flags, epochs, bounded waits.
 
-Belongs here: the device functions and the host-side description that every communicating kernel uses. No tiles and no
-arithmetic (tile.py), no process groups. The rules, and why each is there: docs/kernels.md.
+Belongs here: what every communicating kernel uses, on the device and on the host. No tiles, no arithmetic (tile.py),
+no process groups. docs/kernels.md has the rules, and says why each is there.
 """
 
 from typing import NamedTuple
@@ -12,46 +12,49 @@ from torch import Tensor
 
 from .launch import packed_width
 
-ERROR_WORDS = tl.constexpr(4)  # int32: expired, peer, flag value seen, epoch wanted
+# of a report, int32: 1 if a wait has expired, the peer it was for, the flag that it saw, the epoch that it wanted
+ERROR_WORDS = tl.constexpr(4)
 
 
 class Channel(NamedTuple):
-    """One workspace as a launch sees it, for the real case (serves 1 rank) or virtual ranks (serves all of them).
+    """One workspace as a launch sees it. A launch serves one rank, or all ranks of a group as virtual ranks.
 
-    A rank's region is `writer_flags` int32 flags for each writer, and two slots of `capacity` bytes, used by epoch
-    parity. An operation at epoch e writes slots and flags of e only, and waits for every rank's flags of e; therefore a
-    rank that reaches e + 2 knows that all have finished e, and may overwrite its slots.
+    A rank's region is `writer_flags` int32 flags for each writer, and two slots of `capacity` bytes: one for even
+    epochs, one for odd ones. An operation at epoch e writes slots and flags of e only, and waits for every rank's flags
+    of e. Therefore a rank that reaches e + 2 knows that all have finished e, and may overwrite its slots.
     """
 
     rank: int
-    """The first rank that the launch serves: a program's rank is this + program_id(1)."""
+    """The first rank that the launch serves. A program serves this rank + program_id(1)."""
     served: int
+    """How many ranks the launch serves: 1, or world."""
     world: int
     data: Tensor
     """int64 (served, world): the address of each rank's slot of parity 0, as the served rank sees it."""
     flags: Tensor
-    """int64 (served, world): the address of each rank's flags; writer w's are [w * writer_flags, ...)."""
+    """int64 (served, world): the address of each rank's flags. Those of writer w begin at w * writer_flags."""
     epoch: Tensor
-    """int32 (served,), device memory: the number of the operation in progress; only `bump` moves it."""
+    """int32 (served,), device memory: the number of the operation in progress. Only `bump` changes it."""
     error: Tensor
-    """int32 (served, ERROR_WORDS), host memory that the kernel can write: what an expired wait was for."""
+    """int32 (served, ERROR_WORDS), host memory that kernels can write: the report of the first wait that expired."""
     stopped: Tensor
-    """int32 (served,), device memory: 1 from an expired wait on. A rank that gave up must not push or publish again:
-    it would overwrite slots that others, not waited for, still read."""
+    """int32 (served,), device memory: 1 once a wait has expired. That rank must not push or publish again: it would
+    overwrite slots that others still read, as it does not wait for them any more."""
     slots: tuple[Tensor, Tensor]
-    """The served ranks' own slots of parity 0 and 1, as bytes (served * capacity): what they receive into."""
+    """The slots of parity 0 and of parity 1 into which the served ranks receive, as bytes (served * capacity)."""
     parity_stride: int
     """Bytes from a rank's slot of parity 0 to that of parity 1; a multiple of 16."""
     capacity: int
     """Bytes of one slot of one rank; a multiple of 16."""
     writer_flags: int
+    """Flags of each writer."""
     limit: int
     """Polls after which a wait gives up."""
     counters: Tensor
-    """int32 (served, world * writer_flags), device memory of this rank alone: zeros between operations."""
+    """int32 (served, world * writer_flags), device memory that only the rank itself uses; zeros between operations."""
 
     def require(self, operation: str, nbytes: int, flags: int) -> None:
-        """ValueError, before a kernel would write beyond a peer's slot or flags."""
+        """ValueError if an operation needs larger slots or more flags than there are. It would write beyond them."""
         if nbytes > self.capacity or flags > self.writer_flags:
             raise ValueError(
                 f"{operation} needs {nbytes} bytes per slot and {flags} flags per writer, but the channel has "
@@ -64,31 +67,32 @@ class Channel(NamedTuple):
         return self.slots[parity].view(like.dtype)[: total * stride].view(total, stride)
 
     def gathered(self, parity: int, shard: Tensor) -> Tensor:
-        """The rows (world * rows, K) gathered from shards like this one where they arrived.
+        """The rows (world * rows, K) that a gather of shards like this one left in the slot, without a copy.
 
-        One served rank, keep=True. The slot is overwritten: only until the workspace's next operation, and never for
-        autograd or the user.
+        The channel serves one rank, and the gather had keep=True. The workspace's next operation may overwrite the
+        rows: neither autograd nor the user may hold them.
         """
         rows = self.slot(parity, packed_width(shard.shape[1], shard.element_size()), shard)
         return rows[: self.world * len(shard), : shard.shape[1]]
 
     def arguments(self) -> tuple:
-        """What a kernel takes, in the order of every communicating kernel's first parameters."""
+        """The first arguments of every communicating kernel."""
         tables = (self.data, self.flags, self.epoch, self.error, self.stopped)
         return *tables, self.rank, self.limit, self.parity_stride, self.writer_flags
 
 
 @triton.jit
 def bump_kernel(epoch, served):
+    """One program adds 1 to the epoch of each served rank."""
     for rank in range(served):
         tl.store(epoch + rank, tl.load(epoch + rank) + 1)
 
 
 def bump(channel: Channel) -> None:
-    """Begin an operation: add 1 to the device epoch, in stream order before the operation's kernel.
+    """Begin an operation: a kernel adds 1 to the epoch, in stream order before the operation's own.
 
-    A kernel of its own and never a program of the operation's: that one could move the epoch while others still read
-    it. It lives on the device so that a replayed CUDA graph counts on.
+    A program of the operation could change the epoch while others still read it. The epoch is in device memory, so that
+    a CUDA graph goes on counting when it is replayed.
     """
     bump_kernel[(1,)](channel.epoch, channel.served, num_warps=1)
 

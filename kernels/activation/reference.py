@@ -1,4 +1,4 @@
-"""MLP activations, plain and gated: the specification (torch only), forward, backward and cost.
+"""Activations of MLPs, plain and gated: the specification (torch only), and the cost.
 
 A gated activation is act(gate) * x (SwiGLU with silu, GeGLU with gelu); without a gate it is act(x).
 """
@@ -18,7 +18,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 # exponential is several times faster than tanh on a CPU
 _LINEAR = 2 * math.sqrt(2 / math.pi)
 _CUBIC = _LINEAR * 0.044715
-_CPU_ELEMENTS = 2**18  # at a time on a CPU, so that what a backward makes on its way stays in the cache
+_CPU_ELEMENTS = 2**18  # that a backward takes at a time on a CPU, so that intermediate values stay in the cache
 
 
 def _polynomial(x: Tensor, cubic: float) -> Tensor:
@@ -92,9 +92,9 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
 def activation_backward(
     da: Tensor, x: Tensor, name: str | None, gate: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients (dx, dgate) of activation_forward and its result, rebuilt, from its inputs alone.
+    """(dx, dgate or None, act(x) or act(gate) * x): gradients of activation_forward, and its result computed again.
 
-    Shapes:   da, x, gate (M, F), contiguous; da may be overwritten (dx can take its place).
+    Shapes:   da, x, gate (M, F), contiguous; a result may take the memory of da
     """
     if name is None:
         return da, None, x
@@ -106,8 +106,8 @@ def activation_backward(
 
 
 def activation_cost(m: int, f: int, itemsize: int, gated: bool = False, backward: bool = False) -> Cost:
-    """Every operand once: forward x (and gate) in, one out; backward adds da in and one gradient per input out, beside
-    the rebuilt result."""
+    """Forward reads x (and gate) and writes the result. Backward reads da, too, and writes the result and the gradient
+    of each input."""
     inputs = 2 if gated else 1
     operands = 2 * inputs + 2 if backward else inputs + 1
     return Cost((24 if backward else 10) * inputs * m * f, operands * m * f * itemsize)

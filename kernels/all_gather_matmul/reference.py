@@ -1,4 +1,4 @@
-"""All-gather, then GEMMs: the specification for all ranks in one process (torch only), and its cost."""
+"""All-gather, then GEMMs: the specification for all ranks in one process (torch only), and the cost."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,10 @@ def all_gather_matmul_derivative_reference(
     activation: str | None,
     gates: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-    """For every rank: matmul_derivative_reference of the gathered rows and its weight (K, N), x and gate (M, N)."""
+    """For every rank: matmul_derivative_reference of the gathered rows and of its own weight, x and gate.
+
+    Shapes: shards t of (M / t, K); weights[r] (K, N); xs[r], gates[r] and results (M, N).
+    """
     gathered = torch.cat(list(shards))
     gates = gates or [None] * len(xs)
     return [
@@ -49,6 +52,6 @@ def all_gather_matmul_derivative_reference(
 
 
 def all_gather_matmul_cost(m: int, n: int, k: int, world: int, itemsize: int) -> Cost:
-    """One rank, M gathered rows and N columns of its own: the GEMM, and the shards written here and read once."""
+    """Of one rank with M gathered rows and N columns: the GEMM, and a write of the rows that it receives."""
     received = (world - 1) * m // world * k
     return Cost(2 * m * n * k, (m * k + n * k + m * n + received) * itemsize)

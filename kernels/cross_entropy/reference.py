@@ -1,9 +1,9 @@
-"""Cross entropy over a slice of the vocabulary: the specification (torch only), in the steps between which tensor
-parallel ranks exchange three numbers per token, four with label smoothing.
+"""Cross entropy of a vocabulary that tensor-parallel ranks hold in slices: the specification (torch only).
 
-Letters: T tokens; V columns of the logits, that is the slice's entries, maybe followed by padding. Wide dtype:
-promote_types(logits.dtype, float32). Steps: slice_statistics, exchange, combine_statistics, slice_gradient. Logits are
-seen through differences only, except by the z-loss: a large offset costs no precision.
+Steps: slice_statistics; the ranks exchange its result, three numbers per token, or four with label smoothing; then
+combine_statistics and slice_gradient. All but the z-loss depends on differences of logits only, so a large offset costs
+no precision. Letters: T tokens; V columns of the logits, which are the slice's entries and maybe padding after them.
+Wide dtype: promote_types(logits.dtype, float32).
 """
 
 from typing import NamedTuple
@@ -15,9 +15,9 @@ from ..cost import Cost
 
 
 class VocabSlice(NamedTuple):
-    """Which entries of the vocabulary are here: those from `first` on, at most `width` of all its `entries`.
+    """The part of a vocabulary of `entries` that a rank holds: `width` of them from `first` on, or what there is of it.
 
-    Slices follow one another: the s-th has first = s * width, and only the last ones may have fewer (or no) entries.
+    Slices follow one another: the s-th has first = s * width, so only the last ones may hold fewer entries, or none.
     """
 
     first: int
@@ -26,7 +26,7 @@ class VocabSlice(NamedTuple):
 
     @property
     def valid(self) -> int:
-        """How many entries are here; columns of logits after them are padding."""
+        """How many entries the slice holds. Columns of logits after them are padding."""
         return max(0, min(self.width, self.entries - self.first))
 
 
@@ -34,10 +34,10 @@ IGNORE_INDEX = -100  # torch.nn.functional.cross_entropy's target where no loss 
 
 
 class LossTerms(NamedTuple):
-    """loss = (1 - e) (lse - x_target) + e (lse - mean(x)) + z lse**2, 0 where the target is ignore_index.
+    """loss = (1 - e) (lse - x_target) + e (lse - mean(x)) + z lse**2, and 0 where the target is ignore_index.
 
-    e: label_smoothing, as torch.nn.functional.cross_entropy defines it; z: z_loss; lse: log(sum(exp(x))) over all
-    entries.
+    lse is log(sum(exp(x))) over all entries, e is label_smoothing as torch.nn.functional.cross_entropy defines it, and
+    z is z_loss.
     """
 
     ignore_index: int = IGNORE_INDEX
@@ -56,7 +56,7 @@ Work = tuple[Tensor, Tensor]  # exp(logit - shift) (T, V), 0 in the padding; shi
 def slice_statistics(
     logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: LossTerms
 ) -> tuple[Tensor, Work | None]:
-    """Per token what other slices must know of this one, and work that slice_gradient may take over.
+    """What other slices must know of this one for each token, and intermediate values that slice_gradient may use.
 
     Math:     maximum; sum of exp(logit - maximum); the target's logit, 0 if it is elsewhere; with label smoothing the
               sum of maximum - logit. A slice without entries gives (-inf, 0, 0, 0), one of only -inf (-inf, 0, 0, inf)
@@ -83,8 +83,8 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     """Maximum and sum of exp(logit - maximum) over the whole vocabulary, (2, T), and the losses (T,).
 
     Shapes:   parts (slices, 3 or 4, T), all slices' statistics in order; vocab: any slice's
-    Numerics: the sum of a target outside the vocabulary is NaN, and so are its loss and gradient: no slice has it, and
-              nobody would notice
+    Numerics: for a target outside the vocabulary the sum is NaN, and so are loss and gradient: no slice holds it, so
+              nothing else would show the mistake
     """
     maximum = parts[:, 0].amax(0)
     shift = _finite(maximum)
@@ -121,7 +121,7 @@ def slice_gradient(
     Math:     scale * (softmax * (1 + 2 z lse) - (1 - e) onehot(target) - e / entries)
     Shapes:   normalisers (2, T) of combine_statistics; scale (T,), the upstream gradient, None for ones
     Memory:   work, from slice_statistics, is consumed; without it the exponentials are made again. in_place: the result
-              may take the logits' memory (the kernel's does, this one never)
+              may take the logits' memory: the kernel's does, this one's never
     Source:   Megatron's vocab-parallel cross entropy (arXiv:1909.08053, section 3), label smoothing (arXiv:1512.00567),
               z-loss (PaLM, arXiv:2204.02311, section 5), written from their formulas
     """
@@ -132,7 +132,7 @@ def slice_gradient(
     factor = scale * (shift - maximum).exp() / total
     if terms.z_loss:
         factor = factor * (1 + 2 * terms.z_loss * (maximum + total.log()))
-    factor = factor.masked_fill(~counted, 0)  # where nothing but -inf is 0 / 0
+    factor = factor.masked_fill(~counted, 0)  # an ignored row of -inf alone gave 0 / 0
     if exponentials is None:
         exponentials = torch.zeros_like(logits, dtype=total.dtype)
         torch.sub(logits[:, : vocab.valid], maximum[:, None], out=exponentials[:, : vocab.valid]).exp_()
@@ -146,17 +146,17 @@ def slice_gradient(
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """Something to subtract from logits of this maximum: -inf - -inf would be NaN."""
+    """The maximum, or the least finite number in place of -inf: -inf - -inf would be NaN."""
     return maximum.clamp(min=torch.finfo(maximum.dtype).min)
 
 
 def _target(targets: Tensor, vocab: VocabSlice) -> tuple[Tensor, Tensor]:
-    """Each target's column (T, 1) in this slice, clamped, and whether it is there (T,)."""
+    """Each target's column (T, 1) in this slice, clamped to it, and whether the slice holds the target (T,)."""
     local = targets - vocab.first
     return local.clamp(0, vocab.valid - 1)[:, None], (local >= 0) & (local < vocab.valid)
 
 
 def cross_entropy_cost(tokens: int, vocab: int, itemsize: int, backward: bool = False) -> Cost:
-    """Forward reads the logits once and writes three numbers per token; backward reads them and writes as much."""
+    """Forward reads the logits and writes three numbers per token. Backward reads both and writes the gradient."""
     logits = tokens * vocab * itemsize
     return Cost((4 if backward else 5) * tokens * vocab, (2 * logits if backward else logits) + 12 * tokens)

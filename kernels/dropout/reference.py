@@ -1,5 +1,7 @@
-"""Dropout whose mask is drawn again wherever it is needed, never stored, and what a row-parallel linear adds beside it:
-the specification (torch only)."""
+"""Dropout, and the bias and the residual that a row-parallel linear adds beside it: the specification (torch only).
+
+The mask is never stored: every pass draws it again.
+"""
 
 import torch
 from torch import Tensor
@@ -30,9 +32,9 @@ def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
 
 
 def finish_forward(x: Tensor, finish: Finish) -> Tensor:
-    """residual + dropout(x + bias), whichever of them are given (finish.norm is not looked at); else x itself.
+    """residual + dropout(x + bias), with the parts that are given; x itself if none is. finish.norm is not applied.
 
-    Shapes:   x (M, N), which may be overwritten: the result can take its place; finish as in kernels/finish.py
+    Shapes:   x (M, N), whose memory the result may take; finish as in kernels/finish.py
     Numerics: in promote_types(x.dtype, float32), rounded once to x.dtype
     Traffic:  see finish_cost
     """
@@ -49,9 +51,9 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
 
 
 def finish_backward(dz: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """(dx, dbias or None) of finish_forward; the residual's gradient is dz.
+    """(dx, dbias or None) of finish_forward; the residual's gradient is dz itself.
 
-    Math:     dx = dropout(dz), dz itself without dropout; dbias = sum_m dx as rounded, if `bias`
+    Math:     dx = dropout(dz), or dz itself without dropout; dbias, if `bias`, is the sum over rows of dx as rounded
     Shapes:   dz, dx (M, N); dbias (N,)
     Numerics: dx as dropout_apply; dbias accumulated in at least float32, rounded once to dz.dtype
     Traffic:  see finish_cost
@@ -61,7 +63,7 @@ def finish_backward(dz: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Te
 
 
 def dropout_cost(m: int, n: int, itemsize: int) -> Cost:
-    """x in, y out; about 20 integer operations per element for Philox are not counted as flops."""
+    """x is read, y is written. The integer operations of Philox, about 20 per element, do not count as flops."""
     return finish_cost(m, n, itemsize, dropout=True)
 
 
@@ -69,8 +71,8 @@ def finish_cost(
     m: int, n: int, itemsize: int, *, bias: bool = False, dropout: bool = False, residual: bool = False,
     backward: bool = False,
 ) -> Cost:  # fmt: skip
-    """Forward reads x, the residual and the bias and writes z; backward reads dz, writes dx if there is dropout (it is
-    dz otherwise), and dbias. 8 bytes of start a row with dropout."""
+    """Forward reads x, the residual and the bias, and writes z. Backward reads dz, and writes dbias and, with dropout,
+    dx. With dropout both read 8 bytes per row, its start."""
     rows = (1 + dropout if backward else 2 + residual) * m * n
     flops = (bias + dropout + (residual and not backward)) * m * n
     return Cost(flops, (rows + bias * n) * itemsize + dropout * 8 * m)

@@ -1,4 +1,4 @@
-"""Dense GEMMs with the epilogues that transformer layers need: the specification (torch only), and their cost."""
+"""Dense GEMMs and their epilogues: the specification (torch only), and the cost."""
 
 import torch
 from torch import Tensor
@@ -32,15 +32,17 @@ def matmul_reference(
 
 
 def matmul_derivative_reference(
-    a: Tensor, b: Tensor, x: Tensor, activation: str | None, gate: Tensor | None = None, *, b_transposed: bool = True
+    a: Tensor, b: Tensor, x: Tensor, activation: str | None, gate: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """activation_backward of da = A B^T, which is never rounded: (dx, dgate or None, act(x) or act(gate) * x)."""
-    da = matmul_reference(_wide(a), _wide(b), b_transposed=b_transposed)
-    wide = activation_backward(da, _wide(x), activation, None if gate is None else _wide(gate))
-    dx, dgate, rebuilt = wide
+    """(dx, dgate or None, act(x) or act(gate) * x): activation_backward of da = A B, which is never rounded.
+
+    Shapes: a (M, K); b (K, N); x, gate and results (M, N).
+    """
+    da = _wide(a) @ _wide(b)
+    dx, dgate, rebuilt = activation_backward(da, _wide(x), activation, None if gate is None else _wide(gate))
     return dx.to(a.dtype), None if dgate is None else dgate.to(a.dtype), rebuilt.to(a.dtype)
 
 
 def matmul_cost(m: int, n: int, k: int, itemsize: int) -> Cost:
-    """2 M N K flops; A, B and the result cross memory once. The epilogue's flops are not counted."""
+    """2 M N K flops; A and B are read and the result is written. The epilogue's flops do not count."""
     return Cost(2 * m * n * k, (m * k + n * k + m * n) * itemsize)

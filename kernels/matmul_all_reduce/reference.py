@@ -1,4 +1,4 @@
-"""GEMM, then all-reduce and what follows it: the specification for all ranks in one process, and its cost."""
+"""GEMM, then all-reduce and what follows it: the specification for all ranks in one process, and the cost."""
 
 from collections.abc import Sequence
 
@@ -25,6 +25,9 @@ def matmul_all_reduce_reference(
 
 
 def matmul_all_reduce_cost(m: int, n: int, k: int, world: int, itemsize: int, one_shot: bool) -> Cost:
-    """One rank, (M, K) x (K, N): the GEMM; one-shot reads t partials of everything, two-shot of 1 / t, and one sum."""
+    """Of one rank, (M, K) x (K, N): the GEMM, and the partials that it writes and reads.
+
+    One-shot: t partials of all rows. Two-shot: t partials of M / t rows each, then as many rows of sums.
+    """
     moved = 2 * world * m * n if one_shot else 4 * m * n
     return Cost(2 * m * n * k + m * n, (m * k + n * k + m * n + moved) * itemsize)

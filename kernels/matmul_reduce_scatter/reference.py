@@ -1,4 +1,4 @@
-"""GEMM, then reduce-scatter and what follows it: the specification for all ranks in one process, and its cost."""
+"""GEMM, then reduce-scatter and what follows it: the specification for all ranks in one process, and the cost."""
 
 from collections.abc import Iterable, Sequence
 
@@ -42,6 +42,6 @@ def matmul_reduce_scatter_reference(
 
 
 def matmul_reduce_scatter_cost(m: int, n: int, k: int, world: int, itemsize: int, partial_itemsize: int = 2) -> Cost:
-    """One rank, (M, K) x (K, N): the GEMM; every partial written once, this rank's received ones read once."""
+    """Of one rank, (M, K) x (K, N): the GEMM, a write of each partial, and a read of those that it receives."""
     nbytes = (m * k + n * k + m * n // world) * itemsize + 2 * m * n * partial_itemsize
     return Cost(2 * m * n * k + m * n, nbytes)

@@ -11,12 +11,11 @@ from ..cost import Cost
 from ..dropout.reference import finish_forward
 from ..finish import Finish, Norm
 
-# The second statistic of RMSNorm does not exist, so `mean` is None there; everything else has one shape for both.
-Statistics = tuple[Tensor | None, Tensor]
+Statistics = tuple[Tensor | None, Tensor]  # mean, which is None for rmsnorm, and rstd: (M, 1) each
 
 
 def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
-    """Normalise each row of x, then scale (and shift).
+    """Normalise each row of x, then scale (and shift): (y, statistics).
 
     Math:     layernorm y = (x - mean) * rstd * weight + bias, rstd = (var + eps)**-0.5 (biased variance);
               rmsnorm   y = x * rstd * weight, rstd = (mean(x**2) + eps)**-0.5
@@ -27,7 +26,7 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     """
     kind, weight, bias, eps = norm
     dtype = torch.promote_types(x.dtype, torch.float32)
-    wide = cast(x, dtype)  # before native_layer_norm too: on a CPU it would keep bfloat16 statistics for bfloat16 rows
+    wide = cast(x, dtype)  # native_layer_norm on a CPU would keep bfloat16 statistics of bfloat16 rows
     if kind == "layernorm":
         y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), cast(weight, dtype), cast(bias, dtype), eps)
         return cast(y, x.dtype), (mean, rstd)
@@ -36,8 +35,8 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
 
 
 def norm_rebuilt(x: Tensor, statistics: Statistics, norm: Norm) -> Tensor:
-    """norm_forward's y once more, to the bit; from the statistics, where that is less work."""
-    if norm.kind == "layernorm":  # torch makes it all in one call
+    """norm_forward's y again, bit for bit; from the statistics, where that is less work."""
+    if norm.kind == "layernorm":  # torch computes statistics and result in one call
         return norm_forward(x, norm)[0]
     rstd = statistics[1]
     y = cast(x, rstd.dtype) * rstd
@@ -45,9 +44,9 @@ def norm_rebuilt(x: Tensor, statistics: Statistics, norm: Norm) -> Tensor:
 
 
 def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Statistics]:
-    """(z, norm(z), statistics of z) of z = residual + dropout(x + bias), whichever of them are given.
+    """(z, norm(z), statistics of z) with z = residual + dropout(x + bias), of which finish may leave parts out.
 
-    Shapes:   as norm_forward; x may be overwritten: z can take its place, and is x if nothing is given
+    Shapes:   as norm_forward; z may take x's memory, and is x itself if nothing is added
     Numerics: z as finish_forward; the norm is of z as rounded to x.dtype
     Traffic:  see norm_cost
     """
@@ -59,12 +58,13 @@ def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Stat
 def norm_backward(
     dy: Tensor, x: Tensor, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients (dx, dweight, dbias) of norm_forward from its input and statistics; the output is not needed.
+    """Gradients (dx, dweight or None, dbias or None) of norm_forward, from its input and statistics.
 
     Math:     with xhat the normalised row and g = dy * weight:
               dx = rstd * (g - mean(g) - xhat * mean(g * xhat))   (no mean(g) term for rmsnorm)
               dweight = sum_m dy * xhat, dbias = sum_m dy
-              dresidual (M, N), the gradient that reaches x along a residual path, is added to dx before it is rounded
+              dresidual (M, N) is the gradient of x as a residual; it is added to dx before that is rounded
+    Shapes:   dy, x, dx (M, N); dweight, dbias (N,)
     """
     (mean, rstd), (kind, weight, bias, _) = statistics, norm
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -89,10 +89,10 @@ def norm_cost(
     m: int, n: int, itemsize: int, kind: str = "layernorm", backward: bool = False,
     *, bias: bool = False, dropout: bool = False, residual: bool = False,
 ) -> Cost:  # fmt: skip
-    """Forward reads x, writes y and the statistics; backward reads x, dy and writes dx (weights: one row each).
+    """Forward reads x and writes y and the statistics; backward reads x and dy and writes dx. Each weight is one row.
 
-    bias, dropout, residual: finish_norm_forward with these, which reads them and writes z as well; for a backward,
-    residual is dresidual, and the others have no part in it.
+    With bias, dropout or residual, forward is finish_norm_forward, which reads them and writes z, too. For a backward,
+    residual stands for dresidual, and the other two change nothing.
     """
     statistics = 4 * m * (2 if kind == "layernorm" else 1)
     added = residual if backward else bias + dropout + residual

@@ -1,8 +1,8 @@
 """Philox4x32-10 random numbers addressed by global element index: the specification (torch only).
 
-Every random value of the project (initial weights, dropout) is a pure function of (key, index of the element in the
-unsharded tensor), so a shard draws exactly its part of what one process would draw. A call describes its elements as
-rows: `start` (rows,) int64, the index of each row's first element, and a `width`.
+Every random value of the project (initial weights, dropout) is a function of a key and of the element's index in the
+unsharded tensor, so a shard draws exactly its part of what one process would draw. A call describes its elements as
+rows: `start` (rows,) int64 has the index of each row's first element, and all rows have one `width`.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; constants from that paper.
 """
@@ -26,7 +26,7 @@ def philox_key(*parts: int | str) -> int:
 
 
 def philox4x32(key: int, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit words (as int64) for every int64 counter; the upper half of the 128-bit counter is zero."""
+    """Four 32-bit words, as int64, for each int64 counter. The upper half of Philox's 128-bit counter is zero."""
     # int64 products wrap modulo 2**64, which leaves both 32-bit halves right once masked
     c0, c1 = counter & _MASK, (counter >> 32) & _MASK
     c2 = c3 = torch.zeros_like(counter)

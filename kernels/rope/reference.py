@@ -1,4 +1,4 @@
-"""Rotary position embedding: the specification (torch only), table, rotation (its own inverse's mirror) and cost.
+"""Rotary position embedding: the specification (torch only) of table and rotation, and the cost.
 
 Letters: T tokens, d elements of a head.
 """
@@ -12,9 +12,9 @@ Table = tuple[Tensor, Tensor]  # cos and sin, each (length, d / 2); a row is a p
 
 
 def rope_table(length: int, head_dim: int, base: float, dtype: torch.dtype, device: torch.device | str) -> Table:
-    """cos and sin of position * base**(-2i / d) for positions 0 to length - 1, in promote_types(dtype, float32).
+    """cos and sin (length, d / 2) of position * base**(-2i / d), in promote_types(dtype, float32).
 
-    Angles are float64, rounded once: far positions in float32 would be off by thousandths of a radian.
+    Angles are float64 and rounded once: in float32, those of far positions would be off by thousandths of a radian.
     """
     wide = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
@@ -30,13 +30,13 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def rope_rotate(
     q: Tensor, k: Tensor, table: Table, positions: Tensor, interleaved: bool = False, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate each pair of elements of every head by its token's angle; inverse rotates back (the backward).
+    """Rotate each pair of elements of every head by its token's angle, or back if `inverse`, which is the backward.
 
     Math:     y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin. Pairs are (i, i + d/2) ("half", as in Hugging Face's Llama),
               or (2i, 2i + 1) if interleaved (as in GPT-J)
     Shapes:   q (T, heads, d), k (T, kv_heads, d), any strides, d even; table: cos and sin (length, d / 2) in
-              promote_types(q.dtype, float32); positions (T,) int64 or int32 in [0, length), the table's rows, in any
-              order: documents restart, samples may start anywhere; results like q and k, contiguous
+              promote_types(q.dtype, float32); positions (T,) int64 or int32 in [0, length), in any order, name rows of
+              the table; results like q and k, contiguous
     Numerics: in the table's dtype, rounded once at the store
     Traffic:  see rope_cost
     Source:   Su et al. 2021 (arXiv:2104.09864); half: Hugging Face Llama checkpoints
@@ -59,9 +59,8 @@ def rope_rotate(
 
 
 def rope_cost(tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Cost:
-    """q and k in and out, 3 flops an element; positions (int64) and the table's row (float32) once per token.
-
-    The heads of a token find that row in the cache, and so do samples at equal positions: memory sees less.
+    """q and k are read and written, with 3 flops per element; each token reads its position (int64) and its row of the
+    table (float32) once. Rows that are still in the cache are read from memory less often than that.
     """
     elements = tokens * (heads + kv_heads) * head_dim
     return Cost(3 * elements, 2 * elements * itemsize + tokens * (4 * head_dim + 8))
