@@ -1,7 +1,7 @@
-"""What a case of the compile check is: one specialisation of one kernel, and what its code must show.
+"""The type of a case of the compile check: one specialisation of one kernel, and what its code must show.
 
-Belongs here: the type, and what every kernel is compiled for. The shipped kernels' cases: shipped.py and
-memory_bound.py; how one is judged: rules.py.
+Belongs here: the type, and what every kernel is compiled for. shipped.py and memory_bound.py list the cases of the
+kernels that ship, rules.py judges them.
 """
 
 from collections.abc import Callable
@@ -21,34 +21,35 @@ class Case:
     """One specialisation of one kernel, and what its code must show."""
 
     name: str
-    """The variant of the kernel: which operands, real or virtual ranks, which epilogue."""
+    """The variant of the kernel, such as its operands, its epilogue, or virtual ranks."""
     kernel: str
-    """The jitted function's name. Others that the launcher starts have cases of their own."""
+    """The jitted function's name. If the launcher starts others, they have cases of their own."""
     dtype: torch.dtype
     capability: int
     """80, 90 or 100."""
     launch: Callable[[], object]
-    """Calls the launcher."""
+    """Calls the launcher that starts the kernel."""
     tile: Tile | None = None
-    """Of a GEMM; a kernel without one multiplies nothing."""
+    """A GEMM's configuration; None for a kernel that multiplies no matrices."""
     releases: int = 0
-    """Exact number of system-scope releases: of calls of publish, a static loop's counted as often as it runs."""
+    """Exact number of system-scope releases, which are calls of publish. In a static loop each round counts."""
     acquires: int = 0
-    """Exact number of system-scope acquires: two per call of wait, before its loop and in it."""
+    """Exact number of system-scope acquires. Each call of wait has two: before its loop and in it."""
     local_atomics: int = 0
-    """Exact number of atomics that stay inside of one rank, and so need no system scope."""
+    """Exact number of atomics on memory that only one rank uses, which need no system scope."""
     own: frozenset[str] = frozenset()
-    """Pointer and descriptor arguments that no other rank writes: loads from them may stand before a wait."""
+    """Names of pointer and descriptor arguments that no other rank writes. Loads from them may stand before a wait."""
     waived: frozenset[str] = frozenset()
-    """Rules (rules.py) that do not apply, with the reason in a comment beside it."""
+    """Names of rules (rules.py) that do not apply. A comment beside them gives the reason."""
 
     @property
     def tile_text(self) -> str:
+        """The tile's sizes, m x n x k; empty without a tile."""
         return "" if self.tile is None else f"{self.tile.m}x{self.tile.n}x{self.tile.k}"
 
     @property
     def key(self) -> str:
-        """Unique among the cases; what --only is matched with."""
+        """A text that no other case has; --only is searched in it."""
         dtype = str(self.dtype).removeprefix("torch.")
         tile = "" if self.tile is None else f" {self.tile_text} s{self.tile.stages} w{self.tile.warps}"
         return f"{self.kernel} {self.name} sm_{self.capability} {dtype}{tile}"

@@ -29,7 +29,7 @@ from .rules import Row, evaluate
 from .summary import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADINGS = {  # shorter than the columns' names, so that a row fits a line
+HEADINGS = {  # short names of columns, so that a row fits a line
     "registers": "regs",
     "spills": "spill",
     "shared": "smem",
@@ -45,13 +45,14 @@ HEADINGS = {  # shorter than the columns' names, so that a row fits a line
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked, and where results go."""
+    """What is checked, and where rows and results are kept."""
 
     cases: str = "checks.compile.shipped:cases"
-    """module:function that returns the list of cases; worker processes call it, too."""
+    """module:function of a function that returns the list of cases. Worker processes call it, too."""
     kernels: Path = ROOT / "kernels"
     """Every jitted function in this folder whose name ends in _kernel needs a case."""
     cache: Path = ROOT / ".compile-cache"
+    """The folder of rows that need not be computed again."""
     results: Path = ROOT / "checks" / "results" / "compile.md"
 
 
@@ -60,7 +61,7 @@ DEFAULT = Check()
 
 @functools.cache
 def load_cases(source: str) -> dict[str, Case]:
-    """Cases by key, in their order."""
+    """Cases by key, in their order. ValueError if two have one key."""
     module, _, function = source.partition(":")
     found = getattr(importlib.import_module(module), function)()
     by_key = {case.key: case for case in found}
@@ -85,7 +86,7 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(check: Check) -> str:
-    """Hash of what every result depends on: the kernels, this tool, the module of the cases, the compilers."""
+    """Hash of what a row depends on: the kernels, this package, the module of the cases, the compilers."""
     module = importlib.import_module(check.cases.partition(":")[0])
     files = {*check.kernels.rglob("*.py"), *Path(__file__).parent.glob("*.py"), Path(str(module.__file__))}
     digest = hashlib.sha256(json.dumps(versions()).encode())
@@ -95,15 +96,17 @@ def fingerprint(check: Check) -> str:
 
 
 class Cache:
-    """One file per case, overwritten when what it depends on has changed."""
+    """Rows on disk, one file per case. A row counts only while its fingerprint is the current one."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         self.folder, self.fingerprint = folder, fingerprint
 
     def path(self, key: str) -> Path:
+        """The file of a case."""
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def get(self, key: str) -> Row | None:
+        """The row of a case, or None if it has to be computed."""
         try:
             content = json.loads(self.path(key).read_text())
             return content["row"] if (content["key"], content["fingerprint"]) == (key, self.fingerprint) else None
@@ -111,6 +114,7 @@ class Cache:
             return None
 
     def put(self, key: str, row: Row) -> None:
+        """Keep a row, in place of an older one of the same case."""
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.path(key).with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"key": key, "fingerprint": self.fingerprint, "row": row}))
@@ -118,9 +122,9 @@ class Cache:
 
 
 def compile_all(source: str, keys: Sequence[str], jobs: int) -> Iterator[tuple[str, Row | None]]:
-    """(key, row) as they are ready; None for a case on which the compiler takes its process down.
+    """Yields (key, row) as rows are ready; the row is None if the compiler ends its process.
 
-    At most `jobs` cases are handed out at once, so that after a crash few are suspects; if several, each runs alone.
+    At most `jobs` cases are handed out at once. After a crash these are the suspects, and each runs again alone.
     """
     pending = list(keys)[::-1]
     while pending:
@@ -142,6 +146,7 @@ def compile_all(source: str, keys: Sequence[str], jobs: int) -> Iterator[tuple[s
 
 
 def alone(source: str, key: str) -> Row | None:
+    """Evaluate one case in a process of its own; None if that process dies."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
         try:
             return pool.submit(work, source, key).result()
@@ -150,6 +155,7 @@ def alone(source: str, key: str) -> Row | None:
 
 
 def crashed(case: Case) -> Row:
+    """The row of a case whose process died."""
     row = dict.fromkeys(Row.__annotations__)
     row |= {"kernel": case.kernel, "name": case.name, "arch": f"sm_{case.capability}", "tile": case.tile_text}
     row |= {"dtype": str(case.dtype).removeprefix("torch."), "violations": ["fails: the process died"]}
@@ -174,7 +180,7 @@ def evaluate_all(check: Check, cases: dict[str, Case], jobs: int, console: Conso
 
 
 def uncovered(check: Check, cases: dict[str, Case]) -> list[str]:
-    """A violation for each kernel that no case compiles."""
+    """Violations: one for each kernel that no case compiles."""
     covered = {case.kernel for case in cases.values()}
     missing = []
     for path in sorted(check.kernels.rglob("*.py")):
@@ -186,6 +192,7 @@ def uncovered(check: Check, cases: dict[str, Case]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> Table:
+    """All rows as they are printed, without the texts of their violations."""
     columns = [column for column in Row.__annotations__ if column != "violations"]
     result = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:

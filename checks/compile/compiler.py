@@ -1,6 +1,6 @@
-"""Launchers compile instead of launching: for any architecture, without a GPU, with ptxas's report.
+"""Makes launchers compile instead of launch: for any architecture, without a GPU, with ptxas's report.
 
-Belongs here: everything that reaches into Triton's runtime. What must hold of a compiled kernel: rules.py.
+Belongs here: all that reaches into Triton's runtime. rules.py says what must hold of a compiled kernel.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ class Compiled:
     tensor_memory: int
     """Columns (sm_100)."""
     warnings: tuple[str, ...]
-    """ptxas's C75xx: wgmma instructions that it had to serialize."""
+    """ptxas's warnings C75xx, about wgmma instructions that it had to serialize."""
 
 
 class Driver:
-    """What Triton asks of a driver in order to compile. Whatever a launch would ask for is missing, hence an error."""
+    """A driver with which Triton can compile. It lacks what a launch needs, so a launch would fail."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -44,15 +44,19 @@ class Driver:
         self.target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> "Driver":
-        return self  # the key of a jitted function's cache of kernels: of this context only
+        """The key under which jitted functions keep their kernels; this object, so that no other driver finds them."""
+        return self
 
     def get_current_stream(self, device: object) -> int:
+        """A stream that nothing is launched on."""
         return 0
 
     def get_current_target(self) -> object:
+        """The architecture to compile for."""
         return self.target
 
     def get_active_torch_device(self) -> torch.device:
+        """The device of the launchers' tensors."""
         return torch.device("meta")
 
 
@@ -73,7 +77,7 @@ def unavailable() -> str | None:
 
 
 def ptxas_version(capability: int) -> str:
-    """Of the ptxas that Triton uses for an architecture."""
+    """The version of the ptxas that Triton uses for an architecture."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     return get_ptxas(capability).version
@@ -81,11 +85,11 @@ def ptxas_version(capability: int) -> str:
 
 @contextlib.contextmanager
 def compile_only(capability: int) -> Iterator[list[Compiled]]:
-    """Within, a kernel launch compiles for cuda:`capability` and appends to the list instead of launching.
+    """Inside this context a launch compiles its kernel for an architecture, and appends it to the list that is yielded.
 
-    Launchers are called as ever, on tensors of device meta: their address is 0, so pointers are specialised as aligned
-    ones. Triton itself derives signature and hints from the arguments, and runs ptxas. A kernel that is launched twice
-    with arguments of one specialisation is listed once.
+    Launchers take tensors of device meta. Their address is 0, so Triton specialises pointers as aligned ones. Triton
+    itself derives signature and hints from the arguments, and runs ptxas. A kernel that is launched twice with one
+    specialisation is listed once. RuntimeError if nothing can be compiled here.
     """
     if reason := unavailable():
         raise RuntimeError(reason)
@@ -112,7 +116,7 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(triton.knobs.cache.scope())
         stack.enter_context(triton.knobs.nvidia.scope())
-        triton.knobs.cache.dir = cache  # empty: a kernel from the user's cache would come without ptxas's report
+        triton.knobs.cache.dir = cache  # an empty folder: a kernel from the user's would come without ptxas's report
         triton.knobs.nvidia.dump_ptxas_log = True
         stack.callback(triton.runtime.driver.set_active, getattr(triton.runtime.driver, "_active", None))
         triton.runtime.driver.set_active(driver)
@@ -126,7 +130,7 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
 
 
 def report(name: str, kernel, log: str) -> Compiled:
-    """What is kept of a kernel, from Triton's metadata and from ptxas's log."""
+    """A kernel as Triton's metadata and ptxas's log describe it. RuntimeError if the log has no report."""
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
     if not registers:
         raise RuntimeError(f"{name}: Triton showed no report of ptxas: {log[-200:]!r}")

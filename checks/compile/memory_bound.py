@@ -1,6 +1,6 @@
 """The compile check's cases of the kernels that multiply no matrices: norm, dropout, activation, rope, cross entropy.
 
-Belongs here: one function per kernel directory that yields its cases; it stands in MEMORY_BOUND. See shipped.py.
+Belongs here: one function per folder of kernels, listed in MEMORY_BOUND. shipped.py has the other kernels.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +23,7 @@ PROGRAMS = 264
 
 
 def activation_cases() -> Iterator[Case]:
+    """Each activation, plain and gated, forward and backward."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
             x = meta(8192, 4096, dtype=dtype)
@@ -38,6 +39,7 @@ def activation_cases() -> Iterator[Case]:
 
 
 def rope_cases() -> Iterator[Case]:
+    """Three sizes of heads, both conventions of pairs, forward and inverse."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
             for head_dim in (64, 80, 128):
@@ -55,12 +57,13 @@ def rope_cases() -> Iterator[Case]:
 
 
 def row_finish(dtype: torch.dtype, n: int, norm: Norm | None = None) -> Finish:
+    """A finish of rows of n elements with all of its parts; with a norm if one is given."""
     dropout = Dropout(meta(8192, dtype=torch.int64), 1 << 63, 0.1)
     return Finish(meta(n, dtype=dtype), dropout, meta(8192, n, dtype=dtype), norm)
 
 
 def norm_cases() -> Iterator[Case]:
-    """Widths: short rows, two or one a program, the widest in registers, wider ones, two that are not vectorised."""
+    """Widths of rows: several rows per program, one row, the widest in registers, wider, and two not vectorised."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
             same = {"dtype": dtype, "capability": capability}
@@ -68,7 +71,8 @@ def norm_cases() -> Iterator[Case]:
                 x = meta(8192, n, dtype=dtype)
                 statistics = (meta(8192, 1, dtype=torch.float32),) * 2
                 layernorm = Norm("layernorm", meta(n, dtype=dtype), meta(n, dtype=dtype), 1e-5)
-                rmsnorm = layernorm._replace(kind="rmsnorm", bias=None)  # keeps less: two widths are enough
+                # rmsnorm keeps fewer values than layernorm: two widths are enough
+                rmsnorm = layernorm._replace(kind="rmsnorm", bias=None)
                 for norm in (layernorm, rmsnorm) if n in (4096, 32768) else (layernorm,):
                     forward = {
                         "": partial(norm_forward, x, norm),
@@ -85,6 +89,7 @@ def norm_cases() -> Iterator[Case]:
 
 
 def dropout_cases() -> Iterator[Case]:
+    """A width that is vectorised and one that is not, with all parts and with dropout alone."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
             for n in (4096, 4001):
@@ -107,7 +112,7 @@ def dropout_cases() -> Iterator[Case]:
 
 
 def cross_entropy_cases() -> Iterator[Case]:
-    """Widths: 8 warps a row (the widest needs no more), 4 and 1, with padding; two that are not vectorised."""
+    """Widths of rows, with padding: for 8, 4 and 1 warps, and two that are not vectorised."""
     targets = meta(8192, dtype=torch.int64)
     numbers = partial(meta, dtype=torch.float32)
     for capability in CAPABILITIES:

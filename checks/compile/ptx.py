@@ -1,7 +1,7 @@
-"""PTX as events on a control-flow graph, and what must hold of them for the protocol between ranks.
+"""PTX as events on a control-flow graph, and the rules of the protocol between ranks that are checked on it.
 
-Belongs here: what is read from PTX. Loops and program order are read from TTGIR (ttgir.py): the order of PTX's blocks
-is not the program's, so whatever is said about order here follows the branches.
+Belongs here: what is read from PTX. Its blocks do not stand in the program's order, so rules about order follow the
+branches. Loops are read from TTGIR (ttgir.py).
 """
 
 import functools
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-WIDE = 16  # bytes of a store that uses the whole width of a memory transaction of one thread
+WIDE = 16  # bytes of the widest store of one thread
 
-# kinds of events by the beginning of an instruction; the first that matches
+# kinds of events, each by a pattern for the beginning of its instructions; the first that matches counts
 KINDS = {
     "barrier": r"bar(rier)?(\.cta)?\.sync",
     "warp barrier": r"bar\.warp\.sync",
@@ -30,40 +30,46 @@ KINDS = {
 
 
 class Event(NamedTuple):
+    """An instruction that matters to a rule or to a count."""
+
     kind: str
+    """A key of KINDS."""
     opcode: str
     source: str
     """The Python line, as file.py:12."""
 
     @property
     def order(self) -> str:
-        """release, acquire, acq_rel or relaxed, of an atomic."""
+        """An atomic's order: release, acquire, acq_rel or relaxed, which other events are, too."""
         found = re.search(r"release|acquire|acq_rel", self.opcode) if self.kind == "atomic" else None
         return found.group() if found else "relaxed"
 
     @property
     def scope(self) -> str:
+        """sys, gpu, cluster, cta or none."""
         found = re.search(r"\.(sys|gpu|cluster|cta)\b", self.opcode)
         return found.group(1) if found else "none"
 
     @property
     def releases(self) -> bool:
+        """Whether it releases what was stored before it."""
         return self.order in ("release", "acq_rel")
 
     @property
     def acquires(self) -> bool:
+        """Whether it acquires what another thread released."""
         return self.order in ("acquire", "acq_rel")
 
     @property
     def width(self) -> int:
-        """Bytes that one thread moves, of a load or store."""
+        """Bytes that a load or store moves per thread."""
         vector, bits = re.search(r"(?:\.v(\d))?\.[a-z]+(\d+)$", self.opcode).groups()
         return int(vector or 1) * int(bits) // 8
 
 
 @dataclass
 class Block:
-    """Instructions in a row, and the blocks that may come next."""
+    """Instructions without a branch between them, and the blocks that may come next."""
 
     label: str | None = None
     events: list[Event] = field(default_factory=list)
@@ -76,18 +82,22 @@ class Block:
 
 @dataclass
 class Program:
+    """All blocks of a kernel, in the order of the text."""
+
     blocks: list[Block]
 
     @property
     def events(self) -> list[Event]:
-        """All, in the order of the text."""
+        """All events, in the order of the text."""
         return [event for block in self.blocks for event in block.events]
 
     def count(self, kind: str) -> int:
+        """How many events are of a kind."""
         return sum(event.kind == kind for event in self.events)
 
 
 def parse(ptx: str) -> Program:
+    """Read the PTX of one kernel, which must have Python lines in it."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', ptx, re.M))
     blocks: list[Block] = []
     source = "?"
@@ -109,13 +119,13 @@ def parse(ptx: str) -> Program:
 
 
 def read_instruction(text: str, source: str, block: Block) -> bool:
-    """Add to the block what an instruction does; whether it ends the block."""
+    """Add an instruction's event and its targets to the block, and return whether it ends the block."""
     match = re.match(r"[\s{}]*(@!?%?\w+\s+)?([a-z][\w.:]*)\s*(.*)", text)
     if match is None:
         return False
     predicate, opcode, operands = match.groups()
     if opcode in ("bra", "bra.uni"):
-        if not operands.startswith("$L__BB"):  # a loop inside of inline assembly: it ends where it began
+        if not operands.startswith("$L__BB"):  # a loop within inline assembly, which ends where it began
             return False
         block.targets.append(operands.strip())
         block.falls_through = predicate is not None
@@ -132,12 +142,12 @@ def read_instruction(text: str, source: str, block: Block) -> bool:
 
 @functools.cache
 def kind_of(opcode: str) -> str | None:
-    """Cached: a kernel has thousands of instructions, and few opcodes."""
+    """The kind of an opcode, if any. It is cached because a kernel has thousands of instructions, but few opcodes."""
     return next((kind for kind, pattern in KINDS.items() if re.match(pattern, opcode)), None)
 
 
 def connect(blocks: list[Block]) -> None:
-    """Fill successors, and predecessors among what can be reached."""
+    """Fill in the blocks' successors, and their predecessors among the blocks that can be reached."""
     labels = {block.label: block for block in blocks if block.label}
     for block, following in zip(blocks, [*blocks[1:], None], strict=True):
         for target in block.targets:
@@ -156,7 +166,7 @@ def connect(blocks: list[Block]) -> None:
 
 
 def search(block: Block, index: int, backwards: bool, stop: Callable[[Event], bool]) -> Iterator[Event | None]:
-    """The first event for which stop(event) on each path from (not including) an event; None for a path that ends."""
+    """The first event after (or before) block.events[index] on each path for which stop is true; None if none comes."""
     seen = set()
     pending = [(block, block.events[:index][::-1] if backwards else block.events[index + 1 :])]
     while pending:
@@ -175,10 +185,10 @@ def search(block: Block, index: int, backwards: bool, stop: Callable[[Event], bo
 
 
 def barrier_before_release(program: Program, warps: int) -> list[str]:
-    """Every thread's stores come before a bar.sync, which comes before the release, on every path.
+    """Rule: on every path, a bar.sync stands between the stores and the release.
 
-    A release orders what its own thread did and saw. Local releases count where the kernel releases to other ranks:
-    that is how programs of one rank hand over what one of them then publishes.
+    A release orders only what its own thread did and saw. In a kernel that releases to other ranks, local releases need
+    the barrier, too: by them programs of a rank hand over what one of them then publishes.
     """
     barriers = ("barrier", "warp barrier") if warps == 1 else ("barrier",)
     publishes = any(event.releases and event.scope == "sys" for event in program.events)
@@ -197,7 +207,7 @@ def barrier_before_release(program: Program, warps: int) -> list[str]:
 
 
 def no_tma_store_before_release(program: Program) -> list[str]:
-    """Before Triton 3.8 a TMA store is not waited for in a way that a release would cover."""
+    """Rule: a kernel that releases has no TMA stores, which before Triton 3.8 a release does not cover."""
     stores = [event for event in program.events if event.kind == "tma store"]
     if stores and any(event.releases and event.scope == "sys" for event in program.events):
         return [f"{stores[0].opcode} ({stores[0].source}) in a kernel that releases"]
@@ -205,7 +215,7 @@ def no_tma_store_before_release(program: Program) -> list[str]:
 
 
 def fence_before_tma_load(program: Program) -> list[str]:
-    """After an acquire, TMA loads come behind fence.proxy.async: the peer wrote through the generic proxy."""
+    """Rule: fence.proxy.async stands between an acquire and TMA loads, as peers wrote by the generic proxy."""
 
     def stop(event: Event) -> bool:
         fence = event.kind == "proxy fence" and event.opcode in ("fence.proxy.async", "fence.proxy.async.global")

@@ -1,6 +1,6 @@
-"""What is counted and asserted of a case: the row of the table, and the list of what is wrong.
+"""What is counted of a case, and what is asserted of it: a row of the table, with the list of violations.
 
-Belongs here: the rules. How a kernel is compiled: compiler.py; what is read from its code: ptx.py and ttgir.py.
+Belongs here: the rules. compiler.py compiles a kernel, ptx.py and ttgir.py read its code.
 """
 
 from typing import TypedDict
@@ -11,14 +11,14 @@ from . import ptx, ttgir
 from .cases import Case
 from .compiler import Compiled, compile_only
 
-SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that one program may have
-TENSOR_MEMORY = 512  # columns
-TENSOR_CORE = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # the instruction, by architecture
+SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that one program may have, by architecture
+TENSOR_MEMORY = 512  # columns that one program may have
+TENSOR_CORE = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # the instruction that multiplies, by architecture
 TENSOR_CORE_ROWS = 64  # the least BLOCK_M that wgmma takes
 
 
 class Row(TypedDict):
-    """One case. Numbers are None where the kernel did not compile."""
+    """What is known of one case. Numbers are None if the kernel did not compile."""
 
     kernel: str
     name: str
@@ -43,7 +43,7 @@ class Row(TypedDict):
 
 
 def evaluate(case: Case) -> Row:
-    """Compile a case and judge it. Whatever goes wrong in that is a violation, too."""
+    """Compile a case and judge it. An exception on the way is a violation, too."""
     row: Row = {
         "kernel": case.kernel,
         "name": case.name,
@@ -67,12 +67,14 @@ def evaluate(case: Case) -> Row:
 
 
 def only(kernels: list[Compiled], case: Case) -> Compiled:
+    """The one kernel that a case compiles. ValueError if there are several, or none."""
     if len(kernels) != 1:
         raise ValueError(f"the case launches {len(kernels)} variants of {case.kernel}: one case is one kernel")
     return kernels[0]
 
 
 def counts(kernel: Compiled, program: ptx.Program, module: ttgir.Module) -> dict[str, int]:
+    """The numbers of a row."""
     events = program.events
     wide = sum(event.kind == "store" and event.width >= ptx.WIDE for event in events)
     return {
@@ -94,14 +96,14 @@ def counts(kernel: Compiled, program: ptx.Program, module: ttgir.Module) -> dict
 
 
 def narrow_stores(program: ptx.Program, module: ttgir.Module) -> list[ptx.Event]:
-    """Of blocks; stores of scalars are narrow by nature: an expired wait's report."""
+    """Stores of blocks that move less than 16 bytes per thread. Stores of scalars, such as a report's, do not count."""
     scalars = module.scalar_stores()
     stores = [event for event in program.events if event.kind == "store" and event.width < ptx.WIDE]
     return [store for store in stores if store.source not in scalars]
 
 
 def violations(case: Case, kernel: Compiled, program: ptx.Program, module: ttgir.Module, row: Row) -> list[str]:
-    """Each begins with its rule's name, by which a case may waive it."""
+    """Texts of what is wrong. Each begins with the name of its rule, by which a case may waive it."""
     found = {
         "releases": differs(module.releases(), case.releases, row["releases"]),
         "acquires": differs(module.acquires(), case.acquires, row["acquires"]),
@@ -126,18 +128,19 @@ def violations(case: Case, kernel: Compiled, program: ptx.Program, module: ttgir
 
 
 def differs(seen: int, wanted: int, emitted: int) -> list[str]:
-    """Exact in TTGIR; the PTX has as many, or more where a loop was unrolled."""
+    """Rule: the TTGIR has the number that is wanted, and the PTX as many, or more if a loop was unrolled."""
     if seen != wanted:
         return [f"{seen} instead of {wanted}"]
     return [f"{wanted}, of which the PTX has {emitted}"] if emitted < wanted else []
 
 
 def too_much(used: int, limit: int, unit: str) -> list[str]:
+    """Rule: no more is used than there is."""
     return [f"{used} {unit}, more than {limit}"] if used > limit else []
 
 
 def too_narrow(case: Case, stores: list[ptx.Event]) -> list[str]:
-    """Kernels that send move 16 bytes per store and thread."""
+    """Rule: in a kernel that publishes, each store of a block moves 16 bytes per thread."""
     if not case.releases or not stores:
         return []
     where = ", ".join(sorted({f"{store.opcode} ({store.source})" for store in stores}))
@@ -145,7 +148,7 @@ def too_narrow(case: Case, stores: list[ptx.Event]) -> list[str]:
 
 
 def tensor_cores(case: Case, row: Row) -> list[str]:
-    """A GEMM on 16-bit operands uses its architecture's instruction."""
+    """Rule: a GEMM on 16-bit operands uses its architecture's instruction."""
     if case.tile is None or case.tile.m < TENSOR_CORE_ROWS or case.dtype == torch.float32:
         return []
     instruction = TENSOR_CORE[case.capability]

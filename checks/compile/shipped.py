@@ -1,7 +1,8 @@
-"""Every kernel, for every architecture, dtype and shipped tile, in each variant that a transport launches.
+"""The cases of every GEMM and gather, for each architecture, dtype, tile and variant, and the list of all cases.
 
-Belongs here: one function per kernel that yields its cases; it stands in KERNELS. Launchers are called with tensors of
-device meta, of sizes like a model's: integers that are multiples of 16 there are multiples of 16 to the compiler.
+Belongs here: one function per kernel that communicates or multiplies, listed in KERNELS; memory_bound.py has the
+others. Launchers take tensors of device meta with the sizes of a model, as Triton compiles another kernel for integers
+that are no multiples of 16.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ OPERANDS = OWN | {f"{name}{i}" for name in ("a", "b", "bias") for i in range(3)}
 
 
 def channel(served: int = 1) -> Channel:
-    """A workspace without memory, large enough for anything here; served > 1: virtual ranks."""
+    """A workspace without memory, large enough for every case. It serves virtual ranks if `served` is above 1."""
     capacity, flags = 1 << 34, 1 << 16
     tables, words = partial(meta, dtype=torch.int64), partial(meta, dtype=torch.int32)
     slots = (meta(served * capacity, dtype=torch.uint8), meta(served * capacity, dtype=torch.uint8))
@@ -62,7 +63,7 @@ Variant = tuple[str, Callable[[torch.dtype, Tile], object]]
 
 
 def gemm(kernel: str, variants: list[Variant], **expected) -> Iterator[Case]:
-    """A GEMM's variants for every architecture, dtype and configuration."""
+    """The cases of a GEMM's variants: one for each architecture, dtype and tile. expected: other fields of Case."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
             for tile in (TILES[name] for name in tile_names(capability, dtype.itemsize)):
@@ -79,20 +80,25 @@ def gemm(kernel: str, variants: list[Variant], **expected) -> Iterator[Case]:
 
 
 def weights(dtype: torch.dtype, *, transposed: bool = False, several: bool = False) -> list[Tensor]:
+    """One weight (N, K), or three of which two are narrower; transposed: (K, N)."""
     widths = (N, N // 4, N // 4) if several else (N,)
     return [meta(K, n, dtype=dtype) if transposed else meta(n, K, dtype=dtype) for n in widths]
 
 
 def biases(dtype: torch.dtype, several: bool = False) -> list[Tensor]:
+    """The biases of these weights."""
     return [meta(len(w), dtype=dtype) for w in weights(dtype, several=several)]
 
 
-def finish(rows: int, dtype: torch.dtype) -> Finish:
+def all_parts(rows: int, dtype: torch.dtype) -> Finish:
+    """A finish with a bias, dropout and a residual."""
     dropout = Dropout(meta(rows, dtype=torch.int64), 1 << 63, 0.1)
     return Finish(meta(N, dtype=dtype), dropout, meta(rows, N, dtype=dtype))
 
 
 def matmul_cases() -> Iterator[Case]:
+    """The cases of matmul_kernel."""
+
     def forward(dtype, tile):
         matmul(
             meta(M, K, dtype=dtype), weights(dtype, several=True), biases(dtype, several=True),
@@ -134,6 +140,8 @@ def matmul_cases() -> Iterator[Case]:
 
 
 def all_gather_matmul_cases() -> Iterator[Case]:
+    """The cases of all_gather_matmul_kernel."""
+
     def forward(dtype, tile, push, several, served=1):
         all_gather_matmul(
             meta(served * ROWS, K, dtype=dtype),
@@ -169,8 +177,10 @@ def all_gather_matmul_cases() -> Iterator[Case]:
 
 
 def matmul_reduce_scatter_cases() -> Iterator[Case]:
+    """The cases of matmul_reduce_scatter_kernel."""
+
     def forward(dtype, tile, served=1):
-        end = finish(served * ROWS, dtype)._replace(bias=meta(served * N, dtype=dtype))
+        end = all_parts(served * ROWS, dtype)._replace(bias=meta(served * N, dtype=dtype))
         matmul_reduce_scatter(
             [meta(served * M, K, dtype=dtype)], [meta(served * N, K, dtype=dtype)], channel(served), end,
             tile=tile, programs=PROGRAMS,
@@ -193,9 +203,11 @@ def matmul_reduce_scatter_cases() -> Iterator[Case]:
 
 
 def matmul_all_reduce_cases() -> Iterator[Case]:
+    """The cases of matmul_all_reduce_kernel."""
+
     def forward(dtype, tile, m, one_shot):
         matmul_all_reduce(
-            [meta(m, K, dtype=dtype)], weights(dtype), channel(), finish(m, dtype),
+            [meta(m, K, dtype=dtype)], weights(dtype), channel(), all_parts(m, dtype),
             one_shot=one_shot, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
@@ -241,4 +253,5 @@ KERNELS: tuple[Callable[[], Iterator[Case]], ...] = (
 
 
 def cases() -> list[Case]:
+    """All cases of the kernels that ship."""
     return [case for kernel in KERNELS for case in kernel()]

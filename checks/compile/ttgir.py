@@ -1,6 +1,6 @@
-"""TTGIR as a tree of operations, and what must hold of waits and loads in it.
+"""TTGIR as a tree of operations, and the rules about waits and loads that are checked on it.
 
-Belongs here: what is read from TTGIR, whose order is the program's after software pipelining.
+Belongs here: what is read from TTGIR. Its operations stand in the order that software pipelining gave them.
 """
 
 import re
@@ -11,7 +11,7 @@ COPIES = ("ttg.async_copy_global_to_local", "ttng.async_tma_copy_global_to_local
 LOADS = ("tt.load", "tt.descriptor_load")
 DOTS = ("tt.dot", "tt.dot_scaled", "ttng.warp_group_dot", "ttng.tc_gen5_mma", "ttng.tc_gen5_mma_scaled")
 LOOPS = ("scf.for", "scf.while")
-TABLE = "an address from memory"  # where a pointer comes from that is no argument
+TABLE = "an address from memory"  # the origin of a pointer that no argument gives
 
 NAME = r"%[\w.$-]+"
 USE = rf"{NAME}(?:#\d+)?"
@@ -21,7 +21,7 @@ LOCATION = r"\s*loc\((#loc\d*|unknown)\)$"
 
 @dataclass(eq=False)
 class Value:
-    """An argument of a function, or result number `index` of an operation; a loop's argument is as its result."""
+    """An argument of a function, or result number `index` of an operation. A loop's argument counts as its result."""
 
     name: str
     operation: "Operation | None" = None
@@ -31,21 +31,23 @@ class Value:
 
 @dataclass(eq=False)
 class Operation:
+    """One operation, with those in its regions."""
+
     name: str
     text: str
-    """Without its location."""
+    """The line without its location."""
     location: str = ""
     parent: "Operation | None" = None
     region: int = 0
-    """In which of the parent's regions it stands."""
+    """The number of the parent's region in which it stands."""
     operands: list[Value] = field(default_factory=list)
     carried: list[Value] = field(default_factory=list)
-    """Of a loop: the initial values of what it carries."""
+    """The initial values of what a loop carries."""
     children: list["Operation"] = field(default_factory=list)
     regions: int = 1
 
     def walk(self) -> Iterator["Operation"]:
-        """What it contains, in program order."""
+        """All operations inside of this one, in program order."""
         for child in self.children:
             yield child
             yield from child.walk()
@@ -59,7 +61,7 @@ class Operation:
 
     @property
     def waits(self) -> bool:
-        """Whether it acquires what another rank published; programs of one rank count with acq_rel at gpu scope."""
+        """Whether it acquires what another rank published. Atomics of one rank, acq_rel at gpu scope, do not."""
         if self.name.startswith("tt.atomic"):
             return re.search(r"\bacquire\b|\bacq_rel, sys\b", self.text) is not None
         return self.name == "tt.elementwise_inline_asm" and "acquire" in self.text
@@ -72,6 +74,8 @@ class Operation:
 
 @dataclass
 class Module:
+    """A kernel's functions, and the Python lines of their operations."""
+
     functions: list[Operation]
     locations: dict[str, str]
 
@@ -89,28 +93,31 @@ class Module:
         return "?"
 
     def operations(self) -> Iterator[Operation]:
+        """All operations, in program order."""
         for function in self.functions:
             yield from function.walk()
 
     def releases(self) -> int:
-        """Atomics that release to other ranks."""
+        """How many atomics release to other ranks."""
         return sum(re.search(r"\b(release|acq_rel), sys\b", atomic.text) is not None for atomic in self.atomics())
 
     def acquires(self) -> int:
-        """Atomics that acquire from other ranks."""
+        """How many atomics acquire from other ranks."""
         return sum(re.search(r"\b(acquire|acq_rel), sys\b", atomic.text) is not None for atomic in self.atomics())
 
     def atomics(self) -> Iterator[Operation]:
+        """All atomic operations."""
         return (operation for operation in self.operations() if operation.name.startswith("tt.atomic"))
 
     def scalar_stores(self) -> set[str]:
-        """Python lines that store scalars and no blocks."""
+        """The Python lines that store scalars and no blocks."""
         stores = [operation for operation in self.operations() if operation.name == "tt.store"]
         blocks = {self.source(store) for store in stores if "tensor<" in store.text}
         return {self.source(store) for store in stores} - blocks
 
 
 def parse(ttgir: str) -> Module:
+    """Read the TTGIR of one kernel."""
     locations = dict(re.findall(r"^(#loc\d*) = (loc\(.*\))$", ttgir, re.M))
     functions: list[Operation] = []
     stack: list[Operation] = []
@@ -138,12 +145,13 @@ def parse(ttgir: str) -> Module:
 
 
 def location_of(text: str) -> str:
+    """The location at the end of a line, or an empty text."""
     found = re.search(LOCATION, text)
     return found.group(1) if found else ""
 
 
 def read_operation(text: str, scopes: list[dict[str, Value]], parent: Operation | None) -> Operation:
-    """An operation with its operands looked up; its results enter the innermost scope."""
+    """Read an operation, look up its operands, and enter its results in the innermost scope."""
     location, text = location_of(text), re.sub(LOCATION, "", text)
     results = re.match(RESULTS, text)
     body = text[results.end() :] if results else text
@@ -165,7 +173,7 @@ def read_operation(text: str, scopes: list[dict[str, Value]], parent: Operation 
 
 
 def look_up(use: str, scopes: list[dict[str, Value]]) -> Value:
-    """The value of that name; a new one for arguments of regions in which nothing is looked for."""
+    """The value of that name, or a new one if it is the argument of a region that no rule looks at."""
     return next((scope[use] for scope in reversed(scopes) if use in scope), Value(use))
 
 
@@ -184,7 +192,7 @@ def region_arguments(operation: Operation) -> dict[str, Value]:
 
 
 def origins(value: Value, seen: set[int] | None = None) -> set[str]:
-    """Names of the kernel's pointer and descriptor arguments from which an address is computed, or TABLE."""
+    """The kernel's pointer and descriptor arguments that an address is computed from, by name; TABLE for memory."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return set()
@@ -207,8 +215,10 @@ def origins(value: Value, seen: set[int] | None = None) -> set[str]:
 
 
 def system_scope(module: Module, local_atomics: int) -> list[str]:
-    """Atomics are of system scope, but for as many as the case says stay inside of one rank: those are acq_rel at gpu
-    scope, because a program's publish stands for what others stored before they counted."""
+    """Rule: atomics have system scope, but for the case's number of local ones, which are acq_rel at gpu scope.
+
+    The local ones count tiles of several programs, for whose stores one program then publishes.
+    """
     local = [atomic for atomic in module.atomics() if re.search(r"\bsys\b", atomic.text) is None]
     weak = [atomic for atomic in local if re.search(r"\bacq_rel, gpu\b", atomic.text) is None]
     violations = [f"not acq_rel at gpu scope: {module.source(atomic)}" for atomic in weak]
@@ -219,9 +229,10 @@ def system_scope(module: Module, local_atomics: int) -> list[str]:
 
 
 def no_wait_in_dot_loop(module: Module) -> list[str]:
-    """The loop around a dot is pipelined: its loads move over a wait inside of it, or the wait stops the pipelining.
+    """Rule: the innermost loop around a dot has no wait.
 
-    A first step that the pipeliner peeled off stands in the loop around, which may well wait: it is not meant.
+    That loop is pipelined: its loads would move over the wait, or the wait would stop the pipelining. Where the
+    pipeliner peeled off a first step, that dot's loop is an outer one, which may wait.
     """
     loops = {id(loop): loop for op in module.operations() if op.name in DOTS and (loop := op.loop()) is not None}
     violations = []
@@ -236,9 +247,9 @@ def no_wait_in_dot_loop(module: Module) -> list[str]:
 
 
 def no_load_before_wait(module: Module, own: frozenset[str]) -> list[str]:
-    """Whatever is loaded from elsewhere than arguments in `own` stands behind a wait, and in a loop behind its wait.
+    """Rule: a wait stands before each load that is not from arguments in `own`, and before it in its loop.
 
-    Kernels that never wait receive nothing.
+    Kernels that never wait receive nothing, so the rule does not apply to them.
     """
     violations = []
     for function in module.functions:
@@ -255,23 +266,24 @@ def no_load_before_wait(module: Module, own: frozenset[str]) -> list[str]:
 
 
 def is_own(load: Operation, own: frozenset[str]) -> bool:
+    """Whether a load's address comes from arguments in `own` alone."""
     found = origins(load.operands[0])
     return bool(found) and found <= own
 
 
 def always_waits(operation: Operation) -> bool:
-    """Whether it waits whenever it runs; of a loop: if it runs at all."""
+    """Whether an operation waits each time it runs. A loop counts if one of its rounds would wait."""
     return operation.waits or (operation.name in LOOPS and any(always_waits(child) for child in operation.children))
 
 
 def earlier(operation: Operation) -> list[Operation]:
-    """What comes before it in its own region."""
+    """The operations before this one in its own region."""
     siblings = [child for child in operation.parent.children if child.region == operation.region]
     return siblings[: siblings.index(operation)]
 
 
 def follows_wait(operation: Operation) -> bool:
-    """Whether a wait comes before it on every path."""
+    """Whether a wait comes before an operation on every path."""
     while operation.parent is not None:
         if any(always_waits(sibling) for sibling in earlier(operation)):
             return True
