@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE
 GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kernel finish"
 ONE_SHOT, TWO_SHOT = "matmul_all_reduce_kernel one-shot", "matmul_all_reduce_kernel two-shot"
 AWAIT = "await_gathered_kernel 8 ranks"
-ALL = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT]
+VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT]
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # from 3.9 on Triton puts the barrier there itself
@@ -89,17 +89,17 @@ def forget_hashes() -> None:
 
 # function, edit, rules that must be broken, in which kernels
 PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
-    "no barrier before the release": (protocol.publish, replace("tl.debug_barrier()", "pass"), NO_BARRIER, ALL),
-    "no release": (protocol.publish, replace('sem="release"', 'sem="relaxed"'), {"releases"}, ALL),
+    "no barrier before the release": (protocol.publish, replace("tl.debug_barrier()", "pass"), NO_BARRIER, VARIANTS),
+    "no release": (protocol.publish, replace('sem="release"', 'sem="relaxed"'), {"releases"}, VARIANTS),
     "a plain store": (
         protocol.publish,
         replace("tl.atomic_xchg(", "tl.store(flag, epoch)  # "),
         {"releases"},
         [SCATTER, AWAIT],
     ),
-    "release of gpu scope": (protocol.publish, replace('"sys"', '"gpu"'), {"system_scope", "releases"}, ALL),
-    "wait of gpu scope": (protocol.wait, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, ALL),
-    "no acquire": (protocol.wait, replace('sem="acquire"', 'sem="relaxed"'), {"acquires"}, ALL),
+    "release of gpu scope": (protocol.publish, replace('"sys"', '"gpu"'), {"system_scope", "releases"}, VARIANTS),
+    "wait of gpu scope": (protocol.wait, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, VARIANTS),
+    "no acquire": (protocol.wait, replace('sem="acquire"', 'sem="relaxed"'), {"acquires"}, VARIANTS),
 }
 LATE = {"no_load_before_wait"}
 PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
@@ -188,7 +188,7 @@ def test_a_wait_in_the_k_loop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_kernel_that_communicates_is_broken_here() -> None:
-    assert {case.kernel for case in cases() if case.releases} == {name.split()[0] for name in ALL}
+    assert {case.kernel for case in cases() if case.releases} == {name.split()[0] for name in VARIANTS}
 
 
 def test_a_mutation_leaves_the_function_as_it_was() -> None:
@@ -203,7 +203,7 @@ def test_a_mutation_leaves_the_function_as_it_was() -> None:
         pass
 
 
-@pytest.mark.parametrize("name", [*ALL, "matmul_reduce_scatter_kernel finish float32"])
+@pytest.mark.parametrize("name", [*VARIANTS, "matmul_reduce_scatter_kernel finish float32"])
 def test_the_kernels_as_they_are_pass(name: str) -> None:
     """After all mutations."""
     assert broken_rules(name) == set()

@@ -17,7 +17,7 @@ from mutations import Edit, chain, move, replace
 from schedules import BEFORE, OPERATIONS, TWO_PHASES, run_all
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-ALL = set(OPERATIONS)
+NAMES = set(OPERATIONS)
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 
 Mutation = dict[str, list[Edit]]  # by file
@@ -65,15 +65,15 @@ MUTATIONS: dict[str, Mutation] = {
 
 # mutation, schedule, in which operations the watched rank finds something else than without, what it finds
 CAUGHT: list[tuple[str, str, set[str], object]] = [
-    ("slot 0 in both parities", "ahead", ALL, "wrong"),
-    ("waits accept the epoch before", "late", ALL, "wrong"),
-    ("waits accept the epoch before", "absent", ALL, [0, 0, 0, 0]),
-    ("waits compare without wrap", "late", ALL, "wrong"),
-    ("waits compare without wrap", "ahead", ALL, "error"),
-    ("flags before the payload", "late", ALL, "wrong"),
+    ("slot 0 in both parities", "ahead", NAMES, "wrong"),
+    ("waits accept the epoch before", "late", NAMES, "wrong"),
+    ("waits accept the epoch before", "absent", NAMES, [0, 0, 0, 0]),
+    ("waits compare without wrap", "late", NAMES, "wrong"),
+    ("waits compare without wrap", "ahead", NAMES, "error"),
+    ("flags before the payload", "late", NAMES, "wrong"),
     ("flags before the sums", "late", TWO_PHASES, "wrong"),
     ("flags of terms awaited for sums", "late", TWO_PHASES, "wrong"),
-    ("the last rank is not awaited", "absent", ALL, [0, 0, 0, 0]),
+    ("the last rank is not awaited", "absent", NAMES, [0, 0, 0, 0]),
 ]
 WORLD = {"late": 2, "ahead": 2, "absent": 3}
 WATCHED = {"late": 1, "ahead": 1, "absent": 0}
@@ -99,9 +99,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 
 @pytest.mark.parametrize("schedule", WATCHED)
 def test_the_protocol_stands_every_schedule(interpreted: WorkerPool, schedule: str) -> None:
-    results = interpreted(WORLD[schedule]).run(run_all, schedule, "tpformer.kernels", sorted(ALL))
+    results = interpreted(WORLD[schedule]).run(run_all, schedule, "tpformer.kernels", sorted(NAMES))
     for rank in (0, 1) if schedule != "absent" else (0,):
-        assert results[rank] == dict.fromkeys(ALL, UNMUTATED[schedule])
+        assert results[rank] == dict.fromkeys(NAMES, UNMUTATED[schedule])
 
 
 @pytest.mark.parametrize("mutation, schedule, operations, found", CAUGHT, ids=[", ".join(row[:2]) for row in CAUGHT])
@@ -114,8 +114,8 @@ def test_a_mutation_is_caught(
 
 def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> None:
     """They have its part of the operation, or miss it and say so: its sums, which need what it did not receive."""
-    results = interpreted(2).run(run_all, "gave up", "tpformer.kernels", sorted(ALL))
-    for name in ALL:
+    results = interpreted(2).run(run_all, "gave up", "tpformer.kernels", sorted(NAMES))
+    for name in NAMES:
         assert [result[name] for result in results] == [
             ("error", True),
             ("error" if name in TWO_PHASES else "right", True),
@@ -125,14 +125,14 @@ def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> 
 @pytest.mark.parametrize(
     "mutation, wrong",
     [
-        ("a rank that gave up still pushes", ALL),
-        ("a rank forgets that it gave up", ALL - TWO_PHASES),  # whose second phase still knows
+        ("a rank that gave up still pushes", NAMES),
+        ("a rank forgets that it gave up", NAMES - TWO_PHASES),  # whose second phase still knows
     ],
     ids=["it still pushes", "it forgets"],
 )
 def test_a_rank_that_gave_up_and_goes_on_is_caught(
     interpreted: WorkerPool, packages: dict[str, str], mutation: str, wrong: set[str]
 ) -> None:
-    gave_up, healthy = interpreted(2).run(run_all, "gave up", packages[mutation], sorted(ALL))
-    assert gave_up == dict.fromkeys(ALL, ("error", False))
+    gave_up, healthy = interpreted(2).run(run_all, "gave up", packages[mutation], sorted(NAMES))
+    assert gave_up == dict.fromkeys(NAMES, ("error", False))
     assert {name for name, (verdict, _) in healthy.items() if verdict == "wrong"} == wrong
