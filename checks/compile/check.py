@@ -26,7 +26,7 @@ from rich.table import Table
 from . import compiler
 from .cases import CAPABILITIES, Case
 from .rules import Row, evaluate
-from .summary import write_page
+from .summary import clean_commit, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADINGS = {  # short names of columns, so that a row fits a line
@@ -220,12 +220,14 @@ def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
     if not cases:
         print(f"no case matches {options.only!r}" if options.only else "there are no cases", file=sys.stderr)
         return 2
+    commit, obstacle = clean_commit(check.results.parent)  # now: somebody may edit or commit while it compiles
     rows = evaluate_all(check, cases, options.jobs, console)
     console.print(table(list(rows.values())), highlight=False)
     wrong = [f"{key}: {violation}" for key, row in rows.items() for violation in row["violations"]]
     if not options.only:
         wrong += uncovered(check, every)
-        done = write_page(check.results, list(rows.values()), versions())
+        refusal = f"{check.results} is not written: {obstacle}"
+        done = write_page(check.results, commit, list(rows.values()), versions()) if commit else refusal
         console.print(done, highlight=False, soft_wrap=True, markup=False)
     for violation in wrong:
         console.print(violation, highlight=False, soft_wrap=True, markup=False)

@@ -39,25 +39,30 @@ def page_body(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_page(path: Path, rows: Sequence[Row], versions: Mapping[str, str]) -> str:
-    """Write the page if the git tree is clean beside the results, and return a sentence that says what was done.
-
-    A page whose body is the same is left alone, with the date and commit at which it was first obtained.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
+def clean_commit(results: Path) -> tuple[str, str]:
+    """(the commit that is checked out, ""), or ("", why results must not name it): files beside them differ from it."""
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(["git", *arguments], cwd=path.parent, capture_output=True, text=True, check=True)
+            done = subprocess.run(["git", *arguments], cwd=results, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
         return done.stdout.strip()
 
+    results.mkdir(parents=True, exist_ok=True)
     commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ":/", ":(exclude).")
     if commit is None:
-        return f"{path} is not written: this is no git checkout with a commit to name"
-    if changed:
-        return f"{path} is not written: commit these changes first, so that it can name a commit:\n{changed}"
+        return "", "this is no git checkout with a commit to name"
+    return (
+        ("", f"these changes are not committed, so no commit has this result:\n{changed}") if changed else (commit, "")
+    )
+
+
+def write_page(path: Path, commit: str, rows: Sequence[Row], versions: Mapping[str, str]) -> str:
+    """Write the page, and return a sentence that says so.
+
+    A page whose body is the same is left alone, with the date and commit at which it was first obtained.
+    """
     body = page_body(rows, versions)
     if path.exists() and path.read_text().endswith(f"\n{body}"):
         return f"{path} is up to date"

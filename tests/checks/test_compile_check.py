@@ -19,7 +19,7 @@ from checks.compile import compiler, ptx, ttgir  # noqa: E402
 from checks.compile.check import Cache, Check, fingerprint, load_cases, main  # noqa: E402
 from checks.compile.rules import Row, evaluate  # noqa: E402
 from checks.compile.shipped import cases as shipped_cases  # noqa: E402
-from checks.compile.summary import write_page  # noqa: E402
+from checks.compile.summary import clean_commit, write_page  # noqa: E402
 
 UNAVAILABLE = compiler.unavailable()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
@@ -257,7 +257,8 @@ ROWS = [
 
 def test_the_page_has_the_worst_of_each_kernel(tmp_path: Path) -> None:
     check = new_check(tmp_path, "good_cases")
-    assert write_page(check.results, ROWS, {"triton": "1.2"}) == f"{check.results} is written"
+    commit, _ = clean_commit(check.results.parent)
+    assert write_page(check.results, commit, ROWS, {"triton": "1.2"}) == f"{check.results} is written"
     lines = check.results.read_text().splitlines()
     (stamp,) = [line for line in lines if line.startswith("First obtained on ")]
     assert stamp.endswith(f" at commit {git(tmp_path, 'rev-parse', 'HEAD')}.")
@@ -267,31 +268,30 @@ def test_the_page_has_the_worst_of_each_kernel(tmp_path: Path) -> None:
     assert len(lines) - 2 + len(shipped) <= 150
 
 
-def test_the_page_is_written_from_a_clean_tree_only_and_kept_while_it_is_true(tmp_path: Path) -> None:
+def test_the_page_is_written_from_a_clean_tree_only(
+    forked: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     check = new_check(tmp_path, "good_cases")
     (check.kernels / "new.py").write_text("")
-    refusal = write_page(check.results, ROWS, {})
-    assert "is not written: commit these changes first" in refusal and "kernels/new.py" in refusal
-    assert not check.results.exists()
-
+    assert main([], check) == 0
+    assert f"{check.results} is not written: these changes are not committed" in (printed := capsys.readouterr().out)
+    assert "kernels/new.py" in printed and not check.results.exists()
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message", "new")
-    write_page(check.results, ROWS, {})
+    assert main([], check) == 0
+    assert f"{check.results} is written" in capsys.readouterr().out
     first = check.results.read_text()
     git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "nothing")
-    assert (
-        write_page(check.results, ROWS, {}) == f"{check.results} is up to date"
-    )  # itself it does not count as a change
-    assert check.results.read_text() == first
-    assert write_page(check.results, ROWS[:1], {}) == f"{check.results} is written"
+    assert main([], check) == 0  # the page does not count as a change of the tree
+    assert f"{check.results} is up to date" in capsys.readouterr().out and check.results.read_text() == first
+    commit, _ = clean_commit(check.results.parent)
+    assert write_page(check.results, commit, ROWS, {}) == f"{check.results} is written"
     assert check.results.read_text() != first
 
 
-def test_without_git_no_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    path = tmp_path / "results" / "compile.md"
-    assert write_page(path, ROWS, {}) == f"{path} is not written: this is no git checkout with a commit to name"
-    assert not path.exists()
+    assert clean_commit(tmp_path / "results") == ("", "this is no git checkout with a commit to name")
 
 
 def test_two_cases_of_one_key_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
