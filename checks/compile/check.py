@@ -25,7 +25,7 @@ from rich.table import Table
 
 from . import compiler
 from .cases import CAPABILITIES, Case
-from .rules import Row, evaluate
+from .rules import Row, empty_row, evaluate
 from .summary import clean_commit, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +128,7 @@ def compile_all(source: str, keys: Sequence[str], jobs: int) -> Iterator[tuple[s
     """
     pending = list(keys)[::-1]
     while pending:
-        suspects = []
+        suspects: list[str] = []
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("forkserver")) as pool:
             running: dict[Future[Row], str] = {}
             while (pending and not suspects) or running:
@@ -156,10 +156,7 @@ def alone(source: str, key: str) -> Row | None:
 
 def crashed(case: Case) -> Row:
     """The row of a case whose process died."""
-    row = dict.fromkeys(Row.__annotations__)
-    row |= {"kernel": case.kernel, "name": case.name, "arch": f"sm_{case.capability}", "tile": case.tile_text}
-    row |= {"dtype": str(case.dtype).removeprefix("torch."), "violations": ["fails: the process died"]}
-    return row  # type: ignore[return-value]
+    return {**empty_row(case), "violations": ["fails: the process died"]}
 
 
 def evaluate_all(check: Check, cases: dict[str, Case], jobs: int, console: Console) -> dict[str, Row]:

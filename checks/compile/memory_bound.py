@@ -74,18 +74,18 @@ def norm_cases() -> Iterator[Case]:
                 # rmsnorm keeps fewer values than layernorm: two widths are enough
                 rmsnorm = layernorm._replace(kind="rmsnorm", bias=None)
                 for norm in (layernorm, rmsnorm) if n in (4096, 32768) else (layernorm,):
-                    forward = {
+                    forward: dict[str, Callable[[], object]] = {
                         "": partial(norm_forward, x, norm),
                         " finish": partial(finish_norm_forward, x, row_finish(dtype, n, norm)),
                     }
                     for name, launch in forward.items():
                         name = f"{norm.kind}{name} {n}"
                         yield Case(name=name, kernel="norm_forward_kernel", launch=launch, **same)
-                    launch = partial(norm_backward, x, x, statistics, norm, x, programs=PROGRAMS)
+                    backward = partial(norm_backward, x, x, statistics, norm, x, programs=PROGRAMS)
                     kernels = ["wide_norm_backward_kernel", "norm_weight_gradient_kernel"]
                     for kernel in kernels if n > WIDEST_BACKWARD else ["norm_backward_kernel"]:
-                        yield Case(name=f"{norm.kind} {n}", kernel=kernel, launch=launch, **same)
-            yield Case(name="two", kernel="sum_partials_kernel", launch=launch, **same)
+                        yield Case(name=f"{norm.kind} {n}", kernel=kernel, launch=backward, **same)
+            yield Case(name="two", kernel="sum_partials_kernel", launch=backward, **same)
 
 
 def dropout_cases() -> Iterator[Case]:

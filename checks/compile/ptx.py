@@ -63,8 +63,9 @@ class Event(NamedTuple):
     @property
     def width(self) -> int:
         """Bytes that a load or store moves per thread."""
-        vector, bits = re.search(r"(?:\.v(\d))?\.[a-z]+(\d+)$", self.opcode).groups()
-        return int(vector or 1) * int(bits) // 8
+        size = re.search(r"(?:\.v(\d))?\.[a-z]+(\d+)$", self.opcode)
+        assert size is not None, self.opcode
+        return int(size.group(1) or 1) * int(size.group(2)) // 8
 
 
 @dataclass

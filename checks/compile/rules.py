@@ -42,23 +42,28 @@ class Row(TypedDict):
     violations: list[str]
 
 
-def evaluate(case: Case) -> Row:
-    """Compile a case and judge it. An exception on the way is a violation, too."""
-    row: Row = {
+def empty_row(case: Case) -> Row:
+    """The row of a case that is not compiled yet."""
+    row = dict.fromkeys(Row.__annotations__) | {
         "kernel": case.kernel,
         "name": case.name,
         "arch": f"sm_{case.capability}",
         "dtype": str(case.dtype).removeprefix("torch."),
         "tile": case.tile_text,
-        **dict.fromkeys(list(Row.__annotations__)[5:-1]),
         "violations": [],
     }
+    return row  # type: ignore[return-value]
+
+
+def evaluate(case: Case) -> Row:
+    """Compile a case and judge it. An exception on the way is a violation, too."""
+    row = empty_row(case)
     try:
         with compile_only(case.capability) as kernels:
             case.launch()
         kernel = only([kernel for kernel in kernels if kernel.kernel == case.kernel], case)
         program, module = ptx.parse(kernel.ptx), ttgir.parse(kernel.ttgir)
-        row.update(counts(kernel, program, module))
+        row.update(counts(kernel, program, module))  # type: ignore[typeddict-item]
         row["violations"] = violations(case, kernel, program, module, row)
     except Exception as error:
         message = str(error).split("Repro command")[0].strip()
@@ -127,11 +132,11 @@ def violations(case: Case, kernel: Compiled, program: ptx.Program, module: ttgir
     return list(dict.fromkeys(texts))  # unrolled code breaks a rule several times
 
 
-def differs(seen: int, wanted: int, emitted: int) -> list[str]:
+def differs(seen: int, wanted: int, emitted: int | None) -> list[str]:
     """Rule: the TTGIR has the number that is wanted, and the PTX as many, or more if a loop was unrolled."""
     if seen != wanted:
         return [f"{seen} instead of {wanted}"]
-    return [f"{wanted}, of which the PTX has {emitted}"] if emitted < wanted else []
+    return [f"{wanted}, of which the PTX has {emitted}"] if (emitted or 0) < wanted else []
 
 
 def too_much(used: int, limit: int, unit: str) -> list[str]:
@@ -152,4 +157,4 @@ def tensor_cores(case: Case, row: Row) -> list[str]:
     if case.tile is None or case.tile.m < TENSOR_CORE_ROWS or case.dtype == torch.float32:
         return []
     instruction = TENSOR_CORE[case.capability]
-    return [] if row[instruction] else [f"no {instruction}"]
+    return [] if row[instruction] else [f"no {instruction}"]  # type: ignore[literal-required]

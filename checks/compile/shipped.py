@@ -5,7 +5,7 @@ others. Launchers take tensors of device meta with the sizes of a model, as Trit
 that are no multiples of 16.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -62,7 +62,7 @@ def channel(served: int = 1) -> Channel:
 Variant = tuple[str, Callable[[torch.dtype, Tile], object]]
 
 
-def gemm(kernel: str, variants: list[Variant], **expected) -> Iterator[Case]:
+def gemm(kernel: str, variants: Sequence[Variant], **expected) -> Iterator[Case]:
     """The cases of a GEMM's variants: one for each architecture, dtype and tile. expected: other fields of Case."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
@@ -166,7 +166,7 @@ def all_gather_matmul_cases() -> Iterator[Case]:
     kernel, expected = "all_gather_matmul_kernel", {"acquires": 2, "own": OPERANDS}
     copies = [("copies", partial(forward, push=False, several=False))]
     yield from gemm(kernel, copies, releases=0, **expected)
-    pushes = [
+    pushes: list[Variant] = [
         ("3 weights, push", partial(forward, push=True, several=True)),
         ("virtual ranks", partial(forward, push=True, several=False, served=2)),
         ("dgrad", dgrad),
@@ -192,7 +192,7 @@ def matmul_reduce_scatter_cases() -> Iterator[Case]:
             b_transposed=True, partial=partial, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
-    variants = [
+    variants: list[Variant] = [
         ("finish", forward),
         ("virtual ranks", partial(forward, served=2)),
         ("3 inputs", partial(dgrad, partial=None)),
@@ -220,7 +220,7 @@ def matmul_all_reduce_cases() -> Iterator[Case]:
     kernel = "matmul_all_reduce_kernel"
     one_shot = [("one-shot", partial(forward, m=64, one_shot=True))]
     yield from gemm(kernel, one_shot, releases=1, acquires=2, own=OPERANDS)
-    two_shot = [("two-shot", partial(forward, m=M, one_shot=False)), ("two-shot, 3 inputs", dgrad)]
+    two_shot: list[Variant] = [("two-shot", partial(forward, m=M, one_shot=False)), ("two-shot, 3 inputs", dgrad)]
     yield from gemm(kernel, two_shot, releases=2, acquires=4, own=OPERANDS)
 
 

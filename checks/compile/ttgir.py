@@ -16,6 +16,7 @@ TABLE = "an address from memory"  # the origin of a pointer that no argument giv
 NAME = r"%[\w.$-]+"
 USE = rf"{NAME}(?:#\d+)?"
 RESULTS = rf"((?:{NAME}(?::\d+)?(?:, )?)+) = "
+CARRIED = r"(?:iter_args|scf\.while )\((.*?)\) (?:->|:)"
 LOCATION = r"\s*loc\((#loc\d*|unknown)\)$"
 
 
@@ -158,7 +159,7 @@ def read_operation(text: str, scopes: list[dict[str, Value]], parent: Operation 
     name = re.match(r'"?([a-z_]\w*(?:\.\w+)+)', body)
     operation = Operation(name.group(1) if name else "?", text, location, parent)
     if operation.name != "tt.func":
-        initial = re.search(r"(?:iter_args|scf\.while )\((.*?)\) (?:->|:)", body)
+        initial = re.search(CARRIED, body)
         if initial is not None:
             operation.carried = [look_up(pair.split(" = ")[1], scopes) for pair in initial.group(1).split(", ") if pair]
         operation.operands = [look_up(use, scopes) for use in re.findall(USE, body)]
@@ -180,14 +181,14 @@ def look_up(use: str, scopes: list[dict[str, Value]]) -> Value:
 def region_arguments(operation: Operation) -> dict[str, Value]:
     """The names that an operation gives to its region's arguments."""
     if operation.name == "tt.func":
-        found = re.findall(rf'({NAME}): (.*?) loc\("([\w.]+)"', operation.text)
+        arguments = re.findall(rf'({NAME}): (.*?) loc\("([\w.]+)"', operation.text)
         return {
             name: Value(source, is_pointer=kind.startswith(("!tt.ptr", "!tt.tensordesc")))
-            for name, kind, source in found
+            for name, kind, source in arguments
         }
-    if operation.carried:
-        pairs = re.search(r"(?:iter_args|scf\.while )\((.*?)\) (?:->|:)", operation.text).group(1).split(", ")
-        return {pair.split(" = ")[0]: Value(pair, operation, index) for index, pair in enumerate(pairs)}
+    if operation.carried and (found := re.search(CARRIED, operation.text)):
+        pairs = enumerate(found.group(1).split(", "))
+        return {pair.split(" = ")[0]: Value(pair, operation, index) for index, pair in pairs}
     return {}
 
 
@@ -278,6 +279,7 @@ def always_waits(operation: Operation) -> bool:
 
 def earlier(operation: Operation) -> list[Operation]:
     """The operations before this one in its own region."""
+    assert operation.parent is not None
     siblings = [child for child in operation.parent.children if child.region == operation.region]
     return siblings[: siblings.index(operation)]
 
