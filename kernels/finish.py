@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .arguments import Addends, Mask, Rows
 from .dropout.reference import dropout_apply
 from .norm.reference import Norm
 
@@ -28,19 +29,24 @@ class Finish(NamedTuple):
     residual: Tensor | None = None
     norm: Norm | None = None
 
-    def arguments(self, placeholder: Tensor) -> tuple:
-        """Kernel arguments from `bias` to `scale`; the placeholder stands for tensors that are not there."""
-        start, key, p = self.dropout or (placeholder, 0, 0.0)
-        halves = [_signed(key & 0xFFFFFFFF), _signed(key >> 32)]
-        tensors = [placeholder if x is None else x for x in (self.bias, self.residual)]
-        return *tensors, start, *halves, round(p * 2**32), 1.0 / (1.0 - p)
+    def arguments(self) -> Addends:
+        """What kernels take of it beside the key; norm is not among them."""
+        mask = None
+        if self.dropout is not None:
+            mask = Mask(self.dropout.start, round(self.dropout.p * 2**32), 1.0 / (1.0 - self.dropout.p))
+        residual = None if self.residual is None else Rows(self.residual, self.residual.stride(0))
+        return Addends(self.bias, residual, mask)
 
-    def flags(self) -> dict[str, bool]:
-        return {
-            "BIAS": self.bias is not None,
-            "DROPOUT": self.dropout is not None,
-            "RESIDUAL": self.residual is not None,
-        }
+    @property
+    def key(self) -> int:
+        """The dropout's key as int64, the one type in which kernels take every key; 0 without dropout."""
+        key = 0 if self.dropout is None else self.dropout.key
+        return key - 2**64 if key >= 2**63 else key
+
+    @property
+    def adds(self) -> bool:
+        """Whether z is anything else than the sum."""
+        return self.bias is not None or self.dropout is not None or self.residual is not None
 
     def require_no_norm(self, operation: str) -> None:
         if self.norm is not None:
@@ -53,11 +59,6 @@ class Finish(NamedTuple):
         if self.dropout is not None:
             total = dropout_apply(total, self.dropout.start, self.dropout.key, self.dropout.p)
         return total if self.residual is None else total + self.residual.to(total.dtype)
-
-
-def _signed(word: int) -> int:
-    """A 32-bit word as int32, so that every key has one argument type."""
-    return word - 2**32 if word >= 2**31 else word
 
 
 NOTHING = Finish()
