@@ -99,17 +99,17 @@ class Links(NamedTuple):
 class Served(NamedTuple):
     """A channel on the device, as the rank that a program serves has it."""
 
-    rank: Any
-    epoch: Any
-    """int32: the number of the operation in progress."""
     data: Any
     """Pointer to int64 (world,): this rank's row of Channel.data."""
     flags: Any
     """Pointer to int64 (world,): this rank's row of Channel.flags."""
+    epoch: Any
+    """int32: the number of the operation in progress."""
     error: Any
     """Pointer to int32 (ERROR_WORDS,)."""
     stopped: Any
     """Pointer to one int32."""
+    rank: Any
     counters: Any
     """Pointer to int32 (world * writer_flags,)."""
     parity_stride: Any
@@ -138,9 +138,9 @@ def serve(links, rank, WORLD: tl.constexpr):
     row = tl.program_id(1)
     limit = tl.where(tl.load(links.stopped + row) == 0, links.limit, 0)
     me = Served(
-        rank + row, tl.load(links.epoch + row), links.data + row * WORLD, links.flags + row * WORLD,
-        links.error + row * ERROR_WORDS, links.stopped + row, links.counters + row * WORLD * links.writer_flags,
-        links.parity_stride, links.writer_flags,
+        links.data + row * WORLD, links.flags + row * WORLD, tl.load(links.epoch + row),
+        links.error + row * ERROR_WORDS, links.stopped + row, rank + row,
+        links.counters + row * WORLD * links.writer_flags, links.parity_stride, links.writer_flags,
     )  # fmt: skip
     return me, limit
 
