@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .arguments import Addends, Mask, Rows
+
 
 class Dropout(NamedTuple):
     """Which elements dropout zeroes: those whose Philox word is below the threshold (philox/reference.py)."""
@@ -54,30 +56,29 @@ class Finish(NamedTuple):
     norm: Norm | None = None
     """If given, there is a second result, the norm of z as z is stored. Only operations on whole rows take it."""
 
-    def arguments(self, placeholder: Tensor) -> tuple:
-        """A kernel's arguments from `bias` to `scale`; the placeholder is passed for each tensor that is None."""
-        dropout = self.dropout or Dropout(placeholder, 0, 0.0)
-        halves = [_signed(dropout.key & 0xFFFFFFFF), _signed(dropout.key >> 32)]
-        tensors = [placeholder if x is None else x for x in (self.bias, self.residual)]
-        return *tensors, dropout.start, *halves, dropout.threshold, dropout.scale
+    def arguments(self) -> Addends:
+        """What kernels take of it beside the key; norm is not among them."""
+        mask = None
+        if self.dropout is not None:
+            mask = Mask(self.dropout.start, self.dropout.threshold, self.dropout.scale)
+        residual = None if self.residual is None else Rows(self.residual, self.residual.stride(0))
+        return Addends(self.bias, residual, mask)
 
-    def flags(self) -> dict[str, bool]:
-        """A kernel's constants that say which parts are given."""
-        return {
-            "BIAS": self.bias is not None,
-            "DROPOUT": self.dropout is not None,
-            "RESIDUAL": self.residual is not None,
-        }
+    @property
+    def key(self) -> int:
+        """The dropout's key as int64, the one type in which kernels take every key; 0 without dropout."""
+        key = 0 if self.dropout is None else self.dropout.key
+        return key - 2**64 if key >= 2**63 else key
+
+    @property
+    def adds(self) -> bool:
+        """Whether z is anything else than the sum."""
+        return self.bias is not None or self.dropout is not None or self.residual is not None
 
     def require_no_norm(self, operation: str) -> None:
         """ValueError if there is a norm, for an operation that finishes tiles and not whole rows."""
         if self.norm is not None:
             raise ValueError(f"{operation} finishes tiles, not whole rows: normalise its result instead")
-
-
-def _signed(word: int) -> int:
-    """A 32-bit word as int32, so that every key has one argument type."""
-    return word - 2**32 if word >= 2**31 else word
 
 
 NOTHING = Finish()

@@ -4,7 +4,7 @@ Belongs here: what every communicating kernel uses, on the device and on the hos
 no process groups. docs/kernels.md has the rules, and says why each is there.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -75,10 +75,48 @@ class Channel(NamedTuple):
         rows = self.slot(parity, packed_width(shard.shape[1], shard.element_size()), shard)
         return rows[: self.world * len(shard), : shard.shape[1]]
 
-    def arguments(self) -> tuple:
-        """The first arguments of every communicating kernel."""
-        tables = (self.data, self.flags, self.epoch, self.error, self.stopped)
-        return *tables, self.rank, self.limit, self.parity_stride, self.writer_flags
+    @property
+    def links(self) -> "Links":
+        """What a kernel takes of this channel beside the rank."""
+        return Links(
+            self.data, self.flags, self.epoch, self.error, self.stopped, self.counters,
+            self.limit, self.parity_stride, self.writer_flags,
+        )  # fmt: skip
+
+
+class Links(NamedTuple):
+    """The members of a Channel that every communicating kernel takes, in one argument. The rank is another: it differs
+    between ranks, for which Triton would compile different kernels (arguments.py)."""
+
+    data: Any
+    flags: Any
+    epoch: Any
+    error: Any
+    stopped: Any
+    counters: Any
+    limit: Any
+    parity_stride: Any
+    writer_flags: Any
+
+
+class Served(NamedTuple):
+    """A channel on the device, as the rank that a program serves has it."""
+
+    data: Any
+    """Pointer to int64 (world,): this rank's row of Channel.data."""
+    flags: Any
+    """Pointer to int64 (world,): this rank's row of Channel.flags."""
+    epoch: Any
+    """int32: the number of the operation in progress."""
+    error: Any
+    """Pointer to int32 (ERROR_WORDS,)."""
+    stopped: Any
+    """Pointer to one int32."""
+    rank: Any
+    counters: Any
+    """Pointer to int32 (world * writer_flags,)."""
+    parity_stride: Any
+    writer_flags: Any
 
 
 @triton.jit
@@ -98,13 +136,17 @@ def bump(channel: Channel) -> None:
 
 
 @triton.jit
-def serve(data, flags, epoch, error, stopped, rank, limit, WORLD: tl.constexpr):
-    """The arguments as the rank that this program serves has them: its table rows, this operation's epoch, its report
-    for `wait`, its rank, and its limit, 0 once it has given up: what pushes or publishes asks for limit > 0."""
+def serve(links, rank, WORLD: tl.constexpr):
+    """(Served, limit) of the rank that this program serves. The limit is 0 once that rank has given up: what pushes or
+    publishes asks for limit > 0."""
     row = tl.program_id(1)
-    limit = tl.where(tl.load(stopped + row) == 0, limit, 0)
-    report = (error + row * ERROR_WORDS, stopped + row)
-    return data + row * WORLD, flags + row * WORLD, tl.load(epoch + row), report, rank + row, limit
+    limit = tl.where(tl.load(links.stopped + row) == 0, links.limit, 0)
+    me = Served(
+        links.data + row * WORLD, links.flags + row * WORLD, tl.load(links.epoch + row),
+        links.error + row * ERROR_WORDS, links.stopped + row, rank + row,
+        links.counters + row * WORLD * links.writer_flags, links.parity_stride, links.writer_flags,
+    )  # fmt: skip
+    return me, limit
 
 
 @triton.jit
@@ -114,16 +156,16 @@ def reach(limit, WORLD: tl.constexpr):
 
 
 @triton.jit
-def slot_of(data, rank, epoch, parity_stride, DTYPE: tl.constexpr):
+def slot_of(me, rank, DTYPE: tl.constexpr):
     """Pointer to `rank`'s slot of this epoch's parity."""
-    address = tl.load(data + rank) + (epoch & 1).to(tl.int64) * parity_stride
+    address = tl.load(me.data + rank) + (me.epoch & 1).to(tl.int64) * me.parity_stride
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)  # the hint is lost if given before the cast
 
 
 @triton.jit
-def flags_of(flags, rank, writer, writer_flags):
+def flags_of(me, rank, writer):
     """Pointer to the first flag that `writer` sets at `rank`."""
-    return tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + writer * writer_flags
+    return tl.load(me.flags + rank).to(tl.pointer_type(tl.int32)) + writer * me.writer_flags
 
 
 @triton.jit
@@ -137,8 +179,9 @@ def publish(flag, epoch):
 
 
 @triton.jit
-def wait(flag, epoch, report, peer, limit):
-    """Spin until the flag has reached this epoch (compared so that int32 may wrap); returns the limit for later waits.
+def wait(me, flag, peer, limit):
+    """Spin until the peer's flag has reached this epoch (compared so that int32 may wrap); returns the limit for later
+    waits.
 
     After `limit` polls it writes the report and returns 0, with which every later wait polls once and reports nothing:
     the kernel drains, and the first peer that did not come is the one named.
@@ -146,17 +189,16 @@ def wait(flag, epoch, report, peer, limit):
     """
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     polls = 0
-    while (seen - epoch < 0) & (polls < limit):
+    while (seen - me.epoch < 0) & (polls < limit):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         polls += 1
-    if (seen - epoch < 0) & (limit > 0):
-        error, stopped = report
-        if tl.load(error) == 0:
-            tl.store(error + 1, peer)
-            tl.store(error + 2, seen)
-            tl.store(error + 3, epoch)
-            tl.store(error, 1)
-        tl.store(stopped, 1)
+    if (seen - me.epoch < 0) & (limit > 0):
+        if tl.load(me.error) == 0:
+            tl.store(me.error + 1, peer)
+            tl.store(me.error + 2, seen)
+            tl.store(me.error + 3, me.epoch)
+            tl.store(me.error, 1)
+        tl.store(me.stopped, 1)
         limit = 0
     return limit
 

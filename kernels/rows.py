@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import Rows
 from .launch import REGISTERS, is_interpreted, launch_options
 from .philox.kernel import random_tile
 
@@ -34,9 +35,9 @@ def tile_mask(rows, columns, m, n):
 
 
 @triton.jit
-def load_tile(source, rows, columns, mask, stride):
-    """Elements (rows, columns) in float32, zeros where the mask is false."""
-    pointers = source + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+def load_tile(source, rows, columns, mask):
+    """Elements (rows, columns) of Rows in float32, zeros where the mask is false."""
+    pointers = source.pointer + rows.to(tl.int64)[:, None] * source.stride + columns[None, :]
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -54,34 +55,25 @@ def load_row(source, columns, n):
 
 
 @triton.jit
-def drop_tile(
-    value, start, key_low, key_high, threshold, scale, rows, column, m,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Dropout of a float32 tile whose first column is `column`."""
-    starts = tl.load(start + rows, mask=rows < m, other=0)
-    keep = random_tile(key_low, key_high, starts, column, ALIGNED, ROWS, COLUMNS) >= threshold
-    return tl.where(keep, value * scale, 0.0)
+def drop_tile(value, drop, key, rows, column, m, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    """Dropout, by the Mask `drop`, of a float32 tile whose first column is `column`. ALIGNED: as in random_tile."""
+    starts = tl.load(drop.start + rows, mask=rows < m, other=0)
+    keep = random_tile(key, starts, column, ALIGNED, TILE.rows, TILE.columns) >= drop.threshold
+    return tl.where(keep, value * drop.scale, 0.0)
 
 
 @triton.jit
-def finished_tile(
-    x, bias, residual, start, key_low, key_high, threshold, scale, rows, column, m, n, x_stride, residual_stride,
-    BIAS: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def finished_tile(x, addends, key, rows, column, m, n, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     """residual + dropout(x + bias) in float32, zeros beyond column n."""
-    columns = column + tl.arange(0, COLUMNS)
+    columns = column + tl.arange(0, TILE.columns)
     mask = tile_mask(rows, columns, m, n)
-    value = load_tile(x, rows, columns, mask, x_stride)
-    if BIAS:
-        value += load_row(bias, columns, n)
-    if DROPOUT:
-        value = drop_tile(
-            value, start, key_low, key_high, threshold, scale, rows, column, m, ALIGNED, ROWS, COLUMNS
-        )  # fmt: skip
-    if RESIDUAL:
-        value += load_tile(residual, rows, columns, mask, residual_stride)
+    value = load_tile(x, rows, columns, mask)
+    if addends.bias is not None:
+        value += load_row(addends.bias, columns, n)
+    if addends.mask is not None:
+        value = drop_tile(value, addends.mask, key, rows, column, m, ALIGNED, TILE)
+    if addends.residual is not None:
+        value += load_tile(addends.residual, rows, columns, mask)
     return value
 
 
@@ -91,7 +83,7 @@ def sum_column_block(partials, out, count, n, ROWS: tl.constexpr, COLUMNS: tl.co
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for row in tl.range(0, count, ROWS):
         rows = row + tl.arange(0, ROWS)
-        total += load_tile(partials, rows, columns, tile_mask(rows, columns, count, n), n)
+        total += load_tile(Rows(partials, n), rows, columns, tile_mask(rows, columns, count, n))
     tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < n)
 
 
@@ -158,3 +150,8 @@ def shares(
 def with_contiguous_columns(x: Tensor) -> Tensor:
     """x (M, N), whose rows may lie anywhere; a copy if its columns are not side by side."""
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def row_argument(x: Tensor) -> Rows:
+    """What kernels take for a matrix whose columns are contiguous."""
+    return Rows(x, x.stride(0))

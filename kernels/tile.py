@@ -3,6 +3,8 @@
 Belongs here: code that several GEMM kernels inline. No communication (protocol.py), no host code (launch.py).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -13,6 +15,17 @@ DERIVATIVE_COLUMNS = tl.constexpr(32)
 ACTIVATION_COLUMNS = tl.constexpr(32)
 PACKED_ELEMENTS = tl.constexpr(128 * 128)
 GROUP_M = tl.constexpr(8)  # row blocks that share their columns' operand in L2
+
+
+class Operand(NamedTuple):
+    """One matrix of a product, on the device."""
+
+    source: Any
+    """A TMA descriptor, or a pointer."""
+    row: Any
+    """The row of `source` that the matrix begins with: that of the served rank in a stack of matrices."""
+    stride: Any
+    """Elements from one row to the next."""
 
 
 @triton.jit
@@ -58,67 +71,46 @@ def add_product(accumulator, part, left, right, step, steps):
 
 @triton.jit
 def multiply(
-    accumulator,
-    a,
-    b,
-    a_row,
-    b_row,
-    m,
-    n,
-    m_end,
-    n_end,
-    k,
-    a_stride,
-    b_stride,
-    A_TRANSPOSED: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    accumulator, a, b, m, n, m_end, n_end, k,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """accumulator + A B^T of one tile, A (m_end, k) and B (n_end, k), whose first row and column are m and n.
 
-    A_TRANSPOSED: A is stored as (k, m_end), B_TRANSPOSED: B as (k, n_end). a_row, b_row: where the served rank's matrix
-    starts in a stack of them. The loop holds no wait: the pipeliner would move its loads over it.
+    A_TRANSPOSED: A is stored as (k, m_end), B_TRANSPOSED: B as (k, n_end). The loop holds no wait: the pipeliner would
+    move its loads over it.
     """
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
+    TMA: tl.constexpr = TILE.tma
     part, steps = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.cdiv(k, BLOCK_K)
     for step in range(steps):
         at = step * BLOCK_K
         if A_TRANSPOSED:
-            left = load_block(a, a_row + at, m, a_row + k, m_end, a_stride, BLOCK_K, BLOCK_M, TMA).T
+            left = load_block(a.source, a.row + at, m, a.row + k, m_end, a.stride, BLOCK_K, BLOCK_M, TMA).T
         else:
-            left = load_block(a, a_row + m, at, a_row + m_end, k, a_stride, BLOCK_M, BLOCK_K, TMA)
+            left = load_block(a.source, a.row + m, at, a.row + m_end, k, a.stride, BLOCK_M, BLOCK_K, TMA)
         if B_TRANSPOSED:
-            right = load_block(b, b_row + at, n, b_row + k, n_end, b_stride, BLOCK_K, BLOCK_N, TMA)
+            right = load_block(b.source, b.row + at, n, b.row + k, n_end, b.stride, BLOCK_K, BLOCK_N, TMA)
         else:
-            right = load_block(b, b_row + n, at, b_row + n_end, k, b_stride, BLOCK_N, BLOCK_K, TMA).T
+            right = load_block(b.source, b.row + n, at, b.row + n_end, k, b.stride, BLOCK_N, BLOCK_K, TMA).T
         accumulator, part = add_product(accumulator, part, left, right, step, steps)
     return accumulator
 
 
 @triton.jit
 def multiply_inputs(
-    a0, a1, a2, b0, b1, b2, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride,
-    a_row, virtual, m, n, m_end, n_end, INPUTS: tl.constexpr, B_TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    pairs, lefts, rights, a_row, virtual, m, n, m_end, n_end, B_TRANSPOSED: tl.constexpr, TILE: tl.constexpr
+):
     """One tile of sum_i A_i B_i^T for up to three pairs: K loops one after another into one accumulator."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
     result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    result = multiply(
-        result, a0, b0, a_row, virtual * (k0 if B_TRANSPOSED else n_end), m, n, m_end, n_end, k0, a0_stride, b0_stride,
-        False, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
-    )  # fmt: skip
-    if INPUTS > 1:
-        result = multiply(
-            result, a1, b1, a_row, virtual * (k1 if B_TRANSPOSED else n_end), m, n, m_end, n_end, k1, a1_stride,
-            b1_stride, False, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
-        )  # fmt: skip
-    if INPUTS > 2:
-        result = multiply(
-            result, a2, b2, a_row, virtual * (k2 if B_TRANSPOSED else n_end), m, n, m_end, n_end, k2, a2_stride,
-            b2_stride, False, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
-        )  # fmt: skip
+    for i in tl.static_range(len(pairs)):
+        if pairs[i] is not None:
+            b_row = virtual * (pairs[i].k if B_TRANSPOSED else n_end)
+            a, b = Operand(lefts[i], a_row, pairs[i].a_stride), Operand(rights[i], b_row, pairs[i].b_stride)
+            result = multiply(result, a, b, m, n, m_end, n_end, pairs[i].k, False, B_TRANSPOSED, TILE)
     return result
 
 
@@ -134,23 +126,24 @@ def sum_sources(slot, source_stride, WORLD: tl.constexpr, ROWS: tl.constexpr, CO
 
 @triton.jit
 def finish(
-    total, bias, residual, start, key_low, key_high, threshold, scale, row, column, row_end, column_end,
-    BIAS: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    total, addends, key, first, virtual, row, column, row_end, column_end,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """residual + dropout(total + bias), in float32; what a row-parallel linear adds once, after the reduction.
+    """residual + dropout(total + bias), in float32: what a row-parallel linear adds once, after the reduction.
 
-    ALIGNED: as in random_tile."""
-    if BIAS:
-        total = add_bias(total, bias, column, column_end, COLUMNS)
-    if DROPOUT:
+    Rows are counted from row `first` of the addends on, and the bias is the virtual-th. ALIGNED: as in random_tile.
+    """
+    if addends.bias is not None:
+        total = add_bias(total, addends.bias + virtual * column_end, column, column_end, COLUMNS)
+    if addends.mask is not None:
         rows = row + tl.arange(0, ROWS)
-        starts = tl.load(start + rows, mask=rows < row_end, other=0)
-        keep = random_tile(key_low, key_high, starts, column, ALIGNED, ROWS, COLUMNS) >= threshold
-        total = tl.where(keep, total * scale, 0.0)
-    if RESIDUAL:
-        added = load_block(residual, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
-        total += added.to(tl.float32)
+        starts = tl.load(addends.mask.start + first + rows, mask=rows < row_end, other=0)
+        keep = random_tile(key, starts, column, ALIGNED, ROWS, COLUMNS) >= addends.mask.threshold
+        total = tl.where(keep, total * addends.mask.scale, 0.0)
+    if addends.residual is not None:
+        stride = addends.residual.stride
+        source = addends.residual.pointer + tl.cast(first, tl.int64) * stride
+        total += load_block(source, row, column, row_end, column_end, stride, ROWS, COLUMNS, False).to(tl.float32)
     return total
 
 
@@ -284,74 +277,79 @@ def store_packed(target, block, stride: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 @triton.jit
 def store_derivative(
-    accumulator, x, gate, dx, dgate, rebuilt, row, column, row_end, column_end,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    accumulator, derivative, at, row, column, row_end, column_end,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of act(x), or of act(gate) * x: dx, dgate, and the value itself for the weight gradient."""
+    """From the gradient of act(x), or of act(gate) * x: dx, dgate, and the value itself for the weight gradient.
+
+    at: elements before the first row in each operand of `derivative`.
+    """
     if COLUMNS > DERIVATIVE_COLUMNS:
         left, right = halves(accumulator, ROWS, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
-        store_derivative(left, x, gate, dx, dgate, rebuilt, row, column, row_end, column_end,
-                         ACTIVATION, GATED, ROWS, HALF)  # fmt: skip
-        store_derivative(right, x, gate, dx, dgate, rebuilt, row, column + HALF, row_end, column_end,
-                         ACTIVATION, GATED, ROWS, HALF)  # fmt: skip
+        store_derivative(left, derivative, at, row, column, row_end, column_end, ACTIVATION, ROWS, HALF)
+        store_derivative(right, derivative, at, row, column + HALF, row_end, column_end, ACTIVATION, ROWS, HALF)
     else:
-        source = load_block(x, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False).to(tl.float32)
-        if GATED:
-            gated = load_block(gate, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
-            value, slope = differentiate(gated.to(tl.float32), ACTIVATION)
-            store_block(dgate, accumulator * source * slope, row, column, row_end, column_end, column_end,
-                        ROWS, COLUMNS)  # fmt: skip
-            store_block(dx, accumulator * value, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
-            store_block(rebuilt, value * source, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+        x = load_block(derivative.x + at, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
+        x = x.to(tl.float32)
+        if derivative.gate is not None:
+            gate = load_block(derivative.gate + at, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
+            value, slope = differentiate(gate.to(tl.float32), ACTIVATION)
+            dgate = accumulator * x * slope
+            store_block(derivative.dgate + at, dgate, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+            dx, rebuilt = accumulator * value, value * x
         else:
-            value, slope = differentiate(source, ACTIVATION)
-            store_block(dx, accumulator * slope, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
-            store_block(rebuilt, value, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+            rebuilt, slope = differentiate(x, ACTIVATION)
+            dx = accumulator * slope
+        store_block(derivative.dx + at, dx, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+        store_block(derivative.rebuilt + at, rebuilt, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
 
 
 @triton.jit
-def column_blocks(n0, n1, n2, WEIGHTS: tl.constexpr, BLOCK_N: tl.constexpr):
+def column_blocks(weights, BLOCK_N: tl.constexpr):
     """Where the column blocks of the first, the second and the third weight end."""
-    end_0 = tl.cdiv(n0, BLOCK_N)
-    end_1 = end_0 + (tl.cdiv(n1, BLOCK_N) if WEIGHTS > 1 else 0)
-    return end_0, end_1, end_1 + (tl.cdiv(n2, BLOCK_N) if WEIGHTS > 2 else 0)
+    end_0 = tl.cdiv(weights[0].n, BLOCK_N)
+    end_1 = end_0
+    if weights[1] is not None:
+        end_1 += tl.cdiv(weights[1].n, BLOCK_N)
+    end_2 = end_1
+    if weights[2] is not None:
+        end_2 += tl.cdiv(weights[2].n, BLOCK_N)
+    return end_0, end_1, end_2
 
 
 @triton.jit
-def linear_tile(
-    source, source_row, chunk, tile, tiles_m, tiles_0, tiles_1, tiles_n, virtual,
-    b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate,
-    rows, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def linear_tile(problem, source, b0, b1, b2, source_row, chunk, tile, rows, virtual, FORM: tl.constexpr):
     """One tile of epilogue(A B_i^T), for up to three weights whose column blocks follow one another in one launch.
 
-    A is the `rows` rows of `source` from source_row on, chunk number `chunk` of WORLD in the output of the virtual-th
-    served rank. Tiles restart at every chunk, so that a row does not depend on how many ranks there are.
+    A is the `rows` rows of `source` from source_row on, chunk number `chunk` of the virtual-th served rank's output.
+    Tiles restart at every chunk, so that a row does not depend on how many ranks there are.
     """
-    row_block, column_block = swizzle(tile, tiles_m, tiles_n)
-    b, bias, c, n, b_stride, first = b0, bias0, c0, n0, b0_stride, 0
-    if WEIGHTS > 1:  # a descriptor chosen by `if` costs one select; a K loop for each would double the shared memory
+    TILE: tl.constexpr = FORM.tile
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    ACTIVATION: tl.constexpr = FORM.activation
+    A_TRANSPOSED: tl.constexpr = FORM.a_transposed
+    B_TRANSPOSED: tl.constexpr = FORM.b_transposed
+    tiles_0, tiles_1, tiles_n = column_blocks(problem.weights, BLOCK_N)
+    row_block, column_block = swizzle(tile, tl.cdiv(rows, BLOCK_M), tiles_n)
+    b, weight, first = b0, problem.weights[0], 0
+    if problem.weights[1] is not None:  # a descriptor is chosen by one select; K loops of its own double shared memory
         if column_block >= tiles_0:
-            b, bias, c, n, b_stride, first = b1, bias1, c1, n1, b1_stride, tiles_0
-        if WEIGHTS > 2:
+            b, weight, first = b1, problem.weights[1], tiles_0
+        if problem.weights[2] is not None:
             if column_block >= tiles_1:
-                b, bias, c, n, b_stride, first = b2, bias2, c2, n2, b2_stride, tiles_1
+                b, weight, first = b2, problem.weights[2], tiles_1
+    n = weight.n
     row, column = row_block * BLOCK_M, (column_block - first) * BLOCK_N
-    b_row = tl.cast(virtual * (k if B_TRANSPOSED else n), tl.int32)
+    b_row = tl.cast(virtual * (problem.k if B_TRANSPOSED else n), tl.int32)
+    left, right = Operand(source, source_row, problem.a_stride), Operand(b, b_row, weight.stride)
     result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    result = multiply(
-        result, source, b, source_row, b_row, row, column, rows, n, k, a_stride, b_stride,
-        A_TRANSPOSED, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
-    )  # fmt: skip
-    at = tl.cast(virtual * WORLD + chunk, tl.int64) * rows * n
-    if DERIVATIVE:
-        store_derivative(result, x + at, gate + at, c0 + at, c1 + at, c2 + at, row, column, rows, n,
-                         ACTIVATION, GATED, BLOCK_M, BLOCK_N)  # fmt: skip
+    result = multiply(result, left, right, row, column, rows, n, problem.k, A_TRANSPOSED, B_TRANSPOSED, TILE)
+    at = tl.cast(virtual * FORM.world + chunk, tl.int64) * rows * n
+    if problem.derivative is not None:
+        store_derivative(result, problem.derivative, at, row, column, rows, n, ACTIVATION, BLOCK_M, BLOCK_N)
     else:
-        if BIAS:
-            result = add_bias(result, bias + virtual * n, column, n, BLOCK_N)
-        store_activated(c + at, result, row, column, rows, n, n, ACTIVATION, BLOCK_M, BLOCK_N)
+        if weight.bias is not None:
+            result = add_bias(result, weight.bias + virtual * n, column, n, BLOCK_N)
+        store_activated(weight.out + at, result, row, column, rows, n, n, ACTIVATION, BLOCK_M, BLOCK_N)

@@ -32,8 +32,8 @@ WORLD = 8
 M, N, K = 8192, 4096, 2048
 ROWS = M // WORLD
 PROGRAMS = 132
-OWN = frozenset(("shard", "a", "x", "gate", "bias", "residual", "start"))
-OPERANDS = OWN | {f"{name}{i}" for name in ("a", "b", "bias") for i in range(3)}
+OWN = frozenset(("shard", "a", "problem"))
+OPERANDS = OWN | {f"{name}{i}" for name in ("a", "b") for i in range(3)}
 
 
 def channel(served: int = 1) -> Channel:

@@ -1,14 +1,16 @@
 """all_gather_matmul: the column-parallel GEMM that starts on its own rows while the other ranks' rows arrive."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import Derivative, LinearForm, Linears, three
 from ..configurations import select_tile
 from ..launch import Tile, is_interpreted, launch_options, operand, packed, packed_width, padded, persistent_programs
-from ..matmul.kernel import blocks, three
+from ..matmul.kernel import weight_arguments
 from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
 from ..tile import column_blocks, linear_tile
 
@@ -16,73 +18,75 @@ PUSH_BLOCK = 4096  # elements that a pusher moves at a time
 PUSHERS = 8  # programs that push the shard when no copy engine does; about 8 SMs saturate a link (a prediction)
 
 
+class Gather(NamedTuple):
+    """What the compiler must know of a gather."""
+
+    world: int
+    pushers: int
+    """Programs that send the shard; 0: copies do, with one flag for each."""
+    block: int
+    """Elements that a pusher moves at a time."""
+    keep: bool
+    """The own shard goes into the own slot, too, so that all gathered rows stand in one place."""
+    fence: bool = False
+    """What arrived is read by TMA."""
+
+
 @triton.jit
-def push_rows(shard, data, flags, epoch, rank, peers, program, pushers, numel, parity_stride, writer_flags,
-              KEEP: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def push_rows(me, shard, peers, program, numel, GATHER: tl.constexpr):
     """One pusher's share of the shard into every other rank's slot, in reverse ring order so that each link carries
-    one transfer at a time; KEEP: into the own slot first, so that all gathered rows stand in one place."""
+    one transfer at a time; into the own slot first if it is kept."""
+    BLOCK: tl.constexpr = GATHER.block
+    WORLD: tl.constexpr = GATHER.world
     offsets = tl.arange(0, BLOCK)
-    at = rank.to(tl.int64) * numel
-    for step in range(0 if KEEP else 1, peers):
-        peer = (rank + WORLD - step) % WORLD
-        target = slot_of(data, peer, epoch, parity_stride, shard.dtype.element_ty) + at
-        for first in range(program * BLOCK, numel, pushers * BLOCK):
+    at = me.rank.to(tl.int64) * numel
+    for step in range(0 if GATHER.keep else 1, peers):
+        peer = (me.rank + WORLD - step) % WORLD
+        target = slot_of(me, peer, shard.dtype.element_ty) + at
+        for first in range(program * BLOCK, numel, GATHER.pushers * BLOCK):
             mask = first + offsets < numel
             tl.store(target + first + offsets, tl.load(shard + first + offsets, mask=mask), mask=mask)
-        publish(flags_of(flags, peer, rank, writer_flags) + program, epoch)
+        publish(flags_of(me, peer, me.rank) + program, me.epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "limit", "writer_flags", "rows", "signals", "slot_rows"])
+@triton.jit(do_not_specialize=["rank", "rows"])
 def all_gather_matmul_kernel(
-    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags,
-    shard, a, slot0, slot1, b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate,
-    rows, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride, slot_rows, signals,
-    PUSHERS: tl.constexpr, PUSH_BLOCK: tl.constexpr, KEEP: tl.constexpr, B_TRANSPOSED: tl.constexpr,
-    WEIGHTS: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr, WORLD: tl.constexpr, FENCE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Bands: PUSHERS programs send the shard (none with a copy engine); the others walk the chunks, own chunk first."""
+    links, rank, shard, a, slot0, slot1, b0, b1, b2, problem, rows, FORM: tl.constexpr, GATHER: tl.constexpr
+):
+    """Bands: the pushers send the shard (none with a copy engine); the others walk the chunks, own chunk first."""
+    TILE: tl.constexpr = FORM.tile
+    WORLD: tl.constexpr = FORM.world
+    PUSHERS: tl.constexpr = GATHER.pushers
+    SIGNALS: tl.constexpr = PUSHERS if PUSHERS > 0 else 1
     virtual = tl.program_id(1)
-    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
+    me, limit = serve(links, rank, WORLD)
     program = tl.program_id(0)
     v = virtual.to(tl.int64)
     if PUSHERS > 0:
         if program < PUSHERS:
-            numel = rows * a_stride
-            push_rows(shard + v * numel, data, flags, epoch, rank, reach(limit, WORLD), program,
-                      PUSHERS, numel, parity_stride, writer_flags, KEEP, WORLD, PUSH_BLOCK)  # fmt: skip
+            numel = rows * problem.a_stride
+            push_rows(me, shard + v * numel, reach(limit, WORLD), program, numel, GATHER)
     if program >= PUSHERS:
         program -= PUSHERS
         programs = tl.num_programs(0) - PUSHERS
-        own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+        own_flags = flags_of(me, me.rank, 0)
         slot = slot0
-        if (epoch & 1) == 1:
+        if (me.epoch & 1) == 1:
             slot = slot1
-        tiles_m = tl.cdiv(rows, BLOCK_M)
-        tiles_0, tiles_1, tiles_n = column_blocks(n0, n1, n2, WEIGHTS, BLOCK_N)
-        tiles = tiles_m * tiles_n
+        _, _, tiles_n = column_blocks(problem.weights, TILE.n)
+        tiles = tl.cdiv(rows, TILE.m) * tiles_n
         # Two tile loops, not one with the source chosen inside: K loops under an if/else double the shared memory.
         for tile in tl.range(program, tiles, programs):
-            linear_tile(
-                a, virtual * rows, rank, tile, tiles_m, tiles_0, tiles_1, tiles_n, v,
-                b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate, rows, n0, n1, n2, k,
-                a_stride, b0_stride, b1_stride, b2_stride, False, B_TRANSPOSED, WEIGHTS, BIAS, ACTIVATION, DERIVATIVE,
-                GATED, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
-            )  # fmt: skip
+            linear_tile(problem, a, b0, b1, b2, virtual * rows, me.rank, tile, rows, v, FORM)
         for step in range(1, WORLD):
-            chunk = (rank + step) % WORLD
-            for signal in range(signals):
-                limit = wait(own_flags + chunk * writer_flags + signal, epoch, report, chunk, limit)
-            order_tma_after_acquire(epoch, FENCE)
+            chunk = (me.rank + step) % WORLD
+            for signal in range(SIGNALS):
+                limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)
+            order_tma_after_acquire(me.epoch, GATHER.fence)
+            first = virtual * problem.slot_rows + chunk * rows
             # the round of programs goes on where the last chunk's tiles ended
             for tile in tl.range((program + programs - (step * tiles) % programs) % programs, tiles, programs):
-                linear_tile(
-                    slot, virtual * slot_rows + chunk * rows, chunk, tile, tiles_m, tiles_0, tiles_1, tiles_n, v,
-                    b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate, rows, n0, n1, n2, k,
-                    a_stride, b0_stride, b1_stride, b2_stride, False, B_TRANSPOSED, WEIGHTS, BIAS, ACTIVATION,
-                    DERIVATIVE, GATED, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
-                )  # fmt: skip
+                linear_tile(problem, slot, b0, b1, b2, first, chunk, tile, rows, v, FORM)
 
 
 @triton.jit
@@ -96,25 +100,24 @@ def copy_slot_kernel(slot0, slot1, out, epoch, numel, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(slot + at, mask=at < numel), mask=at < numel)
 
 
-@triton.jit(do_not_specialize=["rank", "limit", "writer_flags", "signals"])
-def await_gathered_kernel(
-    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags, shard, numel, signals,
-    PUSHERS: tl.constexpr, PUSH_BLOCK: tl.constexpr, WORLD: tl.constexpr,
-):  # fmt: skip
-    """Bands: PUSHERS programs send the shard (none with a copy engine), the last one waits for every other rank's."""
-    virtual = tl.program_id(1)
-    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
+@triton.jit(do_not_specialize=["rank"])
+def await_gathered_kernel(links, rank, shard, numel, GATHER: tl.constexpr):
+    """Bands: the pushers send the shard (none with a copy engine), the last program waits for every other rank's."""
+    WORLD: tl.constexpr = GATHER.world
+    PUSHERS: tl.constexpr = GATHER.pushers
+    SIGNALS: tl.constexpr = PUSHERS if PUSHERS > 0 else 1
+    me, limit = serve(links, rank, WORLD)
     program = tl.program_id(0)
     if PUSHERS > 0:
         if program < PUSHERS:
-            push_rows(shard + virtual.to(tl.int64) * numel, data, flags, epoch, rank, reach(limit, WORLD), program,
-                      PUSHERS, numel, parity_stride, writer_flags, True, WORLD, PUSH_BLOCK)  # fmt: skip
+            own = shard + tl.program_id(1).to(tl.int64) * numel
+            push_rows(me, own, reach(limit, WORLD), program, numel, GATHER)
     if program >= PUSHERS:
-        own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+        own_flags = flags_of(me, me.rank, 0)
         for step in range(1, WORLD):
-            chunk = (rank + step) % WORLD
-            for signal in range(signals):
-                limit = wait(own_flags + chunk * writer_flags + signal, epoch, report, chunk, limit)
+            chunk = (me.rank + step) % WORLD
+            for signal in range(SIGNALS):
+                limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)
 
 
 def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
@@ -126,8 +129,8 @@ def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
     whole = packed(shard)
     pushers = PUSHERS if push else 0
     await_gathered_kernel[(pushers + 1, channel.served)](
-        *channel.arguments(), whole, whole.numel() // channel.served, PUSHERS if push else 1,
-        PUSHERS=pushers, PUSH_BLOCK=PUSH_BLOCK, WORLD=channel.world, **launch_options(8, 1, cooperative=True),
+        channel.links, channel.rank, whole, whole.numel() // channel.served,
+        Gather(channel.world, pushers, PUSH_BLOCK, keep=True), **launch_options(8, 1, cooperative=True),
     )  # fmt: skip
 
 
@@ -148,36 +151,32 @@ def gathered_copy(channel: Channel, shard: Tensor) -> Tensor:
 
 
 def launch(
-    shard: Tensor, weights: Sequence[Tensor], channel: Channel, outputs: Sequence[Tensor], *,
-    biases: Sequence[Tensor | None] | None, activation: str | None, b_transposed: bool, x: Tensor | None,
-    gate: Tensor | None, push: bool, keep: bool, tile: Tile, programs: int | None, spare: int,
+    shard: Tensor, weights: Sequence[Tensor], channel: Channel, biases: Sequence[Tensor | None] | None,
+    outputs: Sequence[Tensor | None], derivative: Derivative | None, form: LinearForm, *,
+    push: bool, keep: bool, programs: int | None, spare: int,
 ) -> None:  # fmt: skip
     """The one launch behind both functions below; tensors of the served ranks are stacked along dim 0."""
-    served, world = channel.served, channel.world
+    served, world, tile = channel.served, channel.world, form.tile
     rows, k = len(shard) // served, shard.shape[1]
-    columns = [(w.shape[1] if b_transposed else len(w) // served) for w in weights]
+    columns = [(w.shape[1] if form.b_transposed else len(w) // served) for w in weights]
     whole = packed(shard)
     stride = whole.shape[1]
     channel.require("all_gather_matmul", *all_gather_matmul_space(rows, k, world, shard.element_size()))
     stored = [padded(w) for w in weights]
     slots = [channel.slot(parity, stride, shard) for parity in (0, 1)]
-    a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
-    given = [bias for bias in biases or () if bias is not None]
+    a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if form.b_transposed else (tile.n, tile.k)
     pushers = PUSHERS if push and world > 1 else 0
     tiles = triton.cdiv(rows, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns) * world
     computing = persistent_programs(shard.device, tiles, tile, programs, served, pushers, spare)
+    problem = Linears(
+        k, stride, weight_arguments(stored, columns, biases, outputs), derivative, len(slots[0]) // served
+    )  # fmt: skip
     all_gather_matmul_kernel[(pushers + computing, served)](
-        *channel.arguments(),
+        channel.links, channel.rank,
         whole, operand(whole[:, :k], a_block, tile), *[operand(slot[:, :k], a_block, tile) for slot in slots],
-        *three([operand(w, b_block, tile) for w in stored]), *three(given or outputs[:1]),
-        *(three(outputs) if x is None else outputs), outputs[0] if x is None else x,
-        gate if gate is not None else outputs[0],
-        rows, *three(columns), k, stride, *three([w.stride(0) for w in stored]), len(slots[0]) // served,
-        PUSHERS if push else 1,
-        PUSHERS=pushers, PUSH_BLOCK=PUSH_BLOCK, KEEP=keep, B_TRANSPOSED=b_transposed, WEIGHTS=len(weights),
-        BIAS=bool(given), ACTIVATION=activation or "", DERIVATIVE=x is not None, GATED=gate is not None, WORLD=world,
-        FENCE=tile.tma and not is_interpreted(),
-        **blocks(tile), **launch_options(tile.warps, tile.stages, cooperative=True),
+        *three([operand(w, b_block, tile) for w in stored]), problem, rows, form,
+        Gather(world, pushers, PUSH_BLOCK, keep, fence=tile.tma and not is_interpreted()),
+        **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip
 
 
@@ -216,8 +215,9 @@ def all_gather_matmul(
     outputs = [shard.new_empty(served * m, n) for n in columns]
     tile = tile or select_tile(shard.device, shard.dtype, m // world, *columns, chunks=world)
     launch(
-        shard, weights, channel, outputs, biases=biases, activation=activation, b_transposed=b_transposed, x=None,
-        gate=None, push=push, keep=keep, tile=tile, programs=programs, spare=spare,
+        shard, weights, channel, biases, outputs, None,
+        LinearForm(tile, activation or "", b_transposed=b_transposed, world=world),
+        push=push, keep=keep, programs=programs, spare=spare,
     )  # fmt: skip
     return outputs
 
@@ -244,12 +244,14 @@ def all_gather_matmul_derivative(
     Traffic:  as all_gather_matmul, and x (and gate) in, dx, act (and dgate) out
     Source:   as all_gather_matmul; formulas in activation/reference.py
     """
-    outputs = (x.new_empty(x.shape), x.new_empty(x.shape if gate is not None else (1, 1)), x.new_empty(x.shape))
+    dx, rebuilt = x.new_empty(x.shape), x.new_empty(x.shape)
+    dgate = None if gate is None else x.new_empty(x.shape)
     tile = tile or select_tile(
         shard.device, shard.dtype, len(shard) // channel.served, x.shape[1], chunks=channel.world, operands=3
     )
     launch(
-        shard, [weight], channel, outputs, biases=None, activation=activation, b_transposed=True, x=x,
-        gate=gate, push=push, keep=keep, tile=tile, programs=programs, spare=spare,
+        shard, [weight], channel, None, [None], Derivative(x, gate, dx, dgate, rebuilt),
+        LinearForm(tile, activation or "", b_transposed=True, world=channel.world),
+        push=push, keep=keep, programs=programs, spare=spare,
     )  # fmt: skip
-    return outputs[0], None if gate is None else outputs[1], outputs[2]
+    return dx, dgate, rebuilt

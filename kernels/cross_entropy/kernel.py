@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch_options
+from ..rows import row_argument
 from .reference import LossTerms, VocabSlice
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a maximum to subtract where -inf - -inf would be NaN
@@ -48,13 +49,13 @@ def update_statistics(x, maximum, total, deficit, seen, at, valid, LABEL_SMOOTHI
 
 @triton.jit(do_not_specialize=["tokens", "first"])
 def slice_statistics_kernel(
-    logits, targets, statistics, tokens, stride, columns, valid, first,
+    logits, targets, statistics, tokens, columns, valid, first,
     LABEL_SMOOTHING: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """statistics[:, token] of one program's token. Blocks that hold no padding take no mask."""
     BLOCK: tl.constexpr = LANES * VECTOR
     token = tl.program_id(0).to(tl.int64)
-    row = logits + token * stride
+    row = logits.pointer + token * logits.stride
     at = block_columns(LANES, VECTOR)
     lanes = tl.arange(0, LANES)
     maximum = tl.full((LANES,), float("-inf"), tl.float32)
@@ -88,9 +89,9 @@ def slice_statistics_kernel(
         tl.store(statistics + 3 * tokens + token, tl.sum(deficit, 0))
 
 
-@triton.jit(do_not_specialize=["tokens", "slices", "width", "entries", "ignore_index"])
+@triton.jit(do_not_specialize=["tokens", "slices", "width", "entries"])
 def combine_statistics_kernel(
-    parts, targets, normalisers, losses, tokens, slices, width, entries, ignore_index, label_smoothing, z_loss,
+    parts, targets, normalisers, losses, tokens, slices, width, entries, terms,
     LABEL_SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """normalisers (2, tokens) and losses (tokens,) of one block of tokens, from parts (slices, 3 or 4, tokens)."""
@@ -116,53 +117,52 @@ def combine_statistics_kernel(
             if size > 0:
                 deficit += (shift - tl.maximum(own, LOWEST)) * size
     index = tl.load(targets + token, mask=mask, other=0)
-    ignored = index == ignore_index
+    ignored = index == terms.ignore_index
     total = tl.where(ignored | ((index >= 0) & (index < entries)), total, float("nan"))
     loss = shift - target  # first: the logarithm must not be rounded away by a large maximum
     if LABEL_SMOOTHING:
-        loss = (1.0 - label_smoothing) * loss + label_smoothing / entries * deficit
+        loss = (1.0 - terms.label_smoothing) * loss + terms.label_smoothing / entries * deficit
     logarithm = tl.log(total)
     lse = shift + logarithm
-    loss = logarithm + loss + (z_loss * lse) * lse
+    loss = logarithm + loss + (terms.z_loss * lse) * lse
     tl.store(normalisers + token, maximum, mask=mask)
     tl.store(normalisers + tokens + token, total, mask=mask)
     tl.store(losses + token, tl.where(ignored, 0.0, loss), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "first", "entries", "ignore_index"])
+@triton.jit(do_not_specialize=["tokens", "first", "entries"])
 def slice_gradient_kernel(
-    logits, dlogits, normalisers, targets, scale, tokens, stride, dstride, columns, valid, first, entries,
-    ignore_index, label_smoothing, z_loss,
-    SCALED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    logits, dlogits, normalisers, targets, scale, tokens, columns, valid, first, entries, terms,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program's row of dlogits, which may be that of logits: a thread reads a vector before it writes there."""
     BLOCK: tl.constexpr = LANES * VECTOR
     token = tl.program_id(0).to(tl.int64)
-    row, drow = logits + token * stride, dlogits + token * dstride
+    row, drow = logits.pointer + token * logits.stride, dlogits.pointer + token * dlogits.stride
     at = block_columns(LANES, VECTOR)
     index = tl.load(targets + token)
     local = (index - first).to(tl.int32)
     maximum = tl.maximum(tl.load(normalisers + token), LOWEST)
     total = tl.load(normalisers + tokens + token)
-    upstream = tl.load(scale + token) if SCALED else 1.0
-    counted = index != ignore_index
-    factor = tl.where(counted, upstream / total * (1.0 + 2.0 * z_loss * (maximum + tl.log(total))), 0.0)
+    upstream = tl.load(scale + token) if scale is not None else 1.0
+    counted = index != terms.ignore_index
+    factor = tl.where(counted, upstream / total * (1.0 + 2.0 * terms.z_loss * (maximum + tl.log(total))), 0.0)
     upstream = tl.where(counted, upstream, 0.0)
-    onehot, uniform = (1.0 - label_smoothing) * upstream, label_smoothing / entries * upstream
+    onehot, uniform = (1.0 - terms.label_smoothing) * upstream, terms.label_smoothing / entries * upstream
     whole = valid // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         # an ignored row is not read: exp(-inf) is the 0 that is wanted
         x = tl.load(row + start + at, mask=counted, other=float("-inf")).to(tl.float32)
         gradient = tl.exp(x - maximum) * factor - uniform
         gradient -= tl.where(start + at == local, onehot, 0.0)
-        tl.store(drow + start + at, gradient.to(dlogits.dtype.element_ty))
+        tl.store(drow + start + at, gradient.to(dlogits.pointer.dtype.element_ty))
     for start in range(whole, columns, BLOCK):
         inside = start + at < columns
         x = tl.load(row + start + at, mask=inside & counted, other=float("-inf")).to(tl.float32)
         gradient = tl.exp(x - maximum) * factor - uniform
         gradient -= tl.where(start + at == local, onehot, 0.0)
         gradient = tl.where(start + at < valid, gradient, 0.0)
-        tl.store(drow + start + at, gradient.to(dlogits.dtype.element_ty), mask=inside)
+        tl.store(drow + start + at, gradient.to(dlogits.pointer.dtype.element_ty), mask=inside)
 
 
 def row_options(logits: Tensor) -> dict[str, int]:
@@ -189,7 +189,7 @@ def slice_statistics(logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: 
     if tokens:
         logits = unit_stride(logits)
         slice_statistics_kernel[(tokens,)](
-            logits, targets.contiguous(), statistics, tokens, logits.stride(0), columns, vocab.valid, vocab.first,
+            row_argument(logits), targets.contiguous(), statistics, tokens, columns, vocab.valid, vocab.first,
             LABEL_SMOOTHING=bool(terms.label_smoothing), **row_options(logits),
         )  # fmt: skip
     return statistics, None
@@ -209,8 +209,8 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     normalisers, losses = parts.new_empty(2, tokens), parts.new_empty(tokens)
     if tokens:
         combine_statistics_kernel[(triton.cdiv(tokens, COMBINE_TOKENS),)](
-            parts.contiguous(), targets.contiguous(), normalisers, losses, tokens, slices, vocab.width, vocab.entries,
-            terms.ignore_index, terms.label_smoothing, terms.z_loss,
+            parts.contiguous(), targets.contiguous(), normalisers, losses,
+            tokens, slices, vocab.width, vocab.entries, terms,
             LABEL_SMOOTHING=bool(terms.label_smoothing), BLOCK=COMBINE_TOKENS, **launch_options(4, 1),
         )  # fmt: skip
     return normalisers, losses
@@ -243,10 +243,9 @@ def slice_gradient(
     dlogits = logits if in_place else logits.new_empty(tokens, columns)
     if dlogits.numel():
         slice_gradient_kernel[(tokens,)](
-            logits, dlogits, normalisers, targets.contiguous(), normalisers if scale is None else scale.contiguous(),
-            tokens, logits.stride(0), dlogits.stride(0), columns, vocab.valid, vocab.first, vocab.entries,
-            terms.ignore_index, terms.label_smoothing, terms.z_loss,
-            SCALED=scale is not None, **row_options(logits),
+            row_argument(logits), row_argument(dlogits), normalisers, targets.contiguous(),
+            None if scale is None else scale.contiguous(),
+            tokens, columns, vocab.valid, vocab.first, vocab.entries, terms, **row_options(logits),
         )  # fmt: skip
     return dlogits
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ..finish import Dropout, Finish
 from ..rows import (
+    RowTile,
     drop_tile,
     finished_tile,
     load_tile,
+    row_argument,
     row_options,
     shares,
     store_tile,
@@ -29,32 +31,26 @@ BACKWARD_COLUMNS = 256
 BACKWARD_ELEMENTS = 2048
 
 
-@triton.jit(do_not_specialize=["m", "key_low", "key_high", "threshold", "scale"])
-def finish_forward_kernel(
-    x, bias, residual, start, key_low, key_high, threshold, scale, z, m, n, x_stride, residual_stride,
-    BIAS: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["m", "key"])
+def finish_forward_kernel(x, addends, key: tl.int64, z, m, n, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     """One tile per program; those of the same rows follow one another."""
-    blocks = tl.cdiv(n, COLUMNS)
-    rows = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % blocks * COLUMNS
-    value = finished_tile(
-        x, bias, residual, start, key_low, key_high, threshold, scale, rows, column, m, n, x_stride, residual_stride,
-        BIAS, DROPOUT, RESIDUAL, ALIGNED, ROWS, COLUMNS,
-    )  # fmt: skip
-    columns = column + tl.arange(0, COLUMNS)
+    blocks = tl.cdiv(n, TILE.columns)
+    rows = tl.program_id(0) // blocks * TILE.rows + tl.arange(0, TILE.rows)
+    column = tl.program_id(0) % blocks * TILE.columns
+    value = finished_tile(x, addends, key, rows, column, m, n, ALIGNED, TILE)
+    columns = column + tl.arange(0, TILE.columns)
     store_tile(z, value, rows, columns, tile_mask(rows, columns, m, n), n)
 
 
-@triton.jit(do_not_specialize=["m", "key_low", "key_high", "threshold", "scale", "share"])
+@triton.jit(do_not_specialize=["m", "key", "share"])
 def finish_backward_kernel(
-    dz, start, key_low, key_high, threshold, scale, dx,
+    dz, drop, key: tl.int64, dx,
     partials,  # (programs of axis 0, n): dbias of each one's rows
-    m, n, dz_stride, share,
-    DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    m, n, share, ALIGNED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Axis 0 of the grid has the shares of rows, axis 1 the blocks of columns; sums stay in registers."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     first = tl.program_id(0) * share
     column = tl.program_id(1) * COLUMNS
     columns = column + tl.arange(0, COLUMNS)
@@ -62,11 +58,9 @@ def finish_backward_kernel(
     for row in tl.range(first, tl.minimum(first + share, m), ROWS, num_stages=STAGES):
         rows = row + tl.arange(0, ROWS)
         mask = tile_mask(rows, columns, m, n)
-        value = load_tile(dz, rows, columns, mask, dz_stride)
-        if DROPOUT:
-            value = drop_tile(
-                value, start, key_low, key_high, threshold, scale, rows, column, m, ALIGNED, ROWS, COLUMNS
-            )  # fmt: skip
+        value = load_tile(dz, rows, columns, mask)
+        if drop is not None:
+            value = drop_tile(value, drop, key, rows, column, m, ALIGNED, TILE)
             store_tile(dx, value, rows, columns, mask, n)
             value = value.to(dx.dtype.element_ty).to(tl.float32)
         total += value
@@ -83,7 +77,7 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     Order:    one program per tile; no communication, deterministic
     Source:   Philox (kernels/philox), drawn a block of four words at a time where rows begin at multiples of 4
     """
-    if not any(finish.flags().values()):
+    if not finish.adds:
         return x
     x = with_contiguous_columns(x)
     residual = None if finish.residual is None else with_contiguous_columns(finish.residual)
@@ -91,11 +85,10 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     m, n = x.shape
     z = x.new_empty(m, n)
     columns = min(triton.next_power_of_2(n), FORWARD_COLUMNS)
-    rows = FORWARD_ELEMENTS // columns if vectorised(n) else FORWARD_ELEMENTS // 2 // columns
+    tile = RowTile((FORWARD_ELEMENTS if vectorised(n) else FORWARD_ELEMENTS // 2) // columns, columns, WARPS)
     if m:
-        finish_forward_kernel[(triton.cdiv(m, rows) * triton.cdiv(n, columns),)](
-            x, *finish.arguments(z), z, m, n, x.stride(0), n if residual is None else residual.stride(0),
-            **finish.flags(), ALIGNED=n % 4 == 0, ROWS=rows, COLUMNS=columns, **row_options(WARPS),
+        finish_forward_kernel[(triton.cdiv(m, tile.rows) * triton.cdiv(n, columns),)](
+            row_argument(x), finish.arguments(), finish.key, z, m, n, n % 4 == 0, tile, **row_options(WARPS)
         )  # fmt: skip
     return z
 
@@ -131,12 +124,12 @@ def finish_backward(
     if m == 0:
         return dx, dbias.zero_()
     columns = min(triton.next_power_of_2(n), BACKWARD_COLUMNS)
-    rows, blocks = BACKWARD_ELEMENTS // columns, triton.cdiv(n, columns)
-    count, share = shares(m, rows, dz.device, WARPS, programs, blocks)
+    tile, blocks = RowTile(BACKWARD_ELEMENTS // columns, columns, WARPS), triton.cdiv(n, columns)
+    count, share = shares(m, tile.rows, dz.device, WARPS, programs, blocks)
     partials = dz.new_empty(1, count, n, dtype=torch.float32)
+    finish = Finish(dropout=dropout)
     finish_backward_kernel[(count, blocks)](
-        source, *Finish(dropout=dropout).arguments(dbias)[2:], dx, partials, m, n, source.stride(0), share,
-        DROPOUT=dropout is not None, ALIGNED=n % 4 == 0, ROWS=rows, COLUMNS=columns,
+        row_argument(source), finish.arguments().mask, finish.key, dx, partials, m, n, share, n % 4 == 0, tile,
         STAGES=3 if dz.element_size() == 2 else 2, **row_options(WARPS),
     )  # fmt: skip
     sum_partials(partials, [dbias])

@@ -6,39 +6,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import Derivative, LinearForm, Linears, Weight, three
 from ..configurations import select_tile
 from ..launch import Tile, launch_options, operand, padded, persistent_programs
 from ..tile import column_blocks, linear_tile
 
-MAXIMUM_WEIGHTS = 3  # q, k, v
-
 
 @triton.jit(do_not_specialize=["m"])
-def matmul_kernel(
-    a, b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate,
-    m, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, WEIGHTS: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DERIVATIVE: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def matmul_kernel(a, b0, b1, b2, problem, m, FORM: tl.constexpr):
     """C_i = epilogue(A B_i^T) for up to three weights, whose column blocks follow one another in one launch."""
-    tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_0, tiles_1, tiles_n = column_blocks(n0, n1, n2, WEIGHTS, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        linear_tile(
-            a, 0, 0, tile, tiles_m, tiles_0, tiles_1, tiles_n, 0, b0, b1, b2, bias0, bias1, bias2, c0, c1, c2, x, gate,
-            m, n0, n1, n2, k, a_stride, b0_stride, b1_stride, b2_stride, A_TRANSPOSED, B_TRANSPOSED, WEIGHTS, BIAS,
-            ACTIVATION, DERIVATIVE, GATED, 1, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
-        )  # fmt: skip
+    TILE: tl.constexpr = FORM.tile
+    _, _, tiles_n = column_blocks(problem.weights, TILE.n)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(m, TILE.m) * tiles_n, tl.num_programs(0)):
+        linear_tile(problem, a, b0, b1, b2, 0, 0, tile, m, 0, FORM)
 
 
-def blocks(tile: Tile) -> dict[str, int | bool]:
-    return {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "TMA": tile.tma}
-
-
-def three(values: Sequence) -> tuple:
-    """Kernels take three weights; the missing ones repeat the first and are never touched."""
-    return (*values, *[values[0]] * (MAXIMUM_WEIGHTS - len(values)))
+def weight_arguments(
+    stored: Sequence[Tensor],
+    columns: Sequence[int],
+    biases: Sequence[Tensor | None] | None,
+    outputs: Sequence[Tensor | None],
+) -> tuple:
+    """What kernels take beside the stored weights."""
+    each = zip(stored, columns, biases or [None] * len(stored), outputs, strict=True)
+    return three([Weight(n, w.stride(0), bias, out) for w, n, bias, out in each])
 
 
 def matmul(
@@ -70,15 +61,12 @@ def matmul(
     b_block = (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     a, stored = padded(a), [padded(w) for w in weights]
     outputs = [a.new_empty(m, n) for n in columns]
-    given = [bias for bias in biases or () if bias is not None]
     tiles = triton.cdiv(m, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns)
     matmul_kernel[(persistent_programs(a.device, tiles, tile, programs),)](
         operand(a, a_block, tile), *three([operand(w, b_block, tile) for w in stored]),
-        *three(given or outputs), *three(outputs), outputs[0], outputs[0],
-        m, *three(columns), k, a.stride(0), *three([w.stride(0) for w in stored]),
-        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, WEIGHTS=len(weights), BIAS=bool(given),
-        ACTIVATION=activation or "", DERIVATIVE=False, GATED=False,
-        **blocks(tile), **launch_options(tile.warps, tile.stages),
+        Linears(k, a.stride(0), weight_arguments(stored, columns, biases, outputs), None),
+        m, LinearForm(tile, activation or "", a_transposed, b_transposed),
+        **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
     return outputs
 
@@ -110,11 +98,9 @@ def matmul_derivative(
     dgate = None if gate is None else x.new_empty(m, n)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     matmul_kernel[(persistent_programs(a.device, tiles, tile, programs),)](
-        operand(a, (tile.m, tile.k), tile), *three([operand(b, (tile.k, tile.n), tile)]), dx, dx, dx,
-        dx, dx if dgate is None else dgate, rebuilt, x, x if gate is None else gate,
-        m, n, n, n, k, a.stride(0), *three([b.stride(0)]),
-        A_TRANSPOSED=False, B_TRANSPOSED=True, WEIGHTS=1, BIAS=False,
-        ACTIVATION=activation or "", DERIVATIVE=True, GATED=gate is not None,
-        **blocks(tile), **launch_options(tile.warps, tile.stages),
+        operand(a, (tile.m, tile.k), tile), *three([operand(b, (tile.k, tile.n), tile)]),
+        Linears(k, a.stride(0), weight_arguments([b], [n], None, [None]), Derivative(x, gate, dx, dgate, rebuilt)),
+        m, LinearForm(tile, activation or "", b_transposed=True),
+        **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
     return dx, dgate, rebuilt

@@ -7,72 +7,88 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import Pair, Reduction, ReductionForm, three
 from ..configurations import select_tile
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
-from ..matmul.kernel import blocks, three
 from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
 from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sources, swizzle
 
 
-@triton.jit(
-    do_not_specialize=["rank", "limit", "writer_flags", "rows", "key_low", "key_high", "threshold", "producers"]
-)
+@triton.jit(do_not_specialize=["rank", "rows", "key"])
 def matmul_reduce_scatter_kernel(
-    data, flags, epoch, error, stopped, rank, limit, parity_stride, writer_flags, counters,
-    a0, a1, a2, b0, b1, b2, out, bias, residual, start, key_low, key_high, threshold, scale,
-    rows, n, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride, producers,
-    INPUTS: tl.constexpr, B_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, MERGED: tl.constexpr,
-    WORLD: tl.constexpr, PARTIAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    links, rank, a0, a1, a2, b0, b1, b2, problem, rows, key: tl.int64, FORM: tl.constexpr
 ):  # fmt: skip
-    """Bands: `producers` programs compute and push tiles, the rest finish rows; MERGED: all do one, then the other."""
+    """Bands: `producers` programs compute and push tiles, the rest finish rows; without, all do one, then the other."""
+    TILE: tl.constexpr = FORM.tile
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    WORLD: tl.constexpr = FORM.world
+    PARTIAL: tl.constexpr = FORM.partial
+    STEP: tl.constexpr = FORM.step
+    ALIGNED: tl.constexpr = FORM.aligned
+    B_TRANSPOSED: tl.constexpr = FORM.b_transposed
     virtual = tl.program_id(1)
-    data, flags, epoch, report, rank, limit = serve(data, flags, epoch, error, stopped, rank, limit, WORLD)
-    counters += virtual * WORLD * writer_flags
-    program = tl.program_id(0)
+    me, limit = serve(links, rank, WORLD)
+    n = problem.n
+    program, producers, finishers = tl.program_id(0), tl.num_programs(0), tl.num_programs(0)
+    if FORM.producers > 0:
+        producers = FORM.producers
+        finishers -= FORM.producers
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles = tiles_m * tiles_n
-    if MERGED or program < producers:
+    if FORM.producers == 0 or program < producers:
         for tile in tl.range(program, reach(limit, WORLD) * tiles, producers):
-            owner = (rank + 1 + tile // tiles) % WORLD  # the own chunk last: nobody else waits for it
+            owner = (me.rank + 1 + tile // tiles) % WORLD  # the own chunk last: nobody else waits for it
             row_block, column_block = swizzle(tile % tiles, tiles_m, tiles_n)
             result = multiply_inputs(
-                a0, a1, a2, b0, b1, b2, k0, k1, k2, a0_stride, a1_stride, a2_stride, b0_stride, b1_stride, b2_stride,
-                (virtual * WORLD + owner) * rows, virtual, row_block * BLOCK_M, column_block * BLOCK_N, rows, n,
-                INPUTS, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+                problem.pairs, (a0, a1, a2), (b0, b1, b2), (virtual * WORLD + owner) * rows, virtual,
+                row_block * BLOCK_M, column_block * BLOCK_N, rows, n, B_TRANSPOSED, TILE,
             )  # fmt: skip
             # packed by tile: contiguous, unmasked, 16-byte stores whatever N is
-            at = (rank.to(tl.int64) * tiles + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
-            store_packed(slot_of(data, owner, epoch, parity_stride, PARTIAL) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
-            counter = counters + owner * tiles_m + row_block
+            at = (me.rank.to(tl.int64) * tiles + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
+            store_packed(slot_of(me, owner, PARTIAL) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
+            counter = me.counters + owner * tiles_m + row_block
             tl.debug_barrier()  # the count stands for all warps' stores
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tiles_n - 1:
                 tl.store(counter, 0)
-                publish(flags_of(flags, owner, rank, writer_flags) + row_block, epoch)
-    if MERGED or program >= producers:
-        finishers = producers
-        if not MERGED:
-            finishers = tl.num_programs(0) - producers
+                publish(flags_of(me, owner, me.rank) + row_block, me.epoch)
+    if FORM.producers == 0 or program >= producers:
+        if FORM.producers > 0:
             program -= producers
-        own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
-        out += virtual.to(tl.int64) * rows * n
-        for unit in tl.range(program, tl.cdiv(rows, ROWS), finishers):
-            row = unit * ROWS
+        own_flags = flags_of(me, me.rank, 0)
+        out = problem.out + virtual.to(tl.int64) * rows * n
+        for unit in tl.range(program, tl.cdiv(rows, STEP), finishers):
+            row = unit * STEP
             row_block = row // BLOCK_M
             for source in range(WORLD):
-                limit = wait(own_flags + source * writer_flags + row_block, epoch, report, source, limit)
-            slot = slot_of(data, rank, epoch, parity_stride, PARTIAL) + (row % BLOCK_M) * BLOCK_N
+                limit = wait(me, own_flags + source * me.writer_flags + row_block, source, limit)
+            slot = slot_of(me, me.rank, PARTIAL) + (row % BLOCK_M) * BLOCK_N
             for column_block in range(tiles_n):
                 at = (row_block * tiles_n + column_block).to(tl.int64) * (BLOCK_M * BLOCK_N)
-                total = sum_sources(slot + at, tiles.to(tl.int64) * (BLOCK_M * BLOCK_N), WORLD, ROWS, BLOCK_N)
-                total = finish(
-                    total, bias + virtual * n, residual + virtual.to(tl.int64) * rows * n, start + virtual * rows,
-                    key_low, key_high, threshold, scale, row, column_block * BLOCK_N, rows, n,
-                    BIAS, DROPOUT, RESIDUAL, ALIGNED, ROWS, BLOCK_N,
-                )  # fmt: skip
-                store_block(out, total, row, column_block * BLOCK_N, rows, n, n, ROWS, BLOCK_N)
+                total = sum_sources(slot + at, tiles.to(tl.int64) * (BLOCK_M * BLOCK_N), WORLD, STEP, BLOCK_N)
+                column = column_block * BLOCK_N
+                total = finish(total, problem.addends, key, virtual * rows, virtual, row, column, rows, n,
+                               ALIGNED, STEP, BLOCK_N)  # fmt: skip
+                store_block(out, total, row, column, rows, n, n, STEP, BLOCK_N)
+
+
+def reduction_arguments(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], finish: Finish, out: Tensor, tile: Tile, b_transposed: bool
+) -> tuple:
+    """What a reducing kernel takes from its first matrix to `problem`: padded inputs and weights, and their sizes."""
+    a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
+    each = zip(lefts, rights, strict=True)
+    return (
+        *three([operand(a, a_block, tile) for a in lefts]),
+        *three([operand(b, b_block, tile) for b in rights]),
+        Reduction(
+            out.shape[1],
+            three([Pair(a.shape[1], a.stride(0), b.stride(0)) for a, b in each]),
+            finish.arguments(),
+            out,
+        ),
+    )
 
 
 def matmul_reduce_scatter_space(rows: int, n: int, world: int, partial: torch.dtype, tile: Tile) -> tuple[int, int]:
@@ -114,26 +130,20 @@ def matmul_reduce_scatter(
     served, world = channel.served, channel.world
     rows = len(inputs[0]) // (served * world)
     n = weights[0].shape[1] if b_transposed else len(weights[0]) // served
-    ks = [a.shape[1] for a in inputs]
     partial = partial or inputs[0].dtype
     tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n, chunks=world)
     finish.require_no_norm("matmul_reduce_scatter")
     channel.require("matmul_reduce_scatter", *matmul_reduce_scatter_space(rows, n, world, partial, tile))
-    lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
-    a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     out = inputs[0].new_empty(served * rows, n)
     tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
-    finish_rows = step_rows(tile, out.element_size())
-    merged = not is_interpreted()
-    producers = persistent_programs(out.device, tiles, tile, programs, served, spare=spare)
-    finishers = 0 if merged else min(producers, triton.cdiv(rows, finish_rows))
-    matmul_reduce_scatter_kernel[(producers + finishers, served)](
-        *channel.arguments(), channel.counters,
-        *three([operand(a, a_block, tile) for a in lefts]), *three([operand(b, b_block, tile) for b in rights]), out,
-        *finish.arguments(out),
-        rows, n, *three(ks), *three([a.stride(0) for a in lefts]), *three([b.stride(0) for b in rights]), producers,
-        INPUTS=len(inputs), B_TRANSPOSED=b_transposed, **finish.flags(), ALIGNED=n % 4 == 0,
-        MERGED=merged, WORLD=world, PARTIAL=DTYPES[partial], ROWS=finish_rows,
-        **blocks(tile), **launch_options(tile.warps, tile.stages, cooperative=True),
+    step = step_rows(tile, out.element_size())
+    programs = persistent_programs(out.device, tiles, tile, programs, served, spare=spare)
+    producers = programs if is_interpreted() else 0
+    finishers = min(producers, triton.cdiv(rows, step))
+    lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
+    matmul_reduce_scatter_kernel[(programs + finishers, served)](
+        channel.links, channel.rank, *reduction_arguments(lefts, rights, finish, out, tile, b_transposed), rows,
+        finish.key, ReductionForm(tile, b_transposed, world, DTYPES[partial], step, n % 4 == 0, producers),
+        **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip
     return out

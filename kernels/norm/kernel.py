@@ -4,17 +4,21 @@ Rows of up to a given width stay in registers between the statistics and the res
 Letters: M rows (tokens), N columns (hidden).
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import Rows
 from ..finish import NOTHING, Finish, Norm
 from ..rows import (
     RowTile,
     finished_tile,
     load_row,
     load_tile,
+    row_argument,
     row_options,
     row_tile,
     shares,
@@ -29,6 +33,27 @@ WIDEST_FORWARD = 16384  # columns of a row that registers hold
 WIDEST_BACKWARD = 8192  # with the sums for dweight and dbias, one float32 each per column
 GRADIENT_ELEMENTS = 16  # of a tile per thread in backward kernels, half of a forward's: they keep sums as well
 WEIGHT_GRADIENT = RowTile(8, 256, 4)
+
+
+class Scaling(NamedTuple):
+    """A norm as kernels take it."""
+
+    weight: Any
+    """(N,)."""
+    shift: Any
+    """(N,), layernorm's bias, or None."""
+    eps: Any
+
+
+class GradientOperands(NamedTuple):
+    """What the kernels of the backward read of each row."""
+
+    dy: Rows
+    x: Rows
+    mean: Any
+    """float32 (M,), None for rmsnorm."""
+    rstd: Any
+    """float32 (M,)."""
 
 
 @triton.jit
@@ -54,36 +79,35 @@ def join_moments(average, squares, count, tile_average, tile_squares, width, LAY
 
 
 @triton.jit
-def store_normalised(
-    y, value, average, reciprocal, weight, shift, rows, columns, mask, n, LAYERNORM: tl.constexpr, SHIFT: tl.constexpr
-):
+def store_normalised(y, value, average, reciprocal, norm, rows, columns, mask, n, LAYERNORM: tl.constexpr):
     if LAYERNORM:
         value -= average[:, None]
-    value = value * reciprocal[:, None] * load_row(weight, columns, n)
-    if SHIFT:
-        value += load_row(shift, columns, n)
+    value = value * reciprocal[:, None] * load_row(norm.weight, columns, n)
+    if norm.shift is not None:
+        value += load_row(norm.shift, columns, n)
     store_tile(y, value, rows, columns, mask, n)
 
 
-@triton.jit(do_not_specialize=["m", "key_low", "key_high", "threshold", "scale"])
+@triton.jit(do_not_specialize=["m", "key"])
 def norm_forward_kernel(
-    x, bias, residual, start, key_low, key_high, threshold, scale,
-    z, y, mean, rstd, weight, shift, eps, m, n, x_stride, residual_stride,
-    LAYERNORM: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, RESIDUAL: tl.constexpr,
-    ALIGNED: tl.constexpr, LOOPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, addends, key: tl.int64, z, y, mean, rstd, norm, m, n,
+    ALIGNED: tl.constexpr, LOOPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """z = finish(x), its statistics, y = norm(z as stored). LOOPED: rows wider than a tile, y in a second pass."""
-    FINISH: tl.constexpr = BIAS or DROPOUT or RESIDUAL
+    """z = finish(x), its statistics, y = norm(z as stored); no mean for rmsnorm, no z if it is x.
+
+    LOOPED: rows are wider than a tile, and y is a second pass.
+    """
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    LAYERNORM: tl.constexpr = mean is not None
+    FINISH: tl.constexpr = z is not None
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     average, squares = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     value = tl.zeros((ROWS, COLUMNS), tl.float32)
     for column in tl.range(0, n if LOOPED else 1, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         mask = tile_mask(rows, columns, m, n)
-        value = finished_tile(
-            x, bias, residual, start, key_low, key_high, threshold, scale, rows, column, m, n, x_stride,
-            residual_stride, BIAS, DROPOUT, RESIDUAL, ALIGNED, ROWS, COLUMNS,
-        )  # fmt: skip
+        value = finished_tile(x, addends, key, rows, column, m, n, ALIGNED, TILE)
         if FINISH:
             store_tile(z, value, rows, columns, mask, n)
             value = value.to(z.dtype.element_ty).to(tl.float32)
@@ -94,31 +118,31 @@ def norm_forward_kernel(
             average, squares = join_moments(average, squares, count, tile_average, tile_squares, width, LAYERNORM)
         else:
             average, squares = tile_average, tile_squares
-    reciprocal = tl.rsqrt(squares / n + eps)
+    reciprocal = tl.rsqrt(squares / n + norm.eps)
     if LAYERNORM:
         tl.store(mean + rows, average, mask=rows < m)
     tl.store(rstd + rows, reciprocal, mask=rows < m)
     if LOOPED:
-        source, stride = x, x_stride
+        source = x
         if FINISH:
-            source, stride = z, n
+            source = Rows(z, n)
             tl.debug_barrier()  # before a thread reads what another has stored
         for column in tl.range(0, n, COLUMNS):
             columns = column + tl.arange(0, COLUMNS)
             mask = tile_mask(rows, columns, m, n)
-            value = load_tile(source, rows, columns, mask, stride)
-            store_normalised(y, value, average, reciprocal, weight, shift, rows, columns, mask, n, LAYERNORM, SHIFT)
+            value = load_tile(source, rows, columns, mask)
+            store_normalised(y, value, average, reciprocal, norm, rows, columns, mask, n, LAYERNORM)
     else:
         columns = tl.arange(0, COLUMNS)
         mask = tile_mask(rows, columns, m, n)
-        store_normalised(y, value, average, reciprocal, weight, shift, rows, columns, mask, n, LAYERNORM, SHIFT)
+        store_normalised(y, value, average, reciprocal, norm, rows, columns, mask, n, LAYERNORM)
 
 
 @triton.jit
-def load_normalised(x, mean, rstd, rows, columns, mask, m, stride, LAYERNORM: tl.constexpr):
+def load_normalised(x, mean, rstd, rows, columns, mask, m):
     """(xhat, rstd (ROWS, 1)). Beyond n, xhat is not zero for layernorm: it meets only factors that are."""
-    value = load_tile(x, rows, columns, mask, stride)
-    if LAYERNORM:
+    value = load_tile(x, rows, columns, mask)
+    if mean is not None:
         value -= tl.load(mean + rows, mask=rows < m, other=0.0)[:, None]
     reciprocal = tl.load(rstd + rows, mask=rows < m, other=0.0)[:, None]
     return value * reciprocal, reciprocal
@@ -126,28 +150,28 @@ def load_normalised(x, mean, rstd, rows, columns, mask, m, stride, LAYERNORM: tl
 
 @triton.jit
 def store_input_gradient(
-    dx, dresidual, g, normalised, reciprocal, g_sum, product_sum, rows, columns, mask, n, dresidual_stride,
-    LAYERNORM: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
+    dx, dresidual, g, normalised, reciprocal, g_sum, product_sum, rows, columns, mask, n, LAYERNORM: tl.constexpr
+):
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) (+ dresidual), from the sums of each row."""
     value = g - normalised * (product_sum / n)[:, None]
     if LAYERNORM:
         value -= (g_sum / n)[:, None]
     value *= reciprocal
-    if RESIDUAL:
-        value += load_tile(dresidual, rows, columns, mask, dresidual_stride)
+    if dresidual is not None:
+        value += load_tile(dresidual, rows, columns, mask)
     store_tile(dx, value, rows, columns, mask, n)
 
 
 @triton.jit(do_not_specialize=["m", "share"])
 def norm_backward_kernel(
-    dy, x, mean, rstd, weight, dresidual, dx,
+    operands, weight, dresidual, dx,
     partials,  # (2 with SHIFT or 1, programs, n): dweight and dbias of each program's rows
-    m, n, dy_stride, x_stride, dresidual_stride, share,
-    LAYERNORM: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    m, n, share, SHIFT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes `share` rows one tile after another and keeps its sums over them in registers."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    dy, x, mean, rstd = operands
     first = tl.program_id(0) * share
     columns = tl.arange(0, COLUMNS)
     scale = load_row(weight, columns, n)
@@ -155,12 +179,12 @@ def norm_backward_kernel(
     for row in tl.range(first, tl.minimum(first + share, m), ROWS, num_stages=STAGES):
         rows = row + tl.arange(0, ROWS)
         mask = tile_mask(rows, columns, m, n)
-        gradient = load_tile(dy, rows, columns, mask, dy_stride)
-        normalised, reciprocal = load_normalised(x, mean, rstd, rows, columns, mask, m, x_stride, LAYERNORM)
+        gradient = load_tile(dy, rows, columns, mask)
+        normalised, reciprocal = load_normalised(x, mean, rstd, rows, columns, mask, m)
         g = gradient * scale
         store_input_gradient(
             dx, dresidual, g, normalised, reciprocal, tl.sum(g, 1), tl.sum(g * normalised, 1), rows, columns, mask, n,
-            dresidual_stride, LAYERNORM, RESIDUAL,
+            mean is not None,
         )  # fmt: skip
         dweight += gradient * normalised
         dbias += gradient
@@ -171,46 +195,45 @@ def norm_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["m"])
-def wide_norm_backward_kernel(
-    dy, x, mean, rstd, weight, dresidual, dx, m, n, dy_stride, x_stride, dresidual_stride,
-    LAYERNORM: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def wide_norm_backward_kernel(operands, weight, dresidual, dx, m, n, TILE: tl.constexpr):
     """dx of rows wider than a tile: one pass for the sums, one for the result."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    dy, x, mean, rstd = operands
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     g_sums, product_sums = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for column in tl.range(0, n, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         mask = tile_mask(rows, columns, m, n)
-        g = load_tile(dy, rows, columns, mask, dy_stride) * load_row(weight, columns, n)
-        normalised, _ = load_normalised(x, mean, rstd, rows, columns, mask, m, x_stride, LAYERNORM)
+        g = load_tile(dy, rows, columns, mask) * load_row(weight, columns, n)
+        normalised, _ = load_normalised(x, mean, rstd, rows, columns, mask, m)
         g_sums += g
         product_sums += g * normalised
     g_sum, product_sum = tl.sum(g_sums, 1), tl.sum(product_sums, 1)
     for column in tl.range(0, n, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         mask = tile_mask(rows, columns, m, n)
-        g = load_tile(dy, rows, columns, mask, dy_stride) * load_row(weight, columns, n)
-        normalised, reciprocal = load_normalised(x, mean, rstd, rows, columns, mask, m, x_stride, LAYERNORM)
+        g = load_tile(dy, rows, columns, mask) * load_row(weight, columns, n)
+        normalised, reciprocal = load_normalised(x, mean, rstd, rows, columns, mask, m)
         store_input_gradient(
-            dx, dresidual, g, normalised, reciprocal, g_sum, product_sum, rows, columns, mask, n, dresidual_stride,
-            LAYERNORM, RESIDUAL,
-        )  # fmt: skip
+            dx, dresidual, g, normalised, reciprocal, g_sum, product_sum, rows, columns, mask, n, mean is not None
+        )
 
 
 @triton.jit(do_not_specialize=["m", "share"])
-def norm_weight_gradient_kernel(
-    dy, x, mean, rstd, partials, m, n, dy_stride, x_stride, share,
-    LAYERNORM: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def norm_weight_gradient_kernel(operands, partials, m, n, share, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """partials as in norm_backward_kernel, for rows too wide for it. Axis 0 of the grid: shares of rows, 1: columns."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    dy, x, mean, rstd = operands
     first = tl.program_id(0) * share
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     dweight, dbias = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for row in tl.range(first, tl.minimum(first + share, m), ROWS):
         rows = row + tl.arange(0, ROWS)
         mask = tile_mask(rows, columns, m, n)
-        gradient = load_tile(dy, rows, columns, mask, dy_stride)
-        normalised, _ = load_normalised(x, mean, rstd, rows, columns, mask, m, x_stride, LAYERNORM)
+        gradient = load_tile(dy, rows, columns, mask)
+        normalised, _ = load_normalised(x, mean, rstd, rows, columns, mask, m)
         dweight += gradient * normalised
         dbias += gradient
     target = partials + tl.program_id(0).to(tl.int64) * n + columns
@@ -231,19 +254,16 @@ def launch_forward(x: Tensor, finish: Finish, norm: Norm, widest: int) -> tuple[
     finish = finish._replace(residual=residual)
     (m, n), layernorm = x.shape, norm.kind == "layernorm"
     y, rstd = x.new_empty(m, n), x.new_empty(m, 1, dtype=torch.float32)
-    shift = norm.bias if layernorm else None
-    z = x.new_empty(m, n) if any(finish.flags().values()) else x
+    scaling = Scaling(norm.weight, norm.bias if layernorm else None, norm.eps)
+    z = x.new_empty(m, n) if finish.adds else None
     mean = torch.empty_like(rstd) if layernorm else None
     tile = row_tile(n, widest)
     if m:
         norm_forward_kernel[(triton.cdiv(m, tile.rows),)](
-            x, *finish.arguments(y), z, y, rstd if mean is None else mean, rstd,
-            norm.weight, norm.weight if shift is None else shift, norm.eps,
-            m, n, x.stride(0), n if residual is None else residual.stride(0),
-            LAYERNORM=layernorm, SHIFT=shift is not None, **finish.flags(), ALIGNED=n % 4 == 0,
-            LOOPED=n > tile.columns, ROWS=tile.rows, COLUMNS=tile.columns, **row_options(tile.warps),
+            row_argument(x), finish.arguments(), finish.key, z, y, mean, rstd, scaling, m, n,
+            ALIGNED=n % 4 == 0, LOOPED=n > tile.columns, TILE=tile, **row_options(tile.warps),
         )  # fmt: skip
-    return z, y, (mean, rstd)
+    return x if z is None else z, y, (mean, rstd)
 
 
 def norm_forward(x: Tensor, norm: Norm, *, widest: int = WIDEST_FORWARD) -> tuple[Tensor, Statistics]:
@@ -306,7 +326,6 @@ def norm_backward(
     """
     dy, x = with_contiguous_columns(dy), with_contiguous_columns(x)
     weighted, norm = norm.weight is not None, complete(norm, x)
-    dresidual = None if dresidual is None else with_contiguous_columns(dresidual)
     (m, n), (mean, rstd) = x.shape, statistics
     layernorm, dx = norm.kind == "layernorm", x.new_empty(m, n)
     outputs = [torch.empty_like(norm.weight)]
@@ -322,24 +341,19 @@ def norm_backward(
     blocks = triton.cdiv(n, sums.columns)
     count, share = shares(m, sums.rows, x.device, sums.warps, programs, blocks)
     partials = x.new_empty(len(outputs), count, n, dtype=torch.float32)
-    operands = (dy, x, rstd if mean is None else mean, rstd)
-    residual, residual_stride = (dx, n) if dresidual is None else (dresidual, dresidual.stride(0))
+    operands = GradientOperands(row_argument(dy), row_argument(x), mean if layernorm else None, rstd)
+    residual = None if dresidual is None else row_argument(with_contiguous_columns(dresidual))
     if looped:
         wide_norm_backward_kernel[(triton.cdiv(m, tile.rows),)](
-            *operands, norm.weight, residual, dx, m, n, dy.stride(0), x.stride(0), residual_stride,
-            LAYERNORM=layernorm, RESIDUAL=dresidual is not None, ROWS=tile.rows, COLUMNS=tile.columns,
-            **row_options(tile.warps),
-        )  # fmt: skip
+            operands, norm.weight, residual, dx, m, n, TILE=tile, **row_options(tile.warps)
+        )
         norm_weight_gradient_kernel[(count, blocks)](
-            *operands, partials, m, n, dy.stride(0), x.stride(0), share,
-            LAYERNORM=layernorm, SHIFT=dbias is not None, ROWS=sums.rows, COLUMNS=sums.columns,
-            **row_options(sums.warps),
-        )  # fmt: skip
+            operands, partials, m, n, share, SHIFT=dbias is not None, TILE=sums, **row_options(sums.warps)
+        )
     else:
         norm_backward_kernel[(count,)](
-            *operands, norm.weight, residual, dx, partials, m, n, dy.stride(0), x.stride(0), residual_stride, share,
-            LAYERNORM=layernorm, SHIFT=dbias is not None, RESIDUAL=dresidual is not None,
-            ROWS=tile.rows, COLUMNS=tile.columns, STAGES=3 if x.element_size() == 2 else 2, **row_options(tile.warps),
+            operands, norm.weight, residual, dx, partials, m, n, share, SHIFT=dbias is not None,
+            TILE=tile, STAGES=3 if x.element_size() == 2 else 2, **row_options(tile.warps),
         )  # fmt: skip
     sum_partials(partials, outputs)
     return dx, dweight, dbias

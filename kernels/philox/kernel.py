@@ -5,27 +5,26 @@ import triton.language as tl
 
 
 @triton.jit
-def philox_block(key_low, key_high, block):
+def philox_block(key, block):
     """The four uint32 words of every int64 Philox block."""
-    key = (key_high.to(tl.int64) << 32) | (key_low.to(tl.int64) & 0xFFFFFFFF)
     low, high = (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32)
     zero = low * 0
-    return tl.philox(key, low, high, zero, zero)
+    return tl.philox(key.to(tl.int64), low, high, zero, zero)
 
 
 @triton.jit
-def random_words(key_low, key_high, index):
+def random_words(key, index):
     """The 32-bit word of every int64 element index, as int64: word index % 4 of Philox block index // 4.
 
     Computes a whole block for each element. Rows that start at multiples of 4: random_tile, a quarter of the work.
     """
-    w0, w1, w2, w3 = philox_block(key_low, key_high, index >> 2)
+    w0, w1, w2, w3 = philox_block(key, index >> 2)
     lane = index & 3
     return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)).to(tl.int64)
 
 
 @triton.jit
-def random_tile(key_low, key_high, start, column, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def random_tile(key, start, column, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Words (ROWS, COLUMNS) of rows whose elements begin at the int64 indices `start` (ROWS,), from `column` on.
 
     ALIGNED: start, column and COLUMNS are multiples of 4. Each block's words then lie side by side, and the joins are
@@ -33,8 +32,8 @@ def random_tile(key_low, key_high, start, column, ALIGNED: tl.constexpr, ROWS: t
     """
     first = (start + column)[:, None]
     if ALIGNED:
-        w0, w1, w2, w3 = philox_block(key_low, key_high, (first >> 2) + tl.arange(0, COLUMNS // 4)[None, :])
+        w0, w1, w2, w3 = philox_block(key, (first >> 2) + tl.arange(0, COLUMNS // 4)[None, :])
         words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLUMNS)).to(tl.int64)
     else:
-        words = random_words(key_low, key_high, first + tl.arange(0, COLUMNS)[None, :])
+        words = random_words(key, first + tl.arange(0, COLUMNS)[None, :])
     return words

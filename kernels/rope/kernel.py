@@ -3,6 +3,8 @@
 Letters: T tokens, d elements of a head; a row is one head of one token.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,10 +17,36 @@ BLOCK_BYTES = 4096  # of each half of a block's pairs: one 16-byte vector per th
 WARPS = 8
 
 
+class Heads(NamedTuple):
+    """What the compiler must know of the queries, or of the keys."""
+
+    count: int
+    """Heads of a token."""
+    stride: int
+    """Elements from one token to the next."""
+
+
+class Rotation(NamedTuple):
+    """What the compiler must know of queries and keys alike."""
+
+    half: int
+    """Pairs of a head."""
+    interleaved: bool
+    """The elements of a pair lie side by side, not `half` apart."""
+    inverse: bool
+    rows: int
+    """Heads of a program."""
+    columns: int
+    """`half`, rounded up to a power of two."""
+
+
 @triton.jit
-def load_pairs(x, pair, mask, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def load_pairs(x, pair, mask, ROTATION: tl.constexpr):
     """The first and the second of every pair of rows that start at x, in float32."""
-    if INTERLEAVED:
+    ROWS: tl.constexpr = ROTATION.rows
+    COLUMNS: tl.constexpr = ROTATION.columns
+    HALF: tl.constexpr = ROTATION.half
+    if ROTATION.interleaved:
         element = tl.arange(0, 2 * COLUMNS)[None, :]
         whole = tl.load(x + element, mask=mask & (element < 2 * HALF), other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(whole, (ROWS, COLUMNS, 2)))
@@ -30,12 +58,12 @@ def load_pairs(x, pair, mask, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROW
 
 
 @triton.jit
-def store_pairs(
-    y, first, second, pair, mask,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def store_pairs(y, first, second, pair, mask, ROTATION: tl.constexpr):
     """The reverse of load_pairs, rounded to y's dtype."""
-    if INTERLEAVED:
+    ROWS: tl.constexpr = ROTATION.rows
+    COLUMNS: tl.constexpr = ROTATION.columns
+    HALF: tl.constexpr = ROTATION.half
+    if ROTATION.interleaved:
         element = tl.arange(0, 2 * COLUMNS)[None, :]
         whole = tl.reshape(tl.join(first, second), (ROWS, 2 * COLUMNS))
         tl.store(y + element, whole.to(y.dtype.element_ty), mask=mask & (element < 2 * HALF))
@@ -46,47 +74,39 @@ def store_pairs(
 
 
 @triton.jit
-def rotate_rows(
-    x, y, cos, sin, positions, block, tokens,
-    HEADS: tl.constexpr, STRIDE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Rows block * ROWS and on of x, whose tokens are STRIDE elements apart; y is packed."""
-    start = tl.cast(block, tl.int64) * ROWS
-    row = (start % HEADS).to(tl.int32) + tl.arange(0, ROWS)  # counted from the first head of the block's first token
-    token = start // HEADS + row // HEADS
+def rotate_rows(x, y, table, positions, block, tokens, HEADS: tl.constexpr, ROTATION: tl.constexpr):
+    """The rows of x that block number `block` holds; y is packed."""
+    HALF: tl.constexpr = ROTATION.half
+    start = tl.cast(block, tl.int64) * ROTATION.rows
+    # counted from the first head of the block's first token
+    row = (start % HEADS.count).to(tl.int32) + tl.arange(0, ROTATION.rows)
+    token = start // HEADS.count + row // HEADS.count
     mask = token < tokens
     place = tl.load(positions + token, mask=mask, other=0).to(tl.int64) * HALF
-    token, head, place, mask = token[:, None], (row % HEADS)[:, None], place[:, None], mask[:, None]
-    pair = tl.arange(0, COLUMNS)[None, :]
+    token, head, place, mask = token[:, None], (row % HEADS.count)[:, None], place[:, None], mask[:, None]
+    pair = tl.arange(0, ROTATION.columns)[None, :]
     inside = mask & (pair < HALF)
-    first, second = load_pairs(
-        x + token * STRIDE + head * (2 * HALF), pair, mask, HALF, INTERLEAVED, ROWS, COLUMNS
-    )  # fmt: skip
+    first, second = load_pairs(x + token * HEADS.stride + head * (2 * HALF), pair, mask, ROTATION)
+    cos, sin = table
     c = tl.load(cos + place + pair, mask=inside, other=0.0)
     s = tl.load(sin + place + pair, mask=inside, other=0.0)
-    if INVERSE:
+    if ROTATION.inverse:
         s = -s
-    store_pairs(
-        y + (token * HEADS + head) * (2 * HALF), first * c - second * s, second * c + first * s, pair, mask,
-        HALF, INTERLEAVED, ROWS, COLUMNS,
-    )  # fmt: skip
+    target = y + (token * HEADS.count + head) * (2 * HALF)
+    store_pairs(target, first * c - second * s, second * c + first * s, pair, mask, ROTATION)
 
 
 @triton.jit(do_not_specialize=["tokens", "query_programs"])
 def rope_kernel(
-    q, k, q_out, k_out, cos, sin, positions, tokens, query_programs,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q, k, q_out, k_out, table, positions, tokens, query_programs,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
     """The first query_programs programs rotate rows of q, the others rows of k."""
     program = tl.program_id(0)
     if program < query_programs:
-        rotate_rows(q, q_out, cos, sin, positions, program, tokens,
-                    HEADS, Q_STRIDE, HALF, INTERLEAVED, INVERSE, ROWS, COLUMNS)  # fmt: skip
+        rotate_rows(q, q_out, table, positions, program, tokens, QUERIES, ROTATION)
     else:
-        rotate_rows(k, k_out, cos, sin, positions, program - query_programs, tokens,
-                    KV_HEADS, K_STRIDE, HALF, INTERLEAVED, INVERSE, ROWS, COLUMNS)  # fmt: skip
+        rotate_rows(k, k_out, table, positions, program - query_programs, tokens, KEYS, ROTATION)
 
 
 def rope_rotate(
@@ -113,8 +133,8 @@ def rope_rotate(
     rows = max(1, BLOCK_BYTES // q.element_size() // columns)
     programs = [triton.cdiv(tokens * n, rows) for n in (heads, kv_heads)]
     rope_kernel[(sum(programs),)](
-        q, k, q_out, k_out, *table, positions, tokens, programs[0],
-        HEADS=heads, KV_HEADS=kv_heads, Q_STRIDE=q.stride(0), K_STRIDE=k.stride(0), HALF=head_dim // 2,
-        INTERLEAVED=interleaved, INVERSE=inverse, ROWS=rows, COLUMNS=columns, **launch_options(WARPS, 1),
+        q, k, q_out, k_out, table, positions, tokens, programs[0],
+        QUERIES=Heads(heads, q.stride(0)), KEYS=Heads(kv_heads, k.stride(0)),
+        ROTATION=Rotation(head_dim // 2, interleaved, inverse, rows, columns), **launch_options(WARPS, 1),
     )  # fmt: skip
     return q_out, k_out

@@ -129,7 +129,7 @@ PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     ),
     "wait behind the tiles of the chunk": (
         all_gather_matmul.all_gather_matmul_kernel,
-        move("for signal in range(signals)", "for tile in tl.range((program"),
+        move("for signal in range(SIGNALS)", "for tile in tl.range((program"),
         LATE,
         [GATHER],
     ),
@@ -147,7 +147,7 @@ PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     ),
     "wait for a sum behind its load": (
         matmul_all_reduce.matmul_all_reduce_kernel,
-        move("limit = wait(own_flags + owner", "store_block(out + rest"),
+        move("limit = wait(me, own_flags + owner", "store_block(out + rest + (owner"),
         LATE,
         [TWO_SHOT],
     ),
@@ -165,18 +165,26 @@ def test_a_mutation_is_caught(mutation: str) -> None:
 
 
 def test_a_wait_in_the_k_loop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it waits for travels there in the arguments `gate`, unused without a derivative, and `k`."""
-    chunk_wait = "limit = wait(own_flags + chunk * writer_flags + signal, epoch, report, chunk, limit)"
+    """What it waits for travels there beside `problem`, and from there beside `k`."""
+    chunk_wait = "limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)"
     to_tile = chain(
         replace(chunk_wait, "pass"),
-        replace("tiles = tiles_m * tiles_n\n", "tiles = tiles_m * tiles_n\n        chunk = rank\n"),
-        replace("c2, x, gate, rows,", "c2, x, (own_flags + chunk * writer_flags, epoch, report, chunk, limit), rows,"),
+        replace("TILE.m) * tiles_n\n", "TILE.m) * tiles_n\n        chunk = me.rank\n"),
+        replace(
+            "linear_tile(problem,", "linear_tile((problem, (me, own_flags + chunk * me.writer_flags, chunk, limit)),"
+        ),
     )
-    to_loop = replace("rows, n, k, a_stride, b_stride,", "rows, n, (k, gate), a_stride, b_stride,")
+    to_loop = chain(
+        replace(
+            "    TILE: tl.constexpr = FORM.tile\n",
+            "    TILE: tl.constexpr = FORM.tile\n    problem, arrival = problem\n",
+        ),
+        replace("rows, n, problem.k, A_", "rows, n, (problem.k, arrival), A_"),
+    )
     first, loop = "    part, steps = ", "    for step in range(steps):\n"
     in_loop = chain(
-        replace(first, f"    k, arrival = k\n    flag, epoch, report, peer, limit = arrival\n{first}"),
-        replace(loop, f"{loop}        limit = wait(flag, epoch, report, peer, limit)\n"),
+        replace(first, f"    k, arrival = k\n    me, flag, peer, limit = arrival\n{first}"),
+        replace(loop, f"{loop}        limit = wait(me, flag, peer, limit)\n"),
     )
     monkeypatch.setattr(tile, "wait", protocol.wait, raising=False)
     with (

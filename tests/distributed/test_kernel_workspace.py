@@ -28,37 +28,22 @@ SIZES = [1, 2, 3, 4]
 
 
 @triton.jit
-def exchange_kernel(
-    data,
-    flags,
-    epochs,
-    error,
-    stopped,
-    first_rank,
-    limit,
-    parity_stride,
-    writer_flags,
-    x,
-    out,
-    n,
-    PUSH: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def exchange_kernel(links, rank, x, out, n, PUSH: tl.constexpr, WORLD: tl.constexpr):
     """out[p] = rank p's x, for every rank: pushed by this kernel, or by copies that were started before it."""
-    data, flags, epoch, report, rank, limit = serve(data, flags, epochs, error, stopped, first_rank, limit, WORLD)
+    me, limit = serve(links, rank, WORLD)
     for step in range(1, WORLD):
         if PUSH:
-            peer = (rank + WORLD - step) % WORLD
-            slot = slot_of(data, peer, epoch, parity_stride, tl.float32)
+            peer = (me.rank + WORLD - step) % WORLD
+            slot = slot_of(me, peer, tl.float32)
             for i in range(n):
-                tl.store(slot + rank * n + i, tl.load(x + i))
-            publish(flags_of(flags, peer, rank, writer_flags), epoch)
-    own = slot_of(data, rank, epoch, parity_stride, tl.float32)
+                tl.store(slot + me.rank * n + i, tl.load(x + i))
+            publish(flags_of(me, peer, me.rank), me.epoch)
+    own = slot_of(me, me.rank, tl.float32)
     for i in range(n):
-        tl.store(out + rank * n + i, tl.load(x + i))
+        tl.store(out + me.rank * n + i, tl.load(x + i))
     for step in range(1, WORLD):
-        peer = (rank + step) % WORLD
-        limit = wait(flags_of(flags, rank, peer, writer_flags), epoch, report, peer, limit)
+        peer = (me.rank + step) % WORLD
+        limit = wait(me, flags_of(me, me.rank, peer), peer, limit)
         for i in range(n):
             tl.store(out + peer * n + i, tl.load(own + peer * n + i))
 
@@ -81,7 +66,7 @@ def exchange(workspace: KernelWorkspace, index: int, copies: bool, n: int = 3, n
     channel = workspace.begin("exchange", max(nbytes, x.nbytes * workspace.world), 1)
     if copies:
         workspace.copy_gather(x)
-    exchange_kernel[(1, 1)](*channel.arguments(), x, out, n, PUSH=not copies, WORLD=workspace.world)
+    exchange_kernel[(1, 1)](channel.links, channel.rank, x, out, n, PUSH=not copies, WORLD=workspace.world)
     if copies:
         workspace.join()
     return out
@@ -137,7 +122,7 @@ def both_kinds() -> None:
         channel = reduce.begin("outer", x.nbytes * gather.world, 1)
         for inner in range(index):
             check_exchange(exchange(gather, 10 * index + inner, copies=True), 10 * index + inner)
-        exchange_kernel[(1, 1)](*channel.arguments(), x, out, 3, PUSH=True, WORLD=gather.world)
+        exchange_kernel[(1, 1)](channel.links, channel.rank, x, out, 3, PUSH=True, WORLD=gather.world)
         check_exchange(out, index)
     assert (gather.epoch, reduce.epoch) == (6, 4)
     check_all()
@@ -359,7 +344,7 @@ def graph_replays() -> None:
         with pytest.raises(RuntimeError, match="cannot grow while a CUDA graph is captured"):
             workspace.begin("large", 1 << 21, 1)
         channel = workspace.begin("captured", x.nbytes * workspace.world, 1)
-        exchange_kernel[(1, 1)](*channel.arguments(), x, out, 3, PUSH=True, WORLD=workspace.world)
+        exchange_kernel[(1, 1)](channel.links, channel.rank, x, out, 3, PUSH=True, WORLD=workspace.world)
     assert workspace.captured and not workspace.copies_allowed
     for index in range(1, 41):
         x.copy_(row(workspace.rank, index, 3, workspace.device))

@@ -187,8 +187,8 @@ def late(package: str, name: str) -> str:
         return hook
 
     def waiting(wait: Callable) -> Callable:
-        def hook(flag, epoch, report, peer, limit):
-            while not wait(flag, epoch, report, peer, limit * 0 + 1) > 0:
+        def hook(me, flag, peer, limit):
+            while not wait(me, flag, peer, limit * 0 + 1) > 0:
                 side.channel.error.zero_()
                 side.channel.stopped.zero_()
                 baton.give(0)
@@ -212,17 +212,17 @@ def ahead(package: str, name: str) -> str:
     seen = 0
 
     def pausing(wait: Callable) -> Callable:
-        def hook(flag, epoch, report, peer, limit):
+        def hook(me, flag, peer, limit):
             nonlocal seen
             if seen == OPERATIONS[name].waits:
                 side.memory.wait(0)
             seen += 1
-            return wait(flag, epoch, report, peer, limit if seen <= OPERATIONS[name].waits else limit * 0 + LIMIT)
+            return wait(me, flag, peer, limit if seen <= OPERATIONS[name].waits else limit * 0 + LIMIT)
 
         return hook
 
     def pushed(wait: Callable) -> Callable:
-        def hook(flag, epoch, report, peer, limit):
+        def hook(me, flag, peer, limit):
             nonlocal seen
             if seen == 0:
                 side.memory.signal(1)

@@ -33,11 +33,11 @@ RACE, CLEAN = "race detected", "no race"
 
 
 @triton.jit
-def relaxed_wait(flag, epoch, report, peer, limit):
+def relaxed_wait(me, flag, peer, limit):
     """protocol.wait without its acquire."""
     seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")
     polls = 0
-    while (seen - epoch < 0) & (polls < limit):
+    while (seen - me.epoch < 0) & (polls < limit):
         seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")
         polls += 1
     return limit

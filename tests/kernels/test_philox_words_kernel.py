@@ -16,12 +16,10 @@ from tpformer.kernels.philox.kernel import random_tile  # noqa: E402
 from tpformer.kernels.philox.reference import random_words  # noqa: E402
 
 
-@triton.jit(do_not_specialize=["key_low", "key_high", "column"])
-def words_kernel(
-    start, key_low, key_high, out, column, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+@triton.jit(do_not_specialize=["key", "column"])
+def words_kernel(start, key: tl.int64, out, column, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    words = random_tile(key_low, key_high, tl.load(start + rows), column, ALIGNED, ROWS, COLUMNS)
+    words = random_tile(key, tl.load(start + rows), column, ALIGNED, ROWS, COLUMNS)
     tl.store(out + rows[:, None] * COLUMNS + columns[None, :], words)
 
 
@@ -30,8 +28,8 @@ def check_words(device: str, columns: int) -> None:
     for (key, first, column), aligned in itertools.product(cases, (True, False)):
         start = first + torch.tensor([0, 20, 2**34, 4]) + (0 if aligned else torch.tensor([0, 1, 2, 3]))
         out = torch.full((4, columns), -1, device=device)
-        halves = Finish(dropout=Dropout(start, key, 0.5)).arguments(out)[3:5]
-        words_kernel[(1,)](start.to(device), *halves, out, column, ALIGNED=aligned, ROWS=4, COLUMNS=columns)
+        word = Finish(dropout=Dropout(start, key, 0.5)).key
+        words_kernel[(1,)](start.to(device), word, out, column, ALIGNED=aligned, ROWS=4, COLUMNS=columns)
         assert torch.equal(out.cpu(), random_words(key, start + column, columns)), (key, first, column, aligned)
 
 

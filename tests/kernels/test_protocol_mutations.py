@@ -26,30 +26,28 @@ EARLY_FLAGS: Mutation = {
     "all_gather_matmul/kernel.py": [move("for first in range(program * BLOCK", "publish(")],
     "matmul_reduce_scatter/kernel.py": [replace("== tiles_n - 1", "== 0")],
     "matmul_all_reduce/kernel.py": [
-        move("store_packed(\n", "publish(flags_of(flags, peer, rank, writer_flags) + tile, "),
+        move("store_packed(slot_of", "publish(flags_of(me, peer, me.rank) + tile, "),
     ],
 }
 EARLY_SUMS: Mutation = {
-    "matmul_all_reduce/kernel.py": [
-        move("store_packed(results", "publish(flags_of(flags, peer, rank, writer_flags) + tiles + unit")
-    ],
+    "matmul_all_reduce/kernel.py": [move("store_packed(results", "publish(flags_of(me, peer, me.rank) + tiles + unit")],
 }
 MUTATIONS: dict[str, Mutation] = {
     "slot 0 in both parities": {
-        "protocol.py": [replace("(epoch & 1).to(tl.int64)", "(epoch & 0).to(tl.int64)")],
+        "protocol.py": [replace("(me.epoch & 1).to(tl.int64)", "(me.epoch & 0).to(tl.int64)")],
         "all_gather_matmul/kernel.py": [replace("& 1) == 1", "& 0) == 1")],
     },
-    "waits accept the epoch before": {"protocol.py": [replace("seen - epoch < 0", "seen - epoch < -1")]},
-    "waits compare without wrap": {"protocol.py": [replace("seen - epoch < 0", "seen < epoch")]},
+    "waits accept the epoch before": {"protocol.py": [replace("seen - me.epoch < 0", "seen - me.epoch < -1")]},
+    "waits compare without wrap": {"protocol.py": [replace("seen - me.epoch < 0", "seen < me.epoch")]},
     "flags before the payload": EARLY_FLAGS,
     "flags before the sums": EARLY_SUMS,
     "flags of terms awaited for sums": {
         "matmul_all_reduce/kernel.py": [
-            replace("wait(own_flags + owner * writer_flags + tiles + unit", "wait(own_flags + owner * writer_flags")
+            replace("own_flags + owner * me.writer_flags + tiles + unit", "own_flags + owner * me.writer_flags")
         ],
     },
     "the last rank is not awaited": {
-        "all_gather_matmul/kernel.py": [replace("in range(signals):", "in range(signals if step < WORLD - 1 else 0):")],
+        "all_gather_matmul/kernel.py": [replace("in range(SIGNALS):", "in range(SIGNALS if step < WORLD - 1 else 0):")],
         "matmul_reduce_scatter/kernel.py": [replace("for source in range(WORLD):", "for source in range(WORLD - 1):")],
         "matmul_all_reduce/kernel.py": [
             replace("for source in range(WORLD):", "for source in range(WORLD - 1):"),
@@ -58,7 +56,7 @@ MUTATIONS: dict[str, Mutation] = {
     },
     "a rank that gave up still pushes": {"protocol.py": [replace("tl.where(limit > 0, WORLD, 0)", "WORLD")]},
     "a rank forgets that it gave up": {
-        "protocol.py": [replace("tl.where(tl.load(stopped + row) == 0, limit, 0)", "limit")]
+        "protocol.py": [replace("tl.where(tl.load(links.stopped + row) == 0, links.limit, 0)", "links.limit")]
     },
 }
 

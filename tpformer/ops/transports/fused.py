@@ -19,10 +19,10 @@ from tpformer.kernels.all_gather_matmul.kernel import (
     await_gathered,
     gathered_copy,
 )
+from tpformer.kernels.arguments import MAXIMUM_WEIGHTS
 from tpformer.kernels.configurations import select_tile
 from tpformer.kernels.finish import NOTHING, Finish
 from tpformer.kernels.launch import packed
-from tpformer.kernels.matmul.kernel import MAXIMUM_WEIGHTS
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel
