@@ -16,6 +16,8 @@ from testing import assert_kernel_close
 from torch import Tensor
 
 from tpformer.distributed.shared_memory import SharedMemory
+from tpformer.kernels.configurations import TILES
+from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.protocol import Channel, bump
 
@@ -28,6 +30,10 @@ DELAY = 0.05  # seconds
 PATIENCE = 60  # seconds that the shared memory's own barrier waits
 # (rows per rank, N, K): one of everything, primes below the tile and above it each way, three tiles of rows and of K
 SHAPES = ((1, 1, 1), (5, 7, 3), (17, 23, 19), (34, 5, 40))
+GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024), (8, 256, 512))
+
+FINISH = ("bias", "start", "residual")  # what finishes a sum; "start" is dropout's
+KEY = 0xF234567887654321  # of dropout: both halves are negative as int32
 
 WORLDS = [1, 2, *(pytest.param(n, marks=pytest.mark.proof) for n in (3, 4))]  # ranks; 3 and 4 in `make proofs`
 
@@ -48,6 +54,30 @@ class Gemm(NamedTuple):
 
 def shapes(**sizes: tuple[int, ...]) -> Tensors:
     return {name: torch.empty(size, device="meta") for name, size in sizes.items()}
+
+
+def names_of_factors(inputs: int) -> list[tuple[str, str]]:
+    """(name of x, name of its weight) for every product of a sum."""
+    return [(f"a{i}" if i else "a", f"w{i}") for i in range(inputs)]
+
+
+def shapes_of_factors(names: list[tuple[str, str]], rows: int, n: int, k: int, transposed: bool) -> dict:
+    """Each product has a K of its own: 4 more than the one before."""
+    made: dict[str, tuple[int, ...]] = {}
+    for i, (a, w) in enumerate(names):
+        width = k + 4 * i
+        made |= {a: (rows, width), w: (width, n) if transposed else (n, width)}
+    return made
+
+
+def shapes_of_finish(parts: Sequence[str], rows: int, n: int) -> dict:
+    sizes = {"bias": (n,), "residual": (rows, n), "start": (rows,)}
+    return {name: sizes[name] for name in parts}
+
+
+def finish_of(x: Tensors) -> Finish:
+    """The finish of a rank's rows, of those tensors that x has."""
+    return Finish(x.get("bias"), Dropout(x["start"], KEY, 0.25) if "start" in x else None, x.get("residual"))
 
 
 def make_inputs(gemm: Gemm, index: int, world: int, shape: tuple[int, int, int], binary: bool) -> list[Tensors]:
@@ -81,6 +111,13 @@ def compare(actual: Sequence[Tensor | None], gemm: Gemm, inputs: list[Tensors], 
             assert torch.equal(x, same), (where, number)
         else:
             assert_kernel_close(x, wide, same, f"{where} output {number}")
+
+
+def run_on_gpu(gemm: Gemm, world: int, tile: str) -> None:
+    """GPU_SHAPES in bfloat16 on virtual ranks of one GPU, eight operations each, with the tile of that name."""
+    run_on_virtual_ranks(
+        gemm, world, TILES[tile], torch.bfloat16, GPU_SHAPES, "cuda", capacity=1 << 26, flags=1024, repeat=8
+    )
 
 
 def run_on_processes(
@@ -122,21 +159,3 @@ def run_on_virtual_ranks(
                 compare(parts, gemm, inputs, rank, False, (world, shape, dtype, index))
             poison(channel, BEFORE_WRAP + 1 + index)
         assert not channel.error.any() and not channel.counters.any()
-
-
-def run_without_peer(gemm: Gemm) -> list[int]:
-    """Rank 0's error words (expired, peer, epoch seen, epoch wanted): the last rank never comes, the others have set
-    their flags before, however slow this machine is."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    memory = SharedMemory(region_bytes(world, CAPACITY, WRITER_FLAGS), dist.group.WORLD, timeout=PATIENCE)
-    channel = real_channel(memory, CAPACITY, WRITER_FLAGS, epoch=7, limit=20)
-    if rank < world - 1:
-        at = 2 * channel.capacity + 4 * rank * channel.writer_flags
-        memory.peer(0, (channel.writer_flags,), torch.int32, at).fill_(8)
-    memory.barrier()
-    if rank == 0:
-        bump(channel)
-        inputs = cast(make_inputs(gemm, 0, world, (5, 7, 3), False), torch.float32)
-        gemm.launch(inputs[rank], channel, TILE)
-    memory.barrier()
-    return channel.error[0].tolist()

@@ -1,7 +1,5 @@
 """all_gather_matmul equals its reference on processes and on virtual ranks: weights, epilogues, timeouts."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,9 +17,9 @@ from gemms import (
     WORLDS,
     WRITER_FLAGS,
     Gemm,
+    run_on_gpu,
     run_on_processes,
     run_on_virtual_ranks,
-    run_without_peer,
     shapes,
 )
 
@@ -36,7 +34,6 @@ from tpformer.kernels.all_gather_matmul.reference import (
     all_gather_matmul_derivative_reference,
     all_gather_matmul_reference,
 )
-from tpformer.kernels.configurations import TILES
 from tpformer.kernels.protocol import bump
 
 
@@ -102,14 +99,6 @@ def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
     interpreted(1).run(virtual_ranks, timeout=120)
 
 
-def without_peer() -> list[int]:
-    return run_without_peer(linear(1))
-
-
-def test_missing_peer_is_reported(interpreted: WorkerPool) -> None:
-    assert interpreted(3).run(without_peer) == [[1, 2, 7, 8], [0, 0, 0, 0], [0, 0, 0, 0]]
-
-
 def kept_rows() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     memory = SharedMemory(region_bytes(world, CAPACITY, WRITER_FLAGS), dist.group.WORLD, timeout=PATIENCE)
@@ -145,24 +134,9 @@ def test_cost_counts_the_shards_that_arrive() -> None:
     assert all_gather_matmul_cost(8, 3, 5, 4, 2) == (240, 2 * (40 + 15 + 24 + 30))
 
 
-GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", ["large", "medium", "small"])
 def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
-    run = partial(
-        run_on_virtual_ranks, world=world, tile=TILES[name], dtype=torch.bfloat16, sizes=GPU_SHAPES, device="cuda",
-        capacity=1 << 24, flags=256, repeat=8,
-    )  # fmt: skip
-    run(linear(3))
-    run(linear(1, "gelu", transposed=True))
-    run(derivative("silu", gated=True))
-
-
-@pytest.mark.gpu
-def test_a_thousand_epochs_on_gpu() -> None:
-    run_on_virtual_ranks(
-        linear(1), 4, TILES["small"], torch.bfloat16, [(64, 128, 64)], "cuda", capacity=1 << 20, flags=64, repeat=1000
-    )
+    for gemm in (linear(3), linear(1, "gelu", transposed=True), derivative("silu", gated=True)):
+        run_on_gpu(gemm, world, name)

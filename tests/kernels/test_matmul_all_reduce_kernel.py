@@ -1,7 +1,5 @@
 """matmul_all_reduce, one-shot and two-shot, equals its reference with the same bits on all ranks, and times out."""
 
-from functools import partial
-
 import pytest
 import torch
 from pool import WorkerPool
@@ -10,41 +8,33 @@ pytest.importorskip("triton")
 
 from channels import virtual_channel
 from gemms import (
+    FINISH,
     SHAPES,
     TILE,
     TMA_TILE,
     WORLDS,
     Gemm,
+    finish_of,
+    names_of_factors,
+    run_on_gpu,
     run_on_processes,
     run_on_virtual_ranks,
-    run_without_peer,
     shapes,
+    shapes_of_factors,
+    shapes_of_finish,
 )
 
-from tpformer.kernels.configurations import TILES
-from tpformer.kernels.finish import NOTHING, Dropout, Finish
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, plan
 from tpformer.kernels.matmul_all_reduce.reference import matmul_all_reduce_cost, matmul_all_reduce_reference
 from tpformer.kernels.protocol import bump
 
-KEY = 0xF234567887654321  # both halves negative as int32
-FINISH = frozenset({"bias", "residual", "start"})
-
-
-def finish_of(x: dict[str, torch.Tensor]) -> Finish:
-    return Finish(x["bias"], Dropout(x["start"], KEY, 0.25), x["residual"]) if "bias" in x else NOTHING
-
 
 def gemm(inputs: int, finished: bool, one_shot: bool | None, transposed: bool = False) -> Gemm:
     """`rows` of a shape are all rows here."""
-    names = [(f"a{i}" if i else "a", f"w{i}") for i in range(inputs)]
+    names, parts = names_of_factors(inputs), FINISH if finished else ()
 
     def make(rank, world, rows, n, k):
-        made = {}
-        for i, (a, w) in enumerate(names):
-            width = k + 4 * i
-            made |= {a: (rows, width), w: (width, n) if transposed else (n, width)}
-        return shapes(**made, **({"bias": (n,), "residual": (rows, n), "start": (rows,)} if finished else {}))
+        return shapes(**shapes_of_factors(names, rows, n, k, transposed), **shapes_of_finish(parts, rows, n))
 
     def launch(x, channel, tile):
         return [
@@ -58,7 +48,7 @@ def gemm(inputs: int, finished: bool, one_shot: bool | None, transposed: bool = 
         sums = [[[x[name[part]] for name in names] for x in xs] for part in (0, 1)]
         return [[matmul_all_reduce_reference(*sums, finish_of(xs[0]), b_transposed=transposed)]] * len(xs)
 
-    return Gemm(make, launch, reference, same=FINISH if finished else frozenset(), exact=not finished)
+    return Gemm(make, launch, reference, same=frozenset(parts), exact=not finished)
 
 
 def processes() -> None:
@@ -97,14 +87,6 @@ def test_on_virtual_ranks_with_equal_bits(interpreted: WorkerPool) -> None:
     interpreted(1).run(virtual_ranks, timeout=120)
 
 
-def without_peer() -> list[int]:
-    return run_without_peer(gemm(1, False, False))
-
-
-def test_missing_peer_is_reported(interpreted: WorkerPool) -> None:
-    assert interpreted(3).run(without_peer) == [[1, 2, 7, 8], [0, 0, 0, 0], [0, 0, 0, 0]]
-
-
 def test_size_rule_and_cost() -> None:
     assert plan(16, 8192, 8, torch.bfloat16, None, TILE)[:2] == (True, 16)
     assert plan(17, 8192, 8, torch.bfloat16, None, TILE)[:2] == (False, 3)
@@ -112,25 +94,10 @@ def test_size_rule_and_cost() -> None:
     assert matmul_all_reduce_cost(8, 3, 5, 4, 2, one_shot=False) == (240 + 24, 2 * (40 + 15 + 24 + 96))
 
 
-GPU_SHAPES = ((8, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("one_shot", [True, False])
 def test_virtual_ranks_on_gpu(world: int, one_shot: bool) -> None:
     for name in ("large", "medium", "small"):
-        run = partial(
-            run_on_virtual_ranks, world=world, tile=TILES[name], dtype=torch.bfloat16, sizes=GPU_SHAPES, device="cuda",
-            capacity=1 << 26, flags=1024, repeat=8,
-        )  # fmt: skip
-        run(gemm(1, True, one_shot))
-        run(gemm(3, False, one_shot, transposed=True))
-
-
-@pytest.mark.gpu
-def test_a_thousand_epochs_on_gpu() -> None:
-    run_on_virtual_ranks(
-        gemm(1, True, False), 4, TILES["small"], torch.bfloat16, [(64, 128, 64)], "cuda",
-        capacity=1 << 21, flags=256, repeat=1000,
-    )  # fmt: skip
+        run_on_gpu(gemm(1, True, one_shot), world, name)
+        run_on_gpu(gemm(3, False, one_shot, transposed=True), world, name)

@@ -1,7 +1,6 @@
 """matmul_reduce_scatter equals its reference on processes and on virtual ranks: inputs, finishing band, timeouts."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import combinations
 
 import pytest
@@ -12,20 +11,24 @@ pytest.importorskip("triton")
 
 from channels import virtual_channel
 from gemms import (
+    FINISH,
     SHAPES,
     TILE,
     TMA_TILE,
     WORLDS,
     Gemm,
+    finish_of,
+    names_of_factors,
+    run_on_gpu,
     run_on_processes,
     run_on_virtual_ranks,
-    run_without_peer,
     shapes,
+    shapes_of_factors,
+    shapes_of_finish,
 )
 from testing import poisoned_memory
 
-from tpformer.kernels.configurations import TILES
-from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.finish import Finish
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.matmul_reduce_scatter.reference import (
     matmul_reduce_scatter_cost,
@@ -33,29 +36,15 @@ from tpformer.kernels.matmul_reduce_scatter.reference import (
 )
 from tpformer.kernels.norm.reference import Norm
 
-KEY = 0xF234567887654321  # both halves negative as int32
-
-
-FINISH = ("bias", "start", "residual")  # start: dropout's
-
-
-def finish_of(x: dict[str, torch.Tensor]) -> Finish:
-    return Finish(x.get("bias"), Dropout(x["start"], KEY, 0.25) if "start" in x else None, x.get("residual"))
-
 
 def gemm(
     inputs: int, parts: Sequence[str] = (), transposed: bool = False, partial_dtype: torch.dtype | None = None
 ) -> Gemm:
     """parts: what there is of FINISH."""
-    names = [(f"a{i}" if i else "a", f"w{i}") for i in range(inputs)]
+    names = names_of_factors(inputs)
 
     def make(rank, world, rows, n, k):
-        made = {}
-        for i, (a, w) in enumerate(names):
-            width = k + 4 * i
-            made |= {a: (world * rows, width), w: (width, n) if transposed else (n, width)}
-        sizes = {"bias": (n,), "residual": (rows, n), "start": (rows,)}
-        return shapes(**made, **{name: sizes[name] for name in parts})
+        return shapes(**shapes_of_factors(names, world * rows, n, k, transposed), **shapes_of_finish(parts, rows, n))
 
     def launch(x, channel, tile):
         with poisoned_memory():
@@ -104,14 +93,6 @@ def test_every_finish_on_virtual_ranks(interpreted: WorkerPool) -> None:
     interpreted(1).run(every_finish, timeout=120)
 
 
-def without_peer() -> list[int]:
-    return run_without_peer(gemm(1))
-
-
-def test_missing_peer_is_reported(interpreted: WorkerPool) -> None:
-    assert interpreted(3).run(without_peer) == [[1, 2, 7, 8], [0, 0, 0, 0], [0, 0, 0, 0]]
-
-
 def too_small() -> str:
     with pytest.raises(ValueError) as caught:
         matmul_reduce_scatter([torch.zeros(8, 16)], [torch.zeros(40, 16)], virtual_channel(1, 64, 8), tile=TILE)
@@ -139,25 +120,9 @@ def test_cost_counts_partials_once_out_and_once_in() -> None:
     assert matmul_reduce_scatter_cost(8, 3, 5, 4, 2) == (240 + 24, 2 * (40 + 15 + 6) + 4 * 24)
 
 
-GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", ["large", "medium", "small"])
 def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
-    run = partial(
-        run_on_virtual_ranks, world=world, tile=TILES[name], dtype=torch.bfloat16, sizes=GPU_SHAPES, device="cuda",
-        capacity=1 << 26, flags=256, repeat=8,
-    )  # fmt: skip
-    run(gemm(1, FINISH))
-    run(gemm(3, transposed=True))
-    run(gemm(1, partial_dtype=torch.float32))
-
-
-@pytest.mark.gpu
-def test_a_thousand_epochs_on_gpu() -> None:
-    run_on_virtual_ranks(
-        gemm(1, FINISH), 4, TILES["small"], torch.bfloat16, [(64, 128, 64)], "cuda",
-        capacity=1 << 20, flags=64, repeat=1000,
-    )  # fmt: skip
+    for each in (gemm(1, FINISH), gemm(3, transposed=True), gemm(1, partial_dtype=torch.float32)):
+        run_on_gpu(each, world, name)

@@ -69,21 +69,6 @@ def test_rotation_is_orthogonal_and_inverse_undoes_it(interleaved, tokens, heads
         torch.testing.assert_close(back, x, rtol=0, atol=1e-14)
 
 
-@CONVENTIONS
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500), st.integers(0, 1000))
-def test_scores_depend_on_the_distance_only(interleaved, query_at, key_at, shift, seed):
-    q, k, _ = make(1, 1, 16, seed)
-    table = rope_table(1001, 16, BASE, torch.float64, "cpu")
-
-    def score(offset: int) -> Tensor:
-        query, _ = rope_rotate(q, k, table, torch.tensor([query_at + offset]), interleaved)
-        _, key = rope_rotate(q, k, table, torch.tensor([key_at + offset]), interleaved)
-        return (query * key).sum()
-
-    torch.testing.assert_close(score(shift), score(0), rtol=0, atol=1e-11)
-
-
 def close(actual: Tensor, x: Tensor, positions: Tensor, what: str, interleaved: bool = False) -> None:
     """Rounded once at the store: the float64 result in this dtype is the best there is."""
     oracle = by_complex_numbers(x.double(), positions, BASE, interleaved)
@@ -139,16 +124,10 @@ def check(module: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dty
             assert torch.equal(y, torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reference(shape, dtype):
-    if dtype != torch.float64:
-        return check(reference, shape, dtype)
-    q, k, positions = make(*shape[:2], shape[3], 0)
-    for inverse in (False, True):
-        turned = rope_rotate(q, k, rope_table(LENGTH, shape[3], BASE, dtype, "cpu"), positions, inverse=inverse)
-        expected = by_complex_numbers(q, -positions if inverse else positions, BASE)
-        torch.testing.assert_close(turned[0], expected, rtol=0, atol=1e-12)
+    check(reference, shape, dtype)
 
 
 def kernel_cases() -> None:
