@@ -112,19 +112,26 @@ def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
             assert (forward, backward) == ([], [("all_reduce", nbytes)])
 
 
-# per-rank sizes 1, odd and prime; several weights of unlike widths share the gather
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
-def test_equals_plain_torch(ranks, t):
-    @settings(max_examples=15, deadline=None, derandomize=True)
-    @given(
+def cases(t: int) -> st.SearchStrategy[dict]:
+    """Sizes per rank from 1, also odd and prime; several weights of unlike widths share the gather."""
+    return st.builds(
+        lambda tokens, k, widths, norm, bias, parallel, carry: case(
+            tokens, k, widths, *norm, bias, parallel, carry=carry
+        ),
         st.integers(1, 4).map(lambda n: n * t),
         st.integers(3, 9),
         st.lists(st.integers(1, 5).map(lambda n: n * t), min_size=1, max_size=3),
         st.sampled_from([(None, False), ("layernorm", True), ("layernorm", False), ("rmsnorm", False)]),
         *[st.booleans()] * 3,
     )
-    def run(tokens, k, widths, norm, bias, sequence_parallel, carry):
-        check(ranks, t, case(tokens, k, widths, *norm, bias, sequence_parallel, carry=carry), torch.float64)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+def test_equals_plain_torch(ranks, t):
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    @given(cases(t))
+    def run(case):
+        check(ranks, t, case, torch.float64)
 
     run()
 

@@ -40,11 +40,6 @@ def test_bits_follow_the_sample_not_its_place_in_the_batch():
     assert torch.equal(ops.dropout(rows[:SEQ], site([9])), one[SEQ:])
 
 
-def test_another_key_drops_other_elements():
-    rows = torch.ones(2 * SEQ, HIDDEN)
-    assert not torch.equal(ops.dropout(rows, site([0, 1], key=1)), ops.dropout(rows, site([0, 1], key=2)))
-
-
 def test_gradient_equals_that_of_the_product_with_the_mask():
     x = torch.randn(SEQ, HIDDEN, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: ops.dropout(x, site([2])), x)

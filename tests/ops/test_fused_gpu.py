@@ -42,20 +42,22 @@ ROWS = [
 STEPS, REPLAYS = 40, 40
 
 
-def check_columns(pool, t: int, sequence_parallel: bool, device: str) -> None:
-    fused = OnTransport(pool, "fused", device, TIMEOUT)
-    for tokens, k, widths, norm, bias in COLUMNS:
+def on_fused(pool, device: str) -> OnTransport:
+    return OnTransport(pool, "fused", device, TIMEOUT)
+
+
+def check_columns(ranks, t: int, sequence_parallel: bool, dtype=torch.bfloat16, sizes=COLUMNS) -> None:
+    for tokens, k, widths, norm, bias in sizes:
         case = column.case(tokens * t, k, tuple(n * t for n in widths), *norm, bias, sequence_parallel)
-        column.check(fused, t, case, torch.bfloat16)
+        column.check(ranks, t, case, dtype)
 
 
-def check_rows(pool, t: int, sequence_parallel: bool, device: str) -> None:
-    fused = OnTransport(pool, "fused", device, TIMEOUT)
-    for tokens, k, n, activation, switches in ROWS:
+def check_rows(ranks, t: int, sequence_parallel: bool, dtype=torch.bfloat16, sizes=ROWS) -> None:
+    for tokens, k, n, activation, switches in sizes:
         if switches[2]:  # the dropout of these cases knows 6 samples
             tokens = min(tokens, 6 * row.SEQ // t)
         case = row.case(tokens * t, k * t, n, *activation, *switches, sequence_parallel)
-        row.check(fused, t, case, torch.bfloat16)
+        row.check(ranks, t, case, dtype)
 
 
 def forget() -> None:
@@ -214,14 +216,14 @@ def fresh(one_gpu):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("t", [2, 4])
 def test_column_in_bfloat16(fresh, t, sequence_parallel):
-    check_columns(fresh, t, sequence_parallel, "cuda:0")
+    check_columns(on_fused(fresh, "cuda:0"), t, sequence_parallel)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("t", [2, 4])
 def test_row_in_bfloat16(fresh, t, sequence_parallel):
-    check_rows(fresh, t, sequence_parallel, "cuda:0")
+    check_rows(on_fused(fresh, "cuda:0"), t, sequence_parallel)
 
 
 @pytest.mark.gpu

@@ -41,12 +41,12 @@ def t(request, gpus) -> int:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_column_in_bfloat16(gpus, t, sequence_parallel):
-    one.check_columns(gpus, t, sequence_parallel, DEVICE)
+    one.check_columns(one.on_fused(gpus, DEVICE), t, sequence_parallel)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_row_in_bfloat16(gpus, t, sequence_parallel):
-    one.check_rows(gpus, t, sequence_parallel, DEVICE)
+    one.check_rows(one.on_fused(gpus, DEVICE), t, sequence_parallel)
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])

@@ -12,7 +12,6 @@ import test_row_linear_op as row
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from pool import RankFailure
 from shards import OnTransport, make
 
@@ -22,37 +21,13 @@ from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduc
 from tpformer.distributed.collectives import combine
 
 
-# rows and widths per rank from 1, also odd; several weights, a norm before them
 @pytest.mark.parametrize("t", [2, 3, 4])
-def test_column(ranks, t):
+@pytest.mark.parametrize("linear", [column, row], ids=["column", "row"])
+def test_equals_plain_torch(ranks, linear, t):
     @settings(max_examples=8, deadline=None, derandomize=True)
-    @given(
-        st.integers(1, 4).map(lambda n: n * t),
-        st.integers(3, 9),
-        st.lists(st.integers(1, 5).map(lambda n: n * t), min_size=1, max_size=3),
-        st.sampled_from([(None, False), ("layernorm", True), ("rmsnorm", False)]),
-        st.booleans(),
-        st.booleans(),
-    )
-    def run(tokens, k, widths, norm, bias, sequence_parallel):
-        case = column.case(tokens, k, widths, *norm, bias, sequence_parallel)
-        column.check(OnTransport(ranks, "pipelined"), t, case, torch.float64)
-
-    run()
-
-
-@pytest.mark.parametrize("t", [2, 3, 4])
-def test_row(ranks, t):
-    @settings(max_examples=8, deadline=None, derandomize=True)
-    @given(
-        st.integers(1, 4).map(lambda n: n * t),
-        st.integers(1, 4).map(lambda n: n * t),
-        st.integers(1, 9),
-        st.sampled_from([(None, False), ("gelu", False), ("gelu_tanh", True), ("silu", True)]),
-        st.tuples(*[st.booleans()] * 4),
-    )
-    def run(tokens, k, n, activation, switches):
-        row.check(OnTransport(ranks, "pipelined"), t, row.case(tokens, k, n, *activation, *switches), torch.float64)
+    @given(linear.cases(t))
+    def run(case):
+        linear.check(OnTransport(ranks, "pipelined"), t, case, torch.float64)
 
     run()
 

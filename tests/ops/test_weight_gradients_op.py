@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tpformer import ops
@@ -191,19 +191,3 @@ def test_a_parameter_laid_out_anew_is_refused():
         match=r"weight is \(4, 6\) torch.float32 on this rank, its gradient \(8, 6\) torch.float32: keep .*unshar",
     ):
         queue.run()
-
-
-def replicated() -> None:
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    layer = ColumnParallelLinear(6, 8, used_rows=slice(2, 5), tp=TensorParallel(mesh, True))
-    queue = WeightGradientQueue()
-    with queue.collect():
-        y = layer(torch.ones(2, 6))
-    backward(y)
-    queue.run()
-    gradient = layer.weight.grad
-    assert gradient.placements == (Partial(),) and not gradient.to_local()[[0, 1, 5, 6, 7]].any()
-
-
-def test_gradients_of_used_rows_are_partial(ranks):
-    ranks(2).run(replicated)
