@@ -83,18 +83,6 @@ def test_gloo_equals_arithmetic_within_rounding(ranks: WorkerPool, size: int) ->
     ranks(size).run(against_arithmetic, "gloo")
 
 
-def reduced_bits(numel: int, dtype: torch.dtype) -> bytes:
-    use_backend(world(), "shared", timeout=20)
-    return all_reduce(make((numel,), dtype, dist.get_rank()), world()).view(torch.uint8).numpy().tobytes()
-
-
-@needs_shared
-def test_all_reduce_is_bitwise_equal_on_all_ranks(ranks: WorkerPool) -> None:
-    for numel, dtype in itertools.product((1001, TWO_SHOT_NUMEL), (torch.float32, torch.bfloat16)):
-        bits = ranks(4).run(reduced_bits, numel, dtype)
-        assert all(other == bits[0] for other in bits)
-
-
 def delay_reads(space: workspace.Workspace, delay: Callable[[], None]) -> None:
     """Dawdle between the waits and the reads of each operation: when an unsafe peer would overwrite its slots."""
     exchange = space.exchange

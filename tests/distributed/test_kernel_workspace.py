@@ -327,28 +327,6 @@ def test_epochs_on_one_device(one_gpu: WorkerPool, size: int, copies: bool) -> N
     one_gpu(size).run(epochs_on_one_device, copies)
 
 
-def hang_on_one_device() -> str:
-    workspace = kernel_workspace(world_group(timeout=60), "reduce", cuda())
-    exchange(workspace, 0, copies=False)  # compiles first, on one rank perhaps a second later than on the other
-    torch.cuda.synchronize()
-    set_timeout(dist.group.WORLD, 1)
-    message = ""
-    if workspace.rank == 0:
-        exchange(workspace, 1, copies=False)
-        torch.cuda.synchronize()
-        with pytest.raises(HangError) as caught:
-            workspace.begin("next", 0, 0)
-        message = str(caught.value)
-    dist.barrier()
-    return message
-
-
-@pytest.mark.gpu
-def test_hang_on_one_device(one_gpu: WorkerPool) -> None:
-    message = one_gpu(2).run(hang_on_one_device)[0]
-    assert "waited in vain for rank 1" in message and "seen 1, wanted 2" in message and __file__ in message
-
-
 def graph_replays() -> None:
     """One operation per graph, so that the parity changes from replay to replay; then growth; then replays again."""
     workspace = kernel_workspace(world_group(), "gather", cuda())

@@ -140,20 +140,6 @@ def test_position_ids_of_another_shape():
         )
 
 
-def test_state_dict_names_and_shapes():
-    layer = build(4, 2)
-    assert {name: tuple(p.shape) for name, p in layer.state_dict().items()} == {
-        "q_proj.weight": (16, 16),
-        "q_proj.bias": (16,),
-        "k_proj.weight": (8, 16),
-        "k_proj.bias": (8,),
-        "v_proj.weight": (8, 16),
-        "v_proj.bias": (8,),
-        "o_proj.weight": (16, 16),
-        "o_proj.bias": (16,),
-    }
-
-
 def key_gradients(gathered: bool) -> list[torch.Tensor]:
     """Both ranks use the one key head whole, and a hook has the projections called as modules."""
     tp = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])

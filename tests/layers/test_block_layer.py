@@ -119,26 +119,6 @@ def test_dropout_is_by_its_key_and_in_training_only():
     assert torch.equal(block.eval()(x), without(x))
 
 
-def dropped(sequence_parallel: bool) -> torch.Tensor:
-    mesh = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"]
-    block = make_block("gelu-layernorm", mesh, sequence_parallel, dropout=0.5)
-    x = inputs()[0].flatten(0, 1)
-    x = x.chunk(mesh.size())[mesh.get_local_rank()] if sequence_parallel else x
-    key = DropoutKey(0, 1, torch.tensor([7, 2]), block)
-    return block(x, positions=Positions(BATCH, SEQ), dropout_key=key).detach()
-
-
-@pytest.mark.parametrize("t", [2, 3])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_dropout_is_the_same_in_every_layout(ranks, t, sequence_parallel):
-    block = make_block("gelu-layernorm", dropout=0.5)
-    key = DropoutKey(0, 1, torch.tensor([7, 2]), block)
-    expected = block(inputs()[0], dropout_key=key).detach().flatten(0, 1)
-    results = ranks(t).run(dropped, sequence_parallel)
-    for whole in [torch.cat(results)] if sequence_parallel else results:
-        torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
-
-
 def test_unknown_names():
     with pytest.raises(ValueError, match="unknown norm 'batchnorm'; choose one of layernorm, rmsnorm"):
         TransformerBlock(8, 2, norm="batchnorm")

@@ -86,12 +86,7 @@ def test_head_takes_the_terms_of_the_loss():
     assert torch.equal(head(x, targets=targets, **terms), expected)
 
 
-def test_padding_gets_no_gradient():
-    _, parameters, _ = tied_model(None, True)
-    assert torch.equal(parameters["table"].grad[VOCAB:], torch.zeros(ROWS - VOCAB, HIDDEN, dtype=torch.float64))
-
-
-def test_vocabulary_is_padded_the_same_in_every_layout():
+def test_the_table_is_padded_to_a_multiple_of_128():
     # GPT-2's 50257 to 50304; a multiple stays as it is
     assert VocabParallelEmbedding(50257, 1, device="meta").weight.shape == (50304, 1)
     assert VocabParallelEmbedding(256, 1, device="meta").weight.shape == (256, 1)
@@ -157,10 +152,6 @@ def long_samples(sequence_parallel: bool) -> None:
 def test_positions_past_the_table_are_refused(ranks, sequence_parallel):
     """Unless nobody reads what stands there."""
     ranks(2).run(long_samples, sequence_parallel)
-
-
-def test_no_ids():
-    assert VocabParallelEmbedding(VOCAB, HIDDEN)(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, HIDDEN)
 
 
 @pytest.mark.parametrize(

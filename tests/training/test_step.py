@@ -11,7 +11,7 @@ from pool import RankFailure
 from tpformer.config import build_config
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.setup import build_model, default_dtype, run_mesh
+from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import LossScaler, batch, evaluate, train_step
 from tpformer.training.trainer import Trainer
 
@@ -26,7 +26,7 @@ def setup(parallel: dict, dtype: str, dropout: float = 0.0):
     values = {"model": {**MODEL, "dropout": dropout}, "parallel": parallel, "data": {"train": ["none"]}}
     config = build_config(values, {"train": {"global_batch_size": BATCH, "dtype": dtype}})
     model = build_model(config, run_mesh(config, "cpu"))
-    return model, [build_optimizer(part, config.optimizer) for part in model.parts], default_dtype(config)
+    return model, [build_optimizer(part, config.optimizer) for part in model.parts]
 
 
 def run(model: ParallelModel, optimizers, step: int, scaler: LossScaler | None = None):
@@ -43,7 +43,7 @@ def local_values(model: ParallelModel) -> list[torch.Tensor]:
 
 def poisoned_step(parallel: dict, poison: float):
     """The third of four steps has a gradient that is not finite, in one parameter, on the last rank that has it."""
-    model, optimizers, _ = setup(parallel, "float32")
+    model, optimizers = setup(parallel, "float32")
     compute, results, kept = model.gradients, [], []
     for step in range(1, 5):
 
@@ -80,7 +80,7 @@ def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step(ranks):
 
 
 def strange_batch() -> None:
-    model, optimizers, _ = setup({}, "float32")
+    model, optimizers = setup({}, "float32")
     model.gradients = lambda *args, **kwargs: torch.tensor(math.nan)
     batch = torch.zeros(BATCH, 13, dtype=torch.int64)
     batch[0, 5] = 60
@@ -88,12 +88,16 @@ def strange_batch() -> None:
 
 
 def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
-    model, optimizers, compute = setup(parallel, dtype)
+    model, optimizers = setup(parallel, dtype)
     scaler = LossScaler(scale, interval=3) if scale else None
+    computed: set[torch.dtype] = set()
+    for layer in (layer for part in model.parts for layer in part.layers.values()):
+        layer.register_forward_hook(lambda module, args, y: computed.add(y.dtype))
     results = [run(model, optimizers, step, scaler) for step in range(1, steps + 1)]
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    kept = {parameter.dtype for parameter in model.parameters()}
+    kept |= {state["exp_avg"].dtype for optimizer in optimizers for state in optimizer.state.values()}
     losses = [result.loss for result in results]
-    return losses, [result.skipped for result in results], None if scaler is None else scaler.scale, compute, dtypes
+    return losses, [result.skipped for result in results], None if scaler is None else scaler.scale, computed, kept
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +110,8 @@ def float32_losses(ranks):
 def test_low_precision_trains_as_float32_does(ranks, float32_losses, parallel, dtype):
     size = math.prod(value for key, value in parallel.items() if key.endswith(("_parallel", "_shard")))
     scale = 2.0**8 if dtype == "float16" else None
-    for losses, skipped, last_scale, compute, kept in ranks(size).run(train, parallel, dtype, 8, scale):
-        assert compute == getattr(torch, dtype) and kept == {torch.float32}
+    for losses, skipped, last_scale, computed, kept in ranks(size).run(train, parallel, dtype, 8, scale):
+        assert computed == {getattr(torch, dtype)} and kept == {torch.float32}
         assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 3 and 6 good steps"
         torch.testing.assert_close(losses, float32_losses, rtol=0.02, atol=0)
         assert losses != float32_losses, "it must not have run in float32"
@@ -162,7 +166,7 @@ class Windows:
 
 def validation(parallel: dict):
     """The mean loss over the windows, twice; the modes of the parts after it; what one process makes of the logits."""
-    model, *_ = setup(parallel, "float64", dropout=0.5)
+    model, _ = setup(parallel, "float64", dropout=0.5)
     losses = [evaluate(model, [Windows(), Windows()], n_samples, torch.device("cpu")) for n_samples in (5, 100)]
     modes = {part.training for part in model.parts}
     if parallel:
