@@ -1,4 +1,4 @@
-"""SelfAttention: heads that cannot be laid out, which key-value heads a rank holds, and their shared gradients."""
+"""SelfAttention refuses heads that cannot be laid out, shares key-value heads among ranks, and sums their gradients."""
 
 import math
 
@@ -47,8 +47,8 @@ def test_no_key_value_heads():
         TransformerBlock(8, 2, n_kv_heads=0)
 
 
-# (heads, key-value heads, ranks): divided evenly; fewer than ranks; not dividing, so that ranks share some: with
-# 12 heads of 4 groups on 3 ranks, rank 0's queries are 3 of group 0 and 1 of group 1
+# (heads, key-value heads, ranks). Ranks divide the key-value heads, or outnumber them, or share some: of 12 heads in 4
+# groups on 3 ranks, rank 0 has the 3 queries of group 0 and 1 of group 1
 CASES = [(4, 2, 2), (4, 1, 2), (4, 1, 4), (8, 2, 4), (6, 2, 3), (12, 4, 3), (12, 2, 3)]
 
 
@@ -97,7 +97,7 @@ def test_equals_plain_attention(ranks, heads, kv_heads, t):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
-    """Seen in what attends: scores depend on distances only, so the result is the same at any offset."""
+    """The queries and keys that attend show it. The result does not: scores depend on distances alone."""
     seen = []
     attend = ops.attention
     monkeypatch.setattr(ops, "attention", lambda q, k, *rest: seen.append((q, k)) or attend(q, k, *rest))
@@ -141,7 +141,7 @@ def test_position_ids_of_another_shape():
 
 
 def key_gradients(gathered: bool) -> list[torch.Tensor]:
-    """Both ranks use the one key head whole, and a hook has the projections called as modules."""
+    """Both ranks use the one key head whole, and a hook makes the projections run as modules."""
     tp = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
     attention = SelfAttention(16, 4, n_kv_heads=1, tp=tp, dtype=torch.float64)
     if gathered:

@@ -1,6 +1,7 @@
-"""What a token attends to: a block equals the plain one with an explicit mask in float64, with every gradient.
+"""A token attends to what it should: a block equals the plain one with an explicit mask, with every gradient in
+float64.
 
-Causal attention, bidirectional, in sliding windows; whole samples, packed documents and padding; one rank and two.
+Attention is causal, bidirectional or in sliding windows; samples are whole, packed or padded; on one rank and on two.
 """
 
 import pytest
@@ -21,7 +22,7 @@ ATTENTION = {
     "window of one": ({"sliding_window": 1}, COLUMN == ROW),
     "window of all": ({"sliding_window": SEQ}, COLUMN <= ROW),
 }
-# how samples are divided: arguments of Positions, and the document that each token is in, negative for padding
+# name -> (arguments of Positions, the document that each token is in; padding is in document -1)
 SAMPLES: dict[str, tuple[dict, list[list[int]]]] = {
     "whole": ({}, [[0] * SEQ] * BATCH),
     "documents": (
@@ -39,7 +40,7 @@ for name, documents in {
 
 
 def upstream(samples: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x, the gradient of the result, which nobody reads at padding, and the documents."""
+    """Return x, the gradient of the result (zero at padding, which nobody reads) and the document of each token."""
     x, dy = inputs()
     document = torch.tensor(SAMPLES[samples][1])
     return x, dy * (document >= 0)[..., None], document
@@ -57,7 +58,7 @@ def on_rank(kind: str, attention: str, samples: str) -> Results:
     block = make_block(kind, build_mesh("cpu", tensor_parallel=t)["tp"], **ATTENTION[attention][0])
     x, dy = (z.chunk(t, 1)[rank] for z in upstream(samples)[:2])
     arguments = SAMPLES[samples][0]
-    if t > 1 or "key_padding_mask" not in arguments:  # on one rank a mask is the block's own argument
+    if t > 1 or "key_padding_mask" not in arguments:  # on one rank the block itself takes a mask
         arguments = {"positions": Positions(BATCH, SEQ, **arguments)}
     return step(block, x, dy, **arguments)
 

@@ -1,6 +1,6 @@
-"""TransformerBlock equals a hand-written plain PyTorch block in float64 with every gradient, on 1 and several ranks.
+"""TransformerBlock equals a plain PyTorch block in float64 with every gradient, on one rank and on several.
 
-Also: collectives per layer are those promised, and dropout needs its key.
+It runs the collectives that are promised, and its dropout follows its key.
 """
 
 import pytest
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def make_block(kind: str, mesh=None, sequence_parallel: bool = True, **options) -> TransformerBlock:
-    """Weights from one seed; norms and biases off their initial 1 and 0, so that no term is invisible."""
+    """A block whose weights follow from one seed. Norms and biases are moved off 1 and 0, so that every term shows."""
     torch.manual_seed(0)
     options = {**KINDS[kind], "dtype": torch.float64} | options
     block = TransformerBlock(HIDDEN, HEADS, tp=TensorParallel(mesh, sequence_parallel), **options)
@@ -54,7 +54,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_plain_block(kind: str, block: TransformerBlock, x: torch.Tensor, dy: torch.Tensor, **options) -> Results:
-    """Result and gradients of the plain block with a block's values."""
+    """Result and gradients of the plain block with the values of ours."""
     p = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
     named = ("n_kv_heads", "activation", "rope_base", "rope_interleaved")
     options |= {key: value for key, value in KINDS[kind].items() if key in named}
@@ -98,7 +98,7 @@ def test_tensor_parallel_equals_plain_block(ranks, t, kind, sequence_parallel):
     nbytes = BATCH * SEQ * HIDDEN * 8
     for _, forward, backward in results:
         assert forward == [(name, nbytes) for name in call] * 2
-        # column inputs are gathered again for the weight gradient: 2 + 2 all-gathers
+        # column inputs are gathered once more, for the weight gradients
         extra = [("all_gather", nbytes)] * 2 if sequence_parallel else []
         assert sorted(backward) == sorted([(name, nbytes) for name in call] * 2 + extra)
 

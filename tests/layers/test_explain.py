@@ -40,7 +40,7 @@ def tp_mesh():
 
 
 def step(model: GPT) -> tuple[Results, list, list]:
-    """Loss and gradients; what ran in the forward, and in the backward."""
+    """Return loss and gradients, then what ran in the forward, then what ran in the backward."""
     with ops.record_transports() as forward:
         loss = model(IDS[:, :-1], targets=IDS[:, 1:], sample_index=torch.tensor([3, 8]), step=2)
     with ops.record_transports() as backward:
@@ -49,9 +49,9 @@ def step(model: GPT) -> tuple[Results, list, list]:
 
 
 def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
-    """Loss, gradients and explain()'s table, which is held against what was seen to run.
+    """Return loss and gradients, and explain()'s table, which is compared with what ran.
 
-    "mixed": neighbouring layers have different transports, so that a table that is right by chance fails.
+    With "mixed", neighbouring layers have different transports: a table that is right by chance fails.
     """
     mixed = name == "mixed"
     name = "sequential" if mixed else name
@@ -63,7 +63,7 @@ def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
     with ops.record_transports() as logits, torch.no_grad():
         model.eval()(IDS[:, :-1])
     plans = [plan for plan in linear_plans(model, 16) if plan.path != "lm_head (logits)"]
-    # forward: what communicates there, in order; backward: the other half of each linear, in reverse
+    # the forward records what communicates, in order; the backward the other half of each linear, in reverse
     assert forward == [(p.operation, p.decision.transport) for p in plans if p.operation != "matmul"]
     expected = []
     for plan in reversed(plans[:-1]):
@@ -92,7 +92,7 @@ def test_explain_names_what_ran_and_the_results_agree(ranks, interpreted, sequen
             assert tables.setdefault(name, text) == text  # the same on all ranks
     lines = tables["pipelined"].splitlines()
     assert len(lines) == 8 and lines[1].startswith("layers.0-1.self_attn.q_proj+k_proj+v_proj  ")
-    # where layers differ, lines do
+    # layers that differ have lines of their own
     assert sum(line.startswith("layers.") for line in tables["mixed"].splitlines()) == 6
 
 
@@ -115,7 +115,7 @@ def test_one_rank():
     assert text[1].count(" - ") == 4  # no predictions on a CPU
     assert text[-1] == "times and break-even: no performance model of cpu"
     assert explain(nn.Sequential(nn.Linear(2, 2)), 4).splitlines()[-1] == "no tensor-parallel linear in this module"
-    # equal lines of numbered layers are one
+    # numbered layers with equal lines share one
     numbered = nn.Sequential(*(RowParallelLinear(4, 4) for _ in range(3)), RowParallelLinear(4, 8), nn.Identity())
     numbered.append(RowParallelLinear(4, 4))
     names = [line.split()[0] for line in explain(numbered, 4).splitlines()]
@@ -156,7 +156,7 @@ def test_a_transport_that_cannot_run(ranks):
 
 
 def predictions():
-    """LLaMA-70B's MLP at t = 2, were this CPU an H100."""
+    """The table of LLaMA-70B's MLP at t = 2, if this CPU were an H100."""
     with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):
         options = {"tp": TensorParallel(tp_mesh(), True), "device": "meta", "dtype": torch.bfloat16, "bias": False}
         model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", **options)])
@@ -166,7 +166,7 @@ def predictions():
 def test_predictions(ranks):
     header, gate, down, note = ranks(2).run(predictions)[0].splitlines()
     assert header.split()[-3:] == ["break-even", "width", "reason"]
-    # 2 * 8192 * 28672 * 8192 / 700e12; 8192 * 8192 * 2 / 2 / 380e9; the same for the reduction, half the GEMM
+    # by hand: 2 * 8192 * 28672 * 8192 / 700e12 and 8192 * 8192 * 2 / 2 / 380e9; the reduction's GEMM is half as large
     assert gate.split("sequential")[1].split()[:5] == ["5498", "177", "5498", "921", "28672"]
     assert down.split("sequential")[1].split()[:5] == ["2749", "177", "2749", "921", "14336"]
     assert "are predictions for cpu (700 TFLOP/s, 380 GB/s), not measurements" in note

@@ -1,4 +1,4 @@
-"""What people do to a GPT's lm_head means for its loss what it means with torch.nn: modules, hooks, subclasses, FSDP2.
+"""Hooks, wrappers and FSDP2 on a GPT's lm_head mean for its loss what they mean for a torch.nn model's.
 
 The vocabulary of 30 has 2 rows of padding.
 """
@@ -39,11 +39,11 @@ def replace(model: nn.Module, path: str) -> None:
 
 HABITS = {**theirs.ANYWHERE, **ON_LINEARS, "replaced": replace}
 SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
-COMPUTED = ("weight_norm", "spectral_norm", "prune")  # their padding rows are the head's own
+COMPUTED = ("weight_norm", "spectral_norm", "prune")  # torch's module has no padding rows to compare theirs with
 
 
 def real(found: Results) -> Results:
-    """Without rows of padding."""
+    """The results without rows of padding."""
     tables = ("embed_tokens", "lm_head")
     return {name: x[:VOCAB] if name.startswith(tables) and x is not None else x for name, x in found.items()}
 
@@ -88,11 +88,11 @@ def test_on_two_ranks(ranks, habit, sequence_parallel):
 
 
 def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
-    """torch's loss of the same module's logits is the oracle."""
+    """The oracle is torch's loss of the logits of the same module."""
     model, other = build(), build()
     for each in (model, other):
         with torch.no_grad():
-            each.lm_head.weight[VOCAB:] = 1.0  # or only these were pruned
+            each.lm_head.weight[VOCAB:] = 1.0  # else pruning would take only these rows
         HABITS["prune"](each, "lm_head")
     model(IDS[:, :-1], targets=IDS[:, 1:]).backward()
     logits = other(IDS[:, :-1]).flatten(0, 1)
@@ -104,7 +104,7 @@ def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
 @pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_norms_of_padding_rows_are_refused(normed, path):
-    """They are 0, and have NaN gradients; a norm of columns has none of them alone."""
+    """Rows of zeros have norm 0 and NaN gradients. Columns are never all padding, so norms over them are allowed."""
     model = build()
     normed(model.get_submodule(path))
     with pytest.raises(ValueError, match="0 in the 2 rows that pad this table of vocab_size=30: .* vocab_multiple"):
@@ -149,7 +149,7 @@ def test_a_tied_embedding_of_others_is_refused():
         model(IDS[:, :-1])
 
 
-# what recipes hand to fully_shard, one after the other, before the model itself
+# what recipes pass to fully_shard, one after the other, before the model itself
 ORDERS = {
     "embedding, layers, norm and head": lambda model: [model.embed_tokens, *blocks(model), [model.norm, model.lm_head]],
     "norm and head, layers, embedding": lambda model: [[model.norm, model.lm_head], *blocks(model), model.embed_tokens],
@@ -165,8 +165,11 @@ def blocks(model: GPT) -> list[nn.Module]:
 
 
 def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> Results:
-    """The second loss, the sum over samples, and its gradients, with an evaluation in between. wrapped: others have put
-    the embedding into a module of theirs."""
+    """Return the loss of the second step, a sum over samples, and its gradients; each step is followed by an
+    evaluation.
+
+    order: None for torch.nn's model. wrapped: the embedding is inside a module of somebody else.
+    """
     ids, terms = IDS, {}
     if order is None:
         model, terms = theirs.GPT(VOCAB, SEQ, 1), {"reduction": "sum", "label_smoothing": 0.1}
@@ -191,7 +194,7 @@ def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> 
         with torch.no_grad():
             model(ids[:, :-1])
         if order is not None:
-            model.reshard()  # the root, which FSDP2 itself leaves gathered after an evaluation
+            model.reshard()  # FSDP2 leaves the root gathered after an evaluation
     return found
 
 

@@ -1,4 +1,4 @@
-"""What inference_mode leaves behind (shared memory's views, positions, dropout's starts) serves training after it."""
+"""What inference_mode leaves behind (views of shared memory, positions, dropout's starts) can be used in training."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_collectives(ranks, transport, sequence_parallel):
 
 
 def test_objects_that_a_user_keeps():
-    """One Positions and one DropoutKey for evaluation and training, on one rank."""
+    """One Positions and one DropoutKey serve an evaluation and the training after it."""
     block = TransformerBlock(8, 2, rope_base=1e4, dropout=0.1)
     table = PositionEmbedding(6, 8)
     ids = torch.tensor([[0, 1, 2, 0]] * 2)

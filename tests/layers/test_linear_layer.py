@@ -1,4 +1,5 @@
-"""ColumnParallelLinear and RowParallelLinear as drop-in nn.Linear: leading dims, sequence_dim, used_rows."""
+"""ColumnParallelLinear and RowParallelLinear take the place of nn.Linear: leading dims, sequence_dim, used_rows,
+edges."""
 
 import traceback
 from contextlib import nullcontext
@@ -54,7 +55,7 @@ def tp_mesh():
 
 
 def pair_along(sequence_dim: int | None):
-    """x -> column -> row with the sequence sharded along a dim of (batch, seq, hidden): as in others' models."""
+    """Run x through a column and a row linear, with one dim of (batch, seq, hidden) sharded as the sequence."""
     mesh = tp_mesh()
     t, rank = mesh.size(), mesh.get_local_rank()
     torch.manual_seed(3)
@@ -108,10 +109,10 @@ def test_lengths_that_cannot_be_shared(ranks):
 
 
 def some_rows(sequence_parallel: bool):
-    """Rank r uses rows [2r, 2r + 3): neighbours overlap in one row, whose gradient is then a sum over ranks."""
+    """Rank r uses the rows [2r, 2r + 3), so neighbours share one row, whose gradient is a sum over both."""
     mesh = tp_mesh()
     t, rank = mesh.size(), mesh.get_local_rank()
-    torch.manual_seed(100 + rank)  # one value everywhere must not rest on equal seeds
+    torch.manual_seed(100 + rank)  # the ranks' values must agree without equal seeds
     used = slice(2 * rank, 2 * rank + 3)
     layer = ColumnParallelLinear(K, N, used_rows=used, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64)
     assert layer.weight.placements == (Replicate(),)
@@ -146,7 +147,8 @@ def test_a_rank_without_rows(ranks):
 
 
 def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: int | None) -> tuple[Results, Results]:
-    """(ours, nn.Linear's) results of a column linear with gathered output, then a row linear with unsharded input."""
+    """Return our results, and nn.Linear's, of a column linear that gathers its output before a row linear that takes it
+    whole."""
     torch.manual_seed(0)
     plain = [nn.Linear(k, hidden, dtype=torch.float64), nn.Linear(hidden, k, dtype=torch.float64)]
     options = {"tp": TensorParallel(tp_mesh(), sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
@@ -203,7 +205,7 @@ def test_widths_that_do_not_fit(ranks):
 
 
 def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):
-    """Every one is paid in every forward, and read by everyone who follows a tensor to its kernel."""
+    """Every forward pays for each frame, and whoever follows a tensor to its kernel reads it."""
     frames = []
 
     def product(x, weight, bias):
@@ -218,7 +220,7 @@ def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_the_gradient_of_a_computed_weight_is_not_queued(kind):
-    """It goes on to what the weight is computed from, which only autograd knows."""
+    """Only autograd knows what the weight is computed from, and takes the gradient there."""
     found = []
     for queued in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm equal nn.LayerNorm and nn.RMSNorm, names and values, and give partial gradients on shards."""
+"""LayerNorm and RMSNorm have the names and values of torch.nn's, and partial gradients on sequence shards."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def on_shard(sequence_parallel: bool):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_gradient_is_partial_on_shards(ranks, sequence_parallel):
-    """4 rows: each of 2 ranks sees 2 of them with sequence parallelism, all 4 without."""
+    """Each of 2 ranks sees 2 of the 4 rows with sequence parallelism, and all 4 without."""
     for partial, local, full in ranks(2).run(on_shard, sequence_parallel):
         assert partial == sequence_parallel
         assert torch.equal(local, torch.full((3,), 2.0 if sequence_parallel else 4.0))

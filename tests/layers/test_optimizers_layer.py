@@ -1,4 +1,4 @@
-"""Optimizers that go by elements are exact on shards; Adafactor, which does not, is refused."""
+"""Optimizers that update each element by itself are exact on shards; Adafactor does not, and is refused."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""With x (batch, seq / t, hidden), a slice of every sample on each rank, layers compute what they do of whole samples:
-results, gradients and dropout; and so they do of (batch / t, seq, hidden), which is a slice of the tokens."""
+"""Layers compute on sequence shards what they compute of whole samples: results, gradients and dropout.
+
+x is (batch, seq / t, hidden), a slice of every sample on each rank, or (batch / t, seq, hidden), a slice of the tokens.
+"""
 
 import pytest
 import theirs
@@ -27,7 +29,7 @@ IDS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])
 
 
 def run(module: nn.Module, dim: int, named: bool, ids: Tensor | None, **options) -> Results:
-    """This rank's result and all gradients for x sharded along dim; named: with positions that say what x is."""
+    """Return this rank's result and all gradients for x sharded along dim. named: positions say what x is."""
     x, dy = (z.chunk(dist.get_world_size(), dim)[dist.get_rank()] for z in inputs())
     if named:
         options["positions"] = Positions(BATCH, SEQ, ids)
@@ -79,7 +81,7 @@ def test_layers_alone(ranks, t, kind):
 
 
 class ParallelAttention(nn.Module):
-    """An attention of other people, made of parallel linears."""
+    """An attention that somebody else made of parallel linears."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()

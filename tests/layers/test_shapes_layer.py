@@ -1,5 +1,5 @@
-"""Shapes as torch.nn takes them: no samples or tokens at all, leading dims, memory of any order; and no product that
-nobody wants."""
+"""Layers take the shapes and strides that torch.nn takes, and empty batches; they compute no product that nobody
+needs."""
 
 from collections.abc import Callable
 
@@ -92,7 +92,8 @@ def test_model_without_samples(tied, options, recompute):
 
 
 def on_rank(transport: str, sequence_parallel: bool, queued: bool) -> None:
-    """A row linear whose input needs no gradient gathers once, as before, and makes no dx; nor does a norm's linear."""
+    """A row linear whose input needs no gradient gathers once and makes no dx; nor does a linear after a frozen
+    norm."""
     tp = TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], sequence_parallel, transport)
     x, weight = torch.randn(4, K), torch.randn(N, K, requires_grad=True)
     gemm, queue = 2 * 4 * K * N, ops.WeightGradientQueue()
@@ -106,7 +107,7 @@ def on_rank(transport: str, sequence_parallel: bool, queued: bool) -> None:
         with FlopCounterMode(display=False) as flops, record_collectives() as calls:
             y.square().sum().backward()
             queue.run()
-        if transport != "pipelined":  # whose products have an `out`, which the counter cannot see
+        if transport != "pipelined":  # torch's counter does not see products with an `out`
             assert flops.get_total_flops() == (2 if needed else 1) * gemm
         assert [name for name, _ in calls] == ["all_gather"] * tp.sharded
         if not queued:

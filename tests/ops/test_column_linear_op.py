@@ -1,6 +1,6 @@
-"""column_linear on 1 to 4 ranks equals norm and linear of plain torch in one process: outputs and every gradient.
+"""column_linear on 1 to 4 ranks has the outputs and gradients of norm and linear in plain torch.
 
-Also: exactly the collectives of its docstring, with their bytes, and errors that say what to do.
+It runs exactly the collectives of its docstring, with their bytes; its errors say what to do.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
             shapes["norm_bias"] = (case["k"],)
     for i, width in enumerate(case["widths"]):
         shapes |= {f"weight{i}": (width, case["k"]), f"dy{i}": (case["tokens"], width)}
-        # of several weights only the first has a bias: None must stay None
+        # only the first weight has a bias, so that a None among biases occurs
         if case["bias"] and i == 0:
             shapes[f"bias{i}"] = (width,)
     return make(case["seed"], dtype, **shapes, dcarried=shapes["x"])
@@ -113,7 +113,7 @@ def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
 
 
 def cases(t: int) -> st.SearchStrategy[dict]:
-    """Sizes per rank from 1, also odd and prime; several weights of unlike widths share the gather."""
+    """Sizes per rank from 1, also odd and prime. Several weights of unlike widths share the gather."""
     return st.builds(
         lambda tokens, k, widths, norm, bias, parallel, carry: case(
             tokens, k, widths, *norm, bias, parallel, carry=carry
@@ -176,7 +176,7 @@ def frozen_weights():
 
 
 def test_unused_output_of_several():
-    """One of q, k, v without a gradient contributes zeros, it does not fail."""
+    """One of q, k, v that has no gradient contributes zeros."""
     x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((3, 4), (2, 4), (5, 4)))
     used, _ = ops.column_linear(x, [a, b])
     used.sum().backward()
@@ -185,7 +185,7 @@ def test_unused_output_of_several():
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_normed_rows_take_the_place_of_the_norm(kind):
-    """Given norm(x), the same bits; and it is what the GEMM reads, as other rows in its place show."""
+    """With norm(x) given, the bits are the same. The GEMM does read the given rows, as zeros in their place show."""
     values = leaves(make(0, torch.float64, x=(6, 5), weight=(4, 5), norm_weight=(5,), dy=(6, 4)))
     norm = ops.Norm(kind, values["norm_weight"], None, EPS)
     y, (mean, rstd) = norm_forward(values["x"].detach(), norm._replace(weight=norm.weight.detach()))

@@ -1,4 +1,5 @@
-"""Dropout's bits follow the global (sample, position, column): the same in every shard, microbatch and order."""
+"""Dropout's bits follow the global (sample, position, column): they are the same in every shard, microbatch and
+order."""
 
 import pytest
 import torch

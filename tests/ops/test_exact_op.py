@@ -1,4 +1,4 @@
-"""At one rank column_linear and row_linear are F.linear bit for bit, outputs and all gradients, in every dtype."""
+"""On one rank column_linear and row_linear are F.linear bit for bit, with all gradients, in every dtype."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tpformer import ops
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
-# 1 row is a matrix-vector product in some BLAS, 33 x 65 has tails, 64 x 64 has none
+# some BLAS take 1 row for a matrix-vector product; 33 x 65 leaves tails, 64 x 64 none
 SHAPES = [(1, 7, 5), (33, 65, 17), (64, 64, 64)]
 
 

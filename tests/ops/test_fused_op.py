@@ -1,6 +1,6 @@
-"""The fused transport, its kernels in the interpreter, against float64 plain torch, by the linears' own tests.
+"""The fused transport in Triton's interpreter equals float64 plain torch, by the tests of the two linears.
 
-Also what is its own: copies instead of pushes, more than three weights, exact sums, and a peer that does not come.
+Its own tests: copies instead of pushes, more than three weights, late ranks, and a peer that does not come.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from shards import OnTransport
 from tpformer import ops
 
 RANKS = [2, 3, pytest.param(4, marks=pytest.mark.proof)]
-# (tokens per rank, K, widths per rank, norm, bias): one of everything, primes, more than a tile of 16, several weights
+# (tokens per rank, K, widths per rank, norm, bias), from one of everything to primes, more than a tile of 16, weights
 COLUMNS = [
     (1, 1, (1,), (None, False), False),
     (3, 5, (7, 2, 3), ("layernorm", True), True),
@@ -47,7 +47,7 @@ def test_row(interpreted, t, sequence_parallel):
 
 
 def copies(case: dict):
-    """As `on_rank`, with every gather by the copy engines' path."""
+    """`on_rank`, with the copy engines' path for every gather."""
     from tpformer.ops.transports import fused
 
     before, fused.COPY_ENGINE_BYTES = fused.COPY_ENGINE_BYTES, 0
@@ -72,7 +72,7 @@ def test_gathers_by_copies(interpreted):
 
 @pytest.mark.parametrize("t", [2, 3])
 def test_late_ranks(interpreted, t):
-    """Three steps: the third one uses the first one's slots again."""
+    """The third step uses the first one's slots again."""
     interpreted(t).run(on_gpu.late_ranks, "fused", torch.float32, 3)
 
 

@@ -1,6 +1,6 @@
-"""The pipelined transport against float64 plain torch, by the cases and the checks of the two linears' own tests.
+"""The pipelined transport equals float64 plain torch, by the tests of the two linears.
 
-Also what is its own: the order of sums, few rows, sub-groups, late ranks, and that an error leaves nothing behind.
+Its own tests: the order of sums, few rows, sub-groups, late ranks, and that an error leaves nothing behind.
 """
 
 import time
@@ -97,7 +97,7 @@ def test_chunks_arrive_own_first_then_around_the_ring(ranks):
 
 
 def many_with_late_ranks() -> None:
-    """Gathers under reductions, one after another, ranks out of step: no message may be taken for another's."""
+    """Gathers and reductions overlap while ranks are out of step: no message is taken for another's."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     for step in range(12):
         if step % size == rank:
@@ -119,7 +119,7 @@ def test_messages_of_operations_in_flight_do_not_mix(ranks):
 
 
 def in_pairs(transport: str):
-    """The groups {0, 2} and {1, 3} of a world of 4: ranks of the group are not ranks of the world."""
+    """With groups {0, 2} and {1, 3} of a world of 4, a rank of the group is not that rank of the world."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[dist.get_rank() % 2]
     values = make(dist.get_rank(), torch.float64, x=(2, 6), wide=(4, 6), narrow=(6, 4))
@@ -139,7 +139,7 @@ def test_sub_groups(ranks):
 
 
 def interrupted() -> None:
-    group = dist.new_group(list(range(dist.get_world_size())))  # of its own: a message is left on the way
+    group = dist.new_group(list(range(dist.get_world_size())))  # the error leaves a message on its way in this group
     x = torch.ones(2, 3)
     output = x.new_empty(2 * dist.get_world_size(), 3)
     references = [weakref.ref(output)]

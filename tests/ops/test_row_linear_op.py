@@ -1,6 +1,6 @@
-"""row_linear on 1 to 4 ranks equals activation, linear, dropout and residual of plain torch: every gradient.
+"""row_linear on 1 to 4 ranks has the outputs and gradients of activation, linear, dropout and residual in plain torch.
 
-Also: exactly the collectives of its docstring, with their bytes, and errors that say what to do.
+It runs exactly the collectives of its docstring, with their bytes; its errors say what to do.
 """
 
 import pytest
@@ -40,7 +40,7 @@ def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def site(case: dict, rank: int, rows: int) -> ops.Dropout | None:
-    """Samples 5, 3, 8, ...: their order in the batch must not matter to the bits."""
+    """Samples come in the order 5, 3, 8, ...: their place in the batch must not change the bits."""
     if not case["drop"]:
         return None
     samples = torch.tensor([5, 3, 8, 1, 0, 2], device=Here.device)
@@ -137,7 +137,7 @@ def test_float32_by_the_error_of_plain_torch(ranks, t, sp, activation):
 
 
 def normed_too(kind: str, transport: str, sp: bool) -> None:
-    """next_norm adds the norm of what is stored, outside of autograd, and changes nothing else."""
+    """next_norm adds the norm of the stored result, outside of autograd, and changes nothing else."""
     values = make(0, torch.float32, x=(12, 4), weight=(5, 4), bias=(5,), norm=(5,), dy=(12, 5))
     dy = mine(values["dy"], 0) if sp else values["dy"]
     inputs = leaves({name: values[name] for name in ("x", "weight", "bias", "norm")})
@@ -164,7 +164,7 @@ def test_norm_of_the_result(ranks, t, kind, transport, sp):
 
 
 def test_inputs_are_left_alone():
-    """The epilogue adds in place: into its own result, never into the caller's tensors."""
+    """The epilogue adds in place to its own result, never to the caller's tensors."""
     values = make(0, torch.float64, x=(3, 4), weight=(5, 4), bias=(5,), residual=(3, 5))
     before = {name: x.clone() for name, x in values.items()}
     ops.row_linear(values["x"], values["weight"], values["bias"], residual=values["residual"])

@@ -1,6 +1,6 @@
-"""Queued weight gradients: the bits, collectives and GEMMs of the ordinary backward, later, by microbatch.
+"""Queued weight gradients have the bits, collectives and GEMMs of the ordinary backward, but later, by microbatch.
 
-On 1 and 2 ranks, with DTensor parameters, microbatches in flight, and through every transport that runs on a CPU.
+On 1 and 2 ranks, with DTensor parameters, several microbatches in flight, and each transport that runs on a CPU.
 """
 
 import threading
@@ -18,12 +18,12 @@ from tpformer.layers import ColumnParallelLinear, Positions, RowParallelLinear, 
 from tpformer.ops import WeightGradientQueue, active_queue
 
 HIDDEN, BATCH, SEQ, MICROBATCHES = 24, 2, 4, 3
-# torch counts mm and addmm, not addmm's in-place form: (self, a, b)
+# torch's counter lacks the in-place form of addmm (self, a, b)
 FLOPS = {torch.ops.aten.addmm_: lambda _, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
 
 
 class Blocks(nn.Module):
-    """A grouped-query block whose keys and values are replicated at 2 ranks (used_rows), and a gated one."""
+    """A grouped-query block, whose keys and values every one of 2 ranks has (used_rows), and a gated block."""
 
     def __init__(self, **options) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def plain_pair(**options) -> nn.Sequential:
 
 
 def test_plain_parameters_and_one_queue_for_a_stage():
-    """`take` after each microbatch's backward is what torch.distributed.pipelining's dw_builder is called for."""
+    """torch.distributed.pipelining's dw_builder calls `take` after each microbatch's backward."""
     ours, theirs, queue = plain_pair(), plain_pair(), WeightGradientQueue()
     runners = []
     xs = torch.randn(3, 5, 6)
@@ -136,7 +136,7 @@ def test_plain_parameters_and_one_queue_for_a_stage():
 
 
 def test_the_queue_is_the_forwards():
-    """A backward elsewhere, also in another thread, finds it; a forward elsewhere does not."""
+    """A backward finds the queue of its forward, also in another thread; other forwards do not."""
     model, queue = plain_pair(), WeightGradientQueue()
     with queue.collect():
         y = model(torch.randn(5, 6))
