@@ -1,4 +1,5 @@
-"""all_gather_matmul equals its reference on processes and on virtual ranks: weights, epilogues, timeouts."""
+"""all_gather_matmul equals its reference on processes and on virtual ranks, with every number of weights and
+epilogue."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""Dropout keeps the promised fraction at the promised scale, from the mask of the global index alone; so does its
-kernel, bit for bit. What a row-parallel linear adds beside it is right, forward and backward."""
+"""Dropout keeps the promised fraction at the promised scale, by a mask that follows from the global index alone.
+
+The kernel has the reference's bits. Bias, dropout and residual of a row-parallel linear are right in both directions.
+"""
 
 import itertools
 import math
@@ -51,11 +53,11 @@ def test_masks_of_different_keys_and_tokens_differ():
 
 
 def check_finish(module, rows: int, n: int, dtype: torch.dtype, device: str = "cpu") -> None:
-    """finish_forward and finish_backward with every choice of bias, dropout and residual."""
+    """Check finish_forward and finish_backward with every choice of bias, dropout and residual."""
     x, residual, dz, bias = draw(n, dtype, device, (rows, n), (rows, n), (rows, n), (n,))
     dropout = draw_dropout(rows, n, 0.4, device)
     for parts in itertools.product((None, bias), (None, dropout), (None, residual)):
-        finish, given = Finish(*parts), x.clone()  # which may be overwritten
+        finish, given = Finish(*parts), x.clone()  # the function may overwrite x
         name = f"{module.__name__} ({rows}, {n}) {dtype} {[part is not None for part in parts]}"
         with poisoned_memory():
             z = module.finish_forward(given, finish)
@@ -71,11 +73,11 @@ def check_finish_backward(module, dz: Tensor, dropout: Dropout | None, bias: boo
     if dropout is None:
         assert dx is dz, name
     else:
-        # by the definition: words, compared as integers; one multiplication, rounded once
+        # by the definition: words are compared as integers, and there is one multiplication
         keep = random_words(dropout.key, dropout.start, dz.shape[1]) >= round(dropout.p * 2**32)
         assert torch.equal(dx, torch.where(keep, dz * (1 / (1 - dropout.p)), 0)), f"dx {name}"
     assert (dbias is None) != bias, name
-    if bias:  # the sum of what is stored, not of what was before its rounding
+    if bias:  # the sum is of the stored values, after their rounding
         wide = dx.to(torch.promote_types(dx.dtype, torch.float32))
         assert_kernel_close(dbias, dx.double().sum(0), wide.sum(0).to(dx.dtype), f"dbias {name}")
 
@@ -105,12 +107,12 @@ def test_kernels_finish(interpreted: WorkerPool) -> None:
     interpreted(1).run(interpreted_finishes, timeout=120)
 
 
-# the first is 2**32 as an integer: nothing is kept; the last is 0: everything is
+# as an integer the first is 2**32, which keeps nothing, and the last is 0, which keeps everything
 PROBABILITIES = (1 - 2.0**-34, 1 - 1e-9, 0.9, 0.5, 0.1, 1e-9, 0.0)
 
 
 def check_bits(kernel, rows: int, widths: tuple[int, ...], device: str = "cpu") -> None:
-    """The kernel's dropout is the reference's on a CPU, bit for bit; what is dropped may be infinite."""
+    """The kernel drops what the reference drops on a CPU, bit for bit, even if it is infinite."""
     for n, key in itertools.product(widths, (0, 1, HIGH_KEY, 2**64 - 1)):
         first = BEYOND_32_BITS if n % 4 == 0 else BEYOND_32_BITS + 3
         start = first + torch.arange(rows).flip(0) * n * 2**20  # rows in any order
@@ -153,7 +155,7 @@ def test_kernel_bits_are_the_reference_bits(interpreted: WorkerPool) -> None:
 
 
 def interpreted_sums() -> None:
-    """Small integers sum exactly however rows are shared among programs; no rows sum to zero."""
+    """Small integers sum exactly, however programs share the rows; no rows sum to zero."""
     from tpformer.kernels.dropout import kernel
 
     for rows, n in ((1100, 5), (20, 300)):
@@ -163,7 +165,7 @@ def interpreted_sums() -> None:
             with poisoned_memory():
                 dx, dbias = kernel.finish_backward(dz, dropout, True, programs=programs)
             assert torch.equal(dbias, dropout_apply(dz, *dropout).sum(0)), (rows, n, programs)
-    # of what is stored: 1 / 0.6 is 1707 / 1024 in float16
+    # the sum is of stored values: 1 / 0.6 is 1707 / 1024 in float16
     dx, dbias = kernel.finish_backward(torch.ones(60, 64, dtype=torch.float16), draw_dropout(60, 64, 0.4), True)
     assert torch.equal(dbias, (dx != 0).sum(0).mul(1707 / 1024).half()) and float(dx.max()) == 1707 / 1024
     with poisoned_memory():
@@ -180,7 +182,7 @@ def test_kernels_sum_over_all_programs(interpreted: WorkerPool) -> None:
     "arguments, expected", [((2, 3, 4), (6, 64)), ((1, 8, 2), (8, 40)), ((10, 10, 8), (100, 1680))]
 )
 def test_cost(arguments, expected):
-    """x in and y out, and 8 bytes of start a row."""
+    """x is read, y is written, and every row has 8 bytes of start."""
     assert dropout_cost(*arguments) == expected
 
 

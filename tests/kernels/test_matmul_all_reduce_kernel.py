@@ -1,4 +1,4 @@
-"""matmul_all_reduce, one-shot and two-shot, equals its reference with the same bits on all ranks, and times out."""
+"""matmul_all_reduce, one-shot and two-shot, equals its reference, and all ranks have the same bits."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from tpformer.kernels.protocol import bump
 
 
 def gemm(inputs: int, finished: bool, one_shot: bool | None, transposed: bool = False) -> Gemm:
-    """`rows` of a shape are all rows here."""
+    """A shape's `rows` are all rows here, not those of a rank."""
     names, parts = names_of_factors(inputs), FINISH if finished else ()
 
     def make(rank, world, rows, n, k):
@@ -64,7 +64,7 @@ def test_on_processes(interpreted: WorkerPool, world: int) -> None:
 
 
 def bits(one_shot: bool) -> None:
-    """Three-source sums of numbers of every size: equal on all ranks only if all add in one order."""
+    """Sums of three numbers of any size have the same bits on all ranks only if all add in one order."""
     channel = virtual_channel(3, 1 << 14, 64)
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(3 * 19, 24, generator=generator) * 10.0 ** torch.randint(-6, 6, (3 * 19, 1), generator=generator)

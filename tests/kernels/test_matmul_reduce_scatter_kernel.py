@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter equals its reference on processes and on virtual ranks: inputs, finishing band, timeouts."""
+"""matmul_reduce_scatter equals its reference on processes and on virtual ranks, with any inputs and finish."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -40,7 +40,7 @@ from tpformer.kernels.norm.reference import Norm
 def gemm(
     inputs: int, parts: Sequence[str] = (), transposed: bool = False, partial_dtype: torch.dtype | None = None
 ) -> Gemm:
-    """parts: what there is of FINISH."""
+    """parts: those of FINISH that the finish has."""
     names = names_of_factors(inputs)
 
     def make(rank, world, rows, n, k):
@@ -84,7 +84,7 @@ def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
 
 
 def every_finish() -> None:
-    """Every combination of bias, dropout and residual after the reduction."""
+    """Run every combination of bias, dropout and residual after the reduction."""
     for parts in (parts for count in range(len(FINISH) + 1) for parts in combinations(FINISH, count)):
         run_on_virtual_ranks(gemm(1, parts), 2, TILE, torch.float32, SHAPES[1:2])
 

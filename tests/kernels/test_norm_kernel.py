@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, reference and kernel, equal float64 autograd of their formulas, forward and every gradient."""
+"""LayerNorm and RMSNorm equal float64 autograd of their formulas with every gradient: the reference and the kernel."""
 
 import itertools
 
@@ -28,13 +28,13 @@ from tpformer.kernels.norm import reference
 from tpformer.kernels.norm.reference import Norm, norm_backward, norm_cost, norm_forward
 
 KINDS = ("layernorm", "rmsnorm")
-# large offset: cancellation in the variance; tiny: eps dominates; huge: squares near float32's range; constant rows
+# (scale, offset): the variance cancels; eps dominates; squares come near float32's largest; rows are constant
 EXTREMES = [(1.0, 300.0), (1e-6, 0.0), (1e15, 0.0), (0.0, 5.0), (0.0, 0.0)]
 TILE = 16  # columns: wider rows are then looped over
 
 
-# 1 row, odd and prime widths. Not width 1: dx is then the rounding error of an exact cancellation, see below.
-# The same cases every run: a gradient that happens to cancel nearly whole has no meaningful relative error.
+# Widths start at 3: of one column dx is the rounding error of a cancellation (test_narrow_rows). The cases are the same
+# in every run, because a gradient that nearly cancels by chance has no meaningful relative error.
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(1, 9), st.integers(3, 67), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.bfloat16]),
@@ -87,7 +87,7 @@ def test_no_rows_and_rows_that_are_not_contiguous(kind):
 
 
 def finishes(rows: int, n: int, dtype: torch.dtype, norm: Norm, device: str = "cpu"):
-    """Every choice of bias, dropout and residual."""
+    """Every choice of bias, dropout and residual before the norm."""
     bias, residual = draw(n, dtype, device, (n,), (rows, n))
     dropout = draw_dropout(rows, n, 0.4, device)
     for parts in itertools.product((None, bias), (None, dropout), (None, residual)):
@@ -95,14 +95,14 @@ def finishes(rows: int, n: int, dtype: torch.dtype, norm: Norm, device: str = "c
 
 
 def check_finish_norm(module, x: Tensor, finish: Finish, dy: Tensor, dz: Tensor, **options) -> None:
-    """z from x, then all of the norm from z as it is stored."""
+    """Check z, made of x, then all of the norm, made of z as it is stored."""
     given = x.clone()  # x may be overwritten
     with poisoned_memory():
         z, y, statistics = module.finish_norm_forward(given, finish, **options)
     name = f"z {tuple(x.shape)} {x.dtype} {options} {[part is not None for part in finish]}"
     assert (z is given) or any(part is not None for part in finish[:3]), name
     check_finished(z, x, finish, name)
-    if x.device.type == "cpu":  # of z as it is stored, to the bit
+    if x.device.type == "cpu":  # y follows from z as it is stored, to the bit
         assert torch.equal(y, module.norm_forward(z, finish.norm, **options)[0]), name
     check_normalised(module, z, y, statistics, finish.norm, dy, dz, **options)
 
@@ -131,7 +131,7 @@ def test_kernels_equal_float64_autograd(interpreted: WorkerPool) -> None:
 
 
 def check_without_weight(module, **options) -> None:
-    """Neither weight nor eps: the same bits as with ones and float32's epsilon, and no gradient of a weight."""
+    """Without weight and eps the bits are those of ones and float32's epsilon, and no weight has a gradient."""
     for (rows, n), kind in itertools.product(((3, 7), (3, 33), (0, 7)), KINDS):
         x, dy = draw(n, torch.float32, "cpu", *[(rows, n)] * 2)
         bare, given = Norm(kind, None, None, None), Norm(kind, torch.ones(n), None, torch.finfo(torch.float32).eps)
@@ -178,7 +178,7 @@ def test_kernels_finish_and_normalise(interpreted: WorkerPool) -> None:
 
 
 def interpreted_extremes() -> None:
-    """Of values; and rows apart from one another with NaNs between them, columns that are not contiguous, no rows."""
+    """Values are extreme; rows have NaNs between them, or columns apart, or there are none."""
     from tpformer.kernels.norm import kernel
 
     looped = {"widest": TILE}
@@ -199,7 +199,7 @@ def interpreted_extremes() -> None:
             dx, *parameters = kernel.norm_backward(dy[:0], x[:0], statistics, norm, **options)
         assert y.shape == dx.shape == (0, 33)
         assert all(torch.equal(p, torch.zeros_like(p)) for p in parameters if p is not None)
-    # of one column layernorm keeps nothing: exactly the bias and the residual's gradient
+    # layernorm of one column gives the bias, and passes on the residual's gradient, exactly
     x, dy, dresidual = draw(3, torch.float32, "cpu", *[(4, 1)] * 3)
     norm = draw_norm(3, 1, "layernorm", torch.float32)
     y, statistics = kernel.norm_forward(x, norm)
@@ -213,7 +213,7 @@ def test_kernels_take_extreme_values_and_any_strides(interpreted: WorkerPool) ->
 
 
 def interpreted_sums() -> None:
-    """Small integers sum exactly, however the rows are shared among programs."""
+    """Small integers sum exactly, however programs share the rows."""
     from tpformer.kernels.norm import kernel
     from tpformer.kernels.rows import sum_partials
 
@@ -221,7 +221,7 @@ def interpreted_sums() -> None:
     sum_partials(partials, outputs)
     assert torch.equal(torch.stack(outputs), partials.sum(1))
     for n, options in ((8, {}), (40, {"widest": TILE})):
-        rows = 700 if n == 8 else 20  # a tile of such short rows has 128 of them, one of the looped sums 8
+        rows = 700 if n == 8 else 20  # a tile has 128 such short rows; one of looped sums has 8
         x, dy = torch.randint(-2, 3, (2, rows, n)).float().unbind()
         statistics = (torch.ones(rows, 1), torch.full((rows, 1), 2.0))
         norm = Norm("layernorm", torch.ones(n), torch.ones(n), EPS)
@@ -252,8 +252,8 @@ def test_cost(arguments, options, expected):
     assert norm_cost(*arguments, **options) == expected
 
 
-# short rows, several of which make a tile; a tile of one or two; not a power of two; the widest in registers, wider
-# ones; a width that loads no vectors
+# tiles of many rows, of one or two; widths that are no power of two, the widest in registers, wider ones, one without
+# vector loads
 GPU_SHAPES = [(3, 5), (10000, 64), (8192, 4096), (1000, 5120), (300, 8192), (200, 12288), (50, 16384), (17, 32768),
               (100, 5001)]  # fmt: skip
 
@@ -291,7 +291,7 @@ def test_extreme_values_on_gpu(n, kind) -> None:
 
 @pytest.mark.gpu
 def test_dropout_bits_on_gpu() -> None:
-    """The mask in finish_norm_forward is that of the reference on a CPU: of whole blocks, and of single elements."""
+    """finish_norm_forward drops what the reference drops on a CPU, in whole blocks and in single elements."""
     from tpformer.kernels.norm import kernel
 
     for n in (4096, 20000, 5001):

@@ -1,7 +1,8 @@
-"""Each way to break the protocol gives wrong values or an error on real ranks, in a schedule that the protocol stands.
+"""Each way to break the protocol gives wrong values or an error on real ranks, in a schedule that the protocol
+survives.
 
-The order of events is arranged (schedules.py), so a result never depends on timing. Barriers, releases, fences and
-the place of waits: tests/bench/test_compile_mutations.py; the interpreter runs in order and cannot see them.
+schedules.py arranges the order of events, so that no result depends on timing. The interpreter runs in order, so it
+does not see barriers, releases, fences and the place of waits: tests/bench/test_compile_mutations.py checks those.
 """
 
 import shutil
@@ -22,7 +23,7 @@ PUSHING = ALL - {"barrier"}
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 
 Mutation = dict[str, list[Edit]]  # by file
-# in matmul_reduce_scatter with the first tile of a block of rows instead of the last
+# matmul_reduce_scatter then sets a flag with the first tile of a block of rows instead of the last
 EARLY_FLAGS: Mutation = {
     "all_gather/kernel.py": [move("copy_share(slot + rank", "publish(")],
     "reduce_scatter/kernel.py": [move("copy_share(slot + rank", "publish(")],
@@ -81,13 +82,13 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-# mutation, schedule, in which operations the watched rank finds something else than without, what it finds
+# (mutation, schedule, operations in which the watched rank then finds something else, what it finds)
 CAUGHT: list[tuple[str, str, set[str], object]] = [
     ("slot 0 in both parities", "ahead", PUSHING, "wrong"),
     ("waits accept the epoch before", "late", ALL, "wrong"),
     ("waits accept the epoch before", "absent", ALL, [0, 0, 0, 0]),
     ("waits compare without wrap", "late", ALL, "wrong"),
-    # but for the one whose second flags the operation that follows does not set
+    # the operation after the one left out does not set its second flags
     ("waits compare without wrap", "ahead", ALL - {"all_reduce, two shots"}, "error"),
     ("flags before the payload", "late", PUSHING, "wrong"),
     ("flags before the sums", "late", TWO_PHASES, "wrong"),
@@ -101,7 +102,7 @@ UNMUTATED = {"late": "right", "ahead": "right", "absent": REPORT}
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The importable name of the kernels with each mutation: copies of the whole folder."""
+    """mutation -> the importable name of a copy of all kernels with it."""
     folder = tmp_path_factory.mktemp("mutated")
     names = {}
     for index, (mutation, edits) in enumerate(MUTATIONS.items()):
@@ -132,7 +133,10 @@ def test_a_mutation_is_caught(
 
 
 def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> None:
-    """They have its part of the operation, or miss it and say so: its sums, which need what it did not receive."""
+    """Its peers have its part of the operation.
+
+    If they need its sums, of what it did not receive, they report that these are missing.
+    """
     results = interpreted(2).run(run_all, "gave up", "tpformer.kernels", sorted(ALL))
     for name in ALL:
         assert [result[name] for result in results] == [
@@ -145,7 +149,7 @@ def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> 
     "mutation, wrong",
     [
         ("a rank that gave up still pushes", PUSHING),
-        ("a rank forgets that it gave up", PUSHING - TWO_PHASES),  # whose second phase still knows
+        ("a rank forgets that it gave up", PUSHING - TWO_PHASES),  # a second phase still knows
     ],
     ids=["it still pushes", "it forgets"],
 )

@@ -1,8 +1,8 @@
 """The fused GEMMs on virtual ranks of one GPU: a thousand epochs with every rank late at random, and CUDA graphs.
 
-Late ranks: one launch per rank, each on a stream of its own after a random delay, so that the kernels of all ranks run
-at once and drift apart, as on real devices. Graphs: all ranks in one launch. Both also run without a GPU, in the
-interpreter, as far as one process can: all ranks in one launch, one rank in its own, replays without a graph.
+Late ranks have a launch and a stream each, and random delays, so that their kernels run at once and drift apart as on
+real devices. A graph has all ranks in one launch. The same code also runs in the interpreter as far as one process can:
+all ranks in one launch, one rank in its own launch, replays without a graph.
 """
 
 import contextlib
@@ -36,20 +36,20 @@ from tpformer.kernels.matmul_reduce_scatter.reference import matmul_reduce_scatt
 from tpformer.kernels.protocol import Channel, bump
 
 EPOCHS, REPLAYS = 1000, 100
-BATCH = 25  # epochs between two looks at the results, during which nothing waits for all ranks
-PROGRAMS = 3  # of one rank, besides its pushers: 8 ranks fit on 90 SMs at one program each
+BATCH = 25  # epochs in which nothing waits for all ranks, before the results are looked at
+PROGRAMS = 3  # of a rank, besides its pushers: so 8 ranks fit on 90 SMs
 LIMIT = 2 * 10**7  # polls, about 20 s
 PATIENCE = 160  # seconds of a run
-LATE_SHAPE = (130, 200, 64)  # rows per rank, N, K: several tiles each way, sums of K small whole numbers are exact
+LATE_SHAPE = (130, 200, 64)  # (rows per rank, N, K): several tiles each way; sums of K small whole numbers are exact
 GRAPH_SHAPE = (200, 264, 136)
 SMALL_SHAPE = (17, 36, 16)  # for the interpreter
 DELAYS = (5_000, 400_000, 4_000_000)  # a delay is below one of these, in cycles: 2.5 us, 0.2 ms, 2 ms
-HEAD_START = 20_000_000  # cycles by which the host is ahead in a batch, so that its pace is not the ranks'
+HEAD_START = 20_000_000  # cycles that ranks wait at a batch's start, so that the host's launches do not pace them
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def linear(launch: Callable, reference: Callable, gathers: bool, rows_of_all: bool) -> Gemm:
-    """One input and one weight through a few programs."""
+    """A GEMM of one input and one weight, run by a few programs."""
 
     def make(rank, world, rows, n, k):
         return shapes(a=(world * rows if rows_of_all else rows, k), w=(n, k))
@@ -93,13 +93,13 @@ def smallest_tile(device: str, dtype: torch.dtype, columns: int) -> Tile:
 
 
 def channel_for(world: int, k: int, dtype: torch.dtype, device: str, capacity: int) -> Channel:
-    """A TMA descriptor covers all ranks' slots as one matrix: a slot is a whole number of rows."""
+    """A TMA descriptor covers all ranks' slots as one matrix, so a slot is a whole number of rows."""
     row = -(-k * dtype.itemsize // 16) * 16
     return virtual_channel(world, capacity // row * row, 256, epoch=BEFORE_WRAP, limit=LIMIT, device=device)
 
 
 def whole_numbers(gemm: Gemm, world: int, shape: tuple[int, int, int], seed: int, device: str) -> list[Tensors]:
-    """-1, 0 and 1, new ones each time: partial sums stay below 257, so every order of summing gives the same bits."""
+    """New -1, 0 and 1 for each seed: partial sums stay below 257, so every order of summing gives the same bits."""
     generator = torch.Generator().manual_seed(seed)
     made = [gemm.make(rank, world, *shape) for rank in range(world)]
     draw = [{n: torch.randint(-1, 2, x.shape, generator=generator).double() for n, x in m.items()} for m in made]
@@ -114,8 +114,11 @@ def flags_of(channel: Channel) -> torch.Tensor:
 
 
 def apart(channel: Channel) -> list[Channel]:
-    """A channel for each rank of a virtual one. No two share a tensor but the memory: as separate allocations all are
-    equally aligned, so that all ranks run one compiled kernel."""
+    """A channel for each rank of a virtual one.
+
+    They share only the slots and flags. The rest are separate allocations, equally aligned, so that all ranks run one
+    compiled kernel.
+    """
 
     def own(tensor: torch.Tensor, rank: int) -> torch.Tensor:
         return torch.empty_like(tensor[rank : rank + 1], pin_memory=tensor.is_pinned()).copy_(tensor[rank : rank + 1])
@@ -133,7 +136,7 @@ def apart(channel: Channel) -> list[Channel]:
 
 
 class Late:
-    """A part of a virtual channel with its stream (none on a CPU), and the results of a batch."""
+    """A part of a virtual channel with its stream (on a CPU none), and the results of a batch."""
 
     def __init__(self, gemm: Gemm, channel: Channel, tile: Tile) -> None:
         self.gemm, self.channel, self.tile = gemm, channel, tile
@@ -141,7 +144,8 @@ class Late:
         self.results: list = []
 
     def operate(self, inputs: Tensors, epoch: int, delays: tuple[int, int]) -> None:
-        """One operation, late before its kernel and before it poisons what it has read: cycles of a GPU's clock."""
+        """Run one operation, late before its kernel and before it poisons what it has read. delays: cycles of a GPU's
+        clock."""
         with torch.cuda.stream(self.stream):  # None: no change
             self.sleep(delays[0])
             bump(self.channel)
@@ -157,7 +161,7 @@ class Late:
 
 @contextlib.contextmanager
 def concurrent_launches() -> Iterator[None]:
-    """Ordinary launches: a cooperative one may wait until no other one runs, and these are to run at once."""
+    """Within, launches are ordinary: a cooperative one may wait until no other runs, and these must run at once."""
 
     def ordinary(warps: int, stages: int, cooperative: bool = False) -> dict:
         return launch_options(warps, stages)
@@ -170,10 +174,9 @@ def concurrent_launches() -> Iterator[None]:
 
 
 def settle(channel: Channel, parts: list[Late], zeros: Tensors, epoch: int) -> None:
-    """Let each part run a batch alone, its peers' flags being set, then begin anew with this epoch finished.
+    """Let each part run a batch alone, with its peers' flags set, then begin anew with this epoch finished.
 
-    Kernels are loaded and memory is reserved here: later, with kernels of other ranks waiting, either could wait for
-    those in turn.
+    This loads kernels and reserves memory, which could later wait for kernels of other ranks that wait for this one.
     """
     flags_of(channel).fill_(wrap(epoch + BATCH))
     wait_for_all(channel)
@@ -196,7 +199,7 @@ def wait_for_all(channel: Channel) -> None:
 def run_late(
     name: str, world: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, epochs: int, together: bool
 ) -> None:
-    """together: all ranks in one launch, which a CPU can run."""
+    """together: all ranks are in one launch, which a CPU can run."""
     gemm, chance = LATE[name], random.Random(world)
     channel = channel_for(world, shape[2], dtype, device, 1 << 20)
     tile = smallest_tile(device, dtype, shape[1])
@@ -243,8 +246,10 @@ def run_late_at_once(name: str, world: int) -> None:
 
 @pytest.fixture(scope="module")
 def queues() -> Iterator[WorkerPool]:
-    """A process whose streams have hardware queues of their own: with fewer than streams, kernels of two ranks could
-    stand in one, the first one waiting for the second for ever."""
+    """A process whose streams have hardware queues of their own.
+
+    With fewer queues than streams, kernels of two ranks could stand in one, the first waiting for the second for ever.
+    """
     with WorkerPool({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}) as pool:
         yield pool
 
@@ -268,7 +273,7 @@ def test_late_ranks_in_the_interpreter(interpreted) -> None:
 
 
 def run_graph(name: str, world: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, count: int) -> None:
-    """Three operations in a graph, on inputs of their own: parities and slots alternate between replays."""
+    """Replay three operations, each with inputs of its own: parities and slots alternate between replays."""
     gemm = GRAPHS[name]
     tile = smallest_tile(device, dtype, shape[1])
     channel = channel_for(world, shape[2], dtype, device, 1 << 24 if device == "cuda" else 1 << 17)
