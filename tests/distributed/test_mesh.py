@@ -1,4 +1,4 @@
-"""The world and the mesh: every way to start, and every refusal."""
+"""The world starts in every way that is allowed, the mesh has its axes, and wrong sizes are refused."""
 
 from __future__ import annotations
 

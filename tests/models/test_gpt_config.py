@@ -1,4 +1,4 @@
-"""GPTConfig refuses what cannot be built, and its FLOPs are its formula's and what torch counts."""
+"""GPTConfig refuses what cannot be built; its FLOPs are those of the paper's formula, and those that torch counts."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_unset_vocabulary_and_impossible_heads():
 
 
 def test_flops_formula():
-    """arXiv:2205.05198: 72 L h^2 (1 + s/6h + V/12hL) per token for the plain block."""
+    """For the plain block, arXiv:2205.05198 has 72 L h^2 (1 + s/6h + V/12hL) for each token."""
     config = preset_config("megatron-1.7b")
     L, h, s, V = config.n_layers, config.hidden_size, config.seq_length, config.vocab_size
     assert config.flops_per_token == pytest.approx(72 * L * h**2 * (1 + s / (6 * h) + V / (12 * h * L)), rel=1e-12)

@@ -1,4 +1,7 @@
-"""GPT's loss against its logits, padding in evaluation, packing; tests/layers has it against modules of torch.nn."""
+"""A GPT's loss is that of its logits; evaluation pads, documents are packed, wrong batches are refused.
+
+tests/layers compares the model with modules of torch.nn.
+"""
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ LLAMA = {
     "tie_embeddings": False,
     "n_kv_heads": 3,
 }
-# the vocabulary's 64 rows on 3 ranks are 22, 22, 20, of which the last rank's first 6 are real
+# 3 ranks have 22, 22 and 20 of the vocabulary's 64 rows, and of the last rank's rows 6 are real
 DOCUMENTS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
 
 
@@ -69,7 +72,7 @@ def test_packed_documents_equal_documents_apart(config):
 
 
 def test_rope_conventions_differ_by_the_order_of_a_heads_features():
-    """Neighbours (2i, 2i + 1) in place of (i, i + d / 2): the same model once the rows of q and k are reordered."""
+    """A model that turns (2i, 2i + 1) is one that turns (i, i + d / 2), once the rows of q and k are reordered."""
     half, interleaved = build(LLAMA), build({**LLAMA, "rope_interleaved": True})
     ids, _ = tokens(2, 8)
     wanted = half(ids)
@@ -91,7 +94,7 @@ def on_rank(config: dict, batch: int, seq: int, packed: bool, training: bool, re
         return loss, model(ids, position_ids=position_ids)
 
 
-# 2 * 5 and 1 * 8 tokens: not divisible by 3. 8 is the whole table of learned positions, so padding runs past it
+# 3 does not divide 2 * 5 and 1 * 8 tokens. The table of learned positions has 8, so padding runs past it
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("batch, seq, packed", [(2, 5, False), (2, 5, True), (1, 8, False), (1, 1, False)])
@@ -184,7 +187,7 @@ def test_built_on_meta_then_filled_equals_built():
 
 
 def test_output_projections_start_smaller():
-    """init_std / sqrt(2 * n_layers) back into the residual stream, init_std elsewhere."""
+    """Projections into the residual stream start with init_std / sqrt(2 * n_layers), others with init_std."""
     model = build({**TINY, "hidden_size": 96, "n_layers": 8})
     layer = model.layers["3"]
     for weight, std in ((layer.mlp.fc2.weight, 0.02 / 4), (layer.self_attn.o_proj.weight, 0.02 / 4)):

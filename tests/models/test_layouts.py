@@ -1,4 +1,4 @@
-"""Any tensor-parallel layout of a model trains as one process does: losses, norms, every gradient, every parameter."""
+"""Any tensor-parallel layout trains as one process does: losses, norms, gradients and parameters in float64."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tpformer.training.optimizer import build_optimizer, learning_rate
 from tpformer.training.step import train_step
 
 LR, STEPS, BATCH, SEQ = 1e-3, 4, 4, 12
-# tokens per microbatch 2 * 12 = 24: divisible by 2, 3 and 4
+# 2, 3 and 4 ranks divide the 2 * 12 = 24 tokens of a microbatch
 GELU = {"vocab_size": 250, "seq_length": SEQ, "n_layers": 2, "hidden_size": 48, "n_heads": 4}
 LLAMA = {
     **GELU,
@@ -57,7 +57,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_training(config: dict, tp: int, sequence_parallel: bool, options: dict | None = None) -> dict:
-    """Train on random tokens; per step the loss and norm, at the first step every gradient, at the end parameters."""
+    """Train on random tokens. Return each step's loss and norm, the gradients of the first and the last step, and the
+    parameters."""
     mesh = build_mesh("cpu", tensor_parallel=tp) if tp > 1 else None
     place = TensorParallel(None if mesh is None else mesh["tp"], sequence_parallel)
     model = GPT(GPTConfig(**config), seed=7, dtype=torch.float64, tp=place, **(options or {}))
@@ -87,7 +88,7 @@ def run_training(config: dict, tp: int, sequence_parallel: bool, options: dict |
 
 
 def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest |difference| in units of max(|expected|, lr), element by element, and where."""
+    """The largest |difference| in units of max(|expected|, lr), over all elements, and its name."""
     assert actual.keys() == expected.keys()
     return max((float(((actual[name] - p).abs() / p.abs().clamp(min=LR)).max()), name) for name, p in expected.items())
 
@@ -102,7 +103,7 @@ def test_float64_equals_one_process(ranks, name):
         torch.testing.assert_close(record["norm"], expected["norm"], rtol=1e-9, atol=0)
         assert worst(record["gradients"], expected["gradients"]) < (1e-9, "")
         assert worst(record["parameters"], expected["parameters"]) < (1e-9, "")
-        # what all ranks share is the same on all of them, bit for bit
+        # gradients of parameters that all ranks share are equal on them, bit for bit
         assert record["partial"].keys() == records[0]["partial"].keys() and record["partial"]
         for key, value in record["partial"].items():
             assert torch.equal(value, records[0]["partial"][key]), key

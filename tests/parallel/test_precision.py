@@ -14,10 +14,10 @@ CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=32, n_h
 
 
 def sharded_gradients(recompute: str) -> list[torch.Tensor]:
-    """This rank's shards of a step's gradients, dropout on, parameters resharded after every layer's forward."""
+    """This rank's shards of a step's gradients, with dropout. Parameters are freed after every layer's forward."""
     config = dataclasses.replace(CONFIG, n_layers=3, dropout=0.1, vocab_multiple=4)
     model = GPT(config, recompute=recompute, seed=1)
-    # as a user would: with torch's own policy, by which FSDP2 also casts what a layer is called with
+    # a user takes torch's own policy, by which FSDP2 also casts what a layer is called with
     options: dict = {"mesh": init_device_mesh("cpu", (2,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
     for layer in model.layers.values():
         fully_shard(layer, **options)
@@ -30,7 +30,7 @@ def sharded_gradients(recompute: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recompute", ["mlp", "full"])
 def test_sharded_parameters_and_dropout_under_recomputation(ranks, recompute):
-    """Parameters are freed between a layer's forward and its second run, whose dropout is the same."""
+    """A layer's second run gathers its parameters again, and draws the same dropout."""
     kept, again = (ranks(2).run(sharded_gradients, mode) for mode in ("none", recompute))
     for one, other in zip(kept, again, strict=True):
         assert all(a.any() for a in one) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""A pipeline of one's own nn.Sequential: every schedule gives the gradients of one process."""
+"""A pipeline of a user's own nn.Sequential has the gradients of one process, in every schedule."""
 
 import subprocess
 import sys
@@ -104,7 +104,7 @@ def test_what_children_have_to_do_is_refused_by_name(name):
 
 
 def blocks(recompute: str) -> list[torch.Tensor]:
-    """This rank's gradients of blocks with dropout, which draw from the generator of their stage."""
+    """This rank's gradients of blocks with dropout, which draw from their stage's generator."""
     torch.manual_seed(0)
     model = nn.Sequential(*(TransformerBlock(24, 4, dropout=0.1, recompute=recompute) for _ in range(3)))
     mesh = build_mesh("cpu", tensor_parallel=1, pipeline_parallel=2)

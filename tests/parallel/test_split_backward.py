@@ -22,7 +22,7 @@ def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
     assert baseline.flops > 0 and baseline.layers and bool(baseline.data) == (data_parallel > 1)
     for name in SCHEDULES:
         assert differences(by_schedule[name], baseline) == [], name
-    # point to point there is more, as there are more stages: activations and gradients at each boundary between ranks
+    # more stages send more from point to point: activations and gradients at each boundary between ranks
     pipelines = 2 * data_parallel  # of 2 ranks: TP 2 x DP
     boundaries = {BASELINE: 1, "InterleavedZeroBubble": 3, "ZBVZeroBubble": 2, "DualPipeV": 2}
     sent = {name: sum(each.messages.values()) for name, each in by_schedule.items()}

@@ -1,4 +1,4 @@
-"""Ranks started on this machine: which failure is named, what is started again, what signals do. No rank uses torch."""
+"""The launcher names the rank that failed first, starts ranks again, and passes signals on. No rank uses torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tpformer.processes.launch import _start, check_local_ranks, run_ranks
 from tpformer.processes.watchdog import HANG_EXIT_CODE
 
-# every rank notes its start and waits until all have; `error` leaves a message as record_exception does
+# every rank notes its start and waits for the others; `error` leaves a message as record_exception does
 PRELUDE = """
 import json, os, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -76,7 +76,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(tmp_path, capfd):
     ],
 )
 def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, note, end, consequence, text):
-    """All have ended when the launcher first looks."""
+    """All ranks have ended when the launcher first looks."""
 
     def start_and_wait(*arguments) -> None:
         _start(*arguments)
@@ -127,14 +127,14 @@ def launch(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize(("handler", "signals", "code"), [("sys.exit(5)", 1, 5), ("pass", 2, 128 + signal.SIGKILL)])
 def test_sigterm_is_passed_on_and_nothing_restarts(commands, tmp_path, handler, signals, code):
-    """The first lets ranks finish (or fail: no restart), the second kills them."""
+    """A first signal lets ranks finish, or fail without a restart; a second one kills them."""
     script = f"""
 def stop(number, frame):
     open(f"{{folder}}/seen-{{rank}}", "w")
     {handler}
 signal.signal(signal.SIGTERM, stop)
 open(f"{{folder}}/ready-{{rank}}", "w")
-time.sleep(60)  # goes on after a handler
+time.sleep(60)  # the sleep goes on after a handler
 """
     launcher = commands.call(launch, tmp_path, script)
 

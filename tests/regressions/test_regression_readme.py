@@ -1,4 +1,4 @@
-"""The table in README.md has all 26 items, names tests that exist, and every test of this folder under its numbers."""
+"""README.md has a row for each of the 26 items, which names tests that exist; every test here is in its items' rows."""
 
 import ast
 import re

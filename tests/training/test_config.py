@@ -1,4 +1,4 @@
-"""A run's configuration: merging, types, round trip, and every refusal with its numbers and remedy."""
+"""A run's configuration is merged, typed and written back; each refusal gives the numbers and the remedy."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def test_later_layers_win_and_the_preset_comes_first():
     file = {"model": {"preset": "gpt2-355m", "n_layers": 3}, "train": {"steps": 7}}
     config = build_config(file, {"train": {"steps": 9}})
     assert (config.model.hidden_size, config.model.n_layers, config.train.steps) == (1024, 3, 9)
-    # a preset given later changes everything that no layer sets by hand
+    # a later preset changes every field that no layer sets by hand
     config = build_config(file, {"model": {"preset": "llama3-8b"}})
     assert (config.model.hidden_size, config.model.n_layers, config.model.norm) == (4096, 3, "rmsnorm")
 

@@ -38,7 +38,7 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path):
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
-    """Stand-ins for tensorboard, which need not be installed."""
+    """A stand-in takes the place of tensorboard, which need not be installed."""
     written = []
 
     def writer(directory, purge_step):

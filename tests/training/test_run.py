@@ -73,7 +73,7 @@ def test_generate_gives_the_same_text_on_one_and_two_ranks(commands, tmp_path, t
     toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}))
     directory = tiny_values["run"]["dir"]
     assert commands.run("pretrain", toml)[0] == 0
-    # 5 prompt tokens: not divisible by 2, so TP 2 pads
+    # 2 does not divide the 5 prompt tokens, so 2 ranks pad them
     options = ["--prompt", "def f", "--max-new-tokens", "21", "--temperature", "0.5"]
     code, two, err = commands.run("generate", directory, *options)
     assert code == 0 and two.startswith("def f") and len(two) > 10, err
@@ -84,7 +84,7 @@ def test_generate_gives_the_same_text_on_one_and_two_ranks(commands, tmp_path, t
 
 
 def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_path, tiny_values):
-    """By torchrun's environment. The README's own line starts them by torchrun (tests/test_readme.py)."""
+    """Ranks get torchrun's environment; tests/test_readme.py runs torchrun itself."""
     toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}, train={"steps": 2}))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # finds a free port
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -109,7 +109,7 @@ def test_nothing_is_overwritten(commands, tmp_path, tiny_values):
 
 
 def test_a_vocabulary_smaller_than_the_datas_is_named_before_any_rank_starts(commands, tmp_path, tiny_values):
-    """Mistakes that are found without the data: tests/test_imports.py."""
+    """tests/test_imports.py has the mistakes that are found without data."""
     code, out, err = commands.run("pretrain", str(write_run(tmp_path, tiny_values)), "--model.vocab-size", "50")
     assert code == 2 and "50" in out + err and "vocab_size" in out + err
     assert "Traceback" not in err and not Path(tiny_values["run"]["dir"]).exists()

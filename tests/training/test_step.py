@@ -42,7 +42,7 @@ def local_values(model: ParallelModel) -> list[torch.Tensor]:
 
 
 def poisoned_step(parallel: dict, poison: float):
-    """The third of four steps has a gradient that is not finite, in one parameter, on the last rank that has it."""
+    """The third of four steps has a gradient that is not finite: in one parameter, on the last rank."""
     model, optimizers = setup(parallel, "float32")
     compute, results, kept = model.gradients, [], []
     for step in range(1, 5):
@@ -73,7 +73,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite(ranks, poison):
 
 
 def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step(ranks):
-    """The loss kernel makes NaN of a target outside the vocabulary; a CPU would have refused it before."""
+    """On a GPU a target outside the vocabulary makes the loss NaN; a CPU refuses it."""
     words = r"ValueError: token ids of this batch span \[0, 60\], outside the vocabulary \[0, 59\]"
     with pytest.raises(RankFailure, match=words):
         ranks(1).run(strange_batch)
@@ -127,7 +127,7 @@ def first_scale(values: dict) -> float:
 
 
 def test_the_first_scale_grows_with_the_microbatches(ranks, tiny_values):
-    """For one microbatch 2**16; here are three, so the next power of two is taken."""
+    """For one microbatch it is 2**16; for three, four times as much: the next power of two."""
     assert ranks(1).run(first_scale, tiny_values) == [2.0**18]
 
 
@@ -156,7 +156,7 @@ def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
 
 
 class Windows:
-    """Seven random samples: no layout's rounds come out even."""
+    """Seven random samples, which no layout divides evenly."""
 
     n_samples = 7
 
@@ -165,7 +165,8 @@ class Windows:
 
 
 def validation(parallel: dict):
-    """The mean loss over the windows, twice; the modes of the parts after it; what one process makes of the logits."""
+    """Return the mean losses of the first samples and of all, the modes of the parts afterwards, and in one process the
+    expected losses, made of its logits."""
     model, _ = setup(parallel, "float64", dropout=0.5)
     losses = [evaluate(model, [Windows(), Windows()], n_samples, torch.device("cpu")) for n_samples in (5, 100)]
     modes = {part.training for part in model.parts}

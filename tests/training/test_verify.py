@@ -1,4 +1,5 @@
-"""`tpformer verify`: layouts that train as one process does, defects it names, data it takes, models it refuses."""
+"""`tpformer verify` passes layouts that train as one process does, names defects, and refuses models that do not
+fit."""
 
 import contextlib
 import io
@@ -36,7 +37,7 @@ DEFECTS = {
 
 
 def verified(config: RunConfig, defect: str) -> tuple[int, str]:
-    """Exit code and output of one rank."""
+    """Return the exit code and output of one rank."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), DEFECTS[defect]():
         return verify_rank(config), out.getvalue()
@@ -52,7 +53,7 @@ def test_the_command_passes_a_layout(commands, tmp_path):
 
 
 def untied(*arguments: str) -> None:
-    """`tpformer` whose ranks do not add up the gradients of a tied embedding."""
+    """Run `tpformer`, whose ranks then do not add up the gradients of a tied embedding."""
     TiedParameter.reduce = lambda self: None
     main(*arguments)
 

@@ -1,4 +1,5 @@
-"""Building datasets: documents, sidecar, entropy, refusals, and the reuse of the default corpus."""
+"""Building datasets keeps documents and their order, writes a sidecar, names bad input, and reuses the default
+corpus."""
 
 import hashlib
 import json
@@ -88,7 +89,7 @@ def test_one_line_is_printed_unless_quiet(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.fixture
 def small_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands 100 tiny files in for the standard library."""
+    """100 tiny files take the place of the standard library."""
     root = tmp_path / "library"
     root.mkdir()
     for i in range(100):

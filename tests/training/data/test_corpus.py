@@ -1,4 +1,4 @@
-"""The default corpus's file list and the split by file."""
+"""The default corpus has the standard library's sources, and the split puts each file on a side of its own."""
 
 import random
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_split_is_a_partition_in_the_order_given() -> None:
     assert [path for path in FILES if path in set(train)] == train
     assert [path for path in FILES if path in set(valid)] == valid
     assert len(train) + len(valid) == len(FILES)
-    assert 60 <= len(valid) <= 140  # 100 expected, standard deviation 9.7
+    assert 60 <= len(valid) <= 140  # 100 are expected, with a standard deviation of 9.7
 
 
 def test_a_file_keeps_its_side_whatever_else_is_there() -> None:
