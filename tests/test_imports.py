@@ -1,4 +1,4 @@
-"""What is imported, and when: nothing that is missing on some machine, and torch only where tensors are."""
+"""Imports need nothing that some machines lack, and load torch only where there are tensors."""
 
 import subprocess
 import sys
@@ -54,9 +54,9 @@ def test_everything_imports_and_a_layer_works_without_triton_and_all_but_the_com
     assert result.returncode == 0, result.stderr
 
 
-# packages that `import tpformer.layers` may bring beside torch itself: half a second, most of it torch.distributed
+# packages that `import tpformer.layers` may import; besides torch they take half a second, most of it torch.distributed
 LAYERS = {"einops", "numpy", "packaging", "torch", "tpformer", "typing_extensions"}
-# parts of torch that take from half a second to two, and that a layer without a mesh does not need
+# parts of torch that take half a second to two, and that a layer without a mesh does not need
 SLOW = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.onnx"}
 
 
