@@ -278,11 +278,8 @@ def on_account_of(test: str) -> Iterator[None]:
 
 
 def import_module(name: str, file: str) -> Any:
-    """Import the module `name` from `file`.
-
-    A test module need not be importable by its name: two folders may have files of one name, and pytest has an
-    importlib mode.
-    """
+    """Import the module `name` from `file`. A test module need not be importable by its name: two folders may have
+    files of one name, and pytest has an importlib mode."""
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == file:
         return loaded

@@ -41,10 +41,8 @@ def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype
 
 @contextmanager
 def record_saved(*parameters: Tensor) -> Iterator[dict[int, int]]:
-    """Yield {storage address: bytes} of all that autograd saves in the context, without the parameters.
-
-    Two views of one storage count once, with the whole storage: that is what is held.
-    """
+    """Yield {storage address: bytes} of all that autograd saves in the context, without the parameters. Two views of
+    one storage count once, with the whole storage: that is what is held."""
     storages: dict[int, int] = {}
     kept: list[Tensor] = []  # so that no later tensor gets an address that is counted
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}

@@ -93,9 +93,6 @@ def virtual_channel(
 
 
 def poison(channel: Channel, epoch: int) -> None:
-    """Poison the served ranks' slots of an operation that has returned here, before the next one starts.
-
-    Then nobody writes there: a peer's next write to this parity is at epoch + 2, and waits for this rank's flags of
-    epoch + 1.
-    """
+    """Poison the served ranks' slots of an operation that has returned here, before the next one starts. Then nobody
+    writes there: a peer's next write to this parity is at epoch + 2, and waits for this rank's flags of epoch + 1."""
     channel.slots[epoch % 2].fill_(POISON)

@@ -204,10 +204,8 @@ class Baton:
 
 
 def late(package: str, name: str) -> str:
-    """Rank 1 reads at the first moment that its waits allow.
-
-    Rank 0 moves only while rank 1 cannot, and stands still whenever it has set a flag.
-    """
+    """Rank 1 reads at the first moment that its waits allow. Rank 0 moves only while rank 1 cannot, and stands still
+    whenever it has set a flag."""
     side = join(package, epoch=BEFORE + 1, extra=16)  # an epoch that wraps
     word = side.memory.peer(0, (4,), torch.int32, side.memory.nbytes - 16)[:1]
     if side.rank == 0:
@@ -282,9 +280,7 @@ def ahead(package: str, name: str) -> str:
 
 def gave_up(package: str, name: str) -> tuple[str, bool]:
     """Rank 0 waits in vain for rank 1, then runs two more operations, the second in the same slots; then rank 1 comes.
-
-    Returns the verdict on the first operation, and whether the other two left rank 1's slots and flags as they were.
-    """
+    Returns the verdict on the first operation, and whether the other two left rank 1's slots and flags as they were."""
     side = join(package, limit=LIMIT)
     untouched = True
     if side.rank == 0:
@@ -303,10 +299,8 @@ def gave_up(package: str, name: str) -> tuple[str, bool]:
 
 
 def absent(package: str, name: str) -> list[int]:
-    """Of three ranks the last never comes, and the second has set all its flags.
-
-    Returns the first one's error words (expired, peer, epoch seen, epoch wanted).
-    """
+    """Of three ranks the last never comes, and the second has set all its flags. Returns the first one's error words
+    (expired, peer, epoch seen, epoch wanted)."""
     side = join(package, limit=LIMIT)
     if side.rank == 1:
         at = 2 * CAPACITY + 4 * WRITER_FLAGS  # writer 1's

@@ -38,7 +38,7 @@ def by_autograd(activation, x: Tensor, gate: Tensor | None, da: Tensor, name: st
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """x, gate, da, with special values: at 0 slopes change, at 40 and -40 float32's tanh and erf are saturated."""
+    """x, gate, da, with special values: at 0 a slope may jump, at 40 and -40 float32's tanh and erf are saturated."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
     special = torch.tensor([0.0, 40.0, -40.0, 1e-6, -5.0], dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_reference_equals_float64_autograd(name, gated, dtype):
 SHAPES = ((1, 1), (7, 13), (8, 128), (3, 1031))
 
 
-def every_case() -> None:
+def equals_float64_autograd() -> None:
     for dtype in (torch.float32, torch.float16):
         for shape in SHAPES:
             for name in ACTIVATIONS:
@@ -85,19 +85,11 @@ def every_case() -> None:
                     check(kernel, name, gated, *draw(shape, dtype))
 
 
-def test_kernel_equals_float64_autograd(interpreted: WorkerPool) -> None:
-    interpreted(1).run(every_case)
-
-
-def slopes() -> None:
+def slopes_do_not_cancel() -> None:
     """Here gelu_tanh's slope is 1 + x * (a difference of numbers near 1) * (a factor of up to 40)."""
     x = torch.linspace(0, 12, 1031)
     for name in ACTIVATIONS:
         check(kernel, name, False, x, x, torch.ones_like(x))
-
-
-def test_slopes_do_not_cancel(interpreted: WorkerPool) -> None:
-    interpreted(1).run(slopes)
 
 
 def extreme(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -108,7 +100,7 @@ def extreme(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     return [torch.ones_like(x), x, torch.full_like(x, 0.25)]
 
 
-def extreme_cases() -> None:
+def extreme_values_stay_finite() -> None:
     for dtype in (torch.float32, torch.float16):
         one, x, da = extreme(dtype)
         for name in ACTIVATIONS:
@@ -116,11 +108,7 @@ def extreme_cases() -> None:
             check(kernel, name, True, one, x, da)
 
 
-def test_extreme_values_stay_finite(interpreted: WorkerPool) -> None:
-    interpreted(1).run(extreme_cases)
-
-
-def layouts() -> None:
+def takes_any_layout() -> None:
     """dx takes da's memory; NaNs stay NaNs; rows of wider matrices and empty inputs are taken."""
     x, gate, da = draw((5, 6), torch.float32)
     given = da.clone()
@@ -142,8 +130,13 @@ def layouts() -> None:
     assert kernel.activation_backward(da, x, None) == (da, None, x)
 
 
-def test_layouts(interpreted: WorkerPool) -> None:
-    interpreted(1).run(layouts)
+@pytest.mark.parametrize(
+    "check",
+    [equals_float64_autograd, slopes_do_not_cancel, extreme_values_stay_finite, takes_any_layout],
+    ids=lambda check: check.__name__,
+)
+def test_kernel(interpreted: WorkerPool, check) -> None:
+    interpreted(1).run(check)
 
 
 def test_no_activation_is_the_identity():

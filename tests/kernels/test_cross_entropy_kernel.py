@@ -1,7 +1,5 @@
-"""Cross entropy from slices of the vocabulary, however uneven, equals F.cross_entropy of the whole in float64.
-
-The reference and the kernels take the same tests; NaNs stand beside the logits, and must not reach in.
-"""
+"""Cross entropy from slices of the vocabulary, however uneven, equals F.cross_entropy of the whole in float64. The
+reference and the kernels take the same tests; NaNs stand beside the logits, and must not reach in."""
 
 from importlib import import_module
 from typing import Any
@@ -137,10 +135,8 @@ def huge_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
 
 
 def equal_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Nine equal logits have the loss log 9 and the gradient 1/9, whatever they are: only differences count.
-
-    The slices have 4, 4, 1 and none of them.
-    """
+    """Nine equal logits have the loss log 9 and the gradient 1/9, whatever they are: only differences count. The slices
+    have 4, 4, 1 and none of them."""
     for offset in (1e4, 6e4) if dtype == torch.float16 else (1e4, 3e38):
         logits = torch.full((2, 13), offset, dtype=dtype, device=device)
         targets = torch.tensor([0, 8], device=device)
@@ -225,11 +221,8 @@ def kernel() -> Any:
 
 
 def widths_and_terms(dtype: torch.dtype, device: str = "cpu", turn: int | None = None) -> None:
-    """All terms at every width; with `turn`, one of them at each width.
-
-    Widths are one entry, odd ones, whole 16-byte vectors and several blocks; slices have some padding, much, or nothing
-    else.
-    """
+    """All terms at every width; with `turn`, one of them at each width. Widths are one entry, odd ones, whole 16-byte
+    vectors and several blocks; slices have some padding, much, or nothing else."""
     for seed, (vocab, padding, per_slice) in enumerate(
         [(1, 0, 1), (3, 2, 2), (17, 0, 17), (64, 0, 64), (60, 4, 64), (33, 31, 16), (1000, 24, 1024), (1001, 0, 501)]
     ):

@@ -1,10 +1,10 @@
-"""Dropout keeps the promised fraction at the promised scale, by a mask that follows from the global index alone.
-
-The kernel has the reference's bits. Bias, dropout and residual of a row-parallel linear are right in both directions.
-"""
+"""Dropout keeps the promised fraction at the promised scale, by a mask that follows from the global index alone. The
+kernel has the reference's bits. Bias, dropout and residual of a row-parallel linear are right in both directions."""
 
 import itertools
 import math
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +19,10 @@ from tpformer.kernels.finish import NOTHING, Dropout, Finish
 from tpformer.kernels.philox.reference import random_words
 
 KEY = 12345
+
+
+def kernel() -> ModuleType:
+    return import_module("tpformer.kernels.dropout.kernel")
 
 
 def starts(rows: int, width: int) -> Tensor:
@@ -96,22 +100,16 @@ def test_wide_rows_are_finished_in_place():
     assert z.data_ptr() == x.data_ptr() and torch.equal(z, expected)
 
 
-def interpreted_finishes() -> None:
-    from tpformer.kernels.dropout import kernel
-
+def finishes() -> None:
     for (rows, n), dtype in itertools.product(((1, 1), (5, 7), (3, 36)), (torch.float32, torch.float16)):
-        check_finish(kernel, rows, n, dtype)
-
-
-def test_kernels_finish(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_finishes, timeout=120)
+        check_finish(kernel(), rows, n, dtype)
 
 
 # as an integer the first is 2**32, which keeps nothing, and the last is 0, which keeps everything
 PROBABILITIES = (1 - 2.0**-34, 1 - 1e-9, 0.9, 0.5, 0.1, 1e-9, 0.0)
 
 
-def check_bits(kernel, rows: int, widths: tuple[int, ...], device: str = "cpu") -> None:
+def check_bits(module, rows: int, widths: tuple[int, ...], device: str = "cpu") -> None:
     """The kernel drops what the reference drops on a CPU, bit for bit, even if it is infinite."""
     for n, key in itertools.product(widths, (0, 1, HIGH_KEY, 2**64 - 1)):
         first = BEYOND_32_BITS if n % 4 == 0 else BEYOND_32_BITS + 3
@@ -121,11 +119,11 @@ def check_bits(kernel, rows: int, widths: tuple[int, ...], device: str = "cpu") 
             expected = dropout_apply(x, start, key, p)
             x[expected == 0] = math.inf
             with poisoned_memory():
-                y = kernel.dropout_apply(x.to(device), start.to(device), key, p)
+                y = module.dropout_apply(x.to(device), start.to(device), key, p)
             assert torch.equal(y.cpu(), expected), (n, key, p)
     words = random_words(HIGH_KEY, torch.zeros(1, dtype=torch.int64), widths[0])
     for limit in words[0].tolist():  # a word that equals the threshold is kept
-        y = kernel.dropout_apply(
+        y = module.dropout_apply(
             torch.ones_like(words, dtype=torch.float32, device=device), torch.zeros_like(words[:, 0]).to(device),
             HIGH_KEY, limit / 2**32,
         )  # fmt: skip
@@ -133,49 +131,44 @@ def check_bits(kernel, rows: int, widths: tuple[int, ...], device: str = "cpu") 
     for dtype in (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,):
         (x,) = draw(0, dtype, "cpu", (rows, widths[0]))
         start = torch.arange(rows) * widths[0] * 4
-        y = kernel.dropout_apply(x.to(device), start.to(device), KEY, 0.3)
+        y = module.dropout_apply(x.to(device), start.to(device), KEY, 0.3)
         assert torch.equal(y.cpu(), dropout_apply(x, start, KEY, 0.3)), dtype
 
 
-def interpreted_bits() -> None:
-    from tpformer.kernels.dropout import kernel
-
-    check_bits(kernel, 3, (5, 8, 36))
+def has_the_bits_of_the_reference() -> None:
+    check_bits(kernel(), 3, (5, 8, 36))
     # wider than a tile, and of two kinds of strides
     (x,) = draw(0, torch.float32, "cpu", (2, 1100))
     start = torch.arange(2) * 1100
     expected = dropout_apply(x, start, KEY, 0.3)
     apart = torch.full((2, 1200), float("nan"))[:, 7:1107].copy_(x)
     for given_ in (x, apart, x.t().contiguous().t()):
-        assert torch.equal(kernel.dropout_apply(given_, start, KEY, 0.3), expected)
+        assert torch.equal(kernel().dropout_apply(given_, start, KEY, 0.3), expected)
 
 
-def test_kernel_bits_are_the_reference_bits(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_bits, timeout=120)
-
-
-def interpreted_sums() -> None:
+def sums_over_all_programs() -> None:
     """Small integers sum exactly, however programs share the rows; no rows sum to zero."""
-    from tpformer.kernels.dropout import kernel
-
     for rows, n in ((1100, 5), (20, 300)):
         dz = torch.randint(-2, 3, (rows, n)).float()
         dropout = draw_dropout(rows, n, 0.5)
         for programs in (1, 2, 100):
             with poisoned_memory():
-                dx, dbias = kernel.finish_backward(dz, dropout, True, programs=programs)
+                dx, dbias = kernel().finish_backward(dz, dropout, True, programs=programs)
             assert torch.equal(dbias, dropout_apply(dz, *dropout).sum(0)), (rows, n, programs)
     # the sum is of stored values: 1 / 0.6 is 1707 / 1024 in float16
-    dx, dbias = kernel.finish_backward(torch.ones(60, 64, dtype=torch.float16), draw_dropout(60, 64, 0.4), True)
+    dx, dbias = kernel().finish_backward(torch.ones(60, 64, dtype=torch.float16), draw_dropout(60, 64, 0.4), True)
     assert torch.equal(dbias, (dx != 0).sum(0).mul(1707 / 1024).half()) and float(dx.max()) == 1707 / 1024
     with poisoned_memory():
-        dx, dbias = kernel.finish_backward(dz[:0], draw_dropout(0, 300, 0.5), True)
-        z = kernel.finish_forward(dz[:0], Finish(bias=torch.ones(300)))
+        dx, dbias = kernel().finish_backward(dz[:0], draw_dropout(0, 300, 0.5), True)
+        z = kernel().finish_forward(dz[:0], Finish(bias=torch.ones(300)))
     assert dx.shape == z.shape == (0, 300) and torch.equal(dbias, torch.zeros(300))
 
 
-def test_kernels_sum_over_all_programs(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_sums, timeout=120)
+@pytest.mark.parametrize(
+    "check", [finishes, has_the_bits_of_the_reference, sums_over_all_programs], ids=lambda check: check.__name__
+)
+def test_kernel(interpreted: WorkerPool, check) -> None:
+    interpreted(1).run(check, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -203,17 +196,13 @@ def test_finish_cost(options, expected):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 1), (10000, 64), (8192, 4096), (17, 32768), (1000, 5120), (100, 5001)])
 def test_on_gpu(shape, dtype) -> None:
-    from tpformer.kernels.dropout import kernel
-
-    check_finish(kernel, *shape, dtype, "cuda")
+    check_finish(kernel(), *shape, dtype, "cuda")
     (dz,) = draw(1, dtype, "cuda", shape)
     dropout = draw_dropout(*shape, 0.1, "cuda")
-    (_, first), (_, second) = (kernel.finish_backward(dz, dropout, True) for _ in range(2))
+    (_, first), (_, second) = (kernel().finish_backward(dz, dropout, True) for _ in range(2))
     assert torch.equal(first, second)
 
 
 @pytest.mark.gpu
 def test_bits_on_gpu() -> None:
-    from tpformer.kernels.dropout import kernel
-
-    check_bits(kernel, 9, (5, 64, 1100, 4096, 5001), "cuda")
+    check_bits(kernel(), 9, (5, 64, 1100, 4096, 5001), "cuda")

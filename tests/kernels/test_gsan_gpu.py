@@ -50,10 +50,8 @@ def missing() -> str | None:
 
 
 def run_sanitized(name: str, world: int, planted: bool) -> None:
-    """Run one operation in each parity, each with a workspace of its own.
-
-    In one workspace, polls of a flag that was once released would fill a buffer that GSan needs for real releases.
-    """
+    """Run one operation in each parity, each with a workspace of its own. In one workspace, polls of a flag that was
+    once released would fill a buffer that GSan needs for real releases."""
     from triton.experimental import gsan
 
     if planted:

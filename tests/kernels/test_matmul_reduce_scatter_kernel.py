@@ -9,23 +9,8 @@ from pool import WorkerPool
 
 pytest.importorskip("triton")
 
+import gemms
 from channels import virtual_channel
-from gemms import (
-    FINISH,
-    SHAPES,
-    TILE,
-    TMA_TILE,
-    WORLDS,
-    Gemm,
-    finish_of,
-    names_of_factors,
-    run_on_gpu,
-    run_on_processes,
-    run_on_virtual_ranks,
-    shapes,
-    shapes_of_factors,
-    shapes_of_finish,
-)
 from testing import poisoned_memory
 
 from tpformer.kernels.finish import Finish
@@ -39,44 +24,46 @@ from tpformer.kernels.norm.reference import Norm
 
 def gemm(
     inputs: int, parts: Sequence[str] = (), transposed: bool = False, partial_dtype: torch.dtype | None = None
-) -> Gemm:
+) -> gemms.Gemm:
     """parts: those of FINISH that the finish has."""
-    names = names_of_factors(inputs)
+    names = gemms.names_of_factors(inputs)
 
     def make(rank, world, rows, n, k):
-        return shapes(**shapes_of_factors(names, world * rows, n, k, transposed), **shapes_of_finish(parts, rows, n))
+        return gemms.shapes(
+            **gemms.shapes_of_factors(names, world * rows, n, k, transposed), **gemms.shapes_of_finish(parts, rows, n)
+        )
 
     def launch(x, channel, tile):
         with poisoned_memory():
             result = matmul_reduce_scatter(
-                [x[a] for a, _ in names], [x[w] for _, w in names], channel, finish_of(x),
+                [x[a] for a, _ in names], [x[w] for _, w in names], channel, gemms.finish_of(x),
                 b_transposed=transposed, partial=partial_dtype, tile=tile,
             )  # fmt: skip
         return [result]
 
     def reference(xs):
         sums = [[[x[name[part]] for name in names] for x in xs] for part in (0, 1)]
-        finishes = [finish_of(x) for x in xs]
+        finishes = [gemms.finish_of(x) for x in xs]
         return [[y] for y in matmul_reduce_scatter_reference(*sums, finishes, b_transposed=transposed)]
 
-    return Gemm(make, launch, reference, exact=not parts)
+    return gemms.Gemm(make, launch, reference, exact=not parts)
 
 
 def processes() -> None:
-    run_on_processes(gemm(1, FINISH))
-    run_on_processes(gemm(3, transposed=True))
-    run_on_processes(gemm(2, FINISH), TMA_TILE, sizes=SHAPES[2:3] * 2)
-    run_on_processes(gemm(1, partial_dtype=torch.float32), dtype=torch.float16, sizes=SHAPES[1:3])
+    gemms.run_on_processes(gemm(1, gemms.FINISH))
+    gemms.run_on_processes(gemm(3, transposed=True))
+    gemms.run_on_processes(gemm(2, gemms.FINISH), gemms.TMA_TILE, sizes=gemms.SHAPES[2:3] * 2)
+    gemms.run_on_processes(gemm(1, partial_dtype=torch.float32), dtype=torch.float16, sizes=gemms.SHAPES[1:3])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", gemms.WORLDS)
 def test_on_processes(interpreted: WorkerPool, world: int) -> None:
     interpreted(world).run(processes, timeout=120)
 
 
 def virtual_ranks() -> None:
-    run_on_virtual_ranks(gemm(2, FINISH), 3, TILE, torch.float32, SHAPES[1:3], repeat=3)
-    run_on_virtual_ranks(gemm(1), 2, TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
+    gemms.run_on_virtual_ranks(gemm(2, gemms.FINISH), 3, gemms.TILE, torch.float32, gemms.SHAPES[1:3], repeat=3)
+    gemms.run_on_virtual_ranks(gemm(1), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
 
 
 def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
@@ -85,8 +72,8 @@ def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
 
 def every_finish() -> None:
     """Run every combination of bias, dropout and residual after the reduction."""
-    for parts in (parts for count in range(len(FINISH) + 1) for parts in combinations(FINISH, count)):
-        run_on_virtual_ranks(gemm(1, parts), 2, TILE, torch.float32, SHAPES[1:2])
+    for parts in (parts for count in range(len(gemms.FINISH) + 1) for parts in combinations(gemms.FINISH, count)):
+        gemms.run_on_virtual_ranks(gemm(1, parts), 2, gemms.TILE, torch.float32, gemms.SHAPES[1:2])
 
 
 def test_every_finish_on_virtual_ranks(interpreted: WorkerPool) -> None:
@@ -95,7 +82,7 @@ def test_every_finish_on_virtual_ranks(interpreted: WorkerPool) -> None:
 
 def too_small() -> str:
     with pytest.raises(ValueError) as caught:
-        matmul_reduce_scatter([torch.zeros(8, 16)], [torch.zeros(40, 16)], virtual_channel(1, 64, 8), tile=TILE)
+        matmul_reduce_scatter([torch.zeros(8, 16)], [torch.zeros(40, 16)], virtual_channel(1, 64, 8), tile=gemms.TILE)
     return str(caught.value)
 
 
@@ -124,5 +111,5 @@ def test_cost_counts_partials_once_out_and_once_in() -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", ["large", "medium", "small"])
 def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
-    for each in (gemm(1, FINISH), gemm(3, transposed=True), gemm(1, partial_dtype=torch.float32)):
-        run_on_gpu(each, world, name)
+    for each in (gemm(1, gemms.FINISH), gemm(3, transposed=True), gemm(1, partial_dtype=torch.float32)):
+        gemms.run_on_gpu(each, world, name)

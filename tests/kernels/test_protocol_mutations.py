@@ -133,10 +133,8 @@ def test_a_mutation_is_caught(
 
 
 def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> None:
-    """Its peers have its part of the operation.
-
-    If they need its sums, of what it did not receive, they report that these are missing.
-    """
+    """Its peers have its part of the operation. If they need its sums, of what it did not receive, they report that
+    these are missing."""
     results = interpreted(2).run(run_all, "gave up", "tpformer.kernels", sorted(ALL))
     for name in ALL:
         assert [result[name] for result in results] == [

@@ -130,14 +130,10 @@ def test_reference(shape, dtype):
     check(reference, shape, dtype)
 
 
-def kernel_cases() -> None:
+def equals_complex_multiplication() -> None:
     for dtype in (torch.float32, torch.float16):
         for shape in SHAPES:
             check(kernel, shape, dtype)
-
-
-def test_kernel(interpreted: WorkerPool) -> None:
-    interpreted(1).run(kernel_cases)
 
 
 def layouts(module: ModuleType, device: str = "cpu") -> None:
@@ -167,12 +163,8 @@ def test_layouts_of_the_reference() -> None:
     layouts(reference)
 
 
-def kernel_layouts() -> None:
+def takes_any_layout() -> None:
     layouts(kernel)
-
-
-def test_layouts_of_the_kernel(interpreted: WorkerPool) -> None:
-    interpreted(1).run(kernel_layouts)
 
 
 def extreme(module: ModuleType, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -199,7 +191,7 @@ def test_extreme_values(interpreted: WorkerPool) -> None:
     interpreted(1).run(extreme_cases)
 
 
-def gradients_through_the_op() -> None:
+def has_the_gradients_of_the_formula() -> None:
     """dq and dk equal float64 autograd of the complex formula, also if only one result is used."""
     q, k, positions = make(5, 3, 10, 3)
     dq, dk, _ = make(5, 3, 10, 4)
@@ -221,8 +213,13 @@ def gradients_through_the_op() -> None:
                     assert_kernel_close(narrow[i].grad, oracle, oracle.float(), f"gradient {i} of {used}")
 
 
-def test_gradients_through_the_op(interpreted: WorkerPool) -> None:
-    interpreted(1).run(gradients_through_the_op)
+@pytest.mark.parametrize(
+    "check",
+    [equals_complex_multiplication, takes_any_layout, has_the_gradients_of_the_formula],
+    ids=lambda check: check.__name__,
+)
+def test_kernel(interpreted: WorkerPool, check) -> None:
+    interpreted(1).run(check)
 
 
 # by hand: 3 flops an element; q and k in and out, and 8 bytes of position and cos + sin of d / 2 float32 a token

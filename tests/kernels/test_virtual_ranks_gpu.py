@@ -114,11 +114,8 @@ def flags_of(channel: Channel) -> torch.Tensor:
 
 
 def apart(channel: Channel) -> list[Channel]:
-    """A channel for each rank of a virtual one.
-
-    They share only the slots and flags. The rest are separate allocations, equally aligned, so that all ranks run one
-    compiled kernel.
-    """
+    """A channel for each rank of a virtual one. They share only the slots and flags. The rest are separate allocations,
+    equally aligned, so that all ranks run one compiled kernel."""
 
     def own(tensor: torch.Tensor, rank: int) -> torch.Tensor:
         return torch.empty_like(tensor[rank : rank + 1], pin_memory=tensor.is_pinned()).copy_(tensor[rank : rank + 1])
@@ -174,10 +171,8 @@ def concurrent_launches() -> Iterator[None]:
 
 
 def settle(channel: Channel, parts: list[Late], zeros: Tensors, epoch: int) -> None:
-    """Let each part run a batch alone, with its peers' flags set, then begin anew with this epoch finished.
-
-    This loads kernels and reserves memory, which could later wait for kernels of other ranks that wait for this one.
-    """
+    """Let each part run a batch alone, with its peers' flags set, then begin anew with this epoch finished. This loads
+    kernels and reserves memory, which could later wait for kernels of other ranks that wait for this one."""
     flags_of(channel).fill_(wrap(epoch + BATCH))
     wait_for_all(channel)
     for part in parts:
@@ -246,10 +241,8 @@ def run_late_at_once(name: str, world: int) -> None:
 
 @pytest.fixture(scope="module")
 def queues() -> Iterator[WorkerPool]:
-    """A process whose streams have hardware queues of their own.
-
-    With fewer queues than streams, kernels of two ranks could stand in one, the first waiting for the second for ever.
-    """
+    """A process whose streams have hardware queues of their own. With fewer queues than streams, kernels of two ranks
+    could stand in one, the first waiting for the second for ever."""
     with WorkerPool({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}) as pool:
         yield pool
 

@@ -1,8 +1,6 @@
 """A token attends to what it should: a block equals the plain one with an explicit mask, with every gradient in
-float64.
-
-Attention is causal, bidirectional or in sliding windows; samples are whole, packed or padded; on one rank and on two.
-"""
+float64. Attention is causal, bidirectional or in sliding windows; samples are whole, packed or padded; on one rank and
+on two."""
 
 import pytest
 import torch

@@ -1,8 +1,6 @@
-"""Under torch.autocast a model is as exact as the same model of torch.nn modules, by a float64 oracle.
-
-The loss and every gradient are float32, though GEMMs run in 16 bits; also when layers are recomputed, weight gradients
-queued, or sequences sharded.
-"""
+"""Under torch.autocast a model is as exact as the same model of torch.nn modules, by a float64 oracle. The loss and
+every gradient are float32, though GEMMs run in 16 bits; also when layers are recomputed, weight gradients queued, or
+sequences sharded."""
 
 from contextlib import nullcontext
 from functools import cache

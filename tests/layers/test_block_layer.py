@@ -1,7 +1,5 @@
-"""TransformerBlock equals a plain PyTorch block in float64 with every gradient, on one rank and on several.
-
-It runs the collectives that are promised, and its dropout follows its key.
-"""
+"""TransformerBlock equals a plain PyTorch block in float64 with every gradient, on one rank and on several. It runs the
+collectives that are promised, and its dropout follows its key."""
 
 import pytest
 import torch

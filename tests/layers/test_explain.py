@@ -1,7 +1,5 @@
-"""explain() names what runs: the transport of each linear as recorded, its shapes, the reason and the predictions.
-
-Loss and gradients are the same through every transport. The fused kernels run in Triton's interpreter.
-"""
+"""explain() names what runs: the transport of each linear as recorded, its shapes, the reason and the predictions. Loss
+and gradients are the same through every transport. The fused kernels run in Triton's interpreter."""
 
 from dataclasses import replace
 from unittest import mock

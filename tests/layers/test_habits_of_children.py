@@ -1,7 +1,5 @@
-"""Hooks, wrappers, adapters and the like do to the children of a block what they do to those of a torch.nn block.
-
-Every gradient is compared in float64, on one rank and on two.
-"""
+"""Hooks, wrappers, adapters and the like do to the children of a block what they do to those of a torch.nn block. Every
+gradient is compared in float64, on one rank and on two."""
 
 import pytest
 import theirs

@@ -1,7 +1,5 @@
-"""Hooks, wrappers and FSDP2 on a GPT's lm_head mean for its loss what they mean for a torch.nn model's.
-
-The vocabulary of 30 has 2 rows of padding.
-"""
+"""Hooks, wrappers and FSDP2 on a GPT's lm_head mean for its loss what they mean for a torch.nn model's. The vocabulary
+of 30 has 2 rows of padding."""
 
 from collections.abc import Sequence
 

@@ -96,18 +96,6 @@ def test_sequence_dim(ranks, t, sequence_dim):
         torch.testing.assert_close(whole["row_bias"][1], dy.sum((0, 1)), rtol=1e-11, atol=1e-11)
 
 
-def lengths_that_cannot_be_shared():
-    layer = RowParallelLinear(K, N, sequence_dim=1, tp=TensorParallel(tp_mesh(), True))
-    with pytest.raises(ValueError, match=r"\(2, 5, 4\) has 5 along sequence_dim=1, which 2 .* ranks cannot share"):
-        layer(torch.zeros(2, 5, K // 2))
-    with pytest.raises(ValueError, match=r"sequence_dim=1 of x of shape \(4, 4\) is the dim of its features"):
-        layer(torch.zeros(4, K // 2))
-
-
-def test_lengths_that_cannot_be_shared(ranks):
-    ranks(2).run(lengths_that_cannot_be_shared)
-
-
 def some_rows(sequence_parallel: bool):
     """Rank r uses the rows [2r, 2r + 3), so neighbours share one row, whose gradient is a sum over both."""
     mesh = tp_mesh()
@@ -135,15 +123,6 @@ def test_used_rows(ranks, t, sequence_parallel):
         assert torch.equal(weight, results[0][0])
         torch.testing.assert_close(dweight, uses[:, None] * rand(6, K).sum(0), rtol=1e-12, atol=1e-12)
         assert torch.equal(dbias, 6 * uses)
-
-
-def too_few_rows():
-    with pytest.raises(ValueError, match="weight has 2 rows on its sharded dim, too few for 3"):
-        ColumnParallelLinear(K, 2, tp=tp_mesh())
-
-
-def test_a_rank_without_rows(ranks):
-    ranks(3).run(too_few_rows)
 
 
 def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: int | None) -> tuple[Results, Results]:
@@ -186,7 +165,14 @@ def test_gathered_output_and_unsharded_input(ranks, t, sequence_parallel, sequen
             torch.testing.assert_close(ours[name].view(value.shape), value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def wrong_widths():
+def refusals():
+    sharded = RowParallelLinear(K, N, sequence_dim=1, tp=TensorParallel(tp_mesh(), True))
+    with pytest.raises(ValueError, match=r"\(2, 5, 4\) has 5 along sequence_dim=1, which 2 .* ranks cannot share"):
+        sharded(torch.zeros(2, 5, K // 2))
+    with pytest.raises(ValueError, match=r"sequence_dim=1 of x of shape \(4, 4\) is the dim of its features"):
+        sharded(torch.zeros(4, K // 2))
+    with pytest.raises(ValueError, match="weight has 1 rows on its sharded dim, too few for 2"):
+        ColumnParallelLinear(K, 1, tp=tp_mesh())
     column, row = ColumnParallelLinear(K, N, tp=tp_mesh()), RowParallelLinear(N, K, tp=tp_mesh())
     whole = RowParallelLinear(N, K, input_is_parallel=False, tp=tp_mesh())
     with pytest.raises(ValueError, match="x has 4 features and in_features=8, .* give gather_output=True"):
@@ -200,8 +186,8 @@ def wrong_widths():
     assert "; as a module it gathers its output" in table and "; as a module it takes an unsharded input" in table
 
 
-def test_widths_that_do_not_fit(ranks):
-    ranks(2).run(wrong_widths)
+def test_sizes_that_do_not_fit_two_ranks_are_refused(ranks):
+    ranks(2).run(refusals)
 
 
 def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):

@@ -1,7 +1,5 @@
-"""Fine-tuning a Llama-shaped GPT with LoRA takes the same steps as with modules of torch.nn.
-
-The adapters are written as a user writes them; the GPT is tensor-parallel, recomputed, and sharded by FSDP2.
-"""
+"""Fine-tuning a Llama-shaped GPT with LoRA takes the same steps as with modules of torch.nn. The adapters are written
+as a user writes them; the GPT is tensor-parallel, recomputed, and sharded by FSDP2."""
 
 from functools import cache
 

@@ -1,7 +1,5 @@
-"""A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes.
-
-What a mode costs is counted: the bytes that wait for the backward, and the collectives with their bytes.
-"""
+"""A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes. What a mode costs is
+counted: the bytes that wait for the backward, and the collectives with their bytes."""
 
 import pytest
 import torch
@@ -76,10 +74,8 @@ def test_bits_do_not_depend_on_the_mode(ranks, recompute):
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_collectives(ranks, recompute):
-    """The forward has 2 gathers and 2 reductions; so has the backward, and 2 gathers for the weight gradients.
-
-    A recomputation adds its gathers, and of the reductions the one whose result is read.
-    """
+    """The forward has 2 gathers and 2 reductions; so has the backward, and 2 gathers for the weight gradients. A
+    recomputation adds its gathers, and of the reductions the one whose result is read."""
     nbytes = BATCH * SEQ * HIDDEN * 4
     gathers, scatters = {"none": (4, 2), "mlp": (5, 2), "full": (6, 3)}[recompute]
     for _, forward, backward in ranks(2).run(ours, DROPPED[0], recompute, torch.float32):

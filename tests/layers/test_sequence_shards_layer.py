@@ -1,7 +1,5 @@
-"""Layers compute on sequence shards what they compute of whole samples: results, gradients and dropout.
-
-x is (batch, seq / t, hidden), a slice of every sample on each rank, or (batch / t, seq, hidden), a slice of the tokens.
-"""
+"""Layers compute on sequence shards what they compute of whole samples: results, gradients and dropout. x is (batch,
+seq / t, hidden), a slice of every sample on each rank, or (batch / t, seq, hidden), a slice of the tokens."""
 
 import pytest
 import theirs

@@ -1,7 +1,5 @@
-"""A GPT's loss is that of its logits; evaluation pads, documents are packed, wrong batches are refused.
-
-tests/layers compares the model with modules of torch.nn.
-"""
+"""A GPT's loss is that of its logits; evaluation pads, documents are packed, wrong batches are refused. tests/layers
+compares the model with modules of torch.nn."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
-"""column_linear on 1 to 4 ranks has the outputs and gradients of norm and linear in plain torch.
-
-It runs exactly the collectives of its docstring, with their bytes; its errors say what to do.
-"""
+"""column_linear on 1 to 4 ranks has the outputs and gradients of norm and linear in plain torch. It runs exactly the
+collectives of its docstring, with their bytes; its errors say what to do."""
 
 import pytest
 import torch
@@ -146,33 +144,22 @@ def test_low_precision_by_the_error_of_plain_torch(ranks, t, sequence_parallel, 
         check(ranks, t, case(12, 33, (12, 6), "layernorm", True, True, sequence_parallel, carry=True), dtype)
 
 
-def test_frozen_input_moves_no_gradient(ranks):
-    for forward, backward in ranks(2).run(frozen):
-        assert forward == [("all_gather", 4 * 3 * 4)]
-        assert backward == [("all_gather", 4 * 3 * 4)]
-
-
-def frozen():
-    x, weight = torch.randn(2, 3), torch.randn(5, 3, requires_grad=True)
+def frozen(name: str) -> tuple[list, list]:
+    values = make(dist.get_rank(), torch.float32, x=(2, 3), weight=(5, 3))
+    x, weight = (value.requires_grad_(key != name) for key, value in values.items())
     with record_collectives() as forward:
         y = ops.column_linear(x, weight, group=dist.group.WORLD)
     with record_collectives() as backward:
         y.sum().backward()
-    assert weight.grad.shape == weight.shape and x.grad is None
+    assert (x.grad is None) == (name == "x") and (weight.grad is None) == (name == "weight")
     return list(forward), list(backward)
 
 
-def test_frozen_weights_are_not_multiplied(ranks):
-    for backward in ranks(2).run(frozen_weights):
-        assert backward == [("reduce_scatter", 4 * 3 * 4)]
-
-
-def frozen_weights():
-    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(5, 3)
-    y = ops.column_linear(x, weight, group=dist.group.WORLD)
-    with record_collectives() as backward:
-        y.sum().backward()
-    return list(backward)
+@pytest.mark.parametrize("name, call", [("x", "all_gather"), ("weight", "reduce_scatter")])
+def test_a_frozen_input_moves_no_gradient(ranks, name, call):
+    """The backward gathers x for the weight's gradient only, and reduces the gradient of x only."""
+    nbytes = 4 * 3 * 4
+    assert ranks(2).run(frozen, name) == [([("all_gather", nbytes)], [(call, nbytes)])] * 2
 
 
 def test_unused_output_of_several():

@@ -1,8 +1,6 @@
 """Vocabulary-parallel cross entropy, from logits or fused with the projection, equals F.cross_entropy in float64.
-
 Losses and every gradient are compared on 1 to 3 ranks with an uneven, padded last slice, in chunks of several sizes,
-with label smoothing and z-loss.
-"""
+with label smoothing and z-loss."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -1,7 +1,5 @@
-"""With create_graph=True every operation gives its right first gradients, and refuses every derivative of them.
-
-It never takes one for zero, also where the incoming gradient needs none.
-"""
+"""With create_graph=True every operation gives its right first gradients, and refuses every derivative of them. It
+never takes one for zero, also where the incoming gradient needs none."""
 
 import pytest
 import torch

@@ -68,11 +68,8 @@ def forget() -> None:
 
 
 def zeros_and_ones(step: int) -> list[dict[str, Tensor]]:
-    """Return every rank's tensors, on the CPU.
-
-    With up to 8 ranks every sum is a whole number below 257, which bfloat16 holds exactly, so every transport gives the
-    same bits in whatever order it adds.
-    """
+    """Return every rank's tensors, on the CPU. With up to 8 ranks every sum is a whole number below 257, which bfloat16
+    holds exactly, so every transport gives the same bits in whatever order it adds."""
     generator = torch.Generator().manual_seed(step)
     shapes = {"x": (3, 4), "gate": (4, 4), "up": (4, 4), "down": (3, 4), "dy": (3, 3)}
     return [
@@ -129,10 +126,7 @@ def late_ranks(transport: str, dtype: torch.dtype, steps: int, backend: str | No
 
 
 def absent_peer(timeout: float) -> tuple[float, str]:
-    """The last rank never begins the second operation.
-
-    Returns on the others (seconds until the error, its message).
-    """
+    """The last rank never begins the second operation. Returns on the others (seconds until the error, its message)."""
     group = dist.new_group(list(range(dist.get_world_size())))
     set_timeout(group, 60)  # the first operation compiles, on one rank perhaps a second later than on the other
     x, weight = torch.ones(2, 4, device=Here.device), torch.ones(6, 4, device=Here.device)

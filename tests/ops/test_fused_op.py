@@ -1,7 +1,5 @@
-"""The fused transport in Triton's interpreter equals float64 plain torch, by the tests of the two linears.
-
-Its own tests: copies instead of pushes, more than three weights, late ranks, and a peer that does not come.
-"""
+"""The fused transport in Triton's interpreter equals float64 plain torch, by the tests of the two linears. Its own
+tests: copies instead of pushes, more than three weights, late ranks, and a peer that does not come."""
 
 import pytest
 

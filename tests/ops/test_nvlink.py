@@ -1,8 +1,6 @@
-"""The fused transport between real GPUs, one rank on each; `make nvlink` runs it.
-
-It repeats the checks on one shared GPU (test_fused_gpu.py). Only several GPUs can show gathers by copy engines, and one
-result for fused, pipelined and sequential over NCCL.
-"""
+"""The fused transport between real GPUs, one rank on each; `make nvlink` runs it. It repeats the checks on one shared
+GPU (test_fused_gpu.py). Only several GPUs can show gathers by copy engines, and one result for fused, pipelined and
+sequential over NCCL."""
 
 from collections.abc import Callable, Iterator
 

@@ -128,11 +128,8 @@ def test_second_backward_of_a_kept_graph():
 
 
 def test_gpt_with_offload_and_recomputed_layers(storages):
-    """A residual has 1 MiB, enough for the default threshold.
-
-    A layer offloads 2 residuals, q, k, v, o and fc1's output, which a recomputed MLP does not keep. Evaluation offloads
-    nothing.
-    """
+    """A residual has 1 MiB, enough for the default threshold. A layer offloads 2 residuals, q, k, v, o and fc1's
+    output, which a recomputed MLP does not keep. Evaluation offloads nothing."""
     config = GPTConfig(vocab_size=40, seq_length=128, n_layers=3, hidden_size=256, n_heads=4, dropout=0.1)
     ids = torch.randint(40, (8, 128), generator=torch.Generator().manual_seed(0))
     gradients = []
@@ -148,10 +145,8 @@ def test_gpt_with_offload_and_recomputed_layers(storages):
 
 
 def wide_forward(offload: ops.Offload | None) -> tuple[Tensor, list[TransformerBlock]]:
-    """A forward of 8 layers that keep 320 MiB each.
-
-    A sequence is one block of keys: with more, flash attention adds up gradients in no fixed order.
-    """
+    """A forward of 8 layers that keep 320 MiB each. A sequence is one block of keys: with more, flash attention adds up
+    gradients in no fixed order."""
     torch.manual_seed(0)
     options: dict = {"device": "cuda", "dtype": torch.bfloat16}
     layers = [TransformerBlock(1024, 16, **options) for _ in range(8)]

@@ -1,7 +1,5 @@
-"""The pipelined transport equals float64 plain torch, by the tests of the two linears.
-
-Its own tests: the order of sums, few rows, sub-groups, late ranks, and that an error leaves nothing behind.
-"""
+"""The pipelined transport equals float64 plain torch, by the tests of the two linears. Its own tests: the order of
+sums, few rows, sub-groups, late ranks, and that an error leaves nothing behind."""
 
 import time
 import weakref

@@ -1,7 +1,5 @@
 """row_linear on 1 to 4 ranks has the outputs and gradients of activation, linear, dropout and residual in plain torch.
-
-It runs exactly the collectives of its docstring, with their bytes; its errors say what to do.
-"""
+It runs exactly the collectives of its docstring, with their bytes; its errors say what to do."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
-"""Queued weight gradients have the bits, collectives and GEMMs of the ordinary backward, but later, by microbatch.
-
-On 1 and 2 ranks, with DTensor parameters, several microbatches in flight, and each transport that runs on a CPU.
-"""
+"""Queued weight gradients have the bits, collectives and GEMMs of the ordinary backward, but later, by microbatch. On 1
+and 2 ranks, with DTensor parameters, several microbatches in flight, and each transport that runs on a CPU."""
 
 import threading
 

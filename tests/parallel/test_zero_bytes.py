@@ -1,9 +1,8 @@
-"""What ranks hold at each moment of a ZeRO step, and FSDP2's collectives in it, are what docs/zero.md says.
-
-A pipeline frees its messages.
-"""
+"""What ranks hold at each moment of a ZeRO step, and FSDP2's collectives in it, are what docs/zero.md says. A pipeline
+frees its messages."""
 
 import gc
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ CHOSEN = (
     ("PP2 Interleaved1F1B ZeRO 3 x2", "bfloat16"),
     ("PP2 ZBVZeroBubble ZeRO 1 x2", "bfloat16"),
 )
+OTHERS = [each for each in itertools.product(zero.CASES, zero.DTYPES) if each not in CHOSEN]
 
 
 def problems(case: str, dtype: str, parallel: dict[str, Any], measured: list[zero.Measured]) -> list[Any]:
@@ -41,17 +41,11 @@ def measure(parallel: dict[str, Any], dtype: str) -> zero.Measured:
     return zero.measure(parallel, dtype, SMALL)
 
 
-@pytest.mark.parametrize("case, dtype", CHOSEN)
+@pytest.mark.parametrize(
+    "case, dtype",
+    [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)],
+)
 def test_bytes_and_collectives(ranks: WorkerPool, case: str, dtype: str) -> None:
-    measured = ranks(4).run(measure, zero.CASES[case], dtype)
-    wrong = problems(case, dtype, zero.CASES[case], measured)
-    assert not wrong, wrong
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("dtype", zero.DTYPES)
-@pytest.mark.parametrize("case", zero.CASES)
-def test_bytes_and_collectives_of_every_layout(ranks: WorkerPool, case: str, dtype: str) -> None:
     measured = ranks(4).run(measure, zero.CASES[case], dtype)
     wrong = problems(case, dtype, zero.CASES[case], measured)
     assert not wrong, wrong
@@ -71,10 +65,8 @@ def test_reduction_in_16_bits(ranks: WorkerPool) -> None:
 
 
 def boundary_tensors(schedule: str, n_microbatches: int) -> tuple[int, int]:
-    """Count the storages of the size of what passes between stages, a size that no parameter has.
-
-    Returns the most at the end of a part's forward, and those after a step.
-    """
+    """Count the storages of the size of what passes between stages, a size that no parameter has. Returns the most at
+    the end of a part's forward, and those after a step."""
     model = {"vocab_size": 250, "seq_length": 24, "position": "rope", "n_layers": 4, "hidden_size": 32, "n_heads": 2}
     config = build_config(
         {

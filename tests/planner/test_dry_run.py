@@ -1,7 +1,5 @@
-"""What a dry run counts on fake tensors is what ranks of a real run hold and communicate.
-
-Its formulas are exact where they say so, and the largest example is counted in one process.
-"""
+"""What a dry run counts on fake tensors is what ranks of a real run hold and communicate. Its formulas are exact where
+they say so, and the largest example is counted in one process."""
 
 import re
 from collections import Counter
@@ -137,7 +135,6 @@ WITHOUT_FSDP = {
     "pp2-interleaved": ({"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}, {}, MODEL),
     "pp4-naive": ({"pipeline_parallel": 4, "pipeline_schedule": "naive"}, {}, MODEL),
 }
-DEFAULT = ["tp2", "pp2"]
 WITH_FSDP = {
     "zero1": ({"data_parallel_shard": 2}, {"microbatch_size": 1}, MODEL),
     "zero2": ({"data_parallel_shard": 2, "zero_stage": 2}, {"microbatch_size": 1}, LLAMA),
@@ -171,32 +168,23 @@ WITH_FSDP = {
 }
 
 
-def compare(ranks, parallel: dict, train: dict, model: dict, *, fsdp: bool, some: slice = slice(None)) -> None:
-    config = plan_config(configuration(parallel, train, model))
+def compare(ranks, name: str, some: slice = slice(None)) -> None:
+    fsdp = name in WITH_FSDP
+    config = plan_config(configuration(*(WITH_FSDP if fsdp else WITHOUT_FSDP)[name]))
     found = ranks(config.parallel.world_size).run(real, config, not fsdp)
     for rank in range(config.parallel.world_size)[some]:
         check_rank(config, rank, found[rank], fsdp=fsdp)
 
 
-@pytest.mark.parametrize("name", DEFAULT)
-def test_a_rank_holds_and_moves_what_was_counted(ranks, name):
-    compare(ranks, *WITHOUT_FSDP[name], fsdp=False, some=slice(0, 1))
-
-
-def test_a_sharded_rank_holds_and_moves_what_was_counted(ranks):
-    compare(ranks, *WITH_FSDP["zero2"], fsdp=True, some=slice(1, 2))
+@pytest.mark.parametrize(("name", "rank"), [("tp2", 0), ("pp2", 0), ("zero2", 1)])
+def test_a_rank_holds_and_moves_what_was_counted(ranks, name, rank):
+    compare(ranks, name, slice(rank, rank + 1))
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", WITHOUT_FSDP)
+@pytest.mark.parametrize("name", [*WITHOUT_FSDP, *WITH_FSDP])
 def test_every_rank_holds_and_moves_what_was_counted(ranks, name):
-    compare(ranks, *WITHOUT_FSDP[name], fsdp=False)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("name", WITH_FSDP)
-def test_every_sharded_rank_holds_and_moves_what_was_counted(ranks, name):
-    compare(ranks, *WITH_FSDP[name], fsdp=True)
+    compare(ranks, name)
 
 
 def saved_per_layer(tp: int, recompute: str) -> int:

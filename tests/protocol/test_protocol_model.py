@@ -1,8 +1,6 @@
-"""The model checker spin searches every interleaving of the fused kernels' protocol, and finds no error.
-
-`protocol.pml` says what is modelled. The search is complete for 2 and for 3 ranks. Each mutation is one real mistake,
-and must read a wrong value.
-"""
+"""The model checker spin searches every interleaving of the fused kernels' protocol, and finds no error. `protocol.pml`
+says what is modelled. The search is complete for 2 and for 3 ranks. Each mutation is one real mistake, and must read a
+wrong value."""
 
 import re
 import shutil
@@ -34,10 +32,8 @@ pytestmark = [
 
 
 def check_model(folder: Path, ranks: int, *mutations: str, depth: int = 10_000) -> str:
-    """Build the verifier of protocol.pml in a folder, run it, and return what it prints.
-
-    The search is exact: states are compressed (COLLAPSE), never hashed away. 3 ranks take 0.6 GB.
-    """
+    """Build the verifier of protocol.pml in a folder, run it, and return what it prints. The search is exact: states
+    are compressed (COLLAPSE), never hashed away. 3 ranks take 0.6 GB."""
 
     def run(*command: str) -> str:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=550)

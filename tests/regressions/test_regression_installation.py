@@ -40,10 +40,8 @@ def test_item_04_only_declared_packages_are_imported():
 
 
 def test_item_08_triton_is_asked_for_on_linux_only():
-    """Fails if pip on macOS or Windows is told to install triton, which has no wheel there.
-
-    tests/test_imports.py shows that everything but the fused transport works without it.
-    """
+    """Fails if pip on macOS or Windows is told to install triton, which has no wheel there. tests/test_imports.py shows
+    that everything but the fused transport works without it."""
     (line,) = (line for line in PROJECT["project"]["dependencies"] if line.startswith("triton"))
     assert line.replace('"', "'").endswith("; platform_system == 'Linux'")
 

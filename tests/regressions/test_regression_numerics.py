@@ -1,7 +1,5 @@
-"""Items 14-19 and 23: what made other systems train to another loss, or not at all, without a message.
-
-Each test compares a layout with one process, in the terms of the report, and in float64 unless it is about rounding.
-"""
+"""Items 14-19 and 23: what made other systems train to another loss, or not at all, without a message. Each test
+compares a layout with one process, in the terms of the report, and in float64 unless it is about rounding."""
 
 import math
 from unittest import mock
@@ -93,10 +91,8 @@ def descend(config: dict, tp: int, steps: int, rate: float, options: dict | None
 @pytest.mark.parametrize("multiple", [1, 128])
 def test_item_14_vocabulary_that_tp_does_not_divide(ranks, multiple):
     """A prime vocabulary on 4 ranks, at the report's learning rate of 0.3, trains as one process that pads nothing.
-
     Fails if padding rows enter the softmax, if a rank takes targets of its neighbour's rows, or if the uneven last
-    shard is read at another one's offset.
-    """
+    shard is read at another one's offset."""
     config = {**TINY, "vocab_size": 251}
     expected = descend({**config, "vocab_multiple": 1}, 1, 12, 0.3)
     assert expected[-1] < expected[0] == pytest.approx(math.log(251), rel=0.05)
@@ -120,10 +116,7 @@ def test_item_15_norm_gradients_are_equal_on_all_ranks(ranks, config):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_item_16_dropout_does_not_depend_on_tensor_parallelism(ranks, sequence_parallel):
     """Fails if ranks draw one mask for different rows, or without sequence parallelism different masks for the same
-    rows.
-
-    The loss of the first step then grows with tp.
-    """
+    rows. The loss of the first step then grows with tp."""
     config, options = {**TINY, "dropout": 0.5}, {"sequence_parallel": sequence_parallel}
     expected = backward(config, 1, {})
     assert expected[0] != backward(TINY, 1, {})[0], "dropout is on"
@@ -162,10 +155,8 @@ def test_item_17_sequence_that_tp_does_not_divide_is_refused(ranks):
 
 @pytest.mark.parametrize("mode", ["mlp", "full"])
 def test_item_18_recomputation_draws_the_same_dropout(mode):
-    """Recomputation keeps every bit, whatever torch's generator is seeded with.
-
-    Fails if the second run of a layer draws other masks than the first.
-    """
+    """Recomputation keeps every bit, whatever torch's generator is seeded with. Fails if the second run of a layer
+    draws other masks than the first."""
     config = {**TINY, "dropout": 0.5}
     expected = descend(config, 1, 6, 0.1)
     torch.manual_seed(99)

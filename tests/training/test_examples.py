@@ -1,7 +1,5 @@
-"""Each example can start, has the published size and layout, has no needless key, and states its memory right.
-
-The SLURM script starts torchrun on its nodes.
-"""
+"""Each example can start, has the published size and layout, has no needless key, and states its memory right. The
+SLURM script starts torchrun on its nodes."""
 
 import os
 import re
@@ -74,11 +72,8 @@ def effective(config: RunConfig) -> tuple:
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_key_of_an_example_can_be_left_out(name):
-    """No key has its default, nor what would be derived.
-
-    Fails for `sequence_parallel = true`, for a `microbatch_size` that is the rank's share, for a field that the preset
-    has.
-    """
+    """No key has its default, nor what would be derived. Fails for `sequence_parallel = true`, for a `microbatch_size`
+    that is the rank's share, for a field that the preset has."""
     values = read_toml(EXAMPLES / f"{name}.toml")
     whole = effective(build_config(values))
     for section, keys in values.items():
@@ -99,11 +94,9 @@ def test_a_key_that_can_be_left_out_is_noticed():
 
 
 def predicted_bytes(config: RunConfig) -> float:
-    """What a rank of the first stage needs, but for the loss and workspaces.
-
-    It has float32 parameters, gradients and Adam moments (16), a bfloat16 copy (2), and the activations of
-    docs/memory.md; vectors count as if they were sharded.
-    """
+    """What a rank of the first stage needs, but for the loss and workspaces. It has float32 parameters, gradients and
+    Adam moments (16), a bfloat16 copy (2), and the activations of docs/memory.md; vectors count as if they were
+    sharded."""
     model, layout = config.model, config.parallel
     h, t, p = model.hidden_size, layout.tensor_parallel, layout.pipeline_parallel
     kv = model.kv_heads / model.n_heads

@@ -1,7 +1,5 @@
-"""Whole runs whose ranks are killed, raise, are stopped, or compute NaN.
-
-The job ends or starts again, names the rank, loses no checkpoint, and ends with the bits of an undisturbed run.
-"""
+"""Whole runs whose ranks are killed, raise, are stopped, or compute NaN. The job ends or starts again, names the rank,
+loses no checkpoint, and ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -36,10 +34,8 @@ SHARDED = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
 
 
 def faulty(folder: str, faults: list[tuple[int, int, str]], *arguments: str) -> None:
-    """Run `tpformer`; in its n-th start one rank raises before or after the gradients of a step.
-
-    faults[n] = (rank, step, when). The ranks are forks of this process, so they have its patch.
-    """
+    """Run `tpformer`; in its n-th start one rank raises before or after the gradients of a step. faults[n] = (rank,
+    step, when). The ranks are forks of this process, so they have its patch."""
     original, starts = ParallelModel.gradients, Counter[str]()
 
     def gradients(self, batch, **options):

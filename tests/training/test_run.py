@@ -1,7 +1,5 @@
-"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, refused.
-
-Runs whose ranks are killed or raise are in test_faults.py.
-"""
+"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, refused. Runs whose ranks are
+killed or raise are in test_faults.py."""
 
 import json
 from pathlib import Path
