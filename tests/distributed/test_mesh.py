@@ -1,4 +1,4 @@
-"""The world starts in every way that is allowed, the mesh has its axes, and wrong sizes are refused."""
+"""The world starts without a launcher, the mesh has its axes, and wrong sizes or half an environment are refused."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def by_autograd(activation, x: Tensor, gate: Tensor | None, da: Tensor, name: st
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """x, gate, da, with special values: at 0 a slope may jump, at 40 and -40 float32's tanh and erf are saturated."""
+    """x, gate, da, with special values: at 0 slopes are 1/2 or 0, at 40 and -40 float32's tanh and erf are
+    saturated."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
     special = torch.tensor([0.0, 40.0, -40.0, 1e-6, -5.0], dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""The default corpus has the standard library's sources, and the split puts each file on a side of its own."""
+"""The default corpus has the standard library's sources, and a file's side of the split does not depend on the
+others."""
 
 import random
 from pathlib import Path
