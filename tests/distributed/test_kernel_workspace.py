@@ -300,7 +300,7 @@ def misuse() -> None:
     assert why_not(group, torch.device("meta")) == "there are no fused kernels for meta devices"
 
 
-def test_misuse(interpreted: WorkerPool) -> None:
+def test_misuse_is_refused(interpreted: WorkerPool) -> None:
     interpreted(1).run(misuse)
 
 

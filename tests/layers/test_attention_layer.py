@@ -37,12 +37,12 @@ BATCH, SEQ, D = 2, 5, 4
         ((12, 4, 4, 1), "RoPE needs an even head dim, not hidden_size / n_heads = 3"),
     ],
 )
-def test_heads_that_cannot_be_laid_out(arguments, message):
+def test_heads_that_cannot_be_laid_out_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_heads(*arguments, rope=True)
 
 
-def test_no_key_value_heads():
+def test_no_key_value_heads_are_refused():
     with pytest.raises(ValueError, match="n_kv_heads=0: each must be at least 1"):
         TransformerBlock(8, 2, n_kv_heads=0)
 
@@ -116,7 +116,7 @@ def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
     [((2, 8), 4, 4), ((4, 2), 2, 4), ((1, 8), 2, 4), ((7,), 2, 4), ((4, 4), 1, 8), ((2, 2, 3), 2, 4), ((), 2, 4)],
 )
 @pytest.mark.parametrize("build_layer", [SelfAttention, TransformerBlock])
-def test_x_of_other_tokens_than_the_positions(build_layer, shape, batch, seq):
+def test_x_of_other_tokens_than_the_positions_is_refused(build_layer, shape, batch, seq):
     message = rf"has {math.prod(shape)} rows that are not those of Positions\(batch={batch}, seq_length={seq}\): give"
     with pytest.raises(ValueError, match=message):
         build_layer(8, 2)(torch.zeros(*shape, 8), positions=Positions(batch, seq))
@@ -128,11 +128,11 @@ def other_tokens_on_a_rank():
         layer(torch.zeros(8, 8), positions=Positions(2, 4))
 
 
-def test_x_of_other_tokens_than_the_positions_on_two_ranks(ranks):
+def test_x_of_other_tokens_is_refused_on_two_ranks(ranks):
     ranks(2).run(other_tokens_on_a_rank)
 
 
-def test_position_ids_of_another_shape():
+def test_position_ids_of_another_shape_are_refused():
     message = r"position ids of shape \(2, 3\) are not \(batch, seq_length\) = \(2, 4\)"
     with pytest.raises(ValueError, match=message):
         GPT(GPTConfig(vocab_size=9, seq_length=4, n_layers=1, hidden_size=8, n_heads=2))(
@@ -153,6 +153,6 @@ def key_gradients(gathered: bool) -> list[torch.Tensor]:
     return [x.grad, *(p.grad.full_tensor() for p in attention.k_proj.parameters())]
 
 
-def test_a_gathered_key_projection(ranks):
+def test_a_gathered_key_projection_has_the_same_gradients(ranks):
     for kept, gathered in zip(*(ranks(2).run(key_gradients, gathered) for gathered in (False, True)), strict=True):
         torch.testing.assert_close(gathered, kept, rtol=1e-12, atol=1e-12)

@@ -103,7 +103,7 @@ def test_masks_that_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_no_tokens(shape):
+def test_no_tokens_are_no_error(shape):
     mask, block = torch.zeros(shape, dtype=torch.bool), make_block("mqa")
     x = torch.zeros(*shape, HIDDEN, dtype=torch.float64, requires_grad=True)
     for y in (block(x), block(x, key_padding_mask=mask)):
@@ -111,6 +111,6 @@ def test_no_tokens(shape):
         y.sum().backward()
 
 
-def test_padding_beside_positions():
+def test_padding_beside_positions_is_refused():
     with pytest.raises(ValueError, match=r"beside positions: give it once, as Positions\(..., key_padding_mask=...\)"):
         SelfAttention(8, 2)(torch.zeros(1, 3, 8), positions=Positions(1, 3), key_padding_mask=REAL)

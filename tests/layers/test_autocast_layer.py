@@ -69,7 +69,7 @@ def check(found: Results, llama: bool, half: torch.dtype, what: str) -> None:
 @pytest.mark.parametrize("llama", [False, True])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("queued", [False, True])
-def test_one_rank(llama, half, recompute, queued):
+def test_one_rank_is_no_worse_than_torch(llama, half, recompute, queued):
     check(by_ours(llama, half, recompute, queued), llama, half, "one rank")
 
 
@@ -80,7 +80,7 @@ def on_rank(llama: bool, half: torch.dtype, sequence_parallel: bool) -> list[Res
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("llama", "half"), [*zip((False, True), HALVES, strict=True)])
-def test_two_ranks(ranks, llama, half, sequence_parallel):
+def test_two_ranks_are_no_worse_than_torch(ranks, llama, half, sequence_parallel):
     for results in ranks(2).run(on_rank, llama, half, sequence_parallel):
         for mode, found in zip(MODES, results, strict=True):
             check(found, llama, half, f"two ranks, {mode}, sequence_parallel={sequence_parallel}")

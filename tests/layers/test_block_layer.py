@@ -102,7 +102,7 @@ def test_tensor_parallel_equals_plain_block(ranks, t, kind, sequence_parallel):
 
 
 @pytest.mark.parametrize("ids", [[[1, 2, 3]], [[0, 2, 3]], [[0, 1, 1]]])
-def test_positions_that_do_not_count_up(ids):
+def test_positions_that_do_not_count_up_are_refused(ids):
     with pytest.raises(ValueError, match="start at 0 in every sample and count up by 1"):
         Positions(1, 3, torch.tensor(ids))
 
@@ -117,7 +117,7 @@ def test_dropout_is_by_its_key_and_in_training_only():
     assert torch.equal(block.eval()(x), without(x))
 
 
-def test_unknown_names():
+def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown norm 'batchnorm'; choose one of layernorm, rmsnorm"):
         TransformerBlock(8, 2, norm="batchnorm")
     with pytest.raises(

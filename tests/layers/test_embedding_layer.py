@@ -94,7 +94,7 @@ def test_the_table_is_padded_to_a_multiple_of_128():
 
 
 @pytest.mark.parametrize("ids, span", [([3, 19], r"\[3, 19\]"), ([-1, 4], r"\[-1, 4\]")])
-def test_ids_out_of_range(ids, span):
+def test_ids_out_of_range_are_refused(ids, span):
     """The table has a row 19, but it is padding."""
     with pytest.raises(ValueError, match=rf"token ids span {span}, outside the vocabulary \[0, 18\]"):
         VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS)(torch.tensor(ids))

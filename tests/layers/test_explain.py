@@ -106,7 +106,7 @@ class Theirs(nn.Module):
         self.out = RowParallelLinear(12, 5, **options)
 
 
-def test_one_rank():
+def test_one_rank_has_shapes_and_no_predictions():
     text = explain(Theirs(), 64).splitlines()
     cells = [line.split() for line in text]
     assert cells[1][:1] == ["body.in"] and cells[1][-2:] == ["one", "rank"] and "local" in cells[1]
@@ -163,7 +163,7 @@ def predictions():
         return explain(model, 8192)
 
 
-def test_predictions(ranks):
+def test_predictions_are_those_of_the_cost_model(ranks):
     header, gate, down, note = ranks(2).run(predictions)[0].splitlines()
     assert header.split()[-3:] == ["break-even", "width", "reason"]
     # by hand: 2 * 8192 * 28672 * 8192 / 700e12 and 8192 * 8192 * 2 / 2 / 380e9; the reduction's GEMM is half as large

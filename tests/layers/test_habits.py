@@ -130,7 +130,7 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", LAYERS)
-def test_habits(ranks, name, tp):
+def test_every_habit_equals_torch_or_is_refused(ranks, name, tp):
     for habits, dp in ((list(EDITS) + list(WAYS), 1), (list(SHARDINGS), 2)):
         by_rank = ranks(tp * dp).run(on_rank, name, tp, habits)
         for habit, *found in zip(habits, *by_rank, strict=True):

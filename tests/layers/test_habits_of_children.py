@@ -47,7 +47,7 @@ def run(block: nn.Module, shard: slice | None = None, **options) -> Results:
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("habit", [*ANYWHERE, *ON_LINEARS])
-def test_on_one_rank(habit, norm, recompute):
+def test_habits_on_one_rank_equal_torch(habit, norm, recompute):
     for path in LINEARS[norm] if habit in ON_LINEARS else (*CHILDREN, *LINEARS[norm]):
         results = []
         for block in (theirs.Block(norm), ours(norm, recompute=recompute)):
@@ -126,7 +126,7 @@ def on_rank(habit: str, norm: str, sequence_parallel: bool, recompute: str) -> l
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(("norm", "recompute"), [("layernorm", "none"), ("rmsnorm", "full"), ("layernorm", "mlp")])
 @pytest.mark.parametrize("habit", SHARDED)
-def test_on_two_ranks(ranks, habit, norm, recompute, sequence_parallel):
+def test_habits_on_two_ranks_equal_torch(ranks, habit, norm, recompute, sequence_parallel):
     results = ranks(2).run(on_rank, habit, norm, sequence_parallel, recompute)
     for path, *found in zip(places(habit, norm), *results, strict=True):
         block = theirs.Block(norm)

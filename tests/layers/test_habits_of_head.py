@@ -64,7 +64,7 @@ def expected(habit: str, reduction: str) -> Results:
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("habit", sorted(HABITS.keys() - COMPUTED))
-def test_on_one_rank(habit, reduction):
+def test_habits_on_one_rank_equal_torch(habit, reduction):
     model = build()
     HABITS[habit](model, "lm_head")
     assert_same(run(model, reduction=reduction), expected(habit, reduction), habit)
@@ -78,7 +78,7 @@ def on_rank(habit: str, sequence_parallel: bool) -> Results:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("habit", SHARDED)
-def test_on_two_ranks(ranks, habit, sequence_parallel):
+def test_habits_on_two_ranks_equal_torch(ranks, habit, sequence_parallel):
     results = ranks(2).run(on_rank, habit, sequence_parallel)
     logits = torch.cat([each["logits"] for each in results], -1)
     for each in results:
@@ -203,7 +203,7 @@ FIRST = next(iter(ORDERS))
 @pytest.mark.parametrize(
     "tied, order, wrapped", [*((True, order, False) for order in ORDERS), (True, FIRST, True), (False, FIRST, False)]
 )
-def test_fsdp(ranks, tied, order, wrapped, tp):
+def test_fsdp_in_every_order_equals_torch(ranks, tied, order, wrapped, tp):
     results, wanted = ranks(2 * tp).run(two_steps, order, tp, tied, wrapped), two_steps(None, 1, tied)
     for each in results:
         found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}

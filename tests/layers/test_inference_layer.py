@@ -28,7 +28,7 @@ def gradients(infer_first: bool, transport: str, sequence_parallel: bool) -> lis
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name not in ("auto", "fused")])
-def test_collectives(ranks, transport, sequence_parallel):
+def test_training_after_inference_has_the_same_gradients(ranks, transport, sequence_parallel):
     found, expected = (ranks(2).run(gradients, first, transport, sequence_parallel) for first in (True, False))
     for one, other in zip(found, expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))

@@ -57,7 +57,7 @@ def test_same_bits_for_every_layout(ranks, t, dtype):
             assert p.dtype == dtype and torch.equal(p, expected[name]), name
 
 
-def test_values():
+def test_values_have_their_spread_and_padding_is_zero():
     model = build(None, torch.float64)
     initialize(model, 5)
     table = model["embedding"].weight.detach()

@@ -43,7 +43,7 @@ def test_bit_identical_to_linear(kind, bias, shape):
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_constructors(kind):
+def test_bias_is_positional_and_empty_sizes_are_refused(kind):
     assert kind(K, N, False).bias is None and kind(K, N, True).bias.shape == (N,)
     for sizes in ((0, N), (K, 0), (-1, N)):
         with pytest.raises(ValueError, match=f"in_features={sizes[0]}, out_features={sizes[1]}: a linear needs one"):
@@ -76,7 +76,7 @@ def pair_along(sequence_dim: int | None):
 
 @pytest.mark.parametrize("t", [1, 2, 3])
 @pytest.mark.parametrize("sequence_dim", [1, 0, None])
-def test_sequence_dim(ranks, t, sequence_dim):
+def test_sequence_dim_equals_plain_linears(ranks, t, sequence_dim):
     results = ranks(t).run(pair_along, sequence_dim)
     column, row = (results[0][4][name][0].requires_grad_() for name in ("column", "row"))
     x, residual, dy = (rand(BATCH * t, SEQ * t, K, seed=s) for s in (0, 1, 2))
@@ -114,7 +114,7 @@ def some_rows(sequence_parallel: bool):
 
 @pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_used_rows(ranks, t, sequence_parallel):
+def test_used_rows_sum_their_gradients_over_ranks(ranks, t, sequence_parallel):
     results = ranks(t).run(some_rows, sequence_parallel)
     uses = torch.zeros(N, dtype=torch.float64)
     for rank in range(t):

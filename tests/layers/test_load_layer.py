@@ -53,7 +53,7 @@ def load() -> None:
 
 
 @pytest.mark.parametrize("t", [1, 2, 3])
-def test_whole_tensors(ranks, t):
+def test_whole_tensors_load_into_shards(ranks, t):
     ranks(t).run(load)
 
 

@@ -97,7 +97,7 @@ def kept(recompute: str) -> int:
 
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("recompute, bytes_16_bit, statistics", [("mlp", 12, 2), ("full", 2, 0)])
-def test_bytes(ranks, t, recompute, bytes_16_bit, statistics):
+def test_bytes_that_wait_for_the_backward(ranks, t, recompute, bytes_16_bit, statistics):
     unit, rows = BATCH * SEQ * HIDDEN // t, BATCH * SEQ // t
     log_sum_exp = 0 if recompute == "full" else BATCH * SEQ * HEADS // t
     for elements in ranks(t).run(kept, recompute):
@@ -141,6 +141,6 @@ def test_regions_inside_regions():
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_unknown_mode():
+def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="unknown recompute 'some'; choose one of none, mlp, full"):
         TransformerBlock(8, 2, recompute="some")

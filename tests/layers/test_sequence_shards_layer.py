@@ -53,7 +53,7 @@ def assert_same_on_ranks(ranks, t: int, dim: int, function, *args) -> None:
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("kind", ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"])
 @pytest.mark.parametrize("named, ids", [(False, None), (True, None), (True, IDS)])
-def test_block(ranks, t, kind, recompute, named, ids):
+def test_a_block_on_shards_equals_the_whole(ranks, t, kind, recompute, named, ids):
     assert_same_on_ranks(ranks, t, 1, block, kind, recompute, named, ids)
 
 
@@ -74,7 +74,7 @@ def alone(dim: int, kind: str) -> Results:
 
 @pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("kind", ["attention", "mlp", "positions", "documents"])
-def test_layers_alone(ranks, t, kind):
+def test_each_layer_on_shards_equals_the_whole(ranks, t, kind):
     assert_same_on_ranks(ranks, t, 1, alone, kind)
 
 

@@ -69,7 +69,7 @@ def run(function: Callable[..., Tensor], tensors: dict[str, Tensor], strided: bo
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("lead", [(5,), (2, 3), (2, 1, 3), (0,), (2, 0), (0, 3), ()])
 @pytest.mark.parametrize("name", LINEARS)
-def test_linears(name, lead, strided):
+def test_linears_take_the_shapes_that_torch_takes(name, lead, strided):
     ours, theirs, names = LINEARS[name]
     tensors = draw(lead, *names)
     for found, expected in zip(run(ours, tensors, strided), run(theirs, tensors, strided), strict=True):
@@ -79,7 +79,7 @@ def test_linears(name, lead, strided):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("options", [{}, {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}])
 @pytest.mark.parametrize("tied", [False, True])
-def test_model_without_samples(tied, options, recompute):
+def test_a_model_without_samples_has_loss_zero(tied, options, recompute):
     config = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2, "n_kv_heads": 1}
     model = GPT(GPTConfig(dropout=0.1, tie_embeddings=tied, **config, **options), recompute=recompute)
     ids = torch.zeros(0, 4, dtype=torch.long)
@@ -149,6 +149,6 @@ def loss_in_chunks_of(tokens: int) -> Tensor:
         (lambda: loss_in_chunks_of(0), "chunk_tokens=0: at least 1"),
     ],
 )
-def test_sizes_that_mean_nothing(make, message):
+def test_sizes_that_mean_nothing_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -28,12 +28,12 @@ from tpformer.models import GPT, GPTConfig, preset_config
         ({"ffn_hidden_size": -3}, "ffn_hidden_size=-3 must be at least 1"),
     ],
 )
-def test_bad_values(fields, message):
+def test_bad_values_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**fields)
 
 
-def test_unset_vocabulary_and_impossible_heads():
+def test_unset_vocabulary_and_impossible_heads_are_refused():
     with pytest.raises(ValueError, match="GPTConfig.vocab_size is unset: give it"):
         GPT(GPTConfig())
     with pytest.raises(ValueError, match="hidden_size=768 is not a multiple of n_heads=7"):

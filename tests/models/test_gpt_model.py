@@ -115,7 +115,7 @@ def test_training_refuses_to_pad(ranks):
         ranks(3).run(on_rank, TINY, 2, 5, False, True)
 
 
-def test_too_long_for_the_learned_positions():
+def test_samples_longer_than_the_learned_positions_are_refused():
     with pytest.raises(ValueError, match="9 tokens per sample, but the model has 8 learned positions"):
         build(TINY)(torch.zeros(1, 9, dtype=torch.int64))
     assert build(LLAMA)(torch.zeros(1, 9, dtype=torch.int64)).shape == (1, 9, 50)
@@ -165,7 +165,7 @@ def test_recomputed_layers_are_selected_as_python_selects(pattern, layers):
     "pattern, part",
     [("6", "6"), ("0,two", "two"), ("1:2:3:4", "1:2:3:4"), ("3:3", "3:3"), ("::0", "::0"), (",", "")],
 )
-def test_patterns_that_select_nothing(pattern, part):
+def test_patterns_that_select_nothing_are_refused(pattern, part):
     with pytest.raises(ValueError, match=f"recompute_layers='{pattern}': '{part}' selects none of the 6 layers"):
         selected_layers(pattern, 6)
 

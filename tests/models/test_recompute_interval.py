@@ -74,7 +74,7 @@ def test_bits_are_those_without_recomputation(name, monkeypatch):
 
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("interval", [1, 2, LAYERS])
-def test_whatever_people_do_to_layers(habit, interval):
+def test_hooks_and_adapters_keep_the_bits_in_regions(habit, interval):
     assert_same(run(HABITS[habit], **FULL, recompute_interval=interval)[0], run(HABITS[habit])[0], tolerance=0)
 
 
@@ -118,7 +118,7 @@ def sharded(interval: int) -> Results:
 
 
 @pytest.mark.parametrize("interval", [2, LAYERS])
-def test_sharded_layers_of_a_region(ranks, interval):
+def test_sharded_layers_of_a_region_keep_the_bits(ranks, interval):
     for one, other in zip(ranks(2).run(sharded, interval), ranks(2).run(sharded, 0), strict=True):
         assert_same(one, other, tolerance=0)
 
@@ -157,6 +157,6 @@ def test_regions_are_of_consecutive_selected_layers_of_a_part():
         ({"recompute": "mlp", "recompute_interval": 2}, "=2 of recompute='mlp', but regions of several"),
     ],
 )
-def test_intervals_that_cannot_be(options, message):
+def test_impossible_intervals_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GPT(GPTConfig(**CONFIG), device="meta", **options)

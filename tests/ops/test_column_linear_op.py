@@ -185,7 +185,7 @@ def test_normed_rows_take_the_place_of_the_norm(kind):
     assert not ops.column_linear(values["x"], values["weight"], norm=norm, normed=ops.Normed(0 * y, mean, rstd)).any()
 
 
-def test_errors():
+def test_wrong_arguments_are_refused():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="'telepathy'.*choose one of 'auto', 'sequential'"):
         ops.column_linear(x, weight, transport="telepathy")

@@ -34,13 +34,13 @@ ROWS = [
 
 @pytest.mark.parametrize("t", RANKS)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_column(interpreted, t, sequence_parallel):
+def test_column_equals_plain_torch(interpreted, t, sequence_parallel):
     on_gpu.check_columns(OnTransport(interpreted, "fused"), t, sequence_parallel, torch.float32, COLUMNS)
 
 
 @pytest.mark.parametrize("t", RANKS)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_row(interpreted, t, sequence_parallel):
+def test_row_equals_plain_torch(interpreted, t, sequence_parallel):
     on_gpu.check_rows(OnTransport(interpreted, "fused"), t, sequence_parallel, torch.float32, ROWS)
 
 
@@ -63,7 +63,7 @@ class ByCopies(OnTransport):
         return world
 
 
-def test_gathers_by_copies(interpreted):
+def test_gathers_by_copies_equal_plain_torch(interpreted):
     column.check(ByCopies(interpreted, "fused"), 3, column.case(9, 6, (6, 9), "layernorm", True), torch.float32)
     row.check(ByCopies(interpreted, "fused"), 3, row.case(9, 9, 7, "silu", True), torch.float32)
 

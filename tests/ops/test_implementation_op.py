@@ -48,7 +48,7 @@ def test_both_modules_have_what_is_called(op, monkeypatch):
         assert all(ours[extra].kind == inspect.Parameter.KEYWORD_ONLY for extra in list(ours)[len(theirs) :]), name
 
 
-def test_another_gpu_than_the_current_one(monkeypatch):
+def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ValueError, match=r"norm of a tensor on cuda:1 while cuda:0 is .*set_device\(1\) first"):
         implementation("norm", tensor("cuda:1", torch.float32))

@@ -52,7 +52,7 @@ def test_the_mean_of_nothing_is_torchs(targets):
         assert not any(bool(each.any()) for each in torch.autograd.grad(loss, inputs, retain_graph=True))
 
 
-def test_reductions_that_are_not_are_refused():
+def test_unknown_reductions_are_refused():
     x, weight, targets, vocab = torch.randn(2, 3), torch.randn(4, 3), torch.arange(2), ops.VocabSlice(0, 4, 4)
     with pytest.raises(ValueError, match="reduction='avg' is none of"):
         ops.vocab_parallel_cross_entropy(x @ weight.t(), targets, vocab, reduction="avg")

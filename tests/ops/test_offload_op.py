@@ -33,7 +33,7 @@ def run(layers: nn.ModuleList, offload: ops.Offload | None, device: str = "cpu")
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "mlp"}, {"recompute": "full"}, {"activation": "swiglu"}])
-def test_same_bits(options):
+def test_offloading_changes_no_bit(options):
     expected = run(blocks(**options), None)
     assert all(
         torch.equal(a, b) for a, b in zip(run(blocks(**options), ops.Offload(smallest=1)), expected, strict=True)

@@ -160,6 +160,6 @@ def test_an_error_leaves_nothing_behind(ranks):
     ranks(2).run(interrupted)
 
 
-def test_indivisible_tokens(ranks):
+def test_indivisible_tokens_are_refused(ranks):
     with pytest.raises(RankFailure, match=r"ValueError: .*2 ranks.*5 rows.*pad"):
         OnTransport(ranks, "pipelined")(2).run(row.indivisible)

@@ -169,7 +169,7 @@ def test_inputs_are_left_alone():
     assert all(torch.equal(before[name], x) for name, x in values.items())
 
 
-def test_errors():
+def test_wrong_arguments_are_refused():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="'telepathy'.*choose one of 'auto', 'sequential'"):
         ops.row_linear(x, weight, transport="telepathy")
@@ -179,7 +179,7 @@ def test_errors():
         ops.row_linear(x, weight, gate=x)
 
 
-def test_next_norm_at_the_end_of_a_region():
+def test_next_norm_at_the_end_of_a_region_is_refused():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="next_norm and ends_region exclude each other"):
         ops.row_linear(x, weight, next_norm=ops.Norm("rmsnorm", torch.ones(4), None, 1e-5), ends_region=True)
@@ -189,6 +189,6 @@ def indivisible():
     ops.row_linear(torch.randn(5, 2), torch.randn(3, 2), group=dist.group.WORLD)
 
 
-def test_indivisible_tokens(ranks):
+def test_indivisible_tokens_are_refused(ranks):
     with pytest.raises(RankFailure, match=r"ValueError: .*2 ranks.*5 rows.*pad"):
         ranks(2).run(indivisible)

@@ -60,7 +60,7 @@ def row(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("operation", [column, row])
-def test_linears(ranks, t, sequence_parallel, operation):
+def test_linears_save_what_they_list(ranks, t, sequence_parallel, operation):
     ranks(t).run(operation, sequence_parallel)
 
 

@@ -73,7 +73,7 @@ def columns_on_rank(n: int):
 
 
 @pytest.mark.parametrize(("t", "n"), [(2, 6), (3, 8)])
-def test_columns(ranks, t, n):
+def test_columns_are_gathered_and_taken(ranks, t, n):
     whole = make(0, torch.float64, x=(TOKENS, n))["x"]
     uses = torch.zeros(n, dtype=torch.float64)
     for rank in range(t):
@@ -96,6 +96,6 @@ def indivisible():
     ops.scatter_rows(torch.randn(7, 2), dist.group.WORLD)
 
 
-def test_indivisible_tokens(ranks):
+def test_indivisible_tokens_are_refused(ranks):
     with pytest.raises(RankFailure, match="7 tokens cannot be split over 3 .*ranks: pad .* to a multiple of 3"):
         ranks(3).run(indivisible)

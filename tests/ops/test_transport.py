@@ -193,7 +193,7 @@ def test_measured_times_of_what_cannot_run_do_not_count(node, table):
         (json.dumps([row(fused_us="fast")]), ["fused_us 'fast'"]),
     ],
 )
-def test_a_table_that_is_none(tmp_path, content, words):
+def test_a_table_that_is_malformed_is_refused(tmp_path, content, words):
     path = tmp_path / "table.json"
     path.write_text(content)
     with pytest.raises(ValueError) as error:

@@ -71,7 +71,7 @@ def reference():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(ranks, schedule):
+def test_every_schedule_has_the_gradients_of_one_process(ranks, schedule):
     whole, expected = reference()
     records = ranks(2).run(gradients, {"pipeline_parallel": 2, "pipeline_schedule": schedule})
     check(records, whole)
@@ -81,7 +81,7 @@ def test_every_schedule(ranks, schedule):
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)])
-def test_with_data_parallel_ranks(ranks, schedule, zero):
+def test_data_parallel_ranks_have_the_gradients_of_one_process(ranks, schedule, zero):
     whole, expected = reference()
     fields = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "data_parallel_shard": 2, "zero_stage": zero}
     records = ranks(4).run(gradients, fields, "time")
@@ -116,7 +116,7 @@ def blocks(recompute: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "full"])
-def test_children_recompute_themselves(ranks, recompute):
+def test_recomputed_children_have_the_same_gradients(ranks, recompute):
     for kept, again in zip(ranks(2).run(blocks, "none"), ranks(2).run(blocks, recompute), strict=True):
         assert len(kept) > 0 and all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
 

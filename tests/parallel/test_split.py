@@ -25,7 +25,7 @@ def test_no_split_is_better(costs, stages):
     assert quality((*(each.start for each in found), len(costs))) == min(every)
 
 
-def test_fewer_layers_than_stages():
+def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ValueError, match="3 layers cannot be divided among 4 stages"):
         split_stages([1.0] * 3, 4)
 

@@ -29,7 +29,7 @@ def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
     assert sent == {name: pipelines * 2 * MICROBATCHES * number for name, number in boundaries.items()}
 
 
-def test_counts(ranks: WorkerPool) -> None:
+def test_schedules_multiply_and_communicate_the_same(ranks: WorkerPool) -> None:
     kept, recomputed = (counts(ranks, recompute, 1) for recompute in ("none", "full"))
     for each in (kept, recomputed):
         check(each, 1)

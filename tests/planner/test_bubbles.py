@@ -56,7 +56,7 @@ def test_the_formulas_that_are_printed():
     assert bubble_ratio("Interleaved1F1B", 4, 16, 2) == 3 / 32
 
 
-def test_where_no_closed_form_holds():
+def test_no_closed_form_is_given_where_none_holds():
     assert bubble_time("1F1B", 4, 3, EQUAL) is None
     assert bubble_time("InterleavedZeroBubble", 4, 8, {"F": 1, "I": 2, "W": 2}) is None
     for schedule in ("ZBVZeroBubble", "DualPipeV"):

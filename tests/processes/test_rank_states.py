@@ -151,7 +151,7 @@ def test_on_a_device_all_ranks_wait_outside_of_collectives():
     assert blamed([state(rank, None) for rank in range(4)])[0] == []
 
 
-def test_names():
+def test_names_join_neighbouring_ranks():
     assert names([3]) == "rank 3"
     assert names([7, 0, 1, 2, 9, 10]) == "ranks 0-2, 7, 9-10"
 

@@ -181,7 +181,7 @@ def test_an_export_that_fails_half_way_leaves_no_directory(trained, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(commands, trained, tmp_path):
+def test_the_command_exports_and_refuses_in_one_line(commands, trained, tmp_path):
     run, _ = trained
     arguments = ("export", str(run), "--out", str(tmp_path / "out"))
     code, out, err = commands.run(*arguments, "--dtype", "bfloat16")

@@ -64,7 +64,7 @@ def test_on_a_terminal_the_bar_shows_the_newest_loss(tmp_path, monkeypatch, caps
     assert "step 3/4" in capsys.readouterr().out, "validation is a line of its own"
 
 
-def test_loss_curve(tmp_path):
+def test_the_loss_curve_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     write_rows(tmp_path, 3)
     path = plot_losses(tmp_path)

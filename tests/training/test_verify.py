@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch):
         check_memory(small)
 
 
-def test_the_verdict():
+def test_the_verdict_needs_every_difference_to_be_small():
     good = Report([(2.0, 2.0)], [(1.0, 1.0 + 5e-10)], Difference(9e-10, "a"), Difference(0.0, ""))
     assert good.ok
     for bad in (

@@ -62,7 +62,7 @@ def test_bad_jsonl_line_is_named_and_nothing_is_left(tmp_path: Path, bad: str | 
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_missing_and_empty_inputs(tmp_path: Path) -> None:
+def test_missing_and_empty_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.txt does not exist"):
         build_dataset([tmp_path / "absent.txt"], tmp_path / "out", "bytes", quiet=True)
     (tmp_path / "empty").mkdir()

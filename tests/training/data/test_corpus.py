@@ -50,6 +50,6 @@ def test_no_file_is_most_of_the_validation_set() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
-def test_fraction_out_of_range(fraction: float) -> None:
+def test_fraction_out_of_range_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError, match=str(fraction)):
         split_files(FILES, root=ROOT, validation_fraction=fraction)

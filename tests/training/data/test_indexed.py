@@ -117,7 +117,7 @@ def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 7), (3, 2)])
-def test_tokens_out_of_range(tmp_path: Path, start: int, stop: int) -> None:
+def test_tokens_out_of_range_are_refused(tmp_path: Path, start: int, stop: int) -> None:
     write(tmp_path / "a", DOCUMENTS)
     with pytest.raises(ValueError, match="which has 6"):
         IndexedDataset(tmp_path / "a").tokens(start, stop)

@@ -56,7 +56,7 @@ def test_permute_moves_neighbours_apart() -> None:
 
 
 @pytest.mark.parametrize(("index", "n"), [(-1, 5), (5, 5), (0, 0)])
-def test_permute_out_of_range(index: int, n: int) -> None:
+def test_permute_out_of_range_is_refused(index: int, n: int) -> None:
     with pytest.raises(ValueError, match=rf"range\({n}\), got {index}"):
         permute(index, n, 0)
 
@@ -152,7 +152,7 @@ def test_quotas_are_the_largest_remainder(tmp_path: Path, weights: list[float], 
         ([1.0], "2 datasets, 1 weights"),
     ],
 )
-def test_bad_weights(tmp_path: Path, weights: list[float], message: str) -> None:
+def test_bad_weights_are_refused(tmp_path: Path, weights: list[float], message: str) -> None:
     part = TokenSamples(dataset_of(tmp_path / "a", 21), seq_length=10)
     with pytest.raises(ValueError, match=message):
         BlendedSamples([part, part], weights, seed=0)
@@ -175,7 +175,7 @@ def test_batch_stacks_consecutive_samples(tmp_path: Path) -> None:
         batch(samples, 0, 0)
 
 
-def test_too_few_tokens_and_bad_numbers(tmp_path: Path) -> None:
+def test_too_few_tokens_and_bad_numbers_are_refused(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path / "a", 10)
     with pytest.raises(ValueError, match=r"a\.bin has 10 tokens, fewer than the 11 of one sample at seq_length 10"):
         TokenSamples(dataset, seq_length=10)
