@@ -104,7 +104,7 @@ def test_bytes_that_wait_for_the_backward(ranks, t, recompute, bytes_16_bit, sta
         assert elements == unit * bytes_16_bit // 2 + rows * statistics + log_sum_exp
 
 
-def test_without_gradients_no_mode_runs_twice_or_keeps_anything():
+def test_without_gradients_no_mode_keeps_anything():
     x, _ = inputs()
     for recompute in RECOMPUTE:
         block = make_block(DROPPED[0], recompute=recompute)

@@ -63,19 +63,21 @@ def test_a_failing_rank_ends_the_others_and_is_named(tmp_path, capfd):
     assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 1, 1]
 
 
+RAISES = "error('closed'); sys.exit(1)"
+
+
 @pytest.mark.parametrize(
-    ("note", "end", "consequence", "text"),
+    ("code", "note", "end", "consequence", "text"),
     [
-        # peers of a killed rank raise
-        ("", "os.kill(os.getpid(), signal.SIGKILL)", "error('closed'); sys.exit(1)", "was killed by SIGKILL"),
-        # and so do peers of one that raised, a moment later
-        ("KeyError: 3\\n more", "sys.exit(1)", "error('closed'); sys.exit(1)", "failed with exit code 1 (KeyError: 3)"),
+        # peers of a rank that was killed raise, and so do those of one that raised
+        (137, "", "os.kill(os.getpid(), signal.SIGKILL)", RAISES, "was killed by SIGKILL"),
+        (1, "KeyError: 3\\n more", "sys.exit(1)", RAISES, "failed with exit code 1 (KeyError: 3)"),
         # native threads abort when a peer is gone
-        ("KeyError: 3", "sys.exit(1)", "os.abort()", "failed with exit code 1 (KeyError: 3)"),
-        ("", f"sys.exit({HANG_EXIT_CODE})", "error('closed'); sys.exit(1)", "ended the job because a rank hangs"),
+        (1, "KeyError: 3", "sys.exit(1)", "os.abort()", "failed with exit code 1 (KeyError: 3)"),
+        (HANG_EXIT_CODE, "", f"sys.exit({HANG_EXIT_CODE})", RAISES, "ended the job because a rank hangs"),
     ],
 )
-def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, note, end, consequence, text):
+def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, code, note, end, consequence, text):
     """All ranks have ended when the launcher first looks."""
 
     def start_and_wait(*arguments) -> None:
@@ -94,11 +96,10 @@ while not os.path.exists(f"{{folder}}/first"):
     time.sleep(0.01)
 {consequence}
 """
-    code = run_ranks(work(tmp_path, script), 2)
+    assert run_ranks(work(tmp_path, script), 2) == code
     first, then = capfd.readouterr().err.splitlines()
     assert first.startswith(f"rank 1 of 2 {text}") and first.endswith("; all ranks were stopped")
     assert then.startswith("then rank 0 of 2 ")
-    assert code in (1, 128 + signal.SIGKILL, HANG_EXIT_CODE)
 
 
 def test_restart_runs_all_ranks_again_and_tells_them_the_attempt(tmp_path, capfd):

@@ -1,4 +1,5 @@
-"""metrics.jsonl survives kills and resumes; TensorBoard, the terminal and the loss curve show its numbers."""
+"""metrics.jsonl survives kills and resumes; TensorBoard and the terminal show its numbers, and a loss curve is
+drawn."""
 
 import json
 import sys
