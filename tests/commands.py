@@ -1,7 +1,7 @@
-"""`tpformer` commands for tests: each in a process of its own, which starts in milliseconds.
+"""`tpformer` commands for tests: each is a process of its own, which starts in milliseconds.
 
-Belongs here: starting such a process, its output and its end. It is a fork of a server that has imported everything,
-and otherwise what a shell would start: own environment, own standard output, own exit code.
+Belongs here: starting such a process, its output and its end. It is a fork of a server that has imported everything;
+its environment, standard output and exit code are its own, as if a shell had started it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pool import Server, getattr_path, import_module, on_account_of
 
 
 class Commands:
-    """`commands.run("pretrain", "run.toml")` is (exit code, stdout, stderr); `start` returns at once."""
+    """`run("pretrain", "run.toml")` gives (exit code, stdout, stderr); `start` returns at once."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -35,7 +35,7 @@ class Commands:
         return self.start(*arguments, **environment).finish(seconds)
 
     def call(self, function: Callable[..., None], *args: Any, **environment: str) -> Command:
-        """The module-level `function(*args)` in place of the command; it may change modules before it calls `main`."""
+        """Run the module-level `function(*args)` instead of the command; it may patch modules and then call `main`."""
         return Command(self.server, function, args, environment)
 
 
@@ -47,7 +47,7 @@ class Command:
         self.files = [Path(self.folder.name, name) for name in ("out", "err")]
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         place = (test, list(sys.path), function.__module__, inspect.getfile(function), function.__qualname__)
-        # not a daemon: it may start ranks
+        # it may start ranks, which a daemon may not
         self.process = server.start(enter, os.getcwd(), environment, self.files, *place, args, daemon=False)
         self.pid: int = self.process.pid
 
@@ -63,14 +63,14 @@ class Command:
         return self.process.exitcode
 
     def children(self) -> list[int]:
-        """Process ids of its ranks, in rank order."""
+        """The process ids of its ranks, in rank order."""
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
 
     def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 90) -> None:
-        """Return when it has happened; AssertionError if the process ends before, or it takes too long."""
+        """Return when it has happened. Raises AssertionError if the process ends before, or if it takes too long."""
         deadline = time.monotonic() + seconds
         while not happened():
             assert self.poll() is None, f"ended before: {what}\n{self.out}\n{self.err}"
@@ -78,7 +78,7 @@ class Command:
             time.sleep(0.002)
 
     def finish(self, seconds: float = 90) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr when it has ended; a process that takes longer is ended with its ranks."""
+        """Return exit code, stdout and stderr at the end. A process that takes longer is killed with its ranks."""
         self.process.join(seconds)
         code = self.process.exitcode
         try:
@@ -106,7 +106,7 @@ def enter(
     name: str,
     args: tuple,
 ) -> None:
-    """In the new process: become what a shell would have started, then call the function."""
+    """In the new process: take on what a shell would have given it, then call the function."""
     threading.Thread(target=stop_without_pytest, daemon=True).start()
     os.chdir(directory)
     os.environ.update(environment)
@@ -118,7 +118,7 @@ def enter(
 
 
 def stop_without_pytest() -> None:
-    """Once pytest has ended, however it ended, stop this process: nobody waits for it any more."""
+    """Stop this process once pytest has ended, however it ended, because nobody waits for it any more."""
     pytest = multiprocessing.parent_process()
     assert pytest is not None
     connection.wait([pytest.sentinel])

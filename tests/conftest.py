@@ -1,6 +1,6 @@
 """What every test may use: the pool of ranks, and the rules by which `gpu` and `proof` tests run.
 
-Belongs here: fixtures and pytest options shared by the whole suite. Fixtures of one topic stand beside its tests.
+Belongs here: fixtures and pytest options of the whole suite. Fixtures of one topic are beside its tests.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def ranks(pool: WorkerPool) -> Iterator[WorkerPool]:
-    """`ranks(n).run(function, *args)` runs a module-level function on n gloo ranks; returns the results by rank."""
+    """`ranks(n).run(function, *args)` runs a module-level function on n gloo ranks, and returns their results in
+    order."""
     yield pool
     pool.leave()
 
 
 @pytest.fixture(scope="session")
 def commands(pool: WorkerPool) -> Commands:
-    """`commands.run("pretrain", "run.toml")` runs a `tpformer` command: (exit code, stdout, stderr)."""
+    """`commands.run("pretrain", "run.toml")` runs a `tpformer` command, and returns (exit code, stdout, stderr)."""
     return Commands(pool.server)
 
 
 @pytest.fixture
 def forked(pool: WorkerPool) -> Iterator[None]:
-    """What starts processes by multiprocessing's fork server gets the pool's, which has imported everything."""
+    """Within, multiprocessing's fork server is the pool's, which has imported everything."""
     with pool.server.serving():
         yield
 
 
-# the kernels, which are decorated for the interpreter or for a GPU when they are imported
+# modules that a pool with the interpreter imports: a kernel is for the interpreter or a GPU from its import on
 INTERPRETED = (
     "interpreter",
     "tpformer.ops.transports.fused",
@@ -62,14 +63,14 @@ def interpreting_pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def interpreted(interpreting_pool: WorkerPool) -> Iterator[WorkerPool]:
-    """As `ranks`, with Triton kernels running in Triton's interpreter."""
+    """Like `ranks`, but Triton kernels run in Triton's interpreter."""
     yield interpreting_pool
     interpreting_pool.leave()
 
 
 @pytest.fixture(scope="session")
 def one_gpu() -> Iterator[WorkerPool]:
-    """As `ranks`, for tests marked `gpu`: all ranks use cuda:0 and map one another's memory there."""
+    """Like `ranks`, for tests marked `gpu`: all ranks use cuda:0 and map one another's memory there."""
     with WorkerPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}) as pool:
         yield pool
 

@@ -1,11 +1,14 @@
-"""Defects of a training step that checks of whole layouts must notice: replacements for what does it right."""
+"""Wrong replacements for parts of a training step, which checks of whole layouts must notice.
+
+Belongs here: defects that more than one test injects.
+"""
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def without_reduction(part: torch.nn.Module) -> None:
-    """Partial gradients taken for whole ones."""
+    """Take partial gradients for whole ones."""
     for parameter in part.parameters():
         grad = parameter.grad
         if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):

@@ -1,9 +1,9 @@
-"""A pytest plugin for `make gpu` and `make nvlink`: what was run, on what, and how it ended, as one JSON file.
+"""A pytest plugin for `make gpu` and `make nvlink`: it writes what ran, on what, and how it ended, to one JSON file.
 
     PYTHONPATH=.:tests python3 -m pytest -p gpu_report -m gpu
 
-Needs pytest and torch only. It leaves alone every test file that has no test with the marker of -m, so that a package
-that is missing on a GPU machine costs no test that does without it.
+It needs only pytest and torch. It does not import a test file without a test of the marker given by -m, so that a
+package that is missing on a GPU machine costs no test that does without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "numpy", "pytest")
 UNFINISHED = "did not end"
-OUTCOMES = (UNFINISHED, "passed", "skipped", "failed")  # of a test's phases the last in this order counts
+OUTCOMES = (UNFINISHED, "passed", "skipped", "failed")  # of a test's phases, the one that is last in this order counts
 TIMEOUTS = util.find_spec("pytest_timeout") is not None
 
 
@@ -64,7 +64,7 @@ class Report:
             entry.setdefault("reason", shown(reason))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.outcome != "passed":  # a file that cannot be imported, or that skips itself as a whole
+        if report.outcome != "passed":  # the file cannot be imported, or skips itself as a whole
             self.add(report.nodeid, report.outcome, 0.0, cause(report))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -84,7 +84,7 @@ class Report:
         terminalreporter.write_line(f"{self.marker} tests: {counts or 'none'}; {where}")
 
     def path(self) -> Path | None:
-        """None: no GPU to report about."""
+        """Where the report goes; None without a GPU to report about."""
         if self.asked_for is not None:
             return Path(self.asked_for)
         if not torch.cuda.is_available():
@@ -121,7 +121,7 @@ def cause(report: Any) -> str:
 
 
 def shown(reason: str) -> str:
-    """Short, and the same whatever folder this clone stands in."""
+    """A short form, which is the same in whatever folder this clone is."""
     lines = reason.replace(str(ROOT) + os.sep, "").strip().splitlines()
     text = lines[0] if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
     return text[:400]

@@ -1,8 +1,8 @@
-"""`make mutations`: a fixed sample of wrong edits of tpformer/, each tried against the tests that reach it.
+"""`make mutations`: tries a fixed sample of wrong edits of tpformer/ against the tests that reach them.
 
 Belongs here: which edits there are, which are drawn, how one is tried, the table. A mutant is killed when a test fails.
-One that survives is a question that no test asks, or an edit that changes nothing. What `make coverage` recorded says
-which tests run a line; the table goes to build/mutations.json.
+If it survives, no test asks the question, or the edit changes nothing. `make coverage` records which tests run a line;
+the table goes to build/mutations.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coverage.numbits import numbits_to_nums
 ROOT = Path(__file__).resolve().parent.parent
 COVERAGE = ROOT / "build" / "coverage" / "data"
 SEED, COUNT = 20261122, 60
-FIRST_TESTS = 40  # those that stand nearest to the file are tried before all that reach it
+FIRST_TESTS = 40  # so many, those nearest to the file, are tried before the rest
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -43,7 +43,7 @@ class Mutant(NamedTuple):
     file: str
     line: int
     statement: int
-    """First line of the innermost statement: what coverage may know a longer one by."""
+    """First line of the innermost statement, by which coverage may know a statement of several lines."""
     start: int
     end: int
     kind: str
@@ -54,14 +54,14 @@ class Mutant(NamedTuple):
 class Outcome(NamedTuple):
     mutant: Mutant
     killed_by: str
-    """The first test that failed; empty: it survived."""
+    """The first test that failed; empty if the mutant survived."""
     tests: int
-    """How many reach it."""
+    """How many tests reach it."""
     seconds: float
 
 
 def edits(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-    """(kind, what is replaced, by what) for one node."""
+    """Yield (kind, what is replaced, by what) for one node."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
         left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
         yield "comparison", node, f"({left} {COMPARISONS[type(node.ops[0])]} {right})"
@@ -83,7 +83,7 @@ def edits(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
 
 
 def skipped(tree: ast.AST) -> set[ast.AST]:
-    """Nodes in which an edit would change nothing that runs: annotations, and all within f-strings (their messages)."""
+    """The nodes in which an edit changes nothing that runs: annotations, and f-strings, which are messages."""
     found: set[ast.AST] = set()
     for node in ast.walk(tree):
         for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
@@ -117,13 +117,13 @@ def mutants_of(file: str) -> list[Mutant]:
 
 
 def test_name(context: str) -> str:
-    """Of pytest-cov's "name|run" and of PYTEST_CURRENT_TEST's "name (call)"; "" where a module was imported."""
+    """The test in pytest-cov's "name|run" or PYTEST_CURRENT_TEST's "name (call)"; "" where a module was imported."""
     names = [part.rsplit(" (", 1)[0] for part in context.split("|") if "::" in part]
     return names[-1] if names else ""
 
 
 def read_reach() -> dict[str, dict[int, set[str]]]:
-    """file -> line -> the tests that run it, "" for an import."""
+    """file -> line -> the tests that run it; "" stands for an import."""
     reach: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     with sqlite3.connect(COVERAGE) as data:
         rows = data.execute(
@@ -143,7 +143,7 @@ def read_reach() -> dict[str, dict[int, set[str]]]:
 
 
 def tests_of(mutant: Mutant, reach: dict[str, dict[int, set[str]]]) -> list[str]:
-    """The tests that run the mutant's line, or its file if the line runs at imports; the nearest first."""
+    """The tests that run the mutant's line, nearest first; if the line runs at imports, those that run its file."""
     lines = reach[mutant.file]
     tests = {test for test in lines.get(mutant.line) or lines.get(mutant.statement, ()) if test}
     if not tests and mutant.statement in lines:
@@ -158,7 +158,7 @@ def tests_of(mutant: Mutant, reach: dict[str, dict[int, set[str]]]) -> list[str]
 
 
 def run_tests(clone: Path, tests: list[str]) -> str:
-    """The first of these tests that fails in a clone, "" if none does."""
+    """Return the first of these tests that fails in a clone, or ""."""
     environment = {**os.environ, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_CURRENT_TEST", None)
     arguments = clone / "tests.txt"
@@ -185,7 +185,7 @@ def try_mutant(clone: Path, mutant: Mutant, tests: list[str]) -> Outcome:
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """From every line of tpformer/, whether a test runs it or not."""
+    """Draw from all lines of tpformer/, whether a test runs them or not."""
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tpformer").rglob("*.py"))
     candidates = [mutant for file in files for mutant in mutants_of(file)]
     return random.Random(seed).sample(candidates, count)

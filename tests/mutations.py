@@ -1,6 +1,6 @@
-"""Ways to break a function's source text, for tests that expect a check to notice.
+"""Edits of source text that break a function, for tests that expect a check to notice.
 
-Belongs here: edits of source text, each a function of it. What is edited and who must notice: the tests.
+Belongs here: the edits, each a function of the text. What is edited, and which check must notice, is in the tests.
 """
 
 import ast
@@ -11,7 +11,7 @@ Edit = Callable[[str], str]
 
 
 def replace(old: str, new: str) -> Edit:
-    """Every occurrence of a text, of which there must be one: a mutation that changes nothing proves nothing."""
+    """Replace every occurrence of a text. There must be one, because an edit that changes nothing proves nothing."""
 
     def edit(source: str) -> str:
         assert old in source, f"{old!r} is not in\n{source}"
@@ -21,7 +21,7 @@ def replace(old: str, new: str) -> Edit:
 
 
 def move(statement: str, behind: str) -> Edit:
-    """The one statement that begins with a text, to behind the one that begins with another, at its indentation."""
+    """Move the one statement that begins with a text behind the one that begins with `behind`, with its indentation."""
 
     def edit(source: str) -> str:
         lines = source.splitlines()
@@ -49,7 +49,7 @@ def move(statement: str, behind: str) -> Edit:
 
 
 def chain(*edits: Edit) -> Edit:
-    """One after another."""
+    """Apply one edit after another."""
 
     def edit(source: str) -> str:
         for each in edits:

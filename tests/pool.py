@@ -1,7 +1,7 @@
-"""A pool of worker processes that stays alive for a whole pytest session.
+"""A pool of worker processes that lives for a whole pytest session.
 
-Belongs here: starting workers, handing them a test function, collecting results and failures. No test logic.
-Ranks leave their process groups when a test file is done: gloo polls with threads for every open group.
+Belongs here: starting workers, giving them a test function, collecting results and failures. No test logic. Ranks leave
+their process groups when a test file is done, because gloo polls with threads for every open group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from tpformer.distributed.mesh import forget_meshes
 
-# what a fork server imports once for all workers; what cannot be imported here is left to the worker that needs it
+# a fork server imports these once for all workers; a worker itself imports what cannot be imported here
 PRELOAD = [
     "hypothesis",
     "pytest",
@@ -63,9 +63,9 @@ class RankFailure(RuntimeError):
 
 
 class WorkerPool:
-    """`pool(n)` gives the world of n ranks; worlds are started on first use and kept until this context manager ends.
+    """`pool(n)` gives the world of n ranks, which starts on first use and lives until this context manager ends.
 
-    environment: variables set in every worker before it imports anything of the project (such as TRITON_INTERPRET).
+    environment: variables that every worker has before it imports anything of the project (such as TRITON_INTERPRET).
     """
 
     def __init__(self, environment: dict[str, str] | None = None, preload: tuple[str, ...] = ()) -> None:
@@ -79,7 +79,7 @@ class WorkerPool:
         return self.worlds[size]
 
     def leave(self) -> None:
-        """Let all ranks leave their process groups, so that they idle; the next `run` makes them enter new worlds."""
+        """Let all ranks leave their process groups, so that they idle; the next `run` makes new ones."""
         for world in self.worlds.values():
             world.leave()
 
@@ -94,18 +94,18 @@ class WorkerPool:
 
 
 class Server:
-    """A fork server: processes that start in milliseconds, with everything imported in an environment of their own."""
+    """A fork server, whose processes start in milliseconds: it has imported everything, in its own environment."""
 
     def __init__(self, environment: Mapping[str, str], preload: list[str]) -> None:
-        tests = os.path.dirname(__file__)  # for what is preloaded
+        tests = os.path.dirname(__file__)  # what is preloaded may be there
         self.environment = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]), **environment}
         self.server = forkserver.ForkServer()
         self.server.set_forkserver_preload(preload)
 
     def start(self, target: Callable[..., None], *args: Any, name: str = "", daemon: bool = True) -> Any:
-        """A started process that calls the module-level `target(*args)`."""
+        """Start a process that calls the module-level `target(*args)`, and return it."""
         process = multiprocessing.get_context("forkserver").Process(target=target, args=args, name=name, daemon=daemon)
-        # the environment is read at imports, hence by the server
+        # imports read the environment, so the server needs it
         with mock.patch.dict(os.environ, self.environment):
             self.server.ensure_running()
         with self.serving():
@@ -113,16 +113,16 @@ class Server:
         return process
 
     def serving(self) -> AbstractContextManager[Any]:
-        """Within, what starts processes by multiprocessing's fork server gets this one."""
+        """Within, multiprocessing's fork server is this one."""
         return mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process)
 
     def close(self) -> None:
-        """End the server; its processes have to have ended."""
+        """End the server, whose processes must have ended before."""
         self.server._stop()
 
 
 class World:
-    """`size` worker processes joined in one gloo world, one thread each; started by the first `run`."""
+    """`size` worker processes in one gloo world, with one thread each; the first `run` starts them."""
 
     def __init__(self, size: int, server: Server, directory: str) -> None:
         self.size = size
@@ -130,7 +130,7 @@ class World:
         self.directory = directory
         self.processes: list[Any] = []
         self.connections: list[connection.Connection] = []
-        self.store: dist.TCPStore | None = None  # lives here, so that a killed rank cannot take it along
+        self.store: dist.TCPStore | None = None  # it is in this process, so that it survives a killed rank
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """Call the module-level `function(*args)` on every rank; returns the results in rank order.
@@ -141,7 +141,7 @@ class World:
         if "<" in function.__qualname__:
             raise ValueError(f"{function.__qualname__} must be a module-level function: workers import it by name")
         task = (function.__module__, inspect.getfile(function), function.__qualname__, pickle.dumps(args))
-        if not all(process.is_alive() for process in self.processes):  # killed since the last run
+        if not all(process.is_alive() for process in self.processes):  # one was killed since the last run
             self.kill()
         if not self.processes:
             self.start()
@@ -149,7 +149,7 @@ class World:
             for conn in self.connections:
                 conn.send((os.environ.get("PYTEST_CURRENT_TEST", ""), list(sys.path), *task))
             return self.collect(timeout)
-        except BaseException:  # also KeyboardInterrupt: unread results would be taken for the next run's
+        except BaseException:  # at a KeyboardInterrupt too, else the next run would read these results
             self.kill()
             raise
 
@@ -164,7 +164,7 @@ class World:
 
     def leave(self) -> None:
         for conn in self.connections:
-            with contextlib.suppress(BrokenPipeError):  # a worker that was killed; the next run notices
+            with contextlib.suppress(BrokenPipeError):  # the worker was killed, which the next run notices
                 conn.send(None)
 
     def kill(self) -> None:
@@ -228,10 +228,10 @@ class World:
 
 
 def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
-    """A worker's life: run tasks, and leave the world when told to, until the pool's end of the pipe closes."""
+    """The life of a worker: it runs tasks, and leaves the world when told to, until the pool closes its pipe."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    gc.freeze()  # what has been imported is never garbage: collections, and tests that list objects, pass it over
+    gc.freeze()  # imports are never garbage, so collections, and tests that list objects, skip them
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PROCESS_GROUP_TIMEOUT)
@@ -242,7 +242,7 @@ def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
                 while (task := conn.recv()) is not None:
                     conn.send_bytes(run_task(enter, *task))
             except (EOFError, BrokenPipeError):
-                os._exit(0)  # the pool is gone: peers may be gone too, so no orderly shutdown
+                os._exit(0)  # the pool is gone, and perhaps peers too, so there is no orderly shutdown
             if dist.is_initialized():
                 dist.destroy_process_group()
                 forget_meshes()
@@ -251,7 +251,7 @@ def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
 def run_task(
     enter: Callable[[], None], test: str, path: list[str], module: str, file: str, name: str, args: bytes
 ) -> bytes:
-    """The pickled pair (whether it returned, what it returned or its traceback)."""
+    """Return the pickled pair (whether the task returned, its result or traceback)."""
     sys.path[:] = path
     try:
         if not dist.is_initialized():
@@ -264,7 +264,7 @@ def run_task(
 
 @contextmanager
 def on_account_of(test: str) -> Iterator[None]:
-    """`make coverage` reports what runs within as run by that test, also if this process is killed later."""
+    """Within, `make coverage` credits what runs to this test, even if this process is killed later."""
     os.environ["PYTEST_CURRENT_TEST"] = test
     measured = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
     if measured is None:
@@ -278,8 +278,8 @@ def on_account_of(test: str) -> Iterator[None]:
 
 
 def import_module(name: str, file: str) -> Any:
-    """The module `name` whose source is `file`: test modules need not be importable by name (pytest's importlib mode,
-    or two test files with one name in different folders)."""
+    """Import the module `name` from `file`. A test module need not be importable by its name: two folders may have
+    files of one name, and pytest has an importlib mode."""
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == file:
         return loaded

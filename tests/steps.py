@@ -1,6 +1,6 @@
-"""One forward and backward: its result and gradients, those of ranks put together, compared.
+"""One forward and backward of a module: its result and gradients, put together from ranks, compared.
 
-Belongs here: what tests of modules on one rank and on several share. Those of operations: tests/ops/shards.py.
+Belongs here: what tests of modules on one rank and on several share. tests/ops/shards.py is the same for operations.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ Results = dict[str, Tensor | None]
 
 
 def whole(x: Tensor | None) -> Tensor | None:
-    """A tensor as one process has it: of a DTensor, all ranks' parts."""
+    """The whole of a DTensor; other tensors as they are."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def gradients(module: nn.Module, partial: Sequence[str] = ()) -> Results:
-    """Whole gradients by name, the partial ones summed, and of a user's own parameters those named."""
+    """Whole gradients by name. partial: names of a user's own parameters whose gradients are summed, too."""
     reduce_partial_gradients(module, partial=partial)
     return {name: whole(p.grad) for name, p in module.named_parameters()}
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor, *, partial: Sequence[str] = (), **options: Any) -> Results:
-    """y, dx and the gradients of the parameters."""
+    """Return y, dx and the gradients of the parameters."""
     x = x.detach().clone().requires_grad_()
     y = module(x, **options)
     y.backward(dy)
@@ -35,13 +35,13 @@ def step(module: nn.Module, x: Tensor, dy: Tensor, *, partial: Sequence[str] = (
 
 
 def joined(by_rank: list[Results], dim: int) -> list[Results]:
-    """The same of each rank, but with y and dx of all of them, whose slices along dim they had."""
+    """Each rank's results with the whole y and dx, of which the ranks had slices along dim."""
     rows = {name: torch.cat([each[name] for each in by_rank], dim) for name in ("y", "dx")}
     return [each | rows for each in by_rank]
 
 
 def assert_same(found: Results, expected: Results, what: str = "", tolerance: float = 1e-12) -> None:
-    """Equal by name, to rounding (tolerance 0: to the bit), and None where None is expected."""
+    """Values are equal by name to rounding (tolerance 0: to the bit), and None where None is expected."""
     assert found.keys() == expected.keys(), what
     for name, value in expected.items():
         if value is None or found[name] is None:

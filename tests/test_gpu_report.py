@@ -1,4 +1,4 @@
-"""`make gpu` reports every test it ran or did not run, and needs nothing that only other tests need."""
+"""`make gpu` reports every test that it ran or did not run, and needs no package that only other tests need."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is imported, and when: nothing that is missing on some machine, and torch only where tensors are."""
+"""Imports need nothing that some machines lack, and load torch only where there are tensors."""
 
 import subprocess
 import sys
@@ -54,9 +54,9 @@ def test_everything_imports_and_a_layer_works_without_triton_and_all_but_the_com
     assert result.returncode == 0, result.stderr
 
 
-# packages that `import tpformer.layers` may bring beside torch itself: half a second, most of it torch.distributed
+# packages that `import tpformer.layers` may import; besides torch they take half a second, most of it torch.distributed
 LAYERS = {"einops", "numpy", "packaging", "torch", "tpformer", "typing_extensions"}
-# parts of torch that take from half a second to two, and that a layer without a mesh does not need
+# parts of torch that take half a second to two, and that a layer without a mesh does not need
 SLOW = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.onnx"}
 
 
@@ -70,22 +70,23 @@ def test_layers_import_little_beside_torch_and_use_it_before_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("code", "arguments", "said"),
     [
-        (["--version"], "tpformer 0."),
-        (["--help"], "tpformer COMMAND"),
-        (["pretrain", "--help"], "--model.n-layers"),
-        (["generate", "missing"], "missing is not a run"),
-        (["pretrain", "examples/absent.toml"], "no configuration file examples/absent.toml"),
-        (["pretrain", "run.toml", "--model.n-layer", "3"], "--model.n-layer"),
-        (["pretrain", "run.toml", "--parallel.tensor-parallel", "5"], "n_heads=12 cannot be split"),
-        (["pretrain", "run.toml"], "missing.bin does not exist"),
+        (0, ["--version"], "tpformer 0."),
+        (0, ["--help"], "tpformer COMMAND"),
+        (0, ["pretrain", "--help"], "--model.n-layers"),
+        (2, ["generate", "missing"], "missing is not a run"),
+        (2, ["pretrain", "examples/absent.toml"], "no configuration file examples/absent.toml"),
+        (2, ["pretrain", "run.toml", "--model.n-layer", "3"], "--model.n-layer"),
+        (2, ["pretrain", "run.toml", "--parallel.tensor-parallel", "5"], "n_heads=12 cannot be split"),
+        (2, ["pretrain", "run.toml"], "missing.bin does not exist"),
     ],
 )
-def test_help_and_mistakes_are_answered_without_torch(tmp_path, monkeypatch, arguments, said):
+def test_help_and_mistakes_are_answered_without_torch(tmp_path, monkeypatch, code, arguments, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text('[data]\ntrain = ["missing"]\n[model]\nvocab_size = 100\n')
     result = python("-X", "importtime", "-m", "tpformer.cli", *arguments)
     imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines() if line.startswith("import time")}
     assert said in result.stdout + result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == code and [path.name for path in tmp_path.iterdir()] == ["run.toml"]
     assert "tpformer.config.run" in imported and "torch" not in imported

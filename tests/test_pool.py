@@ -1,4 +1,4 @@
-"""The worker pool itself: results by rank, and recovery from each way in which a rank can fail."""
+"""The worker pool returns results by rank, and recovers from each way in which a rank can fail."""
 
 from __future__ import annotations
 

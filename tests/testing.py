@@ -1,4 +1,7 @@
-"""The one rule by which a low-precision result is accepted, the count of what autograd saves, poisoned memory."""
+"""The rule by which a low-precision result is accepted, the bytes that autograd saves, and poisoned memory.
+
+Belongs here: what tests of every folder measure results and memory with.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +11,7 @@ from torch import Tensor
 
 
 def _errors(x: Tensor, oracle: Tensor) -> Tensor:
-    """Maximum and root mean square of x - oracle."""
+    """The maximum and the root mean square of x - oracle."""
     difference = x.double() - oracle
     if difference.numel() == 0:
         return torch.zeros(2, dtype=torch.float64)
@@ -16,7 +19,7 @@ def _errors(x: Tensor, oracle: Tensor) -> Tensor:
 
 
 def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype: Tensor, name: str) -> None:
-    """err(actual) <= 2 * (err(baseline) + eps(dtype) * max|oracle|), on the maximum and on the root mean square.
+    """The error is at most 2 * (error of the baseline + eps(dtype) * max|oracle|), as maximum and as root mean square.
 
     baseline_same_dtype: what plain torch gets in actual's dtype, so that no tolerance is picked by hand.
     """
@@ -38,12 +41,10 @@ def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype
 
 @contextmanager
 def record_saved(*parameters: Tensor) -> Iterator[dict[int, int]]:
-    """Yields a dict that gets {storage address: bytes} of all that autograd saves in the context, parameters excepted.
-
-    Two views of one storage count once, with the storage's whole size: what is really held.
-    """
+    """Yield {storage address: bytes} of all that autograd saves in the context, without the parameters. Two views of
+    one storage count once, with the whole storage: that is what is held."""
     storages: dict[int, int] = {}
-    kept: list[Tensor] = []  # an address must not be reused by a later tensor while it is counted
+    kept: list[Tensor] = []  # so that no later tensor gets an address that is counted
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
     def pack(x: Tensor) -> Tensor:
@@ -59,8 +60,8 @@ def record_saved(*parameters: Tensor) -> Iterator[dict[int, int]]:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Within, torch fills new floating-point memory with NaNs and integer memory with the largest integer: what a
-    kernel leaves out of its results then shows."""
+    """Within, torch fills new memory with NaNs, or with the largest integer, so that what a kernel does not write
+    shows."""
     torch.use_deterministic_algorithms(True)  # with torch.utils.deterministic.fill_uninitialized_memory, on by default
     try:
         assert torch.empty(1).isnan().all()

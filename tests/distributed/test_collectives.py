@@ -1,4 +1,4 @@
-"""Collectives against plain arithmetic, on both transports; slot reuse under delays; the choice of transport."""
+"""Collectives equal plain arithmetic on both transports, reuse slots safely, and choose a transport that can serve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def world() -> dist.ProcessGroup:
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:
-    """What `rank` contributes: every rank can compute every rank's."""
+    """What `rank` contributes; every rank can compute every rank's."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 1000).to(dtype)
 
@@ -83,20 +83,8 @@ def test_gloo_equals_arithmetic_within_rounding(ranks: WorkerPool, size: int) ->
     ranks(size).run(against_arithmetic, "gloo")
 
 
-def reduced_bits(numel: int, dtype: torch.dtype) -> bytes:
-    use_backend(world(), "shared", timeout=20)
-    return all_reduce(make((numel,), dtype, dist.get_rank()), world()).view(torch.uint8).numpy().tobytes()
-
-
-@needs_shared
-def test_all_reduce_is_bitwise_equal_on_all_ranks(ranks: WorkerPool) -> None:
-    for numel, dtype in itertools.product((1001, TWO_SHOT_NUMEL), (torch.float32, torch.bfloat16)):
-        bits = ranks(4).run(reduced_bits, numel, dtype)
-        assert all(other == bits[0] for other in bits)
-
-
 def delay_reads(space: workspace.Workspace, delay: Callable[[], None]) -> None:
-    """Dawdle between the waits and the reads of each operation: when an unsafe peer would overwrite its slots."""
+    """Delay each operation between its waits and its reads, when an unsafe peer would overwrite its slots."""
     exchange = space.exchange
 
     def delayed(operation: int, nbytes: int) -> None:
@@ -107,7 +95,7 @@ def delay_reads(space: workspace.Workspace, delay: Callable[[], None]) -> None:
 
 
 def back_to_back(rounds: int, probability: float) -> None:
-    """Fresh data each round, ranks delayed at random: a rank that overwrites a slot still being read is caught."""
+    """Data are new in each round and ranks are late at random, so a rank that overwrites a slot too early is caught."""
     use_backend(world(), "shared", timeout=20)
     rank, size = dist.get_rank(), dist.get_world_size()
     state, dice = workspace.state_of(world()), random.Random(rank)
@@ -135,11 +123,11 @@ def test_back_to_back_with_delays(ranks: WorkerPool, size: int, rounds: int) -> 
 
 
 def slow_reader(slots: int) -> str:
-    """Whether one rank's results are intact if it reads late, with two slots or with one."""
+    """Return whether this rank's results are intact though rank 0 reads late, with two slots or with one."""
     use_backend(world(), "shared", timeout=20)
     all_gather(torch.zeros(3), world())
     space = workspace.state_of(world()).gather
-    if slots == 1:  # the mutation that this test must catch
+    if slots == 1:  # this is the mistake that the test must catch
         make_views = space._make_views
         space._make_views = lambda parity, *key: make_views(0, *key)
         space._slots.clear()
@@ -278,7 +266,7 @@ def registered() -> int:
 
 
 def two_groups() -> float:
-    """A tensor-parallel pair and a data-parallel pair in one world of four do not share anything."""
+    """Sum over a tensor-parallel pair, then over a data-parallel pair: together over all four ranks."""
     rank = dist.get_rank()
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
     tensor_parallel, data_parallel = pairs[rank // 2], pairs[2 + rank % 2]

@@ -1,4 +1,4 @@
-"""A rank's share of the cores, and memory that stays with the process."""
+"""Ranks share a machine's cores, and freed memory stays with the process."""
 
 import os
 import resource
@@ -24,7 +24,7 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch):
 
 
 def faults(keep: bool) -> None:
-    """Prints the page faults of 20 steps that each touch 64 MiB and free them."""
+    """Print the page faults of 20 steps that each touch 64 MiB and free them."""
     if keep:
         keep_freed_memory()
 
@@ -41,6 +41,6 @@ def faults(keep: bool) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_freed_memory_is_used_again(commands):
     pages = 20 * 8 * 2**23 // resource.getpagesize()
-    # without the setting between a quarter and all of them fault, as the heap happens to lie
+    # without the setting a quarter to all of the pages fault, depending on the heap
     code, out, err = commands.call(faults, True).finish()
     assert code == 0 and int(out) < pages / 10, out + err

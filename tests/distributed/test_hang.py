@@ -1,4 +1,4 @@
-"""The report of an expired wait: the ring of operations, the user's line, the words."""
+"""The report of an expired wait finds the operation in the ring, and says who waited, for whom, and from which line."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_ring_keeps_the_last_operations_of_all_kinds() -> None:
 
 
 def test_ring_finds_the_newest_of_equal_epochs() -> None:
-    """An epoch comes again after int32 has wrapped, or in a workspace made anew."""
+    """An epoch comes again after int32 has wrapped, or in a new workspace."""
     assert ring(OPERATION, OPERATION._replace(name="newer"), LATER).find("reduce", 42).name == "newer"  # type: ignore[union-attr]
 
 
 def called_from(file: str, namespace: dict) -> tuple[str, int]:
-    """user_line() as a function of that file sees it, called from here."""
+    """What user_line() returns when a function in that file calls it."""
     exec(compile("\n\ndef call(function):\n    return function()", file, "exec"), namespace)
     return namespace["call"](user_line)
 
@@ -53,7 +53,7 @@ def test_line_is_the_nearest_outside_of_tpformer_and_torch() -> None:
 
 
 def test_line_of_a_thread_without_user_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward passes on CUDA run in torch's own thread: the outermost line of tpformer has to do."""
+    """CUDA's backward runs in a thread of torch's, so the outermost line of tpformer is all there is."""
     monkeypatch.setattr(hang, "LIBRARIES", ("",))
     assert called_from(hang.PACKAGE + "ops/row_linear.py", {}) == (hang.PACKAGE + "ops/row_linear.py", 4)
 
@@ -81,7 +81,7 @@ def test_report_of_the_last_operation_names_it_once() -> None:
 
 
 def test_report_of_an_unknown_operation() -> None:
-    """It is out of the ring, or a CUDA graph replayed it; a damaged word must not hide the report."""
+    """It has left the ring, or a CUDA graph replayed it. A damaged error word does not hide the report."""
     text = describe(replace(EXPIRED, peer=-7), ring(LATER._replace(epoch=None)), (0, 1, 2))
     assert "an operation that is not among the last ones (a replayed CUDA graph?)" in text
     assert "waiting for     rank -7" in text and "last operation  all_gather_matmul, workspace gather, at" in text

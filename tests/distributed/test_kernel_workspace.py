@@ -1,4 +1,4 @@
-"""Workspaces of the fused kernels: epochs, growth, copies and hangs, with a kernel that only exchanges rows."""
+"""Workspaces of the fused kernels count epochs, grow, copy and report hangs; the kernel here only exchanges rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = [1, 2, 3, 4]
 
 @triton.jit
 def exchange_kernel(links, rank, x, out, n, PUSH: tl.constexpr, WORLD: tl.constexpr):
-    """out[p] = rank p's x, for every rank: pushed by this kernel, or by copies that were started before it."""
+    """out[p] = rank p's x. This kernel pushes the rows, or copies that were started before it do."""
     me, limit = serve(links, rank, WORLD)
     for step in range(1, WORLD):
         if PUSH:
@@ -60,7 +60,7 @@ def row(rank: int, index: int, n: int, device: torch.device) -> torch.Tensor:
 
 
 def exchange(workspace: KernelWorkspace, index: int, copies: bool, n: int = 3, nbytes: int = 0) -> torch.Tensor:
-    """One operation; nbytes asks for a larger slot than the rows need."""
+    """Run one operation. nbytes: ask for a larger slot than the rows need."""
     x = row(workspace.rank, index, n, workspace.device)
     out = x.new_full((workspace.world, n), float("nan"))
     channel = workspace.begin("exchange", max(nbytes, x.nbytes * workspace.world), 1)
@@ -78,7 +78,7 @@ def check_exchange(out: torch.Tensor, index: int) -> None:
 
 
 def many_epochs(start: int, copies: bool, delayed: bool) -> list[int]:
-    """12 operations: growth of the slots in the 5th, of the flags in the 9th."""
+    """Run 12 operations; slots grow in the 5th, flags in the 9th."""
     group = world_group()
     workspace = kernel_workspace(group, "gather", CPU, epoch=start)
     for index in range(12):
@@ -103,7 +103,7 @@ def test_epochs_and_growth(interpreted: WorkerPool, size: int, copies: bool) -> 
 @pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
 @pytest.mark.parametrize("start", [2**31 - 6, -3])
 def test_epochs_wrap(interpreted: WorkerPool, start: int, copies: bool) -> None:
-    """The first epochs are positive and the last negative, with growth on both sides, or the flags pass zero."""
+    """Epochs go from positive to negative, or from negative past zero, and the memory grows meanwhile."""
     interpreted(2).run(many_epochs, start, copies, False)
 
 
@@ -113,7 +113,7 @@ def test_each_rank_late_in_turn(interpreted: WorkerPool, size: int) -> None:
 
 
 def both_kinds() -> None:
-    """A gather begun under a reduction that is still in flight: own data, flags and epoch."""
+    """A gather runs under an unfinished reduction: each kind has data, flags and epochs of its own."""
     group = world_group()
     gather, reduce = (kernel_workspace(group, kind, CPU) for kind in ("gather", "reduce"))
     assert kernel_workspace(group, "gather", CPU) is gather
@@ -146,9 +146,9 @@ def peer_does_not_come(absent: int, copies: bool) -> tuple[float, list[str]]:
             with pytest.raises(HangError) as caught:
                 again()
             messages.append(str(caught.value))
-        assert time.monotonic() - began - seconds < seconds  # at once: no second wait
+        assert time.monotonic() - began - seconds < seconds  # they raised at once, without a second wait
     dist.barrier()
-    if workspace.rank == absent:  # late: its peers have pushed, so it passes, and then it is the one who waits
+    if workspace.rank == absent:  # it comes late: its peers have pushed, so it passes once, and then waits itself
         check_exchange(exchange(workspace, 1, copies), 1)
         exchange(workspace, 2, copies)
         with pytest.raises(HangError) as caught:
@@ -160,7 +160,7 @@ def peer_does_not_come(absent: int, copies: bool) -> tuple[float, list[str]]:
 
 @pytest.mark.parametrize("size, absent, copies", [(2, 0, False), (2, 1, True), (3, 1, False)])
 def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, absent: int, copies: bool) -> None:
-    """Within about the timeout, in a table, and every later operation raises the same at once."""
+    """Ranks wait about the timeout and report a table; later operations raise the same at once."""
     results = interpreted(size).run(peer_does_not_come, absent, copies)
     line = exchange.__code__.co_firstlineno + 4
     peer = f"rank {absent} (global rank {absent})"
@@ -244,7 +244,7 @@ def under_capture() -> list[str]:
 
 
 def test_capture_forbids_growth_and_copies_and_keeps_memory(interpreted: WorkerPool) -> None:
-    """The capture is simulated; on a GPU see test_graph_replays."""
+    """The capture is simulated here; test_graph_replays has a real one."""
     assert interpreted(2).run(under_capture)[0] == [
         "large needs 2097152 bytes and 1 flags per writer, the gather workspace has 1048576 and 1024, and it cannot "
         "grow while a CUDA graph is captured: run the operation once outside of the capture, with its largest size"
@@ -285,7 +285,7 @@ def misuse() -> None:
     assert why_not(group, torch.device("meta")) == "there are no fused kernels for meta devices"
 
 
-def test_misuse(interpreted: WorkerPool) -> None:
+def test_misuse_is_refused(interpreted: WorkerPool) -> None:
     interpreted(1).run(misuse)
 
 
@@ -296,7 +296,7 @@ def cuda() -> torch.device:
 
 def epochs_on_one_device(copies: bool) -> None:
     workspace = kernel_workspace(world_group(), "gather", cuda(), epoch=2**31 - 4)
-    assert not workspace.copies_allowed  # ranks share the device; this kernel is small enough for copies to get through
+    assert not workspace.copies_allowed  # not on a shared device; here copies get through, because the kernel is small
     for index in range(8):
         out = exchange(workspace, index, copies, nbytes=(1 << 20) + 1 if index >= 4 else 0)
         check_all()
@@ -312,30 +312,8 @@ def test_epochs_on_one_device(one_gpu: WorkerPool, size: int, copies: bool) -> N
     one_gpu(size).run(epochs_on_one_device, copies)
 
 
-def hang_on_one_device() -> str:
-    workspace = kernel_workspace(world_group(timeout=60), "reduce", cuda())
-    exchange(workspace, 0, copies=False)  # compiles first, on one rank perhaps a second later than on the other
-    torch.cuda.synchronize()
-    set_timeout(dist.group.WORLD, 1)
-    message = ""
-    if workspace.rank == 0:
-        exchange(workspace, 1, copies=False)
-        torch.cuda.synchronize()
-        with pytest.raises(HangError) as caught:
-            workspace.begin("next", 0, 0)
-        message = str(caught.value)
-    dist.barrier()
-    return message
-
-
-@pytest.mark.gpu
-def test_hang_on_one_device(one_gpu: WorkerPool) -> None:
-    message = one_gpu(2).run(hang_on_one_device)[0]
-    assert "waited in vain for rank 1" in message and "seen 1, wanted 2" in message and __file__ in message
-
-
 def graph_replays() -> None:
-    """One operation per graph, so that the parity changes from replay to replay; then growth; then replays again."""
+    """A graph has one operation, so parities alternate between replays, also after the memory has grown."""
     workspace = kernel_workspace(world_group(), "gather", cuda())
     exchange(workspace, 0, copies=False)
     x, graph = row(workspace.rank, 0, 3, workspace.device), torch.cuda.CUDAGraph()

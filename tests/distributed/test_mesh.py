@@ -1,4 +1,4 @@
-"""The world and the mesh: every way to start, and every refusal."""
+"""The world starts without a launcher, the mesh has its axes, and wrong sizes or half an environment are refused."""
 
 from __future__ import annotations
 
@@ -75,17 +75,6 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 def test_one_process_without_launcher(commands: Commands) -> None:
     _, output, errors = commands.call(join_and_add_up).finish(60)
     assert output == "total 1.0\n", errors
-
-
-def test_torchrun_environment(commands: Commands) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # finds a free port
-    port = str(store.port)
-    del store
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [commands.call(join_and_add_up, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(2)]
-    for process in processes:
-        _, output, errors = process.finish(60)
-        assert output == "total 3.0\n", errors
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Symmetric memory: addresses, views, signals, bounded waits, what is left behind, and when it cannot serve."""
+"""Symmetric memory has the right addresses, signals and bounded waits, leaves nothing behind, and says when it cannot
+serve."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_view_outside_the_region_is_refused(ranks: WorkerPool) -> None:
 
 
 def ring(rounds: int) -> list[float]:
-    """Each rank pushes to its right neighbour; the semaphores count, so rounds need no reset."""
+    """Each rank pushes to its right neighbour. Semaphores count, so rounds need no reset."""
     memory = SharedMemory(8 * rounds, world(), timeout=10)
     right, left = (memory.rank + 1) % memory.size, (memory.rank - 1) % memory.size
     for index in range(rounds):
@@ -102,7 +103,7 @@ def killed_peer() -> None:
     memory.barrier()
     if memory.rank == 1:
         os.kill(os.getpid(), 9)
-    for _ in range(2):  # the first wait names the peer, the next one does not wait again
+    for _ in range(2):  # the first wait names the peer; the next one does not wait again
         try:
             memory.exchange("all_gather")
         except TimeoutError as error:
@@ -270,7 +271,7 @@ def test_devices_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeHandle:
-    """torch's handle over shared memory, as if every rank's tensor stood at another offset of its allocation."""
+    """torch's handle over shared memory, as if each rank's tensor had another offset in its allocation."""
 
     def __init__(self, memory: SharedMemory, wrong: int) -> None:
         self.memory, self.wrong = memory, wrong

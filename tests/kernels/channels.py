@@ -1,6 +1,7 @@
-"""Channels for tests of communicating kernels: one process per rank, or all ranks of a group in one process.
+"""Channels for tests of communicating kernels: one process for each rank, or all ranks of a group in one process.
 
-Belongs here: memory behind a Channel, filled so that reading a slot too early shows. No assertions, no kernels.
+Belongs here: the memory behind a Channel, filled so that a slot that is read too early shows. No assertions, no
+kernels.
 """
 
 import torch
@@ -10,7 +11,7 @@ from tpformer.distributed.shared_memory import SharedMemory
 from tpformer.kernels.protocol import ERROR_WORDS, Channel
 
 POISON = 0xFF  # a slot of these bytes holds NaNs in every floating-point type, and -1 in every signed integer type
-LIMIT = 10**8  # polls: far more than any test waits, so that a stuck test ends by the pool's timeout, with stacks
+LIMIT = 10**8  # polls: so many that a stuck test ends by the pool's timeout, which shows stacks
 FLAG_BYTES = 4
 
 
@@ -19,14 +20,14 @@ def _aligned(nbytes: int) -> int:
 
 
 def region_bytes(world: int, capacity: int, writer_flags: int) -> int:
-    """Bytes that `real_channel` needs of each rank's memory: two slots, then the flags of every writer."""
+    """The bytes that `real_channel` needs of each rank's memory: two slots, then the flags of every writer."""
     return 2 * _aligned(capacity) + FLAG_BYTES * world * writer_flags
 
 
 def real_channel(memory: SharedMemory, capacity: int, writer_flags: int, epoch: int = 0, limit: int = LIMIT) -> Channel:
-    """This process's channel over `region_bytes` of shared memory, its slots poisoned; collective (one barrier).
+    """Make this process's channel over `region_bytes` of shared memory, its slots poisoned; collective (one barrier).
 
-    epoch: the epoch already finished, to which all flags are set; the first operation has epoch + 1.
+    epoch: the last finished one, to which all flags are set; the first operation has epoch + 1.
     """
     capacity = _aligned(capacity)
     rank, world = memory.rank, memory.size
@@ -57,9 +58,9 @@ def real_channel(memory: SharedMemory, capacity: int, writer_flags: int, epoch: 
 def virtual_channel(
     world: int, capacity: int, writer_flags: int, epoch: int = 0, limit: int = LIMIT, device: str = "cpu"
 ) -> Channel:
-    """The channel of a whole group in one launch: slots (2, world, capacity) poisoned, then flags, in one tensor.
+    """Make the channel of a whole group in one launch: poisoned slots (2, world, capacity), then flags, in one tensor.
 
-    epoch: as in real_channel. On CUDA the error words are pinned host memory.
+    epoch: as in real_channel. On CUDA the error words are in pinned host memory.
     """
     capacity = _aligned(capacity)
     nbytes = 2 * world * capacity
@@ -92,9 +93,6 @@ def virtual_channel(
 
 
 def poison(channel: Channel, epoch: int) -> None:
-    """Poison the served ranks' slots of an operation, after it has returned here and before the next one starts.
-
-    Only then may nobody write there: a peer writes this parity again at epoch + 2, which needs this rank's flags of
-    epoch + 1.
-    """
+    """Poison the served ranks' slots of an operation that has returned here, before the next one starts. Then nobody
+    writes there: a peer's next write to this parity is at epoch + 2, and waits for this rank's flags of epoch + 1."""
     channel.slots[epoch % 2].fill_(POISON)

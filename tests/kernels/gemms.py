@@ -1,6 +1,6 @@
-"""Runs a communicating GEMM for some epochs against its reference: on one process per rank, or on virtual ranks.
+"""Runs a communicating GEMM for some epochs against its reference: with one process for each rank, or virtual ranks.
 
-Belongs here: what the tests of the fused kernels share. Workers import it, with the interpreter on; `gpu` tests use the
+Belongs here: what the tests of the fused kernels share. Workers import it with the interpreter on; `gpu` tests use the
 virtual ranks on CUDA.
 """
 
@@ -16,6 +16,8 @@ from testing import assert_kernel_close
 from torch import Tensor
 
 from tpformer.distributed.shared_memory import SharedMemory
+from tpformer.kernels.configurations import TILES
+from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.protocol import Channel, bump
 
@@ -26,8 +28,12 @@ CAPACITY = 1 << 17  # bytes of a slot
 WRITER_FLAGS = 64
 DELAY = 0.05  # seconds
 PATIENCE = 60  # seconds that the shared memory's own barrier waits
-# (rows per rank, N, K): one of everything, primes below the tile and above it each way, three tiles of rows and of K
+# (rows per rank, N, K): one of everything, primes below and above the tile in each, three tiles of rows and of K
 SHAPES = ((1, 1, 1), (5, 7, 3), (17, 23, 19), (34, 5, 40))
+GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024), (8, 256, 512))
+
+FINISH = ("bias", "start", "residual")  # what finishes a sum; "start" is dropout's
+KEY = 0xF234567887654321  # of dropout: both halves are negative as int32
 
 WORLDS = [1, 2, *(pytest.param(n, marks=pytest.mark.proof) for n in (3, 4))]  # ranks; 3 and 4 in `make proofs`
 
@@ -36,22 +42,46 @@ Tensors = dict[str, Tensor]
 
 class Gemm(NamedTuple):
     make: Callable[[int, int, int, int, int], Tensors]
-    """(rank, world, rows, N, K) -> shapes by name, as tensors of device meta; "start" is of integers, "a" a must."""
+    """(rank, world, rows, N, K) -> shapes by name, as tensors on meta. There must be an "a"; "start" has integers."""
     launch: Callable[[Tensors, Channel, Tile], Sequence[Tensor | None]]
     reference: Callable[[list[Tensors]], Sequence[Sequence[Tensor | None]]]
     """All ranks' tensors -> for each rank what `launch` returns."""
     same: frozenset[str] = frozenset()
     """Names of inputs that are equal on all ranks."""
     exact: bool = True
-    """Whether zeros and ones give whole numbers, which the last operation on processes then checks bit for bit."""
+    """Whether zeros and ones give whole numbers; then the last operation on processes is compared bit for bit."""
 
 
 def shapes(**sizes: tuple[int, ...]) -> Tensors:
     return {name: torch.empty(size, device="meta") for name, size in sizes.items()}
 
 
+def names_of_factors(inputs: int) -> list[tuple[str, str]]:
+    """The names (of x, of its weight) for every product of a sum."""
+    return [(f"a{i}" if i else "a", f"w{i}") for i in range(inputs)]
+
+
+def shapes_of_factors(names: list[tuple[str, str]], rows: int, n: int, k: int, transposed: bool) -> dict:
+    """Each product's K is 4 more than that of the one before."""
+    made: dict[str, tuple[int, ...]] = {}
+    for i, (a, w) in enumerate(names):
+        width = k + 4 * i
+        made |= {a: (rows, width), w: (width, n) if transposed else (n, width)}
+    return made
+
+
+def shapes_of_finish(parts: Sequence[str], rows: int, n: int) -> dict:
+    sizes = {"bias": (n,), "residual": (rows, n), "start": (rows,)}
+    return {name: sizes[name] for name in parts}
+
+
+def finish_of(x: Tensors) -> Finish:
+    """The finish made of those tensors that x has."""
+    return Finish(x.get("bias"), Dropout(x["start"], KEY, 0.25) if "start" in x else None, x.get("residual"))
+
+
 def make_inputs(gemm: Gemm, index: int, world: int, shape: tuple[int, int, int], binary: bool) -> list[Tensors]:
-    """All ranks' float64 inputs of the index-th operation: normal, or zeros and ones, with which sums are exact."""
+    """All ranks' float64 inputs of the index-th operation: normal, or zeros and ones, whose sums are exact."""
     generator = torch.Generator().manual_seed(index)
 
     def draw(name: str, like: Tensor) -> Tensor:
@@ -70,7 +100,7 @@ def cast(tensors: list[Tensors], dtype: torch.dtype, device: str = "cpu") -> lis
 
 
 def compare(actual: Sequence[Tensor | None], gemm: Gemm, inputs: list[Tensors], rank: int, exact: bool, where) -> None:
-    """Against the reference in float64, with the reference in the inputs' own dtype for the allowed error."""
+    """Compare with the reference in float64; the reference in the inputs' own dtype gives the allowed error."""
     baseline = gemm.reference(inputs)[rank]
     oracle = gemm.reference(cast(inputs, torch.float64, inputs[0]["a"].device.type))[rank]
     assert len(actual) == len(oracle)
@@ -83,10 +113,17 @@ def compare(actual: Sequence[Tensor | None], gemm: Gemm, inputs: list[Tensors], 
             assert_kernel_close(x, wide, same, f"{where} output {number}")
 
 
+def run_on_gpu(gemm: Gemm, world: int, tile: str) -> None:
+    """Run GPU_SHAPES in bfloat16 on virtual ranks of one GPU, eight operations each, with the tile of this name."""
+    run_on_virtual_ranks(
+        gemm, world, TILES[tile], torch.bfloat16, GPU_SHAPES, "cuda", capacity=1 << 26, flags=1024, repeat=8
+    )
+
+
 def run_on_processes(
     gemm: Gemm, tile: Tile = TILE, dtype: torch.dtype = torch.float32, sizes: Sequence = SHAPES
 ) -> None:
-    """This process's part. Another rank each time is late before it starts, and before it poisons what it has read."""
+    """This process's part. Each time another rank is late: before it starts, and before it poisons what it has read."""
     rank, world = dist.get_rank(), dist.get_world_size()
     memory = SharedMemory(region_bytes(world, CAPACITY, WRITER_FLAGS), dist.group.WORLD, timeout=PATIENCE)
     channel = real_channel(memory, CAPACITY, WRITER_FLAGS, epoch=BEFORE_WRAP)
@@ -107,7 +144,7 @@ def run_on_virtual_ranks(
     gemm: Gemm, world: int, tile: Tile, dtype: torch.dtype, sizes: Sequence, device: str = "cpu",
     capacity: int = CAPACITY, flags: int = WRITER_FLAGS, repeat: int = 1,
 ) -> None:  # fmt: skip
-    """All ranks in one launch, each tensor the stack of the ranks' own."""
+    """Run all ranks in one launch; each tensor is the stack of the ranks' own."""
     for number, shape in enumerate(sizes):
         # a TMA descriptor covers all ranks' slots as one matrix: a slot is a whole number of rows
         row = -(-shape[2] * dtype.itemsize // 16) * 16
@@ -122,21 +159,3 @@ def run_on_virtual_ranks(
                 compare(parts, gemm, inputs, rank, False, (world, shape, dtype, index))
             poison(channel, BEFORE_WRAP + 1 + index)
         assert not channel.error.any() and not channel.counters.any()
-
-
-def run_without_peer(gemm: Gemm) -> list[int]:
-    """Rank 0's error words (expired, peer, epoch seen, epoch wanted): the last rank never comes, the others have set
-    their flags before, however slow this machine is."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    memory = SharedMemory(region_bytes(world, CAPACITY, WRITER_FLAGS), dist.group.WORLD, timeout=PATIENCE)
-    channel = real_channel(memory, CAPACITY, WRITER_FLAGS, epoch=7, limit=20)
-    if rank < world - 1:
-        at = 2 * channel.capacity + 4 * rank * channel.writer_flags
-        memory.peer(0, (channel.writer_flags,), torch.int32, at).fill_(8)
-    memory.barrier()
-    if rank == 0:
-        bump(channel)
-        inputs = cast(make_inputs(gemm, 0, world, (5, 7, 3), False), torch.float32)
-        gemm.launch(inputs[rank], channel, TILE)
-    memory.barrier()
-    return channel.error[0].tolist()

@@ -1,4 +1,4 @@
-"""What the tests of norm and dropout share: operands, oracles of the norms.
+"""What the tests of norm and dropout share: operands, and the oracles of the norms.
 
 Belongs here: checks that run on a reference, on a kernel in Triton's interpreter and on a GPU alike. No tests.
 """
@@ -31,7 +31,7 @@ def draw_norm(seed: int, n: int, kind: str, dtype: torch.dtype, device: str = "c
 
 
 def draw_dropout(rows: int, n: int, p: float, device: str = "cpu", key: int = HIGH_KEY) -> Dropout:
-    """Whole rows of a large tensor, so that starts are multiples of 4 where n is one."""
+    """The rows are whole rows of a large tensor, so that their starts are multiples of 4 if n is one."""
     return Dropout((BEYOND_32_BITS // 4 + torch.arange(rows, device=device)) * n, key, p)
 
 
@@ -52,7 +52,7 @@ def by_torch(x: Tensor, norm: Norm) -> Tensor:
 def by_autograd(
     function, x: Tensor, norm: Norm, dy: Tensor, dresidual: Tensor | None, compute: torch.dtype, store: torch.dtype
 ) -> list[Tensor]:
-    """y, dx (+ dresidual), dweight (, dbias) of a norm, computed in one dtype and rounded once to another."""
+    """y, dx (+ dresidual), dweight and any dbias of a norm, computed in one dtype and rounded once to another."""
     inputs = [t.detach().to(compute).requires_grad_() for t in (x, norm.weight, norm.bias) if t is not None]
     y = function(inputs[0], norm._replace(weight=inputs[1], bias=inputs[2] if norm.bias is not None else None))
     dx, *parameters = torch.autograd.grad(y, inputs, dy.to(compute))
@@ -64,7 +64,7 @@ def by_autograd(
 def check_norm(
     module: ModuleType, x: Tensor, norm: Norm, dy: Tensor, dresidual: Tensor | None = None, **options
 ) -> None:
-    """norm_forward and norm_backward of a module against float64 autograd, every output and gradient."""
+    """Compare every output and gradient of a module's norm with float64 autograd."""
     with poisoned_memory():
         y, statistics = module.norm_forward(x, norm, **options)
     if not options:
@@ -75,7 +75,7 @@ def check_norm(
 def check_normalised(
     module: ModuleType, x: Tensor, y: Tensor, statistics, norm: Norm, dy: Tensor, dresidual: Tensor | None, **options
 ) -> None:
-    """y and its statistics, which a module made of x, and its norm_backward."""
+    """Compare the y and the statistics that a module made of x, and its norm_backward, with float64 autograd."""
     wide = torch.promote_types(x.dtype, torch.float32)
     mean, rstd = statistics
     assert rstd.shape == (len(x), 1) and rstd.dtype == wide
@@ -104,7 +104,7 @@ def finished(x: Tensor, finish: Finish) -> Tensor:
 
 
 def check_finished(z: Tensor, x: Tensor, finish: Finish, name: str) -> None:
-    """z = residual + dropout(x + bias), whose dropped elements are exactly the residual's."""
+    """z = residual + dropout(x + bias), and its dropped elements are exactly the residual's."""
     oracle, baseline = finished(x.double(), finish), finished(x.to(torch.promote_types(x.dtype, torch.float32)), finish)
     assert_kernel_close(z, oracle, baseline.to(x.dtype), name)
     if finish.dropout is not None and finish.residual is not None:

@@ -1,7 +1,7 @@
-"""Orders of events between two ranks in which a broken protocol must show, arranged by hand: nothing is left to timing.
+"""Orders of events between two ranks in which a broken protocol must show; they are arranged, not left to timing.
 
 Belongs here: the communicating operations of a package of kernels (tpformer.kernels or a mutated copy of it), and the
-schedules, each for one of them. Workers import it, with the interpreter on. What is mutated: the test.
+schedules, each of which runs one of them. Workers import it with the interpreter on. The mutations are in the test.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from tpformer.kernels.protocol import Channel
 TILE = Tile(16, 16, 16, 1, 1, False)
 ROWS, K, N = 6, 8, 20  # two tiles side by side
 WEIGHT = torch.arange(N * K).view(N, K).remainder(5).float() - 2  # small integers: sums are exact
-PUSH_BLOCK = 4  # elements: so little that every pusher has some
+PUSH_BLOCK = 4  # elements: so few that every pusher has some
 CAPACITY, WRITER_FLAGS = 1 << 15, 16
 BEFORE = 2**31 - 2  # the epoch before: the first operation's is positive as int32, the second's wraps
-LIMIT = 20  # polls, of waits that are over at once or never
+LIMIT = 20  # polls of a wait that is over at once or never
 PATIENCE = 30  # seconds
 FOLDERS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -52,9 +52,9 @@ class Operation(NamedTuple):
     expected: Callable[[list[Tensor], int], Tensor]
     """(all ranks' inputs, rank) -> what `launch` returns."""
     waits: int = 0
-    """How many waits of a rank come before the last phase: of two."""
+    """How many waits a rank of an operation of two phases has before the last one."""
     following: tuple[str, int] | None = None
-    """(operation, rows): whose pushes would overwrite what the last phase reads; by default the same again."""
+    """(operation, rows) whose pushes could overwrite what the last phase reads; by default the same operation."""
 
 
 def gathered(inputs: list[Tensor], rank: int) -> Tensor:
@@ -115,7 +115,7 @@ TWO_PHASES = {name for name, operation in OPERATIONS.items() if operation.waits}
 
 
 def join(package: str, limit: int = 10**8, epoch: int = BEFORE, extra: int = 0) -> Side:
-    """A fresh channel; collective. extra: bytes behind it, zeroed."""
+    """Make a fresh channel; collective. extra: bytes behind it, zeroed."""
     importlib.invalidate_caches()
     nbytes = region_bytes(dist.get_world_size(), CAPACITY, WRITER_FLAGS)
     memory = SharedMemory(nbytes + extra, dist.group.WORLD, timeout=PATIENCE)
@@ -129,7 +129,7 @@ def make_inputs(index: int, world: int, rows: int) -> list[Tensor]:
 
 
 def run(side: Side, name: str, index: int = 0, rows: int = ROWS) -> str:
-    """Run the index-th operation: "right", "wrong", or "error" if a wait's report says so."""
+    """Run the index-th operation, and return "right", "wrong", or "error" if a wait has reported one."""
     inputs = make_inputs(index, side.channel.world, rows)
     importlib.import_module(f"{side.package}.protocol").bump(side.channel)
     out = OPERATIONS[name].launch(side, inputs[side.rank])
@@ -140,7 +140,7 @@ def run(side: Side, name: str, index: int = 0, rows: int = ROWS) -> str:
 
 @contextlib.contextmanager
 def hooked(side: Side, name: str, hook: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Within, kernels call hook(function) instead of the device function of that name."""
+    """Within, kernels call hook(function) instead of the device function of this name."""
     function = getattr(importlib.import_module(f"{side.package}.protocol"), name)
     with contextlib.ExitStack() as stack:
         for folder in FOLDERS:
@@ -150,7 +150,7 @@ def hooked(side: Side, name: str, hook: Callable[[Callable], Callable]) -> Itera
 
 
 class Baton:
-    """Whose turn it is, in shared memory: a rank that has not the baton stands still."""
+    """A word in shared memory that says whose turn it is; a rank without the turn stands still."""
 
     FREE = 7  # everybody's turn
 
@@ -169,8 +169,8 @@ class Baton:
 
 
 def late(package: str, name: str) -> str:
-    """Rank 0 moves only while rank 1 cannot, and stands still whenever it has set a flag: rank 1 reads at the first
-    moment that its waits allow."""
+    """Rank 1 reads at the first moment that its waits allow. Rank 0 moves only while rank 1 cannot, and stands still
+    whenever it has set a flag."""
     side = join(package, epoch=BEFORE + 1, extra=16)  # an epoch that wraps
     word = side.memory.peer(0, (4,), torch.int32, side.memory.nbytes - 16)[:1]
     if side.rank == 0:
@@ -244,8 +244,8 @@ def ahead(package: str, name: str) -> str:
 
 
 def gave_up(package: str, name: str) -> tuple[str, bool]:
-    """Rank 0 waits in vain for rank 1, then runs two operations more, the second into the same slots; only now rank 1
-    comes. The verdict on the first operation, and whether the two left rank 1's slots and flags as they were."""
+    """Rank 0 waits in vain for rank 1, then runs two more operations, the second in the same slots; then rank 1 comes.
+    Returns the verdict on the first operation, and whether the other two left rank 1's slots and flags as they were."""
     side = join(package, limit=LIMIT)
     untouched = True
     if side.rank == 0:
@@ -264,8 +264,8 @@ def gave_up(package: str, name: str) -> tuple[str, bool]:
 
 
 def absent(package: str, name: str) -> list[int]:
-    """Rank 0's error words (expired, peer, epoch seen, epoch wanted): of three ranks the last never comes, the other
-    has set all its flags."""
+    """Of three ranks the last never comes, and the second has set all its flags. Returns the first one's error words
+    (expired, peer, epoch seen, epoch wanted)."""
     side = join(package, limit=LIMIT)
     if side.rank == 1:
         at = 2 * CAPACITY + 4 * WRITER_FLAGS  # writer 1's

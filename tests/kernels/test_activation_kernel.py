@@ -1,4 +1,4 @@
-"""Activations, reference and kernel, equal float64 autograd of their published formulas, gated or not."""
+"""Activations, gated or not, equal float64 autograd of their published formulas: the reference and the kernel."""
 
 import math
 
@@ -38,7 +38,8 @@ def by_autograd(activation, x: Tensor, gate: Tensor | None, da: Tensor, name: st
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """x, gate, da. 40 and -40 are beyond where float32's tanh and erf saturate, silu has slope 1/2 at 0, relu2 0."""
+    """x, gate, da, with special values: at 0 slopes are 1/2 or 0, at 40 and -40 float32's tanh and erf are
+    saturated."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
     special = torch.tensor([0.0, 40.0, -40.0, 1e-6, -5.0], dtype=torch.float64)
@@ -49,7 +50,7 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> lis
 
 
 def check(module, name: str, gated: bool, x: Tensor, gate: Tensor, da: Tensor) -> None:
-    """A module's functions against float64, on what torch keeps finite in the same dtype."""
+    """Compare a module's functions with float64, where torch stays finite in the same dtype."""
     given_gate = gate if gated else None
     with poisoned_memory():
         forward = module.activation_forward(x, name, given_gate)
@@ -73,11 +74,11 @@ def test_reference_equals_float64_autograd(name, gated, dtype):
     check(reference, name, gated, *draw((7, 13), dtype))
 
 
-# one element; a part of one block; a whole block of the float32 backward; several blocks and a rest
+# one element, a part of a block, a whole block of the float32 backward, several blocks and a rest
 SHAPES = ((1, 1), (7, 13), (8, 128), (3, 1031))
 
 
-def every_case() -> None:
+def equals_float64_autograd() -> None:
     for dtype in (torch.float32, torch.float16):
         for shape in SHAPES:
             for name in ACTIVATIONS:
@@ -85,30 +86,22 @@ def every_case() -> None:
                     check(kernel, name, gated, *draw(shape, dtype))
 
 
-def test_kernel_equals_float64_autograd(interpreted: WorkerPool) -> None:
-    interpreted(1).run(every_case)
-
-
-def slopes() -> None:
-    """Where gelu_tanh's slope is 1 + x * (a difference of numbers near 1) * (a factor of up to 40)."""
+def slopes_do_not_cancel() -> None:
+    """Here gelu_tanh's slope is 1 + x * (a difference of numbers near 1) * (a factor of up to 40)."""
     x = torch.linspace(0, 12, 1031)
     for name in ACTIVATIONS:
         check(kernel, name, False, x, x, torch.ones_like(x))
 
 
-def test_slopes_do_not_cancel(interpreted: WorkerPool) -> None:
-    interpreted(1).run(slopes)
-
-
 def extreme(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """x, gate, da of the largest magnitudes: squares and cubes of them, and exponentials, leave every format."""
+    """x, gate, da of the largest magnitudes: their squares, cubes and exponentials leave every format."""
     largest = 6e4 if dtype == torch.float16 else 1e18
     x = torch.tensor([largest, -largest, 1e4, -1e4, 200.0, -200.0, 88.0, -88.0, 0.0, -0.0], dtype=torch.float64)
     x = x.repeat(2, 1).to(device, dtype)
     return [torch.ones_like(x), x, torch.full_like(x, 0.25)]
 
 
-def extreme_cases() -> None:
+def extreme_values_stay_finite() -> None:
     for dtype in (torch.float32, torch.float16):
         one, x, da = extreme(dtype)
         for name in ACTIVATIONS:
@@ -116,12 +109,8 @@ def extreme_cases() -> None:
             check(kernel, name, True, one, x, da)
 
 
-def test_extreme_values_stay_finite(interpreted: WorkerPool) -> None:
-    interpreted(1).run(extreme_cases)
-
-
-def layouts() -> None:
-    """dx is in da's memory; NaNs stay NaNs; rows of wider matrices and empty ones are taken."""
+def takes_any_layout() -> None:
+    """dx takes da's memory; NaNs stay NaNs; rows of wider matrices and empty inputs are taken."""
     x, gate, da = draw((5, 6), torch.float32)
     given = da.clone()
     dx, _, _ = kernel.activation_backward(given, x, "silu")
@@ -142,8 +131,13 @@ def layouts() -> None:
     assert kernel.activation_backward(da, x, None) == (da, None, x)
 
 
-def test_layouts(interpreted: WorkerPool) -> None:
-    interpreted(1).run(layouts)
+@pytest.mark.parametrize(
+    "check",
+    [equals_float64_autograd, slopes_do_not_cancel, extreme_values_stay_finite, takes_any_layout],
+    ids=lambda check: check.__name__,
+)
+def test_kernel(interpreted: WorkerPool, check) -> None:
+    interpreted(1).run(check)
 
 
 def test_no_activation_is_the_identity():
@@ -170,7 +164,7 @@ def test_cost(arguments, expected):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_on_gpu(name: str, dtype: torch.dtype) -> None:
-    # not one element alone: its own rounding would be the whole allowance of a GPU's approximate exponential
+    # one element alone is left out: its rounding may allow less than a GPU's approximate exponential needs
     for shape in (*SHAPES[1:], (1, 4097), (2048, 5504)):
         for gated in (False, True):
             check(kernel, name, gated, *draw(shape, dtype, "cuda"))
@@ -183,7 +177,7 @@ def test_on_gpu(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts() -> None:
-    """The last elements, and those around 2**31, of a bfloat16 array of 4 GiB."""
+    """The elements around 2**31 and the last ones of a bfloat16 array of 4 GiB are right."""
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("less than 24 GiB of GPU memory are free")
     x = torch.zeros(2**31 + 4099, dtype=torch.bfloat16, device="cuda")

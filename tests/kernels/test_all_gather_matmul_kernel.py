@@ -1,6 +1,5 @@
-"""all_gather_matmul equals its reference on processes and on virtual ranks: weights, epilogues, timeouts."""
-
-from functools import partial
+"""all_gather_matmul equals its reference on processes and on virtual ranks, with every number of weights and
+epilogue."""
 
 import pytest
 import torch
@@ -9,21 +8,8 @@ from pool import WorkerPool
 
 pytest.importorskip("triton")
 
+import gemms
 from channels import real_channel, region_bytes, virtual_channel
-from gemms import (
-    CAPACITY,
-    PATIENCE,
-    SHAPES,
-    TILE,
-    TMA_TILE,
-    WORLDS,
-    WRITER_FLAGS,
-    Gemm,
-    run_on_processes,
-    run_on_virtual_ranks,
-    run_without_peer,
-    shapes,
-)
 
 from tpformer.distributed.shared_memory import SharedMemory
 from tpformer.kernels.all_gather_matmul.kernel import (
@@ -36,18 +22,17 @@ from tpformer.kernels.all_gather_matmul.reference import (
     all_gather_matmul_derivative_reference,
     all_gather_matmul_reference,
 )
-from tpformer.kernels.configurations import TILES
 from tpformer.kernels.protocol import bump
 
 
-def linear(weights: int, activation: str | None = None, transposed: bool = False) -> Gemm:
+def linear(weights: int, activation: str | None = None, transposed: bool = False) -> gemms.Gemm:
     names = [(f"w{i}", f"bias{i}") for i in range(weights)]
 
     def make(rank, world, rows, n, k):
         made = {"a": (rows, k)}
         for i, (w, bias) in enumerate(names):
             made |= {w: (k, n + 4 * i) if transposed else (n + 4 * i, k), bias: (n + 4 * i,)}
-        return shapes(**made)
+        return gemms.shapes(**made)
 
     def launch(x, channel, tile):
         return all_gather_matmul(
@@ -61,13 +46,13 @@ def linear(weights: int, activation: str | None = None, transposed: bool = False
             activation=activation, b_transposed=transposed,
         )  # fmt: skip
 
-    return Gemm(make, launch, reference, exact=activation is None)
+    return gemms.Gemm(make, launch, reference, exact=activation is None)
 
 
-def derivative(activation: str, gated: bool) -> Gemm:
+def derivative(activation: str, gated: bool) -> gemms.Gemm:
     def make(rank, world, rows, n, k):
         full = (world * rows, n)
-        return shapes(a=(rows, k), w=(k, n), x=full, **({"gate": full} if gated else {}))
+        return gemms.shapes(a=(rows, k), w=(k, n), x=full, **({"gate": full} if gated else {}))
 
     def launch(x, channel, tile):
         return all_gather_matmul_derivative(x["a"], x["w"], channel, x["x"], activation, x.get("gate"), tile=tile)
@@ -76,48 +61,42 @@ def derivative(activation: str, gated: bool) -> Gemm:
         columns = [[x.get(name) for x in xs] for name in ("a", "w", "x", "gate")]
         return all_gather_matmul_derivative_reference(*columns[:3], activation, columns[3])
 
-    return Gemm(make, launch, reference, exact=False)
+    return gemms.Gemm(make, launch, reference, exact=False)
 
 
 def processes() -> None:
-    run_on_processes(linear(3, "gelu"))
-    run_on_processes(linear(2), TMA_TILE, torch.float16, SHAPES[1:])
-    run_on_processes(linear(1, transposed=True), sizes=SHAPES[2:])
-    run_on_processes(derivative("gelu_tanh", gated=False), sizes=SHAPES[:3])
-    run_on_processes(derivative("silu", gated=True), sizes=SHAPES[2:3] * 2)
+    gemms.run_on_processes(linear(3, "gelu"))
+    gemms.run_on_processes(linear(2), gemms.TMA_TILE, torch.float16, gemms.SHAPES[1:])
+    gemms.run_on_processes(linear(1, transposed=True), sizes=gemms.SHAPES[2:])
+    gemms.run_on_processes(derivative("gelu_tanh", gated=False), sizes=gemms.SHAPES[:3])
+    gemms.run_on_processes(derivative("silu", gated=True), sizes=gemms.SHAPES[2:3] * 2)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", gemms.WORLDS)
 def test_on_processes(interpreted: WorkerPool, world: int) -> None:
     interpreted(world).run(processes, timeout=120)
 
 
 def virtual_ranks() -> None:
-    run_on_virtual_ranks(linear(2, "silu"), 3, TILE, torch.float32, SHAPES[1:3], repeat=3)
-    run_on_virtual_ranks(linear(1), 2, TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
-    run_on_virtual_ranks(derivative("gelu", gated=False), 2, TILE, torch.float32, SHAPES[2:3])
+    gemms.run_on_virtual_ranks(linear(2, "silu"), 3, gemms.TILE, torch.float32, gemms.SHAPES[1:3], repeat=3)
+    gemms.run_on_virtual_ranks(linear(1), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
+    gemms.run_on_virtual_ranks(derivative("gelu", gated=False), 2, gemms.TILE, torch.float32, gemms.SHAPES[2:3])
 
 
 def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
     interpreted(1).run(virtual_ranks, timeout=120)
 
 
-def without_peer() -> list[int]:
-    return run_without_peer(linear(1))
-
-
-def test_missing_peer_is_reported(interpreted: WorkerPool) -> None:
-    assert interpreted(3).run(without_peer) == [[1, 2, 7, 8], [0, 0, 0, 0], [0, 0, 0, 0]]
-
-
 def kept_rows() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    memory = SharedMemory(region_bytes(world, CAPACITY, WRITER_FLAGS), dist.group.WORLD, timeout=PATIENCE)
-    channel = real_channel(memory, CAPACITY, WRITER_FLAGS)
+    memory = SharedMemory(
+        region_bytes(world, gemms.CAPACITY, gemms.WRITER_FLAGS), dist.group.WORLD, timeout=gemms.PATIENCE
+    )
+    channel = real_channel(memory, gemms.CAPACITY, gemms.WRITER_FLAGS)
     for epoch in (1, 2):
         shards = [torch.full((3, 5), 10.0 * epoch + r) for r in range(world)]
         bump(channel)
-        all_gather_matmul(shards[rank], [torch.ones(2, 5)], channel, keep=True, tile=TILE)
+        all_gather_matmul(shards[rank], [torch.ones(2, 5)], channel, keep=True, tile=gemms.TILE)
         whole = torch.cat(shards)
         assert torch.equal(channel.gathered(epoch % 2, shards[rank]), whole)
         copy = gathered_copy(channel, shards[rank])
@@ -132,7 +111,7 @@ def test_gathered_rows_are_kept_on_request(interpreted: WorkerPool) -> None:
 def too_small() -> str:
     channel = virtual_channel(2, 64, 8)
     with pytest.raises(ValueError) as caught:
-        all_gather_matmul(torch.zeros(8, 16), [torch.zeros(4, 16)], channel, tile=TILE)
+        all_gather_matmul(torch.zeros(8, 16), [torch.zeros(4, 16)], channel, tile=gemms.TILE)
     return str(caught.value)
 
 
@@ -145,24 +124,9 @@ def test_cost_counts_the_shards_that_arrive() -> None:
     assert all_gather_matmul_cost(8, 3, 5, 4, 2) == (240, 2 * (40 + 15 + 24 + 30))
 
 
-GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", ["large", "medium", "small"])
 def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
-    run = partial(
-        run_on_virtual_ranks, world=world, tile=TILES[name], dtype=torch.bfloat16, sizes=GPU_SHAPES, device="cuda",
-        capacity=1 << 24, flags=256, repeat=8,
-    )  # fmt: skip
-    run(linear(3))
-    run(linear(1, "gelu", transposed=True))
-    run(derivative("silu", gated=True))
-
-
-@pytest.mark.gpu
-def test_a_thousand_epochs_on_gpu() -> None:
-    run_on_virtual_ranks(
-        linear(1), 4, TILES["small"], torch.bfloat16, [(64, 128, 64)], "cuda", capacity=1 << 20, flags=64, repeat=1000
-    )
+    for gemm in (linear(3), linear(1, "gelu", transposed=True), derivative("silu", gated=True)):
+        gemms.run_on_gpu(gemm, world, name)

@@ -1,5 +1,5 @@
-"""Cross entropy from slices of the vocabulary, however uneven, equals F.cross_entropy of the whole in float64: the
-reference by itself, and the kernels, whose logits stand between NaNs, in the interpreter and on a GPU."""
+"""Cross entropy from slices of the vocabulary, however uneven, equals F.cross_entropy of the whole in float64. The
+reference and the kernels take the same tests; NaNs stand beside the logits, and must not reach in."""
 
 from importlib import import_module
 from typing import Any
@@ -26,7 +26,7 @@ def slices(columns: int, per_slice: int, vocab: int) -> list[VocabSlice]:
 
 
 def strided(x: Tensor) -> Tensor:
-    """x between NaNs, in rows that start at multiples of 16 elements if x's width is such a multiple."""
+    """x between NaNs. Its rows start at multiples of 16 elements if its width is such a multiple."""
     wide = x.new_full((x.shape[0], x.shape[1] + 32), NAN)
     wide[:, 16:-16] = x
     return wide[:, 16:-16]
@@ -36,7 +36,7 @@ def in_slices(
     kernels: Any, logits: Tensor, targets: Tensor, scale: Tensor | None, per_slice: int, vocab: int,
     terms: LossTerms = PLAIN, rebuild: bool = False, in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(losses, dlogits) from slices of per_slice columns, of which those from `vocab` on are padding."""
+    """Return (losses, dlogits) from slices of per_slice columns; the columns from `vocab` on are padding."""
     pieces = slices(logits.shape[1], per_slice, vocab)
     inputs = [strided(logits[:, piece.first : piece.first + per_slice]) for piece in pieces]
     for x, piece in zip(inputs, pieces, strict=True):
@@ -59,12 +59,12 @@ def in_slices(
         if not in_place:
             assert torch.equal(bits(x), bits(own))
         whole = x._base
-        assert bool(whole[:, :16].isnan().all()) and bool(whole[:, -16:].isnan().all())  # nothing written beside
+        assert bool(whole[:, :16].isnan().all()) and bool(whole[:, -16:].isnan().all())  # nothing is written beside x
     return losses, torch.cat(gradients, 1)
 
 
 def bits(x: Tensor) -> Tensor:
-    """NaN differs from itself; integers do not."""
+    """Integers with the same bits, because a NaN differs from itself."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
@@ -84,7 +84,7 @@ def by_torch(
 def draw(
     seed: int, tokens: int, vocab: int, padding: int, dtype: torch.dtype, device: str = "cpu", ignore: int = -100
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits with padding that would dominate if it were counted, targets of which every third is ignored, scale."""
+    """Logits, targets of which every third is ignored, and a scale; padding would dominate if it were counted."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, vocab + padding, generator=generator, dtype=torch.float64) * 3
     logits[:, vocab:] = 50.0
@@ -95,7 +95,7 @@ def draw(
 
 
 def check(kernels: Any, case: tuple[Tensor, Tensor, Tensor | None], per_slice: int, vocab: int, terms, **how) -> None:
-    """Losses and gradients against float64; the baseline is torch in float32, rounded once."""
+    """Compare losses and gradients with float64. The baseline is torch in float32, rounded once."""
     logits, targets, scale = case
     losses, gradient = in_slices(kernels, logits, targets, scale, per_slice, vocab, terms, **how)
     oracle = by_torch(logits.double(), targets, scale, vocab, terms)
@@ -135,10 +135,8 @@ def huge_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
 
 
 def equal_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Losses and gradients see differences only; nine equal logits are log 9 and 1/9, whatever they are equal to.
-
-    Slices of 4, 4, 1 and none of them.
-    """
+    """Nine equal logits have the loss log 9 and the gradient 1/9, whatever they are: only differences count. The slices
+    have 4, 4, 1 and none of them."""
     for offset in (1e4, 6e4) if dtype == torch.float16 else (1e4, 3e38):
         logits = torch.full((2, 13), offset, dtype=dtype, device=device)
         targets = torch.tensor([0, 8], device=device)
@@ -152,7 +150,7 @@ def equal_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
 
 
 def infinite_logits(kernels: Any, device: str = "cpu") -> None:
-    """Entries of -inf have probability 0; a slice may hold nothing else."""
+    """Entries of -inf have probability 0, and a slice may have nothing else."""
     logits, targets, scale = draw(1, 4, 8, 0, torch.float32, device)
     logits[0, :4] = logits[1, 4:] = logits[3, ::3] = -torch.inf
     targets[:4] = torch.tensor([6, 1, -100, 1], device=device)
@@ -160,20 +158,20 @@ def infinite_logits(kernels: Any, device: str = "cpu") -> None:
         check(kernels, (logits, targets, scale), per_slice, 8, PLAIN)
     statistics, _ = kernels.slice_statistics(logits[:, :4], targets, VocabSlice(0, 4, 8), PLAIN)
     assert statistics[:, 0].tolist() == [-torch.inf, 0, 0]
-    # the mean of the logits is -inf: so says the definition, and torch; the gradient is finite nonetheless
+    # the mean of the logits is -inf, as in torch, so the loss is infinite; the gradient is finite nonetheless
     smooth = LossTerms(label_smoothing=0.1)
     losses, gradient = in_slices(kernels, logits, targets, scale, 4, 8, smooth)
     assert losses.tolist() == [torch.inf, torch.inf, 0, torch.inf]
     oracle, baseline = (by_torch(x, targets, scale, 8, smooth)[1] for x in (logits.double(), logits))
     assert_kernel_close(gradient, oracle, baseline, "dlogits")
-    # nothing but -inf: an ignored row is 0 all the same
+    # an ignored row is 0 even where all is -inf
     nothing = torch.full((1, 8), -torch.inf, device=device)
     losses, gradient = in_slices(kernels, nothing, targets[2:3], None, 4, 8)
     assert losses.tolist() == [0] and not bool(gradient.any())
 
 
 def empty(kernels: Any, device: str = "cpu") -> None:
-    """A slice without entries takes no part, with columns of padding or with none; no tokens are no error."""
+    """A slice without entries takes no part, whether it has columns of padding or none. No tokens are no error."""
     targets = torch.tensor([0, 1, 2], device=device)
     for terms in TERMS[:2]:
         for columns in (0, 3):
@@ -192,7 +190,7 @@ def empty(kernels: Any, device: str = "cpu") -> None:
 
 
 def outside(kernels: Any, device: str = "cpu") -> None:
-    """A target that no slice has makes its loss and its gradient NaN, and no other's."""
+    """A target that is in no slice makes its own loss and gradient NaN, and no others."""
     logits, _, _ = draw(2, 5, 8, 0, torch.float32, device)
     targets = torch.tensor([-1, 8, 3, -100, 2**40], device=device)
     for terms in TERMS[:3]:
@@ -223,15 +221,13 @@ def kernel() -> Any:
 
 
 def widths_and_terms(dtype: torch.dtype, device: str = "cpu", turn: int | None = None) -> None:
-    """All terms at every width, or with `turn` one of them, another at each width and turn.
-
-    One entry, odd ones, rows of 16-byte vectors, several blocks; slices with some, much or nothing but padding.
-    """
+    """All terms at every width; with `turn`, one of them at each width. Widths are one entry, odd ones, whole 16-byte
+    vectors and several blocks; slices have some padding, much, or nothing else."""
     for seed, (vocab, padding, per_slice) in enumerate(
         [(1, 0, 1), (3, 2, 2), (17, 0, 17), (64, 0, 64), (60, 4, 64), (33, 31, 16), (1000, 24, 1024), (1001, 0, 501)]
     ):
         for terms in TERMS if turn is None else [TERMS[(seed + turn) % len(TERMS)]]:
-            if vocab == 1:  # other terms' gradients are what is left of 1 - 1: no measure of what rounding is right
+            if vocab == 1:  # with the other terms a gradient is what rounding leaves of 1 - 1
                 terms = terms._replace(label_smoothing=0.0, z_loss=0.0)
             ignore = min(terms.ignore_index, vocab - 1)
             case = draw(seed, 3, vocab, padding, dtype, device, ignore)
@@ -239,7 +235,8 @@ def widths_and_terms(dtype: torch.dtype, device: str = "cpu", turn: int | None =
 
 
 def memory_and_repeats(device: str = "cpu") -> None:
-    """What is read, copied, kept and overwritten, with rows of whole blocks and a rest; the same bits every time."""
+    """Strides and repeats change no bit; an ignored row is not read; in place, the gradient takes the logits'
+    memory."""
     vocab, terms = VocabSlice(0, 600, 600), TERMS[3]
     logits, targets, scale = draw(3, 3, 600, 0, torch.float32, device, terms.ignore_index)
     results = []
@@ -250,7 +247,7 @@ def memory_and_repeats(device: str = "cpu") -> None:
         results.append((statistics, losses, kernel().slice_gradient(x, *given)))
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
-    # an upstream gradient of ones is one number without strides, or none
+    # an upstream gradient of ones may be one number without strides, or None
     ones = (torch.ones((), device=device).expand(3), None)
     one, other = (kernel().slice_gradient(logits, normalisers, targets, scale, vocab, terms) for scale in ones)
     assert torch.equal(one, other)

@@ -1,9 +1,9 @@
 """GSan, Triton's race sanitizer for global memory, finds no race in the fused GEMMs, and does find a planted one.
 
-All virtual ranks in one launch on one GPU, with fewer programs than SMs, as GSan takes an SM for a thread. It sees what
-one program reads before another's write has reached it by a release and an acquire; it does not look inside of a
-program, nor does it see a scope that is too narrow on one GPU (the compile check does). A race ends the CUDA context,
-so each run is a process: this file, started with a kernel's name.
+All virtual ranks run in one launch on one GPU, with fewer programs than SMs, because GSan takes an SM for a thread. It
+sees a program read what another wrote without a release and an acquire between. It does not look inside a program, and
+on one GPU it cannot see a scope that is too narrow (the compile check can). A race ends the CUDA context, so each run
+is a process: this file, started with a kernel's name.
 """
 
 import importlib
@@ -50,8 +50,8 @@ def missing() -> str | None:
 
 
 def run_sanitized(name: str, world: int, planted: bool) -> None:
-    """One operation in each parity. Each has a workspace of its own: polls of a flag that was once released take
-    entries of a buffer that GSan keeps for real releases."""
+    """Run one operation in each parity, each with a workspace of its own. In one workspace, polls of a flag that was
+    once released would fill a buffer that GSan needs for real releases."""
     from triton.experimental import gsan
 
     if planted:

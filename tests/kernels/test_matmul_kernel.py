@@ -20,7 +20,7 @@ from tpformer.kernels.matmul.reference import (
 )
 
 TILE = Tile(16, 16, 16, 1, 1, False)
-SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48), (3, 5, 600))  # the last: exact products in many parts
+SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48), (3, 5, 600))  # the last has a K of many tiles
 
 
 def draw(index: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -29,7 +29,7 @@ def draw(index: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) 
 
 
 def close(actual, reference, *arguments, **options) -> None:
-    """Every output of the kernel against the reference in float64 and in the kernel's dtype."""
+    """Compare every output of the kernel with the reference in float64 and in the kernel's dtype."""
     wide = [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
     oracles, baselines = reference(*wide, **options), reference(*arguments, **options)
     if isinstance(actual, torch.Tensor):
@@ -78,7 +78,7 @@ def test_kernels_match_references(interpreted: WorkerPool) -> None:
 
 
 def exact_and_strided() -> None:
-    """Zeros and ones sum exactly; operands may be columns of larger matrices, NaNs beside them must not reach in."""
+    """Zeros and ones sum exactly. Operands may be columns of larger matrices, and NaNs beside them stay out."""
     wide = torch.full((19, 40), float("nan"))
     a, w = wide[:, 3:20], torch.full((23, 30), float("nan"))[:, :17]
     a.copy_(torch.randint(0, 2, (19, 17)))
@@ -116,7 +116,7 @@ def test_configurations_are_few_and_used(monkeypatch) -> None:
     ],
 )
 def test_the_tile_with_the_shortest_waves_is_picked(monkeypatch, arguments, options, expected) -> None:
-    """The first five were fastest on an H100 (bench/results), the others follow from the model."""
+    """The first five were the fastest on an H100 (bench/results); the others follow from the model."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     assert select_tile(torch.device("cuda"), torch.bfloat16, *arguments, **options) == TILES[expected]

@@ -1,7 +1,6 @@
-"""matmul_reduce_scatter equals its reference on processes and on virtual ranks: inputs, finishing band, timeouts."""
+"""matmul_reduce_scatter equals its reference on processes and on virtual ranks, with any inputs and finish."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import combinations
 
 import pytest
@@ -10,83 +9,60 @@ from pool import WorkerPool
 
 pytest.importorskip("triton")
 
+import gemms
 from channels import virtual_channel
-from gemms import (
-    SHAPES,
-    TILE,
-    TMA_TILE,
-    WORLDS,
-    Gemm,
-    run_on_processes,
-    run_on_virtual_ranks,
-    run_without_peer,
-    shapes,
-)
 from testing import poisoned_memory
 
-from tpformer.kernels.configurations import TILES
-from tpformer.kernels.finish import Dropout, Finish, Norm
+from tpformer.kernels.finish import Finish, Norm
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.matmul_reduce_scatter.reference import (
     matmul_reduce_scatter_cost,
     matmul_reduce_scatter_reference,
 )
 
-KEY = 0xF234567887654321  # both halves negative as int32
-
-
-FINISH = ("bias", "start", "residual")  # start: dropout's
-
-
-def finish_of(x: dict[str, torch.Tensor]) -> Finish:
-    return Finish(x.get("bias"), Dropout(x["start"], KEY, 0.25) if "start" in x else None, x.get("residual"))
-
 
 def gemm(
     inputs: int, parts: Sequence[str] = (), transposed: bool = False, partial_dtype: torch.dtype | None = None
-) -> Gemm:
-    """parts: what there is of FINISH."""
-    names = [(f"a{i}" if i else "a", f"w{i}") for i in range(inputs)]
+) -> gemms.Gemm:
+    """parts: those of FINISH that the finish has."""
+    names = gemms.names_of_factors(inputs)
 
     def make(rank, world, rows, n, k):
-        made = {}
-        for i, (a, w) in enumerate(names):
-            width = k + 4 * i
-            made |= {a: (world * rows, width), w: (width, n) if transposed else (n, width)}
-        sizes = {"bias": (n,), "residual": (rows, n), "start": (rows,)}
-        return shapes(**made, **{name: sizes[name] for name in parts})
+        return gemms.shapes(
+            **gemms.shapes_of_factors(names, world * rows, n, k, transposed), **gemms.shapes_of_finish(parts, rows, n)
+        )
 
     def launch(x, channel, tile):
         with poisoned_memory():
             result = matmul_reduce_scatter(
-                [x[a] for a, _ in names], [x[w] for _, w in names], channel, finish_of(x),
+                [x[a] for a, _ in names], [x[w] for _, w in names], channel, gemms.finish_of(x),
                 b_transposed=transposed, partial=partial_dtype, tile=tile,
             )  # fmt: skip
         return [result]
 
     def reference(xs):
         sums = [[[x[name[part]] for name in names] for x in xs] for part in (0, 1)]
-        finishes = [finish_of(x) for x in xs]
+        finishes = [gemms.finish_of(x) for x in xs]
         return [[y] for y in matmul_reduce_scatter_reference(*sums, finishes, b_transposed=transposed)]
 
-    return Gemm(make, launch, reference, exact=not parts)
+    return gemms.Gemm(make, launch, reference, exact=not parts)
 
 
 def processes() -> None:
-    run_on_processes(gemm(1, FINISH))
-    run_on_processes(gemm(3, transposed=True))
-    run_on_processes(gemm(2, FINISH), TMA_TILE, sizes=SHAPES[2:3] * 2)
-    run_on_processes(gemm(1, partial_dtype=torch.float32), dtype=torch.float16, sizes=SHAPES[1:3])
+    gemms.run_on_processes(gemm(1, gemms.FINISH))
+    gemms.run_on_processes(gemm(3, transposed=True))
+    gemms.run_on_processes(gemm(2, gemms.FINISH), gemms.TMA_TILE, sizes=gemms.SHAPES[2:3] * 2)
+    gemms.run_on_processes(gemm(1, partial_dtype=torch.float32), dtype=torch.float16, sizes=gemms.SHAPES[1:3])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", gemms.WORLDS)
 def test_on_processes(interpreted: WorkerPool, world: int) -> None:
     interpreted(world).run(processes, timeout=120)
 
 
 def virtual_ranks() -> None:
-    run_on_virtual_ranks(gemm(2, FINISH), 3, TILE, torch.float32, SHAPES[1:3], repeat=3)
-    run_on_virtual_ranks(gemm(1), 2, TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
+    gemms.run_on_virtual_ranks(gemm(2, gemms.FINISH), 3, gemms.TILE, torch.float32, gemms.SHAPES[1:3], repeat=3)
+    gemms.run_on_virtual_ranks(gemm(1), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
 
 
 def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
@@ -94,26 +70,18 @@ def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
 
 
 def every_finish() -> None:
-    """Every combination of bias, dropout and residual after the reduction."""
-    for parts in (parts for count in range(len(FINISH) + 1) for parts in combinations(FINISH, count)):
-        run_on_virtual_ranks(gemm(1, parts), 2, TILE, torch.float32, SHAPES[1:2])
+    """Run every combination of bias, dropout and residual after the reduction."""
+    for parts in (parts for count in range(len(gemms.FINISH) + 1) for parts in combinations(gemms.FINISH, count)):
+        gemms.run_on_virtual_ranks(gemm(1, parts), 2, gemms.TILE, torch.float32, gemms.SHAPES[1:2])
 
 
 def test_every_finish_on_virtual_ranks(interpreted: WorkerPool) -> None:
     interpreted(1).run(every_finish, timeout=120)
 
 
-def without_peer() -> list[int]:
-    return run_without_peer(gemm(1))
-
-
-def test_missing_peer_is_reported(interpreted: WorkerPool) -> None:
-    assert interpreted(3).run(without_peer) == [[1, 2, 7, 8], [0, 0, 0, 0], [0, 0, 0, 0]]
-
-
 def too_small() -> str:
     with pytest.raises(ValueError) as caught:
-        matmul_reduce_scatter([torch.zeros(8, 16)], [torch.zeros(40, 16)], virtual_channel(1, 64, 8), tile=TILE)
+        matmul_reduce_scatter([torch.zeros(8, 16)], [torch.zeros(40, 16)], virtual_channel(1, 64, 8), tile=gemms.TILE)
     return str(caught.value)
 
 
@@ -138,25 +106,9 @@ def test_cost_counts_partials_once_out_and_once_in() -> None:
     assert matmul_reduce_scatter_cost(8, 3, 5, 4, 2) == (240 + 24, 2 * (40 + 15 + 6) + 4 * 24)
 
 
-GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", ["large", "medium", "small"])
 def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
-    run = partial(
-        run_on_virtual_ranks, world=world, tile=TILES[name], dtype=torch.bfloat16, sizes=GPU_SHAPES, device="cuda",
-        capacity=1 << 26, flags=256, repeat=8,
-    )  # fmt: skip
-    run(gemm(1, FINISH))
-    run(gemm(3, transposed=True))
-    run(gemm(1, partial_dtype=torch.float32))
-
-
-@pytest.mark.gpu
-def test_a_thousand_epochs_on_gpu() -> None:
-    run_on_virtual_ranks(
-        gemm(1, FINISH), 4, TILES["small"], torch.bfloat16, [(64, 128, 64)], "cuda",
-        capacity=1 << 20, flags=64, repeat=1000,
-    )  # fmt: skip
+    for each in (gemm(1, gemms.FINISH), gemm(3, transposed=True), gemm(1, partial_dtype=torch.float32)):
+        gemms.run_on_gpu(each, world, name)

@@ -1,6 +1,8 @@
-"""LayerNorm and RMSNorm, reference and kernel, equal float64 autograd of their formulas, forward and every gradient."""
+"""LayerNorm and RMSNorm equal float64 autograd of their formulas with every gradient: the reference and the kernel."""
 
 import itertools
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -28,13 +30,17 @@ from tpformer.kernels.norm import reference
 from tpformer.kernels.norm.reference import norm_backward, norm_cost, norm_forward
 
 KINDS = ("layernorm", "rmsnorm")
-# large offset: cancellation in the variance; tiny: eps dominates; huge: squares near float32's range; constant rows
+# (scale, offset): the variance cancels; eps dominates; squares come near float32's largest; rows are constant
 EXTREMES = [(1.0, 300.0), (1e-6, 0.0), (1e15, 0.0), (0.0, 5.0), (0.0, 0.0)]
 TILE = 16  # columns: wider rows are then looped over
 
 
-# 1 row, odd and prime widths. Not width 1: dx is then the rounding error of an exact cancellation, see below.
-# The same cases every run: a gradient that happens to cancel nearly whole has no meaningful relative error.
+def kernel() -> ModuleType:
+    return import_module("tpformer.kernels.norm.kernel")
+
+
+# Widths start at 3: of one column dx is the rounding error of a cancellation (test_narrow_rows). The cases are the same
+# in every run, because a gradient that nearly cancels by chance has no meaningful relative error.
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(1, 9), st.integers(3, 67), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.bfloat16]),
@@ -87,7 +93,7 @@ def test_no_rows_and_rows_that_are_not_contiguous(kind):
 
 
 def finishes(rows: int, n: int, dtype: torch.dtype, norm: Norm, device: str = "cpu"):
-    """Every choice of bias, dropout and residual."""
+    """Every choice of bias, dropout and residual before the norm."""
     bias, residual = draw(n, dtype, device, (n,), (rows, n))
     dropout = draw_dropout(rows, n, 0.4, device)
     for parts in itertools.product((None, bias), (None, dropout), (None, residual)):
@@ -95,14 +101,14 @@ def finishes(rows: int, n: int, dtype: torch.dtype, norm: Norm, device: str = "c
 
 
 def check_finish_norm(module, x: Tensor, finish: Finish, dy: Tensor, dz: Tensor, **options) -> None:
-    """z from x, then all of the norm from z as it is stored."""
+    """Check z, made of x, then all of the norm, made of z as it is stored."""
     given = x.clone()  # x may be overwritten
     with poisoned_memory():
         z, y, statistics = module.finish_norm_forward(given, finish, **options)
     name = f"z {tuple(x.shape)} {x.dtype} {options} {[part is not None for part in finish]}"
     assert (z is given) or any(part is not None for part in finish[:3]), name
     check_finished(z, x, finish, name)
-    if x.device.type == "cpu":  # of z as it is stored, to the bit
+    if x.device.type == "cpu":  # y follows from z as it is stored, to the bit
         assert torch.equal(y, module.norm_forward(z, finish.norm, **options)[0]), name
     check_normalised(module, z, y, statistics, finish.norm, dy, dz, **options)
 
@@ -115,23 +121,17 @@ def test_finish_norm(kind, dtype):
         check_finish_norm(reference, x, finish, dy, dz)
 
 
-def interpreted_norms() -> None:
-    from tpformer.kernels.norm import kernel
-
+def equals_float64_autograd() -> None:
     shapes = [((1, 3), (5, 7), (1, 33), (5, 33), (3, 64)), ((1, 33), (5, 33), (3, 64))]
     cases = [(*shape, {}) for shape in shapes[0]] + [(*shape, {"widest": TILE}) for shape in shapes[1]]
     for (rows, n, options), kind, dtype in itertools.product(cases, KINDS, (torch.float32, torch.float16)):
         x, dy, dresidual = draw(n, dtype, "cpu", *[(rows, n)] * 3)
         norm = draw_norm(n, n, kind, dtype, with_bias=rows > 1)
-        check_norm(kernel, x, norm, dy, dresidual if rows > 1 else None, **options)
-
-
-def test_kernels_equal_float64_autograd(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_norms, timeout=120)
+        check_norm(kernel(), x, norm, dy, dresidual if rows > 1 else None, **options)
 
 
 def check_without_weight(module, **options) -> None:
-    """Neither weight nor eps: the same bits as with ones and float32's epsilon, and no gradient of a weight."""
+    """Without weight and eps the bits are those of ones and float32's epsilon, and no weight has a gradient."""
     for (rows, n), kind in itertools.product(((3, 7), (3, 33), (0, 7)), KINDS):
         x, dy = draw(n, torch.float32, "cpu", *[(rows, n)] * 2)
         bare, given = Norm(kind, None, None, None), Norm(kind, torch.ones(n), None, torch.finfo(torch.float32).eps)
@@ -147,20 +147,12 @@ def test_without_weight() -> None:
     check_without_weight(reference)
 
 
-def interpreted_without_weight() -> None:
-    from tpformer.kernels.norm import kernel
-
-    check_without_weight(kernel)
-    check_without_weight(kernel, widest=TILE)
+def without_weight() -> None:
+    check_without_weight(kernel())
+    check_without_weight(kernel(), widest=TILE)
 
 
-def test_kernels_without_weight(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_without_weight, timeout=120)
-
-
-def interpreted_finishes() -> None:
-    from tpformer.kernels.norm import kernel
-
+def finishes_and_normalises() -> None:
     wide, half = torch.float32, torch.float16
     looped = {"widest": TILE}
     for n, kind, dtype, options in (
@@ -170,69 +162,69 @@ def interpreted_finishes() -> None:
     ):
         x, dy, dz = draw(n, dtype, "cpu", *[(3, n)] * 3)
         for finish in finishes(3, n, dtype, draw_norm(n, n, kind, dtype)):
-            check_finish_norm(kernel, x, finish, dy, dz, **options)
+            check_finish_norm(kernel(), x, finish, dy, dz, **options)
 
 
-def test_kernels_finish_and_normalise(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_finishes, timeout=120)
-
-
-def interpreted_extremes() -> None:
-    """Of values; and rows apart from one another with NaNs between them, columns that are not contiguous, no rows."""
-    from tpformer.kernels.norm import kernel
-
+def takes_extreme_values_and_any_strides() -> None:
+    """Values are extreme; rows have NaNs between them, or columns apart, or there are none."""
     looped = {"widest": TILE}
     for kind, (number, (scale, offset)) in itertools.product(KINDS, enumerate(EXTREMES)):
         for options in ({}, looped) if number in (0, 2, 3) else ({},):
             x, dy = draw(0, torch.float32, "cpu", *[(4, 33)] * 2)
-            check_norm(kernel, x * scale + offset, draw_norm(0, 33, kind, torch.float32), dy, **options)
+            check_norm(kernel(), x * scale + offset, draw_norm(0, 33, kind, torch.float32), dy, **options)
     for kind, options in (("layernorm", {}), ("rmsnorm", looped)):
         x, dy = draw(0, torch.float16, "cpu", *[(5, 33)] * 2)
         norm = draw_norm(0, 33, kind, torch.float16)
-        check_norm(kernel, x * 1e4, norm, dy, **options)  # up to 4e4, whose squares are beyond float16
+        check_norm(kernel(), x * 1e4, norm, dy, **options)  # up to 4e4, whose squares are beyond float16
         apart = torch.full((3, 5, 40), float("nan"), dtype=torch.float16)[:, :, 2:35]
         apart[0], apart[1], apart[2] = x, dy, x
-        check_norm(kernel, *apart[:1], norm, *apart[1:], **options)
-        check_norm(kernel, x.t().contiguous().t(), norm, dy.t().contiguous().t(), x.t().contiguous().t(), **options)
+        check_norm(kernel(), *apart[:1], norm, *apart[1:], **options)
+        check_norm(kernel(), x.t().contiguous().t(), norm, dy.t().contiguous().t(), x.t().contiguous().t(), **options)
         with poisoned_memory():
-            y, statistics = kernel.norm_forward(x[:0], norm, **options)
-            dx, *parameters = kernel.norm_backward(dy[:0], x[:0], statistics, norm, **options)
+            y, statistics = kernel().norm_forward(x[:0], norm, **options)
+            dx, *parameters = kernel().norm_backward(dy[:0], x[:0], statistics, norm, **options)
         assert y.shape == dx.shape == (0, 33)
         assert all(torch.equal(p, torch.zeros_like(p)) for p in parameters if p is not None)
-    # of one column layernorm keeps nothing: exactly the bias and the residual's gradient
+    # layernorm of one column gives the bias, and passes on the residual's gradient, exactly
     x, dy, dresidual = draw(3, torch.float32, "cpu", *[(4, 1)] * 3)
     norm = draw_norm(3, 1, "layernorm", torch.float32)
-    y, statistics = kernel.norm_forward(x, norm)
-    dx, dweight, dbias = kernel.norm_backward(dy, x, statistics, norm, dresidual)
+    y, statistics = kernel().norm_forward(x, norm)
+    dx, dweight, dbias = kernel().norm_backward(dy, x, statistics, norm, dresidual)
     assert torch.equal(y, norm.bias.expand(4, 1)) and torch.equal(dx, dresidual)
     assert torch.equal(dweight, torch.zeros(1)) and torch.allclose(dbias, dy.sum(0))
 
 
-def test_kernels_take_extreme_values_and_any_strides(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_extremes, timeout=120)
-
-
-def interpreted_sums() -> None:
-    """Small integers sum exactly, however the rows are shared among programs."""
-    from tpformer.kernels.norm import kernel
+def sums_over_all_programs() -> None:
+    """Small integers sum exactly, however programs share the rows."""
     from tpformer.kernels.rows import sum_partials
 
     partials, outputs = torch.randint(-9, 9, (2, 130, 37)).float(), [torch.empty(37), torch.empty(37)]
     sum_partials(partials, outputs)
     assert torch.equal(torch.stack(outputs), partials.sum(1))
     for n, options in ((8, {}), (40, {"widest": TILE})):
-        rows = 700 if n == 8 else 20  # a tile of such short rows has 128 of them, one of the looped sums 8
+        rows = 700 if n == 8 else 20  # a tile has 128 such short rows; one of looped sums has 8
         x, dy = torch.randint(-2, 3, (2, rows, n)).float().unbind()
         statistics = (torch.ones(rows, 1), torch.full((rows, 1), 2.0))
         norm = Norm("layernorm", torch.ones(n), torch.ones(n), EPS)
         for programs in (1, 2, 100):
             with poisoned_memory():
-                _, dweight, dbias = kernel.norm_backward(dy, x, statistics, norm, programs=programs, **options)
+                _, dweight, dbias = kernel().norm_backward(dy, x, statistics, norm, programs=programs, **options)
             assert torch.equal(dweight, (dy * (x - 1) * 2).sum(0)) and torch.equal(dbias, dy.sum(0)), (n, programs)
 
 
-def test_kernels_sum_weight_gradients_over_all_programs(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_sums, timeout=120)
+@pytest.mark.parametrize(
+    "check",
+    [
+        equals_float64_autograd,
+        without_weight,
+        finishes_and_normalises,
+        takes_extreme_values_and_any_strides,
+        sums_over_all_programs,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_kernel(interpreted: WorkerPool, check) -> None:
+    interpreted(1).run(check, timeout=120)
 
 
 # by hand. (2, 4, 4): rows 2*8*4 = 64 bytes, statistics 4*2*2 = 16, weights 2*4*4 = 32, flops 7*8
@@ -252,8 +244,8 @@ def test_cost(arguments, options, expected):
     assert norm_cost(*arguments, **options) == expected
 
 
-# short rows, several of which make a tile; a tile of one or two; not a power of two; the widest in registers, wider
-# ones; a width that loads no vectors
+# tiles of many rows, of one or two; widths that are no power of two, the widest in registers, wider ones, one without
+# vector loads
 GPU_SHAPES = [(3, 5), (10000, 64), (8192, 4096), (1000, 5120), (300, 8192), (200, 12288), (50, 16384), (17, 32768),
               (100, 5001)]  # fmt: skip
 
@@ -263,15 +255,13 @@ GPU_SHAPES = [(3, 5), (10000, 64), (8192, 4096), (1000, 5120), (300, 8192), (200
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", GPU_SHAPES)
 def test_on_gpu(shape, kind, dtype) -> None:
-    from tpformer.kernels.norm import kernel
-
     n = shape[1]
     x, dy, dz, residual, bias = draw(n, dtype, "cuda", shape, shape, shape, shape, (n,))
     norm = draw_norm(n, n, kind, dtype, "cuda")
-    check_norm(kernel, x, norm, dy)
-    check_finish_norm(kernel, x, Finish(bias, draw_dropout(*shape, 0.1, "cuda"), residual, norm), dy, dz)
-    y, statistics = kernel.norm_forward(x, norm)
-    first, second = (kernel.norm_backward(dy, x, statistics, norm, dz) for _ in range(2))
+    check_norm(kernel(), x, norm, dy)
+    check_finish_norm(kernel(), x, Finish(bias, draw_dropout(*shape, 0.1, "cuda"), residual, norm), dy, dz)
+    y, statistics = kernel().norm_forward(x, norm)
+    first, second = (kernel().norm_backward(dy, x, statistics, norm, dz) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
@@ -280,25 +270,21 @@ def test_on_gpu(shape, kind, dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [33, 4096, 32768])
 def test_extreme_values_on_gpu(n, kind) -> None:
-    from tpformer.kernels.norm import kernel
-
     for scale, offset in EXTREMES:
         x, dy = draw(0, torch.float32, "cuda", *[(200, n)] * 2)
-        check_norm(kernel, x * scale + offset, draw_norm(0, n, kind, torch.float32, "cuda"), dy)
+        check_norm(kernel(), x * scale + offset, draw_norm(0, n, kind, torch.float32, "cuda"), dy)
     x, dy = draw(0, torch.float16, "cuda", *[(200, n)] * 2)
-    check_norm(kernel, x * 1e4, draw_norm(0, n, kind, torch.float16, "cuda"), dy)
+    check_norm(kernel(), x * 1e4, draw_norm(0, n, kind, torch.float16, "cuda"), dy)
 
 
 @pytest.mark.gpu
 def test_dropout_bits_on_gpu() -> None:
-    """The mask in finish_norm_forward is that of the reference on a CPU: of whole blocks, and of single elements."""
-    from tpformer.kernels.norm import kernel
-
+    """finish_norm_forward drops what the reference drops on a CPU, in whole blocks and in single elements."""
     for n in (4096, 20000, 5001):
         start = torch.arange(6) * n + BEYOND_32_BITS
         norm = draw_norm(0, n, "rmsnorm", torch.float32)
         x = torch.ones(6, n)
         expected = reference.finish_norm_forward(x.clone(), Finish(dropout=Dropout(start, HIGH_KEY, 0.3), norm=norm))
         finish = Finish(dropout=Dropout(start.cuda(), HIGH_KEY, 0.3), norm=norm._replace(weight=norm.weight.cuda()))
-        z, _, _ = kernel.finish_norm_forward(x.cuda(), finish)
+        z, _, _ = kernel().finish_norm_forward(x.cuda(), finish)
         assert torch.equal(z.cpu(), expected[0]), n

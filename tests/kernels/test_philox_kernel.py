@@ -13,7 +13,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 def philox_by_big_integers(counter: int, key: int) -> list[int]:
-    """Philox4x32-10 from the paper's description, on Python integers: a full 128-bit counter, a 64-bit key."""
+    """Philox4x32-10 as the paper describes it, in Python integers: a 128-bit counter and a 64-bit key."""
     c = [counter >> (32 * i) & 0xFFFFFFFF for i in range(4)]
     k = [key & 0xFFFFFFFF, key >> 32]
     for _ in range(10):
@@ -40,7 +40,9 @@ def test_published_vectors(counter, key, words):
     whole_counter = sum(word << (32 * i) for i, word in enumerate(counter))
     whole_key = key[0] | key[1] << 32
     assert tuple(philox_by_big_integers(whole_counter, whole_key)) == words
-    if whole_counter < 2**63:  # ours has no upper half: the other vectors check the big-integer version, used below
+    if (
+        whole_counter < 2**63
+    ):  # ours has no upper half; the other vectors check the big integers, the oracle of the tests below
         assert tuple(int(w) for w in philox4x32(whole_key, torch.tensor([whole_counter]))) == words
 
 
@@ -61,7 +63,7 @@ def test_a_word_depends_on_its_index_only(starts, width, key):
     ]
 
 
-# rows of odd width start inside a block; shards of the width that begin inside one too
+# rows of odd width start inside a block, and so do some shards of columns
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**40), st.integers(1, 6), st.integers(2, 40), st.data())
 def test_slices_equal_the_whole(first, rows, width, data):
@@ -79,7 +81,7 @@ def test_slices_equal_the_whole(first, rows, width, data):
 
 
 def test_words_are_uniform_and_normals_are_normal():
-    """Moments within five standard errors of a fixed sample of 2**18."""
+    """The moments of a fixed sample of 2**18 are within five standard errors."""
     n = 2**18
     uniform = random_words(philox_key(1, "a"), torch.zeros(1, dtype=torch.int64), n)[0].double() / 2**32
     assert abs(float(uniform.mean()) - 0.5) < 5 / math.sqrt(12 * n)
@@ -88,14 +90,14 @@ def test_words_are_uniform_and_normals_are_normal():
     # variances of x, x^2, x^3, x^4 under the normal distribution: 1, 2, 15, 96
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(float((x**power).mean()) - mean) < 5 * math.sqrt(variance / n), power
-    for lag in (1, 2, 3, 4):  # the two of a pair, and neighbours in and across blocks, are uncorrelated
+    for lag in (1, 2, 3, 4):  # neighbours are uncorrelated, in a pair, in a block and across blocks
         assert abs(float((x[:-lag] * x[lag:]).mean())) < 5 / math.sqrt(n), lag
         assert abs(float((x[:-lag] ** 2 * x[lag:] ** 2).mean()) - 1) < 5 * math.sqrt(8 / n), lag
 
 
 def test_keys():
     assert philox_key(1, "a") == philox_key(1, "a") and 0 <= philox_key(1, "a") < 2**64
-    # parts are separated: ("1", "12") and ("11", "2") are different names
+    # parts are kept apart: (1, 12) and (11, 2) are different names
     keys = {philox_key(*parts) for parts in ((1, "a"), (2, "a"), (1, "b"), (1, 12), (11, 2), (112,))}
     assert len(keys) == 6
     assert int(random_words(3, torch.tensor([0]), 1)) != int(random_words(4, torch.tensor([0]), 1))

@@ -1,4 +1,4 @@
-"""The device functions of Philox give the reference's words, for whole tiles and for single elements."""
+"""The device functions of Philox give the reference's words in whole tiles, aligned to blocks or not."""
 
 import itertools
 

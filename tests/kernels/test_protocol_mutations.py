@@ -1,7 +1,8 @@
-"""Each way to break the protocol gives wrong values or an error on real ranks, in a schedule that the protocol stands.
+"""Each way to break the protocol gives wrong values or an error on real ranks, in a schedule that the protocol
+survives.
 
-The order of events is arranged (schedules.py), so a result never depends on timing. Barriers, releases, fences and
-the place of waits: tests/checks/test_compile_mutations.py; the interpreter runs in order and cannot see them.
+schedules.py arranges the order of events, so that no result depends on timing. The interpreter runs in order, so it
+does not see barriers, releases, fences and the place of waits: tests/checks/test_compile_mutations.py checks those.
 """
 
 import shutil
@@ -21,7 +22,7 @@ NAMES = set(OPERATIONS)
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 
 Mutation = dict[str, list[Edit]]  # by file
-# in matmul_reduce_scatter with the first tile of a block of rows instead of the last
+# matmul_reduce_scatter then sets a flag with the first tile of a block of rows instead of the last
 EARLY_FLAGS: Mutation = {
     "all_gather_matmul/kernel.py": [move("for first in range(program * BLOCK", "publish(")],
     "matmul_reduce_scatter/kernel.py": [replace("== tiles_n - 1", "== 0")],
@@ -61,7 +62,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-# mutation, schedule, in which operations the watched rank finds something else than without, what it finds
+# (mutation, schedule, operations in which the watched rank then finds something else, what it finds)
 CAUGHT: list[tuple[str, str, set[str], object]] = [
     ("slot 0 in both parities", "ahead", NAMES, "wrong"),
     ("waits accept the epoch before", "late", NAMES, "wrong"),
@@ -80,7 +81,7 @@ UNMUTATED = {"late": "right", "ahead": "right", "absent": REPORT}
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The importable name of the kernels with each mutation: copies of the whole folder."""
+    """mutation -> the importable name of a copy of all kernels with it."""
     folder = tmp_path_factory.mktemp("mutated")
     names = {}
     for index, (mutation, edits) in enumerate(MUTATIONS.items()):
@@ -111,7 +112,8 @@ def test_a_mutation_is_caught(
 
 
 def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> None:
-    """They have its part of the operation, or miss it and say so: its sums, which need what it did not receive."""
+    """Its peers have its part of the operation. If they need its sums, of what it did not receive, they report that
+    these are missing."""
     results = interpreted(2).run(run_all, "gave up", "tpformer.kernels", sorted(NAMES))
     for name in NAMES:
         assert [result[name] for result in results] == [

@@ -1,8 +1,8 @@
 """The fused GEMMs on virtual ranks of one GPU: a thousand epochs with every rank late at random, and CUDA graphs.
 
-Late ranks: one launch per rank, each on a stream of its own after a random delay, so that the kernels of all ranks run
-at once and drift apart, as on real devices. Graphs: all ranks in one launch. Both also run without a GPU, in the
-interpreter, as far as one process can: all ranks in one launch, one rank in its own, replays without a graph.
+Late ranks have a launch and a stream each, and random delays, so that their kernels run at once and drift apart as on
+real devices. A graph has all ranks in one launch. The same code also runs in the interpreter as far as one process can:
+all ranks in one launch, one rank in its own launch, replays without a graph.
 """
 
 import contextlib
@@ -22,8 +22,7 @@ import test_all_gather_matmul_kernel as gather
 import test_matmul_all_reduce_kernel as reduce
 import test_matmul_reduce_scatter_kernel as scatter
 from channels import poison, virtual_channel
-from gemms import BEFORE_WRAP, Gemm, Tensors, cast, make_inputs, shapes
-from testing import assert_kernel_close
+from gemms import BEFORE_WRAP, FINISH, Gemm, Tensors, cast, compare, make_inputs, shapes
 
 from tpformer.distributed.kernel_workspace import wrap
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul
@@ -37,20 +36,20 @@ from tpformer.kernels.matmul_reduce_scatter.reference import matmul_reduce_scatt
 from tpformer.kernels.protocol import Channel, bump
 
 EPOCHS, REPLAYS = 1000, 100
-BATCH = 25  # epochs between two looks at the results, during which nothing waits for all ranks
-PROGRAMS = 3  # of one rank, besides its pushers: 8 ranks fit on 90 SMs at one program each
+BATCH = 25  # epochs in which nothing waits for all ranks, before the results are looked at
+PROGRAMS = 3  # of a rank, besides its pushers: so 8 ranks fit on 90 SMs
 LIMIT = 2 * 10**7  # polls, about 20 s
 PATIENCE = 160  # seconds of a run
-LATE_SHAPE = (130, 200, 64)  # rows per rank, N, K: several tiles each way, sums of K small whole numbers are exact
+LATE_SHAPE = (130, 200, 64)  # (rows per rank, N, K): several tiles each way; sums of K small whole numbers are exact
 GRAPH_SHAPE = (200, 264, 136)
 SMALL_SHAPE = (17, 36, 16)  # for the interpreter
 DELAYS = (5_000, 400_000, 4_000_000)  # a delay is below one of these, in cycles: 2.5 us, 0.2 ms, 2 ms
-HEAD_START = 20_000_000  # cycles by which the host is ahead in a batch, so that its pace is not the ranks'
+HEAD_START = 20_000_000  # cycles that ranks wait at a batch's start, so that the host's launches do not pace them
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def linear(launch: Callable, reference: Callable, gathers: bool, rows_of_all: bool) -> Gemm:
-    """One input and one weight through a few programs."""
+    """A GEMM of one input and one weight, run by a few programs."""
 
     def make(rank, world, rows, n, k):
         return shapes(a=(world * rows if rows_of_all else rows, k), w=(n, k))
@@ -83,7 +82,7 @@ LATE = {
 GRAPHS = {
     "all_gather_matmul": gather.linear(2, "silu"),
     "all_gather_matmul_derivative": gather.derivative("gelu_tanh", gated=True),
-    "matmul_reduce_scatter": scatter.gemm(2, scatter.FINISH),
+    "matmul_reduce_scatter": scatter.gemm(2, FINISH),
     "matmul_all_reduce_one_shot": reduce.gemm(1, True, True),
     "matmul_all_reduce_two_shot": reduce.gemm(1, True, False),
 }
@@ -94,13 +93,13 @@ def smallest_tile(device: str, dtype: torch.dtype, columns: int) -> Tile:
 
 
 def channel_for(world: int, k: int, dtype: torch.dtype, device: str, capacity: int) -> Channel:
-    """A TMA descriptor covers all ranks' slots as one matrix: a slot is a whole number of rows."""
+    """A TMA descriptor covers all ranks' slots as one matrix, so a slot is a whole number of rows."""
     row = -(-k * dtype.itemsize // 16) * 16
     return virtual_channel(world, capacity // row * row, 256, epoch=BEFORE_WRAP, limit=LIMIT, device=device)
 
 
 def whole_numbers(gemm: Gemm, world: int, shape: tuple[int, int, int], seed: int, device: str) -> list[Tensors]:
-    """-1, 0 and 1, new ones each time: partial sums stay below 257, so every order of summing gives the same bits."""
+    """New -1, 0 and 1 for each seed: partial sums stay below 257, so every order of summing gives the same bits."""
     generator = torch.Generator().manual_seed(seed)
     made = [gemm.make(rank, world, *shape) for rank in range(world)]
     draw = [{n: torch.randint(-1, 2, x.shape, generator=generator).double() for n, x in m.items()} for m in made]
@@ -115,7 +114,7 @@ def flags_of(channel: Channel) -> torch.Tensor:
 
 
 def apart(channel: Channel) -> list[Channel]:
-    """A channel for each rank of a virtual one. No two share a tensor but the memory: as separate allocations all are
+    """A channel for each rank of a virtual one. They share only the slots and flags. The rest are separate allocations,
     equally aligned, so that all ranks run one compiled kernel."""
 
     def own(tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -134,7 +133,7 @@ def apart(channel: Channel) -> list[Channel]:
 
 
 class Late:
-    """A part of a virtual channel with its stream (none on a CPU), and the results of a batch."""
+    """A part of a virtual channel with its stream (on a CPU none), and the results of a batch."""
 
     def __init__(self, gemm: Gemm, channel: Channel, tile: Tile) -> None:
         self.gemm, self.channel, self.tile = gemm, channel, tile
@@ -142,7 +141,8 @@ class Late:
         self.results: list = []
 
     def operate(self, inputs: Tensors, epoch: int, delays: tuple[int, int]) -> None:
-        """One operation, late before its kernel and before it poisons what it has read: cycles of a GPU's clock."""
+        """Run one operation, late before its kernel and before it poisons what it has read. delays: cycles of a GPU's
+        clock."""
         with torch.cuda.stream(self.stream):  # None: no change
             self.sleep(delays[0])
             bump(self.channel)
@@ -158,7 +158,7 @@ class Late:
 
 @contextlib.contextmanager
 def concurrent_launches() -> Iterator[None]:
-    """Ordinary launches: a cooperative one may wait until no other one runs, and these are to run at once."""
+    """Within, launches are ordinary: a cooperative one may wait until no other runs, and these must run at once."""
 
     def ordinary(warps: int, stages: int, cooperative: bool = False) -> dict:
         return launch_options(warps, stages)
@@ -171,11 +171,8 @@ def concurrent_launches() -> Iterator[None]:
 
 
 def settle(channel: Channel, parts: list[Late], zeros: Tensors, epoch: int) -> None:
-    """Let each part run a batch alone, its peers' flags being set, then begin anew with this epoch finished.
-
-    Kernels are loaded and memory is reserved here: later, with kernels of other ranks waiting, either could wait for
-    those in turn.
-    """
+    """Let each part run a batch alone, with its peers' flags set, then begin anew with this epoch finished. This loads
+    kernels and reserves memory, which could later wait for kernels of other ranks that wait for this one."""
     flags_of(channel).fill_(wrap(epoch + BATCH))
     wait_for_all(channel)
     for part in parts:
@@ -197,7 +194,7 @@ def wait_for_all(channel: Channel) -> None:
 def run_late(
     name: str, world: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, epochs: int, together: bool
 ) -> None:
-    """together: all ranks in one launch, which a CPU can run."""
+    """together: all ranks are in one launch, which a CPU can run."""
     gemm, chance = LATE[name], random.Random(world)
     channel = channel_for(world, shape[2], dtype, device, 1 << 20)
     tile = smallest_tile(device, dtype, shape[1])
@@ -244,8 +241,8 @@ def run_late_at_once(name: str, world: int) -> None:
 
 @pytest.fixture(scope="module")
 def queues() -> Iterator[WorkerPool]:
-    """A process whose streams have hardware queues of their own: with fewer than streams, kernels of two ranks could
-    stand in one, the first one waiting for the second for ever."""
+    """A process whose streams have hardware queues of their own. With fewer queues than streams, kernels of two ranks
+    could stand in one, the first waiting for the second for ever."""
     with WorkerPool({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}) as pool:
         yield pool
 
@@ -269,7 +266,7 @@ def test_late_ranks_in_the_interpreter(interpreted) -> None:
 
 
 def run_graph(name: str, world: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, count: int) -> None:
-    """Three operations in a graph, on inputs of their own: parities and slots alternate between replays."""
+    """Replay three operations, each with inputs of its own: parities and slots alternate between replays."""
     gemm = GRAPHS[name]
     tile = smallest_tile(device, dtype, shape[1])
     channel = channel_for(world, shape[2], dtype, device, 1 << 24 if device == "cuda" else 1 << 17)
@@ -299,7 +296,9 @@ def run_graph(name: str, world: int, shape: tuple[int, int, int], dtype: torch.d
             for key, x in stack(inputs).items():
                 tensors[key].copy_(x)
         for number, (outputs, inputs) in enumerate(zip(replay(), drawn, strict=True)):
-            compare(outputs, gemm, inputs, f"{name} world {world} replay {index} operation {number}")
+            for rank in range(world):
+                parts = [None if y is None else y.chunk(world)[rank] for y in outputs]
+                compare(parts, gemm, inputs, rank, False, (name, world, index, number))
     assert not channel.error.any() and not channel.counters.any()
     assert bool((channel.epoch == wrap(BEFORE_WRAP + 3 * (count + 1))).all())
 
@@ -315,17 +314,6 @@ def capture(operate: Callable[[], list]) -> Callable[[], list]:
         return outputs
 
     return replay
-
-
-def compare(outputs: list, gemm: Gemm, inputs: list[Tensors], where: str) -> None:
-    """Every rank against float64, by the error of plain torch in the inputs' dtype."""
-    world, device = len(inputs), inputs[0]["a"].device.type
-    baselines, oracles = gemm.reference(inputs), gemm.reference(cast(inputs, torch.float64, device))
-    for rank in range(world):
-        for y, oracle, baseline in zip(outputs, oracles[rank], baselines[rank], strict=True):
-            assert (y is None) == (oracle is None), where
-            if y is not None:
-                assert_kernel_close(y.chunk(world)[rank], oracle, baseline, f"{where} rank {rank}")
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
-"""What people do to modules, and the layers that they do it to: both sides of the table in docs/habits.md.
+"""What people do to modules, and the layers that they do it to: the rows and the columns of docs/habits.md.
 
-Belongs here: layers of ours beside the same of torch.nn, and habits that mean the same to both: edits of a module, and
-ways to call it. tests/layers/theirs.py has the modules and the edits of one part; test_habits.py compares.
+Belongs here: each layer beside its like of torch.nn; habits that mean the same to both (edits of a module, ways to call
+it). The modules of torch.nn and the edits of one part are in theirs.py; test_habits.py compares.
 """
 
 import copy
@@ -45,8 +45,11 @@ LLAMA = replace(
 
 
 class Layer(NamedTuple):
-    """A layer of ours (options: tp, dtype) and of torch.nn; the width of x, or None for ids; which of x and y a
-    tensor-parallel rank has a slice of."""
+    """A layer of ours (made with the options tp and dtype) and its like of torch.nn.
+
+    width: of x; None if x is token ids. x_sharded, y_sharded: whether a tensor-parallel rank has a slice of the
+    features.
+    """
 
     ours: Callable[..., nn.Module]
     theirs: Callable[[], nn.Module]
@@ -61,7 +64,8 @@ class Layer(NamedTuple):
         return torch.randn(BATCH, SEQ, self.width, generator=generator, dtype=torch.float64)
 
     def pair(self, tp=None) -> tuple[nn.Module, nn.Module]:
-        """Ours and theirs with the same values, each in a Sequential, so that habits may put another in their place."""
+        """Ours and theirs with the same values. Each is in a Sequential, so that a habit may put another in its
+        place."""
         torch.manual_seed(0)
         other = self.theirs().double()
         ours = self.ours(tp=tp, dtype=torch.float64)
@@ -94,7 +98,7 @@ LAYERS = {
 
 
 def parts(model: nn.Module) -> list[str]:
-    """What a habit can be of: all modules in the Sequential, containers excepted."""
+    """All modules in the Sequential but containers: a habit can be applied to each."""
     return [name for name, part in model.named_modules() if name and not isinstance(part, nn.ModuleDict)]
 
 
@@ -119,7 +123,7 @@ def everywhere(
 
 
 def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Whole values into the parameters of a module, sharded or not; rows of padding become zero."""
+    """Copy whole values into a module's parameters, which may be sharded; rows of padding become zero."""
     with torch.no_grad():
         for name, p in module.named_parameters():
             value = values[name]
@@ -128,7 +132,8 @@ def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def adapter(base: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The halves of a LoRA of a linear; of a sharded linear, the half that meets its shards is a layer of ours."""
+    """The two halves of a linear's LoRA. Where the linear is sharded, the half that meets its shards is a layer of
+    ours."""
     sizes = (base.hidden_size, base.vocab_size) if isinstance(base, LMHead) else (base.in_features, base.out_features)
     a, b = theirs.linear(sizes[0], 4, 1), theirs.linear(4, sizes[1], 2)
     if isinstance(base, nn.Linear) or base.tp.size == 1:
@@ -215,7 +220,7 @@ def norms(model: nn.Module) -> list[str]:
     return [name for name, part in model.named_modules() if type(part).__name__.endswith("Norm")]
 
 
-# what is a unit of its own, beside the whole
+# habit -> the parts that FSDP2 shards one by one, before the whole
 SHARDINGS: dict[str, Callable[[nn.Module], list[str]]] = {
     "FSDP2": lambda model: [],
     "FSDP2 of norms": norms,
@@ -225,13 +230,13 @@ SHARDINGS: dict[str, Callable[[nn.Module], list[str]]] = {
 
 
 def fsdp(model: nn.Module, mesh: DeviceMesh, habit: str) -> None:
-    """In the order in which children come before what holds them."""
+    """Shard the parts that the habit names, then the whole; children come before what holds them."""
     for path in [*SHARDINGS[habit](model)[::-1], ""]:
         fully_shard(model.get_submodule(path), mesh=mesh).set_gradient_divide_factor(1.0)
 
 
 def incoming(y: Tensor, rank: int, sample: int = 0) -> Tensor:
-    """A gradient of y: of all columns, or of the rank-th such slice; of all samples, or from the given one on."""
+    """A gradient of y. rank: y is the rank-th slice of the columns. sample: y begins with this sample."""
     columns = torch.arange(y.shape[-1]) + rank * y.shape[-1]
     rows = torch.arange(y[..., 0].numel()).view(*y.shape[:-1], 1) + sample * SEQ
     return torch.cos(7.0 * rows + columns).to(y.dtype)
@@ -240,7 +245,7 @@ def incoming(y: Tensor, rank: int, sample: int = 0) -> Tensor:
 def step(
     module: nn.Module, x: Tensor, rank: int = 0, *, sample: int = 0, used: slice = slice(None), call=None
 ) -> Results:
-    """y, dx and whole gradients of the parameters. used: the samples of y that the loss depends on."""
+    """Return y, dx and the whole gradients of the parameters. used: the samples of y that the loss depends on."""
     x = x.detach().clone(memory_format=torch.preserve_format)
     x.requires_grad_(x.is_floating_point())
     y = (call or module)(x)

@@ -1,4 +1,7 @@
-"""A transformer block in plain PyTorch, written from the formulas and fed with our state_dict: the layers' oracle."""
+"""A transformer block in plain PyTorch, written from the formulas: the oracle of the layers.
+
+Belongs here: functions of x and of the parameters in one of our state dicts. No layers, no tests.
+"""
 
 from collections.abc import Sequence
 
@@ -15,7 +18,8 @@ def norm(x: Tensor, p: dict[str, Tensor], name: str, kind: str) -> Tensor:
 
 
 def rotate(x: Tensor, base: float, interleaved: bool = False, offset: int = 0) -> Tensor:
-    """x (batch, heads, seq, d) from position `offset` on; pairs (i, i + d/2) or (2i, 2i + 1) as complex numbers."""
+    """Rotate x (batch, heads, seq, d), whose first token is at `offset`. The pairs (i, i + d/2), or if interleaved (2i,
+    2i + 1), are turned as complex numbers."""
     half = x.shape[-1] // 2
     frequency = base ** -(torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(offset, offset + x.shape[2], dtype=torch.float64)[:, None] * frequency
@@ -35,7 +39,7 @@ def attention(
     rope_interleaved: bool = False,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """visible (batch, seq, seq): whether a query sees a key; None for causal attention."""
+    """visible (batch, seq, seq): whether a query sees a key; None is causal attention."""
     batch, seq, hidden = x.shape
     d = hidden // heads
 
@@ -47,11 +51,11 @@ def attention(
     if rope_base is not None:
         q, k = (rotate(y, rope_base, rope_interleaved) for y in (q, k))
     k, v = (y.repeat_interleave(heads // kv_heads, 1) for y in (k, v))
-    if x.dtype == torch.float64:  # the oracle, by the formula
+    if x.dtype == torch.float64:  # the oracle follows the formula
         scores = (q @ k.transpose(-1, -2)) / d**0.5
         seen = torch.ones(batch, seq, seq).tril().bool() if visible is None else visible
         y = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
-    else:  # the baseline of what PyTorch attains in a lower precision
+    else:  # the baseline is what PyTorch attains in a lower precision
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     y = y.transpose(1, 2).reshape(batch, seq, hidden)
     return F.linear(y, p["o_proj.weight"], p.get("o_proj.bias"))
@@ -87,7 +91,8 @@ def block(
     masks: Sequence[Tensor] | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """x (batch, seq, hidden) with the parameters p of a TransformerBlock; masks: both branches' dropout as factors."""
+    """Map x (batch, seq, hidden) with the parameters p of a TransformerBlock. masks: the dropout of both branches, as
+    factors."""
     h = norm(x, p, "input_layernorm", norm_kind)
     first, second = masks or (1, 1)
     options = (rope_base, rope_interleaved, visible)

@@ -1,4 +1,5 @@
-"""Every layer works inside someone else's module in a process without any process group; names and shapes are plain."""
+"""Every layer works inside a module of somebody else, without a process group; its parameters have plain names and
+shapes."""
 
 import inspect
 
@@ -64,7 +65,7 @@ def test_each_layer_in_a_module_of_others(commands):
 
 
 def test_block_state_dict_names_and_shapes():
-    """The names of Hugging Face's Llama; with biases the same names and .bias."""
+    """The names are those of Hugging Face's Llama; a bias is beside its weight."""
     block = layers.TransformerBlock(
         16, 4, n_kv_heads=2, norm="rmsnorm", activation="swiglu", ffn_hidden_size=24, bias=False
     )
@@ -89,7 +90,7 @@ def test_block_state_dict_names_and_shapes():
 
 
 def test_a_model_has_one_placement():
-    """A norm that works on shards beside linears that do not would be trained with wrong gradients."""
+    """A norm on sequence shards beside linears on whole samples would be trained with wrong gradients."""
     place = layers.TensorParallel(sequence_parallel=True)
     block = layers.TransformerBlock(16, 4, tp=place)
     assert all(part.tp is place for part in block.modules() if isinstance(part, layers.ParallelModule))
@@ -101,7 +102,7 @@ def test_a_model_has_one_placement():
 
 
 def test_default_ffn_width():
-    """8/3 * 4096 = 10922.67, up to the multiple of 128: 11008, Llama's own."""
+    """A gated MLP is 8/3 as wide as its input, rounded up to a multiple of 128: 10922.67 becomes Llama's 11008."""
     assert layers.MLP(4096, activation="swiglu", device="meta").gate_proj.weight.shape == (11008, 4096)
     assert layers.MLP(384, activation="geglu", device="meta").up_proj.weight.shape == (1024, 384)
 

@@ -1,4 +1,4 @@
-"""SelfAttention: heads that cannot be laid out, which key-value heads a rank holds, and their shared gradients."""
+"""SelfAttention refuses heads that cannot be laid out, shares key-value heads among ranks, and sums their gradients."""
 
 import math
 
@@ -37,18 +37,18 @@ BATCH, SEQ, D = 2, 5, 4
         ((12, 4, 4, 1), "RoPE needs an even head dim, not hidden_size / n_heads = 3"),
     ],
 )
-def test_heads_that_cannot_be_laid_out(arguments, message):
+def test_heads_that_cannot_be_laid_out_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_heads(*arguments, rope=True)
 
 
-def test_no_key_value_heads():
+def test_no_key_value_heads_are_refused():
     with pytest.raises(ValueError, match="n_kv_heads=0: each must be at least 1"):
         TransformerBlock(8, 2, n_kv_heads=0)
 
 
-# (heads, key-value heads, ranks): divided evenly; fewer than ranks; not dividing, so that ranks share some: with
-# 12 heads of 4 groups on 3 ranks, rank 0's queries are 3 of group 0 and 1 of group 1
+# (heads, key-value heads, ranks). Ranks divide the key-value heads, or outnumber them, or share some: of 12 heads in 4
+# groups on 3 ranks, rank 0 has the 3 queries of group 0 and 1 of group 1
 CASES = [(4, 2, 2), (4, 1, 2), (4, 1, 4), (8, 2, 4), (6, 2, 3), (12, 4, 3), (12, 2, 3)]
 
 
@@ -97,7 +97,7 @@ def test_equals_plain_attention(ranks, heads, kv_heads, t):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
-    """Seen in what attends: scores depend on distances only, so the result is the same at any offset."""
+    """The queries and keys that attend show it. The result does not: scores depend on distances alone."""
     seen = []
     attend = ops.attention
     monkeypatch.setattr(ops, "attention", lambda q, k, *rest: seen.append((q, k)) or attend(q, k, *rest))
@@ -116,7 +116,7 @@ def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
     [((2, 8), 4, 4), ((4, 2), 2, 4), ((1, 8), 2, 4), ((7,), 2, 4), ((4, 4), 1, 8), ((2, 2, 3), 2, 4), ((), 2, 4)],
 )
 @pytest.mark.parametrize("build_layer", [SelfAttention, TransformerBlock])
-def test_x_of_other_tokens_than_the_positions(build_layer, shape, batch, seq):
+def test_x_of_other_tokens_than_the_positions_is_refused(build_layer, shape, batch, seq):
     message = rf"has {math.prod(shape)} rows that are not those of Positions\(batch={batch}, seq_length={seq}\): give"
     with pytest.raises(ValueError, match=message):
         build_layer(8, 2)(torch.zeros(*shape, 8), positions=Positions(batch, seq))
@@ -128,11 +128,11 @@ def other_tokens_on_a_rank():
         layer(torch.zeros(8, 8), positions=Positions(2, 4))
 
 
-def test_x_of_other_tokens_than_the_positions_on_two_ranks(ranks):
+def test_x_of_other_tokens_is_refused_on_two_ranks(ranks):
     ranks(2).run(other_tokens_on_a_rank)
 
 
-def test_position_ids_of_another_shape():
+def test_position_ids_of_another_shape_are_refused():
     message = r"position ids of shape \(2, 3\) are not \(batch, seq_length\) = \(2, 4\)"
     with pytest.raises(ValueError, match=message):
         GPT(GPTConfig(vocab_size=9, seq_length=4, n_layers=1, hidden_size=8, n_heads=2))(
@@ -140,22 +140,8 @@ def test_position_ids_of_another_shape():
         )
 
 
-def test_state_dict_names_and_shapes():
-    layer = build(4, 2)
-    assert {name: tuple(p.shape) for name, p in layer.state_dict().items()} == {
-        "q_proj.weight": (16, 16),
-        "q_proj.bias": (16,),
-        "k_proj.weight": (8, 16),
-        "k_proj.bias": (8,),
-        "v_proj.weight": (8, 16),
-        "v_proj.bias": (8,),
-        "o_proj.weight": (16, 16),
-        "o_proj.bias": (16,),
-    }
-
-
 def key_gradients(gathered: bool) -> list[torch.Tensor]:
-    """Both ranks use the one key head whole, and a hook has the projections called as modules."""
+    """Both ranks use the one key head whole, and a hook makes the projections run as modules."""
     tp = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
     attention = SelfAttention(16, 4, n_kv_heads=1, tp=tp, dtype=torch.float64)
     if gathered:
@@ -167,6 +153,6 @@ def key_gradients(gathered: bool) -> list[torch.Tensor]:
     return [x.grad, *(p.grad.full_tensor() for p in attention.k_proj.parameters())]
 
 
-def test_a_gathered_key_projection(ranks):
+def test_a_gathered_key_projection_has_the_same_gradients(ranks):
     for kept, gathered in zip(*(ranks(2).run(key_gradients, gathered) for gathered in (False, True)), strict=True):
         torch.testing.assert_close(gathered, kept, rtol=1e-12, atol=1e-12)

@@ -1,7 +1,6 @@
-"""What a token attends to: a block equals the plain one with an explicit mask in float64, with every gradient.
-
-Causal attention, bidirectional, in sliding windows; whole samples, packed documents and padding; one rank and two.
-"""
+"""A token attends to what it should: a block equals the plain one with an explicit mask, with every gradient in
+float64. Attention is causal, bidirectional or in sliding windows; samples are whole, packed or padded; on one rank and
+on two."""
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ ATTENTION = {
     "window of one": ({"sliding_window": 1}, COLUMN == ROW),
     "window of all": ({"sliding_window": SEQ}, COLUMN <= ROW),
 }
-# how samples are divided: arguments of Positions, and the document that each token is in, negative for padding
+# name -> (arguments of Positions, the document that each token is in; padding is in document -1)
 SAMPLES: dict[str, tuple[dict, list[list[int]]]] = {
     "whole": ({}, [[0] * SEQ] * BATCH),
     "documents": (
@@ -39,7 +38,7 @@ for name, documents in {
 
 
 def upstream(samples: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x, the gradient of the result, which nobody reads at padding, and the documents."""
+    """Return x, the gradient of the result (zero at padding, which nobody reads) and the document of each token."""
     x, dy = inputs()
     document = torch.tensor(SAMPLES[samples][1])
     return x, dy * (document >= 0)[..., None], document
@@ -57,7 +56,7 @@ def on_rank(kind: str, attention: str, samples: str) -> Results:
     block = make_block(kind, build_mesh("cpu", tensor_parallel=t)["tp"], **ATTENTION[attention][0])
     x, dy = (z.chunk(t, 1)[rank] for z in upstream(samples)[:2])
     arguments = SAMPLES[samples][0]
-    if t > 1 or "key_padding_mask" not in arguments:  # on one rank a mask is the block's own argument
+    if t > 1 or "key_padding_mask" not in arguments:  # on one rank the block itself takes a mask
         arguments = {"positions": Positions(BATCH, SEQ, **arguments)}
     return step(block, x, dy, **arguments)
 
@@ -104,7 +103,7 @@ def test_masks_that_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_no_tokens(shape):
+def test_no_tokens_are_no_error(shape):
     mask, block = torch.zeros(shape, dtype=torch.bool), make_block("mqa")
     x = torch.zeros(*shape, HIDDEN, dtype=torch.float64, requires_grad=True)
     for y in (block(x), block(x, key_padding_mask=mask)):
@@ -112,6 +111,6 @@ def test_no_tokens(shape):
         y.sum().backward()
 
 
-def test_padding_beside_positions():
+def test_padding_beside_positions_is_refused():
     with pytest.raises(ValueError, match=r"beside positions: give it once, as Positions\(..., key_padding_mask=...\)"):
         SelfAttention(8, 2)(torch.zeros(1, 3, 8), positions=Positions(1, 3), key_padding_mask=REAL)

@@ -1,5 +1,6 @@
-"""Under torch.autocast a model has the error of the same model of torch.nn modules, by a float64 oracle: loss and every
-gradient, float32 all of them, while GEMMs are in 16 bits; recomputed, queued, in sequence shards."""
+"""Under torch.autocast a model is as exact as the same model of torch.nn modules, by a float64 oracle. The loss and
+every gradient are float32, though GEMMs run in 16 bits; also when layers are recomputed, weight gradients queued, or
+sequences sharded."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -50,7 +51,8 @@ def by_ours(llama: bool, half: torch.dtype, recompute: str, queued: bool, tp: Te
 
 
 def assert_no_worse(found: Results, oracle: Results, baseline: Results, what: str) -> None:
-    """At most twice the baseline's error; of a scalar, where that is chance, at most its rounding in 16 bits."""
+    """An error is at most twice the baseline's. Of a scalar that would be chance: it is at most its rounding in 16
+    bits."""
     assert found.keys() == oracle.keys()
     for name, x in found.items():
         assert x.dtype == torch.float32, f"{what}: {name} is {x.dtype}"
@@ -67,7 +69,7 @@ def check(found: Results, llama: bool, half: torch.dtype, what: str) -> None:
 @pytest.mark.parametrize("llama", [False, True])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("queued", [False, True])
-def test_one_rank(llama, half, recompute, queued):
+def test_one_rank_is_no_worse_than_torch(llama, half, recompute, queued):
     check(by_ours(llama, half, recompute, queued), llama, half, "one rank")
 
 
@@ -78,7 +80,7 @@ def on_rank(llama: bool, half: torch.dtype, sequence_parallel: bool) -> list[Res
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("llama", "half"), [*zip((False, True), HALVES, strict=True)])
-def test_two_ranks(ranks, llama, half, sequence_parallel):
+def test_two_ranks_are_no_worse_than_torch(ranks, llama, half, sequence_parallel):
     for results in ranks(2).run(on_rank, llama, half, sequence_parallel):
         for mode, found in zip(MODES, results, strict=True):
             check(found, llama, half, f"two ranks, {mode}, sequence_parallel={sequence_parallel}")
@@ -97,7 +99,7 @@ def hooked(block: nn.Module, path: str, half: torch.dtype | None = None) -> Resu
     "path", ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.fc1", "mlp.fc2", "self_attn", "mlp"]
 )
 def test_hooked_children(path):
-    """Children that are called as modules."""
+    """A child with a hook is called as a module, outside of the fused path."""
     oracle = hooked(theirs.Block("layernorm"), path)
     baseline = hooked(theirs.Block("layernorm").float(), path, torch.bfloat16)
     assert_no_worse(hooked(ours("layernorm").float(), path, torch.bfloat16), oracle, baseline, path)
@@ -127,7 +129,7 @@ def test_norms_of_16_bits_are_made_in_float32(kind):
 
 
 def test_a_scaler_finds_what_overflows():
-    """torch.amp.GradScaler with float16: steps where gradients are finite, and none where they are not."""
+    """torch.amp.GradScaler with float16 steps where gradients are finite, and skips where they are not."""
     block = ours("layernorm").float()
     optimizer = torch.optim.SGD(block.parameters(), 1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=100)

@@ -25,7 +25,7 @@ LAYERS = [
 
 
 def run(kind: str, dtype: torch.dtype, recompute: str, backend: str | None) -> dict[str, Tensor]:
-    """Output, gradients and saved bytes of two steps: the second reuses what was compiled."""
+    """Return output, gradients and saved bytes of the second of two steps, which uses what the first one compiled."""
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     block = make_block(kind, mesh, dropout=0.1, recompute=recompute, dtype=torch.float32).to(dtype)
     step = block if backend is None else torch.compile(block, backend=backend)
@@ -57,7 +57,7 @@ def test_results_and_gradients(ranks, t, kind, recompute, backend):
     "make", [partial(make_block, "gelu-layernorm", None), *LAYERS], ids=lambda make: make.func.__name__
 )
 def test_one_graph_is_refused_with_the_reason(make):
-    """In a process that has compiled nothing yet, too."""
+    """Compiled state is reset first: the reason is also given to a process that has compiled nothing yet."""
     torch._dynamo.reset()
     layer = make()
     x = torch.ones(2, 4, next(layer.parameters()).shape[-1], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Which elements a TransformerBlock drops: its name in the model's tree decides, and nothing that lays it out."""
+"""A TransformerBlock's name in the model's tree decides which elements it drops; how the model is laid out does not."""
 
 import copy
 
@@ -21,7 +21,7 @@ P = 0.5
 
 
 def blocks(**options) -> nn.ModuleList:
-    """Zero weights leave only x + dropout(bias) twice: each branch shows its mask by its own bias."""
+    """Zero weights leave x + dropout(bias) twice, so each branch shows its mask by its own bias."""
     layers = nn.ModuleList(make_block("gelu-layernorm", dropout=P, **options) for _ in range(2))
     for name, p in layers.named_parameters():
         nn.init.constant_(p, {"self_attn.o_proj.bias": 1.0, "mlp.fc2.bias": 100.0}.get(name[2:], 0.0))
@@ -29,10 +29,9 @@ def blocks(**options) -> nn.ModuleList:
 
 
 def masks(layer: nn.Module, **options) -> list[Tensor]:
-    """Of both branches: what is kept (batch, seq, hidden), by a forward of zeros and again by its backward."""
+    """Return which elements (batch, seq, hidden) each of the two branches keeps."""
     seq = options.pop("seq", SEQ)
-    x = torch.zeros(BATCH, seq, HIDDEN, dtype=torch.float64, requires_grad=True)
-    y = layer(x, **options)
+    y = layer(torch.zeros(BATCH, seq, HIDDEN, dtype=torch.float64, requires_grad=True), **options)
     assert set(y.unique().tolist()) == {0.0, 1 / P, 100 / P, 101 / P}
     return [y % 100 == 1 / P, y >= 100 / P]
 
@@ -92,7 +91,7 @@ def test_a_layer_that_came_later_has_a_name_too():
     layers.insert(0, blocks()[0])
     drawn = [masks(layer, dropout_key=key_of(layers)) for layer in layers]
     assert_all_differ([mask for pair in drawn for mask in pair])
-    assert torch.equal(drawn[1][0], before[0]), "it is the layer number 1 now"
+    assert torch.equal(drawn[1][0], before[0]), "it has become layer 1"
 
 
 def test_keys_of_another_model_or_batch_are_refused():
@@ -106,7 +105,7 @@ def test_keys_of_another_model_or_batch_are_refused():
 
 
 def test_samples_of_another_length_share_nothing():
-    """Sample 6 of 6 tokens and sample 4 of 9 begin at the same count of elements."""
+    """Sample 6 of 6 tokens and sample 4 of 9 tokens begin at the same count of elements, and draw differently."""
     layers = blocks()
     short = masks(layers[0], seq=6, dropout_key=key_of(layers, (6, 7)))
     long = masks(layers[0], seq=9, dropout_key=key_of(layers, (4, 5)))
@@ -136,7 +135,7 @@ def gpt(recompute: str) -> GPT:
 
 
 def through(region, *, own: str = "none") -> Results:
-    """Of GPT and of two blocks without keys, whose calls `region(function, x)` makes: results and gradients."""
+    """Results and gradients of a GPT and of two blocks without keys; `region(function, x)` makes each call."""
     torch.manual_seed(7)
     x, ids = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64), torch.randint(16, (BATCH, SEQ))
     layers, model = nn.ModuleList(make_block("gelu-layernorm", dropout=P, recompute=own) for _ in range(2)), gpt(own)

@@ -1,4 +1,5 @@
-"""VocabParallelEmbedding, PositionEmbedding and LMHead: values, padding, tied use, ids out of range."""
+"""VocabParallelEmbedding, PositionEmbedding and LMHead have torch's values, also tied and padded; wrong ids are
+refused."""
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ TARGETS = torch.tensor([[1, 18, 0, 8, -100, 3], [15, 16, -100, 1, 2, 0]])
 
 
 def tied_model(mesh, sequence_parallel: bool) -> tuple[torch.Tensor, dict, tuple]:
-    """ids -> embedding + positions -> loss over the same table."""
+    """Embed ids, add positions, and take the loss with the embedding's own table."""
     torch.manual_seed(0)
     options = {"tp": TensorParallel(mesh, sequence_parallel), "dtype": torch.float64}
     embedding = VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS, init_std=1.0, **options)
@@ -72,7 +73,7 @@ def logits_of_few_entries() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_logits_have_no_padding(ranks):
-    """Of 12 rows on 3 ranks the first 5 are real: the last rank has nothing but padding."""
+    """Of 12 rows on 3 ranks the first 5 are real, so the last rank has nothing but padding."""
     for index, (logits, gradient) in enumerate(ranks(3).run(logits_of_few_entries)):
         assert logits.shape == (3, (4, 1, 0)[index])
         assert bool((gradient[:5] != 0).all()) and not bool(gradient[5:].any())
@@ -86,20 +87,15 @@ def test_head_takes_the_terms_of_the_loss():
     assert torch.equal(head(x, targets=targets, **terms), expected)
 
 
-def test_padding_gets_no_gradient():
-    _, parameters, _ = tied_model(None, True)
-    assert torch.equal(parameters["table"].grad[VOCAB:], torch.zeros(ROWS - VOCAB, HIDDEN, dtype=torch.float64))
-
-
-def test_vocabulary_is_padded_the_same_in_every_layout():
-    # GPT-2's 50257 to 50304; a multiple stays as it is
+def test_the_table_is_padded_to_a_multiple_of_128():
+    """GPT-2's 50257 rows become 50304."""
     assert VocabParallelEmbedding(50257, 1, device="meta").weight.shape == (50304, 1)
     assert VocabParallelEmbedding(256, 1, device="meta").weight.shape == (256, 1)
 
 
 @pytest.mark.parametrize("ids, span", [([3, 19], r"\[3, 19\]"), ([-1, 4], r"\[-1, 4\]")])
-def test_ids_out_of_range(ids, span):
-    """19 is a row of the table, but padding."""
+def test_ids_out_of_range_are_refused(ids, span):
+    """The table has a row 19, but it is padding."""
     with pytest.raises(ValueError, match=rf"token ids span {span}, outside the vocabulary \[0, 18\]"):
         VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS)(torch.tensor(ids))
 
@@ -139,7 +135,7 @@ def test_learned_positions_begin_at_the_offset():
 
 
 def long_samples(sequence_parallel: bool) -> None:
-    """Of 8 tokens, for a table of 6."""
+    """Samples of 8 tokens meet a table of 6 positions."""
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     embedding = PositionEmbedding(6, HIDDEN, tp=TensorParallel(mesh, sequence_parallel))
     x, weight = torch.zeros(2, 8, HIDDEN), embedding.local("weight")
@@ -155,12 +151,8 @@ def long_samples(sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_positions_past_the_table_are_refused(ranks, sequence_parallel):
-    """Unless nobody reads what stands there."""
+    """They are not refused where nobody reads what stands there."""
     ranks(2).run(long_samples, sequence_parallel)
-
-
-def test_no_ids():
-    assert VocabParallelEmbedding(VOCAB, HIDDEN)(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, HIDDEN)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Every layer under every habit, on one rank and on two: equal to modules of torch.nn in float64, or refused in one
-sentence. docs/habits.md is the table of the outcomes; `python tests/layers/test_habits.py` writes it.
+"""Every layer under every habit equals modules of torch.nn in float64, on one rank and on two, or is refused in one
+sentence.
 
-Belongs here: the comparison, what is refused, the page. Layers and habits stand in habits.py.
+`python tests/layers/test_habits.py` writes the outcomes to docs/habits.md. Belongs here: the comparison, what is
+refused, the page. Layers and habits are in habits.py.
 """
 
 import re
@@ -59,7 +60,7 @@ def on_rank(name: str, tp: int, habits: list[str]) -> list[Results | str]:
 
 
 def joined(name: str, tp: int, found: list[Results]) -> Results:
-    """The results of all ranks, tensor-parallel ranks being neighbours, as one process has them."""
+    """Put the results of all ranks together; tensor-parallel ranks are neighbours."""
     layer = LAYERS[name]
     parts: Results = dict(found[0])
     for part, sharded in (("y", layer.y_sharded), ("dx", layer.x_sharded)):
@@ -72,7 +73,7 @@ def joined(name: str, tp: int, found: list[Results]) -> Results:
 
 
 def expected(name: str, habit: str) -> Results:
-    """What modules of torch.nn give."""
+    """What modules of torch.nn give under the habit."""
     layer = LAYERS[name]
     _, other = layer.pair()
     return run(habit, other, layer.x()) if habit in EDITS or habit in WAYS else step(other, layer.x())
@@ -80,7 +81,7 @@ def expected(name: str, habit: str) -> Results:
 
 SHARDED = [name for name in LAYERS if not name.endswith("Norm")]
 
-# habit -> the sentence that refuses it, and where: layer -> tensor-parallel sizes; everything else equals torch.nn
+# habit -> (the sentence that refuses it, {layer: tensor-parallel sizes where it is}); all else equals torch.nn
 REFUSED: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "functional_call, whole tensors": (
         "plain tensor .* on 2 tensor-parallel ranks: give it as distribute_tensor",
@@ -117,7 +118,7 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
         baseline = expected(name, habit)
         parts = [part for part in oracle if oracle[part] is not None]
         assert all(actual[part].dtype == baseline[part].dtype for part in parts), what
-        # all at once: some gradients, of key biases, are zero and have noise alone
+        # all together, because some gradients are zero and have only noise: those of key biases
         found_all, exact, baseline_all = (
             torch.cat([each[part].flatten() for part in parts]) for each in (actual, oracle, baseline)
         )
@@ -129,7 +130,7 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", LAYERS)
-def test_habits(ranks, name, tp):
+def test_every_habit_equals_torch_or_is_refused(ranks, name, tp):
     for habits, dp in ((list(EDITS) + list(WAYS), 1), (list(SHARDINGS), 2)):
         by_rank = ranks(tp * dp).run(on_rank, name, tp, habits)
         for habit, *found in zip(habits, *by_rank, strict=True):
@@ -137,7 +138,7 @@ def test_habits(ranks, name, tp):
 
 
 def page() -> str:
-    """docs/habits.md."""
+    """The text of docs/habits.md."""
     notes = {habit: f"[{index}]" for index, habit in enumerate(REFUSED, 1)}
     lines = [INTRODUCTION, "| | " + " | ".join(LAYERS) + " |", "|---" * (len(LAYERS) + 1) + "|"]
     for habit in HABITS:

@@ -1,5 +1,5 @@
-"""What people do to modules does to the children of a block what it does to those of torch.nn: hooks, subclasses,
-wrappers, adapters, parametrizations, modules of their own; on one rank and on two, with every gradient, in float64."""
+"""Hooks, wrappers, adapters and the like do to the children of a block what they do to those of a torch.nn block. Every
+gradient is compared in float64, on one rank and on two."""
 
 import pytest
 import theirs
@@ -35,7 +35,7 @@ def ours(norm: str, tp: TensorParallel | None = None, recompute: str = "none") -
 
 
 def run(block: nn.Module, shard: slice | None = None, **options) -> Results:
-    """Result and gradients; shard: of these rows."""
+    """Return result and gradients; shard: of these rows alone."""
     generator = torch.Generator().manual_seed(5)
     x, dy = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
     torch.manual_seed(9)
@@ -47,7 +47,7 @@ def run(block: nn.Module, shard: slice | None = None, **options) -> Results:
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("habit", [*ANYWHERE, *ON_LINEARS])
-def test_on_one_rank(habit, norm, recompute):
+def test_habits_on_one_rank_equal_torch(habit, norm, recompute):
     for path in LINEARS[norm] if habit in ON_LINEARS else (*CHILDREN, *LINEARS[norm]):
         results = []
         for block in (theirs.Block(norm), ours(norm, recompute=recompute)):
@@ -73,25 +73,25 @@ def test_explain_names_what_is_called():
 
 
 def put_theirs(block: nn.Module, path: str) -> None:
-    """The same child of torch.nn's block in place of ours, whole on every rank."""
+    """Replace a child by that of torch.nn's block, which is whole on every rank."""
     gated = hasattr(block.mlp, "gate_proj")
     theirs.put(block, path, theirs.Block("rmsnorm" if gated else "layernorm").get_submodule(path))
 
 
 def bare_norm(block: nn.Module, path: str) -> None:
-    """A norm without weight, of ours in ours: it stays in the fused pass."""
+    """Replace a norm by one without weight, of the same library; ours stays in the fused pass."""
     norm = block.get_submodule(path)
     options = {"tp": norm.tp} if isinstance(norm, LayerNorm | RMSNorm) else {}
     theirs.put(block, path, type(norm)(HIDDEN, 1e-5, elementwise_affine=False, **options))
 
 
 def gathered_output(block: nn.Module, path: str) -> None:
-    """A hook sees all features; the block goes on with those of this rank."""
+    """A hook sees all features, and the block goes on with those of this rank."""
     block.get_submodule(path).gather_output = True
     theirs.scaling_hook(block, path)
 
 
-# what means the same to a shard and to the whole
+# habits that mean the same to a shard as to the whole
 SHARDED = {name: ANYWHERE[name] for name in ("forward pre-hook", "backward hook", "subclass", "forward replaced")} | {
     "forward hook": theirs.scaling_hook,
     "module of torch.nn": put_theirs,
@@ -118,7 +118,7 @@ def on_rank(habit: str, norm: str, sequence_parallel: bool, recompute: str) -> l
         block = ours(norm, TensorParallel(mesh, sequence_parallel), recompute)
         SHARDED[habit](block, path)
         shard = slice(rows * rank, rows * (rank + 1)) if sequence_parallel else None
-        partial = ["*.a.weight", "*.b.weight"]  # of adapters on sequence shards
+        partial = ["*.a.weight", "*.b.weight"]  # adapters see sequence shards
         results.append(run(block, shard, partial=partial, positions=Positions(BATCH, SEQ)))
     return results
 
@@ -126,7 +126,7 @@ def on_rank(habit: str, norm: str, sequence_parallel: bool, recompute: str) -> l
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(("norm", "recompute"), [("layernorm", "none"), ("rmsnorm", "full"), ("layernorm", "mlp")])
 @pytest.mark.parametrize("habit", SHARDED)
-def test_on_two_ranks(ranks, habit, norm, recompute, sequence_parallel):
+def test_habits_on_two_ranks_equal_torch(ranks, habit, norm, recompute, sequence_parallel):
     results = ranks(2).run(on_rank, habit, norm, sequence_parallel, recompute)
     for path, *found in zip(places(habit, norm), *results, strict=True):
         block = theirs.Block(norm)

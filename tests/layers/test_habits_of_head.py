@@ -1,7 +1,5 @@
-"""What people do to a GPT's lm_head means for its loss what it means with torch.nn: modules, hooks, subclasses, FSDP2.
-
-The vocabulary of 30 has 2 rows of padding.
-"""
+"""Hooks, wrappers and FSDP2 on a GPT's lm_head mean for its loss what they mean for a torch.nn model's. The vocabulary
+of 30 has 2 rows of padding."""
 
 from collections.abc import Sequence
 
@@ -39,11 +37,11 @@ def replace(model: nn.Module, path: str) -> None:
 
 HABITS = {**theirs.ANYWHERE, **ON_LINEARS, "replaced": replace}
 SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
-COMPUTED = ("weight_norm", "spectral_norm", "prune")  # their padding rows are the head's own
+COMPUTED = ("weight_norm", "spectral_norm", "prune")  # torch's module has no padding rows to compare theirs with
 
 
 def real(found: Results) -> Results:
-    """Without rows of padding."""
+    """The results without rows of padding."""
     tables = ("embed_tokens", "lm_head")
     return {name: x[:VOCAB] if name.startswith(tables) and x is not None else x for name, x in found.items()}
 
@@ -66,7 +64,7 @@ def expected(habit: str, reduction: str) -> Results:
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("habit", sorted(HABITS.keys() - COMPUTED))
-def test_on_one_rank(habit, reduction):
+def test_habits_on_one_rank_equal_torch(habit, reduction):
     model = build()
     HABITS[habit](model, "lm_head")
     assert_same(run(model, reduction=reduction), expected(habit, reduction), habit)
@@ -80,7 +78,7 @@ def on_rank(habit: str, sequence_parallel: bool) -> Results:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("habit", SHARDED)
-def test_on_two_ranks(ranks, habit, sequence_parallel):
+def test_habits_on_two_ranks_equal_torch(ranks, habit, sequence_parallel):
     results = ranks(2).run(on_rank, habit, sequence_parallel)
     logits = torch.cat([each["logits"] for each in results], -1)
     for each in results:
@@ -88,11 +86,11 @@ def test_on_two_ranks(ranks, habit, sequence_parallel):
 
 
 def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
-    """torch's loss of the same module's logits is the oracle."""
+    """The oracle is torch's loss of the logits of the same module."""
     model, other = build(), build()
     for each in (model, other):
         with torch.no_grad():
-            each.lm_head.weight[VOCAB:] = 1.0  # or only these were pruned
+            each.lm_head.weight[VOCAB:] = 1.0  # else pruning would take only these rows
         HABITS["prune"](each, "lm_head")
     model(IDS[:, :-1], targets=IDS[:, 1:]).backward()
     logits = other(IDS[:, :-1]).flatten(0, 1)
@@ -104,7 +102,7 @@ def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
 @pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_norms_of_padding_rows_are_refused(normed, path):
-    """They are 0, and have NaN gradients; a norm of columns has none of them alone."""
+    """Rows of zeros have norm 0 and NaN gradients. Columns are never all padding, so norms over them are allowed."""
     model = build()
     normed(model.get_submodule(path))
     with pytest.raises(ValueError, match="0 in the 2 rows that pad this table of vocab_size=30: .* vocab_multiple"):
@@ -149,7 +147,7 @@ def test_a_tied_embedding_of_others_is_refused():
         model(IDS[:, :-1])
 
 
-# what recipes hand to fully_shard, one after the other, before the model itself
+# what recipes pass to fully_shard, one after the other, before the model itself
 ORDERS = {
     "embedding, layers, norm and head": lambda model: [model.embed_tokens, *blocks(model), [model.norm, model.lm_head]],
     "norm and head, layers, embedding": lambda model: [[model.norm, model.lm_head], *blocks(model), model.embed_tokens],
@@ -165,8 +163,11 @@ def blocks(model: GPT) -> list[nn.Module]:
 
 
 def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> Results:
-    """The second loss, the sum over samples, and its gradients, with an evaluation in between. wrapped: others have put
-    the embedding into a module of theirs."""
+    """Return the loss of the second step, a sum over samples, and its gradients; each step is followed by an
+    evaluation.
+
+    order: None for torch.nn's model. wrapped: the embedding is inside a module of somebody else.
+    """
     ids, terms = IDS, {}
     if order is None:
         model, terms = theirs.GPT(VOCAB, SEQ, 1), {"reduction": "sum", "label_smoothing": 0.1}
@@ -191,7 +192,7 @@ def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> 
         with torch.no_grad():
             model(ids[:, :-1])
         if order is not None:
-            model.reshard()  # the root, which FSDP2 itself leaves gathered after an evaluation
+            model.reshard()  # FSDP2 leaves the root gathered after an evaluation
     return found
 
 
@@ -202,7 +203,7 @@ FIRST = next(iter(ORDERS))
 @pytest.mark.parametrize(
     "tied, order, wrapped", [*((True, order, False) for order in ORDERS), (True, FIRST, True), (False, FIRST, False)]
 )
-def test_fsdp(ranks, tied, order, wrapped, tp):
+def test_fsdp_in_every_order_equals_torch(ranks, tied, order, wrapped, tp):
     results, wanted = ranks(2 * tp).run(two_steps, order, tp, tied, wrapped), two_steps(None, 1, tied)
     for each in results:
         found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}

@@ -1,4 +1,4 @@
-"""What inference_mode leaves behind (shared memory's views, positions, dropout's starts) serves training after it."""
+"""What inference_mode leaves behind (views of shared memory, positions, dropout's starts) can be used in training."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ def gradients(infer_first: bool, transport: str, sequence_parallel: bool) -> lis
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name not in ("auto", "fused")])
-def test_collectives(ranks, transport, sequence_parallel):
+def test_training_after_inference_has_the_same_gradients(ranks, transport, sequence_parallel):
     found, expected = (ranks(2).run(gradients, first, transport, sequence_parallel) for first in (True, False))
     for one, other in zip(found, expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 def test_objects_that_a_user_keeps():
-    """One Positions and one DropoutKey for evaluation and training, on one rank."""
+    """One Positions and one DropoutKey serve an evaluation and the training after it."""
     block = TransformerBlock(8, 2, rope_base=1e4, dropout=0.1)
     table = PositionEmbedding(6, 8)
     ids = torch.tensor([[0, 1, 2, 0]] * 2)

@@ -1,4 +1,4 @@
-"""Initial values do not depend on the layout: the same bits for every tensor-parallel size, whatever torch's seed."""
+"""Initial values have the same bits for every tensor-parallel size, whatever torch's seeds are."""
 
 from contextlib import nullcontext
 
@@ -26,13 +26,13 @@ def build(mesh, dtype: torch.dtype) -> torch.nn.Module:
     place = {"tp": mesh, "dtype": dtype}
     return torch.nn.ModuleDict(
         {
-            # 40 rows: uneven on 3 ranks, and the last rank's are partly padding
+            # 3 ranks divide 40 rows unevenly, and some of the last rank's are padding
             "embedding": VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=8, **place),
             "head": LMHead(VOCAB, HIDDEN, vocab_multiple=8, **place),
             "positions": PositionEmbedding(7, HIDDEN, **place),
-            # 12 heads of width 2 and 4 key-value heads: replicated on 3 ranks
+            # 3 ranks do not divide 4 key-value heads, so each has all of them
             "block": TransformerBlock(HIDDEN, 12, n_kv_heads=4, activation="swiglu", ffn_hidden_size=36, **place),
-            # 25 columns a row on 3 ranks are 9, 9, 7: rows of a shard start inside a Philox block
+            # 3 ranks have 9, 9 and 7 of 25 columns, so a shard's rows start inside a Philox block
             "odd": RowParallelLinear(25, 5, **place),
         }
     )
@@ -57,7 +57,7 @@ def test_same_bits_for_every_layout(ranks, t, dtype):
             assert p.dtype == dtype and torch.equal(p, expected[name]), name
 
 
-def test_values():
+def test_values_have_their_spread_and_padding_is_zero():
     model = build(None, torch.float64)
     initialize(model, 5)
     table = model["embedding"].weight.detach()
@@ -113,7 +113,9 @@ def on_meta(how: str, with_mesh: bool) -> dict[str, torch.Tensor]:
         assert all(p.is_meta and p.dtype == torch.float64 for p in model.parameters())
         model.to_empty(device="cpu")
         initialize(model, 5)
-        ColumnParallelLinear(4, 6, tp=mesh, device="cpu")  # draws its values from a generator that has some
+        ColumnParallelLinear(
+            4, 6, tp=mesh, device="cpu"
+        )  # its values come from torch's generator, which works on the CPU
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(before)

@@ -1,4 +1,5 @@
-"""ColumnParallelLinear and RowParallelLinear as drop-in nn.Linear: leading dims, sequence_dim, used_rows."""
+"""ColumnParallelLinear and RowParallelLinear take the place of nn.Linear: leading dims, sequence_dim, used_rows,
+edges."""
 
 import traceback
 from contextlib import nullcontext
@@ -42,7 +43,7 @@ def test_bit_identical_to_linear(kind, bias, shape):
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_constructors(kind):
+def test_bias_is_positional_and_empty_sizes_are_refused(kind):
     assert kind(K, N, False).bias is None and kind(K, N, True).bias.shape == (N,)
     for sizes in ((0, N), (K, 0), (-1, N)):
         with pytest.raises(ValueError, match=f"in_features={sizes[0]}, out_features={sizes[1]}: a linear needs one"):
@@ -54,7 +55,7 @@ def tp_mesh():
 
 
 def pair_along(sequence_dim: int | None):
-    """x -> column -> row with the sequence sharded along a dim of (batch, seq, hidden): as in others' models."""
+    """Run x through a column and a row linear, with one dim of (batch, seq, hidden) sharded as the sequence."""
     mesh = tp_mesh()
     t, rank = mesh.size(), mesh.get_local_rank()
     torch.manual_seed(3)
@@ -75,7 +76,7 @@ def pair_along(sequence_dim: int | None):
 
 @pytest.mark.parametrize("t", [1, 2, 3])
 @pytest.mark.parametrize("sequence_dim", [1, 0, None])
-def test_sequence_dim(ranks, t, sequence_dim):
+def test_sequence_dim_equals_plain_linears(ranks, t, sequence_dim):
     results = ranks(t).run(pair_along, sequence_dim)
     column, row = (results[0][4][name][0].requires_grad_() for name in ("column", "row"))
     x, residual, dy = (rand(BATCH * t, SEQ * t, K, seed=s) for s in (0, 1, 2))
@@ -95,23 +96,11 @@ def test_sequence_dim(ranks, t, sequence_dim):
         torch.testing.assert_close(whole["row_bias"][1], dy.sum((0, 1)), rtol=1e-11, atol=1e-11)
 
 
-def lengths_that_cannot_be_shared():
-    layer = RowParallelLinear(K, N, sequence_dim=1, tp=TensorParallel(tp_mesh(), True))
-    with pytest.raises(ValueError, match=r"\(2, 5, 4\) has 5 along sequence_dim=1, which 2 .* ranks cannot share"):
-        layer(torch.zeros(2, 5, K // 2))
-    with pytest.raises(ValueError, match=r"sequence_dim=1 of x of shape \(4, 4\) is the dim of its features"):
-        layer(torch.zeros(4, K // 2))
-
-
-def test_lengths_that_cannot_be_shared(ranks):
-    ranks(2).run(lengths_that_cannot_be_shared)
-
-
 def some_rows(sequence_parallel: bool):
-    """Rank r uses rows [2r, 2r + 3): neighbours overlap in one row, whose gradient is then a sum over ranks."""
+    """Rank r uses the rows [2r, 2r + 3), so neighbours share one row, whose gradient is a sum over both."""
     mesh = tp_mesh()
     t, rank = mesh.size(), mesh.get_local_rank()
-    torch.manual_seed(100 + rank)  # one value everywhere must not rest on equal seeds
+    torch.manual_seed(100 + rank)  # the ranks' values must agree without equal seeds
     used = slice(2 * rank, 2 * rank + 3)
     layer = ColumnParallelLinear(K, N, used_rows=used, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64)
     assert layer.weight.placements == (Replicate(),)
@@ -125,7 +114,7 @@ def some_rows(sequence_parallel: bool):
 
 @pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_used_rows(ranks, t, sequence_parallel):
+def test_used_rows_sum_their_gradients_over_ranks(ranks, t, sequence_parallel):
     results = ranks(t).run(some_rows, sequence_parallel)
     uses = torch.zeros(N, dtype=torch.float64)
     for rank in range(t):
@@ -136,17 +125,9 @@ def test_used_rows(ranks, t, sequence_parallel):
         assert torch.equal(dbias, 6 * uses)
 
 
-def too_few_rows():
-    with pytest.raises(ValueError, match="weight has 2 rows on its sharded dim, too few for 3"):
-        ColumnParallelLinear(K, 2, tp=tp_mesh())
-
-
-def test_a_rank_without_rows(ranks):
-    ranks(3).run(too_few_rows)
-
-
 def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: int | None) -> tuple[Results, Results]:
-    """(ours, nn.Linear's) results of a column linear with gathered output, then a row linear with unsharded input."""
+    """Return our results, and nn.Linear's, of a column linear that gathers its output before a row linear that takes it
+    whole."""
     torch.manual_seed(0)
     plain = [nn.Linear(k, hidden, dtype=torch.float64), nn.Linear(hidden, k, dtype=torch.float64)]
     options = {"tp": TensorParallel(tp_mesh(), sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
@@ -184,7 +165,14 @@ def test_gathered_output_and_unsharded_input(ranks, t, sequence_parallel, sequen
             torch.testing.assert_close(ours[name].view(value.shape), value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def wrong_widths():
+def refusals():
+    sharded = RowParallelLinear(K, N, sequence_dim=1, tp=TensorParallel(tp_mesh(), True))
+    with pytest.raises(ValueError, match=r"\(2, 5, 4\) has 5 along sequence_dim=1, which 2 .* ranks cannot share"):
+        sharded(torch.zeros(2, 5, K // 2))
+    with pytest.raises(ValueError, match=r"sequence_dim=1 of x of shape \(4, 4\) is the dim of its features"):
+        sharded(torch.zeros(4, K // 2))
+    with pytest.raises(ValueError, match="weight has 1 rows on its sharded dim, too few for 2"):
+        ColumnParallelLinear(K, 1, tp=tp_mesh())
     column, row = ColumnParallelLinear(K, N, tp=tp_mesh()), RowParallelLinear(N, K, tp=tp_mesh())
     whole = RowParallelLinear(N, K, input_is_parallel=False, tp=tp_mesh())
     with pytest.raises(ValueError, match="x has 4 features and in_features=8, .* give gather_output=True"):
@@ -198,12 +186,12 @@ def wrong_widths():
     assert "; as a module it gathers its output" in table and "; as a module it takes an unsharded input" in table
 
 
-def test_widths_that_do_not_fit(ranks):
-    ranks(2).run(wrong_widths)
+def test_sizes_that_do_not_fit_two_ranks_are_refused(ranks):
+    ranks(2).run(refusals)
 
 
 def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):
-    """Every one is paid in every forward, and read by everyone who follows a tensor to its kernel."""
+    """Every forward pays for each frame, and whoever follows a tensor to its kernel reads it."""
     frames = []
 
     def product(x, weight, bias):
@@ -218,7 +206,7 @@ def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_the_gradient_of_a_computed_weight_is_not_queued(kind):
-    """It goes on to what the weight is computed from, which only autograd knows."""
+    """Only autograd knows what the weight is computed from, and takes the gradient there."""
     found = []
     for queued in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""load_state_dict takes whole tensors into tensor-parallel layers, as it takes them into those of torch.nn."""
+"""load_state_dict takes whole tensors into tensor-parallel layers, as torch.nn's layers do."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.models import GPT, GPTConfig
 
-# 3 ranks: an uneven MLP, an uneven vocabulary; 2 key-value heads are replicated
+# on 3 ranks the MLP and the vocabulary are uneven, and each rank has both key-value heads
 CONFIG = GPTConfig(
     vocab_size=37, vocab_multiple=4, seq_length=6, n_layers=1, hidden_size=24, n_heads=6, n_kv_heads=2,
     ffn_hidden_size=32, tie_embeddings=False,
@@ -53,7 +53,7 @@ def load() -> None:
 
 
 @pytest.mark.parametrize("t", [1, 2, 3])
-def test_whole_tensors(ranks, t):
+def test_whole_tensors_load_into_shards(ranks, t):
     ranks(t).run(load)
 
 

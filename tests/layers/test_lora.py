@@ -1,5 +1,5 @@
-"""Fine-tuning with LoRA, written as a user would: a Llama-shaped GPT under tensor parallelism, recompute and FSDP2
-takes the steps of the same adapters on modules of torch.nn."""
+"""Fine-tuning a Llama-shaped GPT with LoRA takes the same steps as with modules of torch.nn. The adapters are written
+as a user writes them; the GPT is tensor-parallel, recomputed, and sharded by FSDP2."""
 
 from functools import cache
 
@@ -21,7 +21,7 @@ RANK, STEPS = 8, 20
 
 
 def add_adapters(model: nn.Module) -> None:
-    """LoRA of q_proj and v_proj of every layer; all else is frozen."""
+    """Give q_proj and v_proj of every layer a LoRA, and freeze all else."""
     model.requires_grad_(False)
     for index, layer in model.layers.items():
         for name in ("q_proj", "v_proj"):
@@ -36,14 +36,14 @@ def add_adapters(model: nn.Module) -> None:
 
 
 def train(model: nn.Module, samples: slice) -> list[float]:
-    """The loss of each step: this rank's share of the mean over the global batch."""
+    """Return the loss of each step: this rank's share of the mean over the global batch."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for step in range(STEPS):
         ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))[samples]
         loss = model(ids[:, :-1], targets=ids[:, 1:], reduction="sum") / (BATCH * SEQ)
         loss.backward()
-        reduce_partial_gradients(model, partial="*.a.weight")  # the halves on sequence shards
+        reduce_partial_gradients(model, partial="*.a.weight")  # these halves see sequence shards
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -1,4 +1,4 @@
-"""A TransformerBlock keeps what DESIGN section 7 lists and nothing else: counted in elements over unique storages."""
+"""A TransformerBlock keeps what docs/memory.md lists and nothing else: elements are counted over unique storages."""
 
 from unittest import mock
 
@@ -18,7 +18,7 @@ TOKENS = BATCH * SEQ
 
 
 def saved_by_block(options: dict, sequence_parallel: bool) -> tuple[list[int], bool]:
-    """Elements of each saved storage, largest first; and whether SDPA's output is what o_proj keeps."""
+    """Return the elements of each saved storage, largest first, and whether o_proj keeps SDPA's own output."""
     t = dist.get_world_size()
     mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
     block = TransformerBlock(HIDDEN, HEADS, tp=TensorParallel(mesh, sequence_parallel), **options)
@@ -67,5 +67,5 @@ def test_block_keeps_exactly_the_list(ranks, t, sequence_parallel, options, shap
         assert shared
         assert items == expected(t, sequence_parallel, **shape)
         if not options and sequence_parallel:
-            # 20 bytes a token and hidden unit in 16 bits = 10 elements, and the statistics
+            # in 16 bits 20 bytes for each token and hidden unit, which are 10 elements, and the statistics
             assert sum(items) * t == TOKENS * (10 * HIDDEN + 4 + HEADS)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm equal nn.LayerNorm and nn.RMSNorm, names and values, and give partial gradients on shards."""
+"""LayerNorm and RMSNorm have the names and values of torch.nn's, and partial gradients on sequence shards."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_equals_torch(kind, arguments, shape):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_what_a_norm_is_not():
+def test_what_a_norm_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"normalized_shape=\(4, 7\): a norm here is of the last dim alone"):
         LayerNorm((4, 7))
     with pytest.raises(ValueError, match="eps=-1e-05, which is added under a root"):
@@ -58,7 +58,7 @@ def test_default_eps_of_rmsnorm(dtype):
     torch.testing.assert_close(RMSNorm(7, dtype=dtype)(x), nn.RMSNorm(7, dtype=dtype)(x))
 
 
-def test_initial_values():
+def test_layernorm_starts_with_ones_and_zeros():
     layer = LayerNorm(5)
     assert torch.equal(layer.weight, torch.ones(5)) and torch.equal(layer.bias, torch.zeros(5))
 
@@ -74,7 +74,7 @@ def on_shard(sequence_parallel: bool):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_gradient_is_partial_on_shards(ranks, sequence_parallel):
-    """4 rows: each of 2 ranks sees 2 of them with sequence parallelism, all 4 without."""
+    """Each of 2 ranks sees 2 of the 4 rows with sequence parallelism, and all 4 without."""
     for partial, local, full in ranks(2).run(on_shard, sequence_parallel):
         assert partial == sequence_parallel
         assert torch.equal(local, torch.full((3,), 2.0 if sequence_parallel else 4.0))

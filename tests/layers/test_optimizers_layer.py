@@ -1,4 +1,4 @@
-"""Optimizers that go by elements are exact on shards; Adafactor, which does not, is refused."""
+"""Optimizers that update each element by itself are exact on shards; Adafactor does not, and is refused."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def stepped(kind: type[torch.optim.Optimizer], parts: str, with_mesh: bool) -> l
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_by_elements(ranks, kind):
+def test_updates_by_elements_equal_one_process(ranks, kind):
     results = ranks(2).run(stepped, kind, "weight bias", True)
     torch.testing.assert_close(results[0], stepped(kind, "weight bias", False), rtol=1e-12, atol=1e-12)
 
@@ -42,5 +42,5 @@ def refused(parts: str) -> None:
 
 
 @pytest.mark.parametrize("parts", ["weight bias", "bias"])
-def test_adafactor(ranks, parts):
+def test_adafactor_is_refused_on_shards(ranks, parts):
     ranks(2).run(refused, parts)

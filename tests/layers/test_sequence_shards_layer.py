@@ -1,5 +1,5 @@
-"""With x (batch, seq / t, hidden), a slice of every sample on each rank, layers compute what they do of whole samples:
-results, gradients and dropout; and so they do of (batch / t, seq, hidden), which is a slice of the tokens."""
+"""Layers compute on sequence shards what they compute of whole samples: results, gradients and dropout. x is (batch,
+seq / t, hidden), a slice of every sample on each rank, or (batch / t, seq, hidden), a slice of the tokens."""
 
 import pytest
 import theirs
@@ -27,7 +27,7 @@ IDS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])
 
 
 def run(module: nn.Module, dim: int, named: bool, ids: Tensor | None, **options) -> Results:
-    """This rank's result and all gradients for x sharded along dim; named: with positions that say what x is."""
+    """Return this rank's result and all gradients for x sharded along dim. named: positions say what x is."""
     x, dy = (z.chunk(dist.get_world_size(), dim)[dist.get_rank()] for z in inputs())
     if named:
         options["positions"] = Positions(BATCH, SEQ, ids)
@@ -53,7 +53,7 @@ def assert_same_on_ranks(ranks, t: int, dim: int, function, *args) -> None:
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("kind", ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"])
 @pytest.mark.parametrize("named, ids", [(False, None), (True, None), (True, IDS)])
-def test_block(ranks, t, kind, recompute, named, ids):
+def test_a_block_on_shards_equals_the_whole(ranks, t, kind, recompute, named, ids):
     assert_same_on_ranks(ranks, t, 1, block, kind, recompute, named, ids)
 
 
@@ -74,12 +74,12 @@ def alone(dim: int, kind: str) -> Results:
 
 @pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("kind", ["attention", "mlp", "positions", "documents"])
-def test_layers_alone(ranks, t, kind):
+def test_each_layer_on_shards_equals_the_whole(ranks, t, kind):
     assert_same_on_ranks(ranks, t, 1, alone, kind)
 
 
 class ParallelAttention(nn.Module):
-    """An attention of other people, made of parallel linears."""
+    """An attention that somebody else made of parallel linears."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Shapes as torch.nn takes them: no samples or tokens at all, leading dims, memory of any order; and no product that
-nobody wants."""
+"""Layers take the shapes and strides that torch.nn takes, and empty batches; they compute no product that nobody
+needs."""
 
 from collections.abc import Callable
 
@@ -69,7 +69,7 @@ def run(function: Callable[..., Tensor], tensors: dict[str, Tensor], strided: bo
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("lead", [(5,), (2, 3), (2, 1, 3), (0,), (2, 0), (0, 3), ()])
 @pytest.mark.parametrize("name", LINEARS)
-def test_linears(name, lead, strided):
+def test_linears_take_the_shapes_that_torch_takes(name, lead, strided):
     ours, theirs, names = LINEARS[name]
     tensors = draw(lead, *names)
     for found, expected in zip(run(ours, tensors, strided), run(theirs, tensors, strided), strict=True):
@@ -79,7 +79,7 @@ def test_linears(name, lead, strided):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("options", [{}, {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}])
 @pytest.mark.parametrize("tied", [False, True])
-def test_model_without_samples(tied, options, recompute):
+def test_a_model_without_samples_has_loss_zero(tied, options, recompute):
     config = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2, "n_kv_heads": 1}
     model = GPT(GPTConfig(dropout=0.1, tie_embeddings=tied, **config, **options), recompute=recompute)
     ids = torch.zeros(0, 4, dtype=torch.long)
@@ -92,7 +92,8 @@ def test_model_without_samples(tied, options, recompute):
 
 
 def on_rank(transport: str, sequence_parallel: bool, queued: bool) -> None:
-    """A row linear whose input needs no gradient gathers once, as before, and makes no dx; nor does a norm's linear."""
+    """A row linear whose input needs no gradient gathers once and makes no dx; nor does a linear after a frozen
+    norm."""
     tp = TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], sequence_parallel, transport)
     x, weight = torch.randn(4, K), torch.randn(N, K, requires_grad=True)
     gemm, queue = 2 * 4 * K * N, ops.WeightGradientQueue()
@@ -106,7 +107,7 @@ def on_rank(transport: str, sequence_parallel: bool, queued: bool) -> None:
         with FlopCounterMode(display=False) as flops, record_collectives() as calls:
             y.square().sum().backward()
             queue.run()
-        if transport != "pipelined":  # whose products have an `out`, which the counter cannot see
+        if transport != "pipelined":  # torch's counter does not see products with an `out`
             assert flops.get_total_flops() == (2 if needed else 1) * gemm
         assert [name for name, _ in calls] == ["all_gather"] * tp.sharded
         if not queued:
@@ -148,6 +149,6 @@ def loss_in_chunks_of(tokens: int) -> Tensor:
         (lambda: loss_in_chunks_of(0), "chunk_tokens=0: at least 1"),
     ],
 )
-def test_sizes_that_mean_nothing(make, message):
+def test_sizes_that_mean_nothing_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

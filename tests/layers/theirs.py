@@ -1,7 +1,6 @@
-"""A transformer block of torch.nn modules with our names, and what people do to modules: the oracle of habits.
+"""A transformer of torch.nn modules with our names, and edits of modules: the oracle of habits.
 
-Belongs here: modules that know nothing of this library, and edits of a module in place that mean the same to theirs
-and to ours.
+Belongs here: modules that know nothing of this library; edits in place that mean the same to theirs and to ours.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ HIDDEN, HEADS, FFN = 24, 4, 48
 
 
 class Attention(nn.Module):
-    """llama: half as many key-value heads, and RoPE."""
+    """llama: half as many key-value heads as queries, and RoPE."""
 
     def __init__(self, llama: bool = False) -> None:
         super().__init__()
@@ -29,9 +28,9 @@ class Attention(nn.Module):
         self.k_proj, self.v_proj = (nn.Linear(HIDDEN, keys, not llama) for _ in range(2))
 
     def forward(self, x: Tensor, *, positions: Positions | None = None) -> Tensor:
-        """x (batch, seq, hidden), or rows with the positions that say what they are."""
+        """x is (batch, seq, hidden), or rows together with their positions."""
         batch, seq = x.shape[:2] if positions is None else (positions.batch, positions.seq_length)
-        rows = x.reshape(-1, HIDDEN)  # ours calls its linears with rows, too
+        rows = x.reshape(-1, HIDDEN)  # as our block calls its linears
         q, k, v = (
             linear(rows).unflatten(1, (-1, HIDDEN // HEADS)).unflatten(0, (batch, seq)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -59,8 +58,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one; llama: besides, Llama's attention and no
-    biases. float64, norms and biases off 1 and 0."""
+    """A float64 block whose norms and biases are off 1 and 0.
+
+    norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one. llama: Llama's attention and no biases, besides.
+    """
 
     def __init__(self, norm: str, llama: bool = False, seed: int = 0) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class Block(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, added to x as ours are."""
+    """Learned positions, which are added to x as ours are."""
 
     def __init__(self, seq: int) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class PositionEmbedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """Learned positions and layernorms, or Llama's; logits, or with targets torch's loss."""
+    """Learned positions and layernorms, or Llama's. Returns logits, or given targets torch's loss."""
 
     def __init__(self, vocab: int, seq: int, layers: int, llama: bool = False) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class GPT(nn.Module):
 
 
 class LoRA(nn.Module):
-    """base(x) + B(A(dropout(x)))."""
+    """Computes base(x) + B(A(dropout(x)))."""
 
     def __init__(self, base: nn.Module, a: nn.Module, b: nn.Module, p: float = 0.0) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ def replace_forward(block: nn.Module, path: str) -> None:
 
 
 def spectral_norm(block: nn.Module, path: str) -> None:
-    """In evaluation: in training every run of a forward, a recomputed one too, moves its estimate of the norm."""
+    """It is put in evaluation: in training every forward, a recomputed one too, moves its estimate of the norm."""
     torch.manual_seed(1)
     parametrizations.spectral_norm(block.get_submodule(path)).eval()
 

@@ -1,4 +1,4 @@
-"""GPTConfig refuses what cannot be built, and its FLOPs are its formula's and what torch counts."""
+"""GPTConfig refuses what cannot be built; its FLOPs are those of the paper's formula, and those that torch counts."""
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ from tpformer.models import GPT, GPTConfig, preset_config
         ({"ffn_hidden_size": -3}, "ffn_hidden_size=-3 must be at least 1"),
     ],
 )
-def test_bad_values(fields, message):
+def test_bad_values_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**fields)
 
 
-def test_unset_vocabulary_and_impossible_heads():
+def test_unset_vocabulary_and_impossible_heads_are_refused():
     with pytest.raises(ValueError, match="GPTConfig.vocab_size is unset: give it"):
         GPT(GPTConfig())
     with pytest.raises(ValueError, match="hidden_size=768 is not a multiple of n_heads=7"):
@@ -41,7 +41,7 @@ def test_unset_vocabulary_and_impossible_heads():
 
 
 def test_flops_formula():
-    """arXiv:2205.05198: 72 L h^2 (1 + s/6h + V/12hL) per token for the plain block."""
+    """For the plain block, arXiv:2205.05198 has 72 L h^2 (1 + s/6h + V/12hL) for each token."""
     config = preset_config("megatron-1.7b")
     L, h, s, V = config.n_layers, config.hidden_size, config.seq_length, config.vocab_size
     assert config.flops_per_token == pytest.approx(72 * L * h**2 * (1 + s / (6 * h) + V / (12 * h * L)), rel=1e-12)

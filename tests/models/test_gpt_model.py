@@ -1,4 +1,5 @@
-"""GPT's loss against its logits, padding in evaluation, packing; tests/layers has it against modules of torch.nn."""
+"""A GPT's loss is that of its logits; evaluation pads, documents are packed, wrong batches are refused. tests/layers
+compares the model with modules of torch.nn."""
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ LLAMA = {
     "tie_embeddings": False,
     "n_kv_heads": 3,
 }
-# the vocabulary's 64 rows on 3 ranks are 22, 22, 20, of which the last rank's first 6 are real
+# 3 ranks have 22, 22 and 20 of the vocabulary's 64 rows, and of the last rank's rows 6 are real
 DOCUMENTS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
 
 
@@ -69,7 +70,7 @@ def test_packed_documents_equal_documents_apart(config):
 
 
 def test_rope_conventions_differ_by_the_order_of_a_heads_features():
-    """Neighbours (2i, 2i + 1) in place of (i, i + d / 2): the same model once the rows of q and k are reordered."""
+    """A model that turns (2i, 2i + 1) is one that turns (i, i + d / 2), once the rows of q and k are reordered."""
     half, interleaved = build(LLAMA), build({**LLAMA, "rope_interleaved": True})
     ids, _ = tokens(2, 8)
     wanted = half(ids)
@@ -91,7 +92,7 @@ def on_rank(config: dict, batch: int, seq: int, packed: bool, training: bool, re
         return loss, model(ids, position_ids=position_ids)
 
 
-# 2 * 5 and 1 * 8 tokens: not divisible by 3. 8 is the whole table of learned positions, so padding runs past it
+# 3 does not divide 2 * 5 and 1 * 8 tokens. The table of learned positions has 8, so padding runs past it
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("batch, seq, packed", [(2, 5, False), (2, 5, True), (1, 8, False), (1, 1, False)])
@@ -114,7 +115,7 @@ def test_training_refuses_to_pad(ranks):
         ranks(3).run(on_rank, TINY, 2, 5, False, True)
 
 
-def test_too_long_for_the_learned_positions():
+def test_samples_longer_than_the_learned_positions_are_refused():
     with pytest.raises(ValueError, match="9 tokens per sample, but the model has 8 learned positions"):
         build(TINY)(torch.zeros(1, 9, dtype=torch.int64))
     assert build(LLAMA)(torch.zeros(1, 9, dtype=torch.int64)).shape == (1, 9, 50)
@@ -164,7 +165,7 @@ def test_recomputed_layers_are_selected_as_python_selects(pattern, layers):
     "pattern, part",
     [("6", "6"), ("0,two", "two"), ("1:2:3:4", "1:2:3:4"), ("3:3", "3:3"), ("::0", "::0"), (",", "")],
 )
-def test_patterns_that_select_nothing(pattern, part):
+def test_patterns_that_select_nothing_are_refused(pattern, part):
     with pytest.raises(ValueError, match=f"recompute_layers='{pattern}': '{part}' selects none of the 6 layers"):
         selected_layers(pattern, 6)
 
@@ -184,7 +185,7 @@ def test_built_on_meta_then_filled_equals_built():
 
 
 def test_output_projections_start_smaller():
-    """init_std / sqrt(2 * n_layers) back into the residual stream, init_std elsewhere."""
+    """Projections into the residual stream start with init_std / sqrt(2 * n_layers), others with init_std."""
     model = build({**TINY, "hidden_size": 96, "n_layers": 8})
     layer = model.layers["3"]
     for weight, std in ((layer.mlp.fc2.weight, 0.02 / 4), (layer.self_attn.o_proj.weight, 0.02 / 4)):

@@ -1,10 +1,10 @@
-"""Presets have the published parameter counts, and n_parameters is the built model's minus vocabulary padding."""
+"""Presets have the published parameter counts, and n_parameters is the built model's without padding."""
 
 import pytest
 
 from tpformer.models import GPT, PRESETS, GPTConfig, preset_config
 
-# GPT-2 and Llama: parameters of the published checkpoints
+# parameters of the published checkpoints of GPT-2 and Llama
 EXACT = {
     "gpt2-124m": 124_439_808,
     "gpt2-355m": 354_823_168,

@@ -1,4 +1,4 @@
-"""Regions of several layers: the same bits as without recomputation, one input kept for each, one GEMM left out."""
+"""A recomputed region of several layers keeps every bit and only its first input, and leaves out its last GEMM."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "position": "rope", "n_kv_h
 
 
 def hook(index: int):
-    """A hook whose gradient reads the values of what it is given."""
+    """Return an edit that adds a hook, whose gradient reads the values that it is given."""
 
     def add(model: GPT) -> None:
         model.gain = nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
@@ -30,7 +30,7 @@ def hook(index: int):
 
 
 def adapt(model: GPT) -> None:
-    """Modules that draw from torch's generator."""
+    """Put modules that draw from torch's generator before fc1 of every layer."""
     for layer in model.layers.values():
         layer.mlp.fc1 = nn.Sequential(nn.Dropout(0.5), layer.mlp.fc1)
 
@@ -43,7 +43,7 @@ HABITS = {"hooked first": hook(0), "hooked last": hook(LAYERS - 1), "adapters": 
 
 
 def run(edit=None, *, swiglu: bool = False, sequence_parallel: bool = True, **options) -> tuple[Results, int]:
-    """Loss and gradients, and how many collectives the backward has."""
+    """Return loss and gradients, and how many collectives the backward has."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     config = GPTConfig(**CONFIG, **(SWIGLU if swiglu else {}))
     model = GPT(config, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64, **options)
@@ -74,7 +74,7 @@ def test_bits_are_those_without_recomputation(name, monkeypatch):
 
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("interval", [1, 2, LAYERS])
-def test_whatever_people_do_to_layers(habit, interval):
+def test_hooks_and_adapters_keep_the_bits_in_regions(habit, interval):
     assert_same(run(HABITS[habit], **FULL, recompute_interval=interval)[0], run(HABITS[habit])[0], tolerance=0)
 
 
@@ -89,14 +89,14 @@ def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_para
         options = {**FULL, "recompute_interval": interval} if interval else {}
         found[interval] = ranks(2).run(on_rank, {**options, "sequence_parallel": sequence_parallel})[0]
         assert_same(found[interval][0], found[0][0], tolerance=0)
-    # a layer repeats 2 reductions and, with sequence shards, 2 gathers; the last one of a region 1 less
+    # a layer repeats 2 reductions and, with sequence shards, 2 gathers; the last layer of a region repeats 1 less
     again = 4 if sequence_parallel else 2
     for interval, regions in ((1, LAYERS), (2, 3), (LAYERS, 1)):
         assert found[interval][1] - found[0][1] == again * LAYERS - regions
 
 
 def sharded(interval: int) -> Results:
-    """FSDP2 by layer, parameters resharded after each forward: the second run gathers those of its layers again."""
+    """FSDP2 shards each layer and frees its parameters after a forward, so a region's second run gathers them again."""
     model = GPT(
         GPTConfig(**CONFIG), dtype=torch.float64, **({**FULL, "recompute_interval": interval} if interval else {})
     )
@@ -118,7 +118,7 @@ def sharded(interval: int) -> Results:
 
 
 @pytest.mark.parametrize("interval", [2, LAYERS])
-def test_sharded_layers_of_a_region(ranks, interval):
+def test_sharded_layers_of_a_region_keep_the_bits(ranks, interval):
     for one, other in zip(ranks(2).run(sharded, interval), ranks(2).run(sharded, 0), strict=True):
         assert_same(one, other, tolerance=0)
 
@@ -157,6 +157,6 @@ def test_regions_are_of_consecutive_selected_layers_of_a_part():
         ({"recompute": "mlp", "recompute_interval": 2}, "=2 of recompute='mlp', but regions of several"),
     ],
 )
-def test_intervals_that_cannot_be(options, message):
+def test_impossible_intervals_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GPT(GPTConfig(**CONFIG), device="meta", **options)

@@ -1,4 +1,7 @@
-"""What the tests of tensor-parallel operations share: seeded tensors, and putting ranks' results together again."""
+"""What the tests of tensor-parallel operations share.
+
+Belongs here: seeded tensors, a rank's shards of them, the whole from all ranks' results. No tests.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +19,14 @@ from tpformer import ops
 
 
 class Here:
-    """Where `make` puts this process's tensors."""
+    """The device on which `make` creates this process's tensors."""
 
     device = torch.device("cpu")
 
 
 def make(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    """Named tensors, the same on every rank; made in float64 so that every dtype rounds the same numbers."""
+    """Named tensors that are the same on every rank. They are drawn in float64, so that every dtype rounds the same
+    numbers."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).to(Here.device, dtype)
@@ -40,7 +44,7 @@ def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_transport(transport: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with every column_linear and row_linear on this transport; fails if another one ran."""
+    """Call the function with this transport in every column_linear and row_linear; fail if another one ran."""
     names = ("column_linear", "row_linear")
     before = {name: getattr(ops, name) for name in names}
     try:
@@ -56,10 +60,11 @@ def with_transport(transport: str, function: Callable[..., Any], *args: Any) -> 
 
 
 def on_device(device: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with its tensors on this device ("cuda": the GPU of this rank's number); CPU tensors back."""
+    """Call the function with its tensors on this device, and return CPU tensors. "cuda" is the GPU of this rank's
+    number."""
     place = torch.device("cuda", dist.get_rank()) if device == "cuda" else torch.device(device)
     if place.type == "cuda":
-        torch.cuda.init()  # before a device mesh would choose a device by LOCAL_RANK
+        torch.cuda.init()  # else a device mesh chooses a device by LOCAL_RANK
         torch.cuda.set_device(place)
     before, Here.device = Here.device, place
     try:
@@ -69,7 +74,7 @@ def on_device(device: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 class OnTransport:
-    """The fixture `ranks`, but every linear in what it runs goes through one transport, on the device of `on_device`.
+    """Like the fixture `ranks`, but every linear runs on one transport, on a device as in `on_device`.
 
     timeout: seconds of one run, in which a GPU's first kernels are compiled.
     """
@@ -83,7 +88,7 @@ class OnTransport:
 
 
 class Seen(TorchDispatchMode):
-    """While on: how many GEMMs run, and the most elements of a result, of any dtype and of float32."""
+    """While on, counts the GEMMs, and finds the largest result: its elements in any dtype and in float32."""
 
     gemms = largest = largest_float32 = 0
 
@@ -99,7 +104,7 @@ class Seen(TorchDispatchMode):
 
 
 def join(parts: list[Tensor], how: int | str) -> Tensor:
-    """The whole from every rank's part: concatenated along a dim, added up ("sum"), or the same on all ("equal")."""
+    """Put the ranks' parts together along a dim, or add them up ("sum"), or check that all are the same ("equal")."""
     if how == "sum":
         return torch.stack(parts).sum(0)
     if how == "equal":
@@ -109,7 +114,7 @@ def join(parts: list[Tensor], how: int | str) -> Tensor:
 
 
 def assert_same(actual: dict[str, Tensor], oracle: dict[str, Tensor], baseline: dict[str, Tensor]) -> None:
-    """float64 to rounding; lower precision by the error of plain torch in the same dtype."""
+    """float64 agrees to rounding; a lower precision has at most about the error of plain torch in that dtype."""
     assert actual.keys() == oracle.keys() == baseline.keys()
     for name, x in actual.items():
         if x.dtype == torch.float64:

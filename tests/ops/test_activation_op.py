@@ -1,4 +1,4 @@
-"""The activation as an operation of its own: gradcheck, and the gradient it is given is left as it was."""
+"""ops.activation has the right gradients, and leaves the gradient that it is given as it was."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
-"""column_linear on 1 to 4 ranks equals norm and linear of plain torch in one process: outputs and every gradient.
-
-Also: exactly the collectives of its docstring, with their bytes, and errors that say what to do.
-"""
+"""column_linear on 1 to 4 ranks has the outputs and gradients of norm and linear in plain torch. It runs exactly the
+collectives of its docstring, with their bytes; its errors say what to do."""
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
             shapes["norm_bias"] = (case["k"],)
     for i, width in enumerate(case["widths"]):
         shapes |= {f"weight{i}": (width, case["k"]), f"dy{i}": (case["tokens"], width)}
-        # of several weights only the first has a bias: None must stay None
+        # only the first weight has a bias, so that a None among biases occurs
         if case["bias"] and i == 0:
             shapes[f"bias{i}"] = (width,)
     return make(case["seed"], dtype, **shapes, dcarried=shapes["x"])
@@ -112,19 +110,26 @@ def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
             assert (forward, backward) == ([], [("all_reduce", nbytes)])
 
 
-# per-rank sizes 1, odd and prime; several weights of unlike widths share the gather
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
-def test_equals_plain_torch(ranks, t):
-    @settings(max_examples=15, deadline=None, derandomize=True)
-    @given(
+def cases(t: int) -> st.SearchStrategy[dict]:
+    """Sizes per rank from 1, also odd and prime. Several weights of unlike widths share the gather."""
+    return st.builds(
+        lambda tokens, k, widths, norm, bias, parallel, carry: case(
+            tokens, k, widths, *norm, bias, parallel, carry=carry
+        ),
         st.integers(1, 4).map(lambda n: n * t),
         st.integers(3, 9),
         st.lists(st.integers(1, 5).map(lambda n: n * t), min_size=1, max_size=3),
         st.sampled_from([(None, False), ("layernorm", True), ("layernorm", False), ("rmsnorm", False)]),
         *[st.booleans()] * 3,
     )
-    def run(tokens, k, widths, norm, bias, sequence_parallel, carry):
-        check(ranks, t, case(tokens, k, widths, *norm, bias, sequence_parallel, carry=carry), torch.float64)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+def test_equals_plain_torch(ranks, t):
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    @given(cases(t))
+    def run(case):
+        check(ranks, t, case, torch.float64)
 
     run()
 
@@ -139,37 +144,26 @@ def test_low_precision_by_the_error_of_plain_torch(ranks, t, sequence_parallel, 
         check(ranks, t, case(12, 33, (12, 6), "layernorm", True, True, sequence_parallel, carry=True), dtype)
 
 
-def test_frozen_input_moves_no_gradient(ranks):
-    for forward, backward in ranks(2).run(frozen):
-        assert forward == [("all_gather", 4 * 3 * 4)]
-        assert backward == [("all_gather", 4 * 3 * 4)]
-
-
-def frozen():
-    x, weight = torch.randn(2, 3), torch.randn(5, 3, requires_grad=True)
+def frozen(name: str) -> tuple[list, list]:
+    values = make(dist.get_rank(), torch.float32, x=(2, 3), weight=(5, 3))
+    x, weight = (value.requires_grad_(key != name) for key, value in values.items())
     with record_collectives() as forward:
         y = ops.column_linear(x, weight, group=dist.group.WORLD)
     with record_collectives() as backward:
         y.sum().backward()
-    assert weight.grad.shape == weight.shape and x.grad is None
+    assert (x.grad is None) == (name == "x") and (weight.grad is None) == (name == "weight")
     return list(forward), list(backward)
 
 
-def test_frozen_weights_are_not_multiplied(ranks):
-    for backward in ranks(2).run(frozen_weights):
-        assert backward == [("reduce_scatter", 4 * 3 * 4)]
-
-
-def frozen_weights():
-    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(5, 3)
-    y = ops.column_linear(x, weight, group=dist.group.WORLD)
-    with record_collectives() as backward:
-        y.sum().backward()
-    return list(backward)
+@pytest.mark.parametrize("name, call", [("x", "all_gather"), ("weight", "reduce_scatter")])
+def test_a_frozen_input_moves_no_gradient(ranks, name, call):
+    """The backward gathers x for the weight's gradient only, and reduces the gradient of x only."""
+    nbytes = 4 * 3 * 4
+    assert ranks(2).run(frozen, name) == [([("all_gather", nbytes)], [(call, nbytes)])] * 2
 
 
 def test_unused_output_of_several():
-    """One of q, k, v without a gradient contributes zeros, it does not fail."""
+    """One of q, k, v that has no gradient contributes zeros."""
     x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((3, 4), (2, 4), (5, 4)))
     used, _ = ops.column_linear(x, [a, b])
     used.sum().backward()
@@ -178,7 +172,7 @@ def test_unused_output_of_several():
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_normed_rows_take_the_place_of_the_norm(kind):
-    """Given norm(x), the same bits; and it is what the GEMM reads, as other rows in its place show."""
+    """With norm(x) given, the bits are the same. The GEMM does read the given rows, as zeros in their place show."""
     values = leaves(make(0, torch.float64, x=(6, 5), weight=(4, 5), norm_weight=(5,), dy=(6, 4)))
     norm = ops.Norm(kind, values["norm_weight"], None, EPS)
     y, (mean, rstd) = norm_forward(values["x"].detach(), norm._replace(weight=norm.weight.detach()))
@@ -191,7 +185,7 @@ def test_normed_rows_take_the_place_of_the_norm(kind):
     assert not ops.column_linear(values["x"], values["weight"], norm=norm, normed=ops.Normed(0 * y, mean, rstd)).any()
 
 
-def test_errors():
+def test_wrong_arguments_are_refused():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="'telepathy'.*choose one of 'auto', 'sequential'"):
         ops.column_linear(x, weight, transport="telepathy")

@@ -1,8 +1,6 @@
-"""Vocabulary-parallel cross entropy, from logits and fused with the projection, equals F.cross_entropy in float64.
-
-Loss, per-token losses and every gradient, on 1 to 3 ranks with an uneven, padded last slice, for several chunk sizes,
-with label smoothing and z-loss.
-"""
+"""Vocabulary-parallel cross entropy, from logits or fused with the projection, equals F.cross_entropy in float64.
+Losses and every gradient are compared on 1 to 3 ranks with an uneven, padded last slice, in chunks of several sizes,
+with label smoothing and z-loss."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -29,7 +27,7 @@ MEAN = {**SMOOTH, "ignore_index": 2, "reduction": "mean"}
 def case(
     tokens=12, k=5, vocab=20, rows=24, kind="layernorm", sp=True, chunk: int | None = 5, scale=1.0, terms=None
 ) -> dict:
-    """rows: of the padded table, split as DTensor splits it; uneven where t does not divide it."""
+    """rows: of the padded table; DTensor splits them, unevenly where t does not divide them."""
     return {**locals(), "terms": terms or {}}
 
 
@@ -46,7 +44,7 @@ def plain_loss(
 
 def tensors(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
     values = make(3, dtype, x=(case["tokens"], case["k"]), weight=(case["rows"], case["k"]))
-    values["weight"][case["vocab"] :] = 100.0  # padding that would dominate if it were counted
+    values["weight"][case["vocab"] :] = 100.0  # padding would dominate if it were counted
     if case["kind"]:
         values |= make(4, dtype, norm_weight=(case["k"],))
         values |= make(5, dtype, norm_bias=(case["k"],)) if case["kind"] == "layernorm" else {}
@@ -56,7 +54,8 @@ def tensors(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def plain(case: dict, dtype: torch.dtype, rounded: torch.dtype | None = None) -> dict[str, Tensor]:
-    """In dtype, the loss of 16-bit logits in float32; from inputs as `rounded` has them."""
+    """The same in plain torch: inputs rounded to `rounded`, computed in dtype; the loss of 16-bit logits is in
+    float32."""
     values, targets = tensors(case, rounded or dtype)
     inputs = leaves({name: x.to(dtype) for name, x in values.items()})
     normed, size = inputs["x"], (case["k"],)
@@ -107,7 +106,7 @@ def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, li
 
 
 def with_kernels(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with the kernels in place of the reference, as on a GPU; here in Triton's interpreter."""
+    """Call the function with the kernels instead of the reference, as on a GPU; they run in Triton's interpreter."""
     before = cross_entropy.implementation
     kernels = import_module("tpformer.kernels.cross_entropy.kernel")
     cross_entropy.implementation = lambda op, x: kernels if op == "cross_entropy" else before(op, x)
@@ -118,7 +117,7 @@ def with_kernels(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def check(ranks, t: int, case: dict, dtype: torch.dtype, *call: Callable[..., Any]) -> list[tuple]:
-    """call: what is to call on_rank, if not the worker itself."""
+    """call: a function that calls on_rank in the worker; none: the worker calls it itself."""
     results = ranks(t).run(*call, on_rank, case, dtype)
     sums: int | str = "sum" if case["sp"] else "equal"
     how = {"loss": "equal", "dx": 0 if case["sp"] else "equal", "dweight": 0, "dnorm_weight": sums, "dnorm_bias": sums}
@@ -127,7 +126,7 @@ def check(ranks, t: int, case: dict, dtype: torch.dtype, *call: Callable[..., An
     return results
 
 
-# with 3 ranks the slices of 22 rows are 8, 8, 6, and a vocabulary of 16 leaves the last one nothing but padding
+# 3 ranks have 8, 8 and 6 of 22 rows; with a vocabulary of 16 the last one has nothing but padding
 @pytest.mark.parametrize("t", [1, 2, 3])
 def test_fused_equals_plain_torch(ranks, t):
     @settings(max_examples=20, deadline=None, derandomize=True)
@@ -158,7 +157,7 @@ def test_fused_float32(ranks, t, sp, terms):
 def test_fused_communication(ranks, sp, terms, numbers):
     t, nbytes = 2, 12 * 5 * 8
     for _, forward, backward in check(ranks, t, case(tokens=12, k=5, sp=sp, chunk=5, terms=terms), torch.float64):
-        # three chunks of 5, 5, 2 tokens: three numbers per token and rank, four with label smoothing
+        # chunks of 5, 5, 2 tokens exchange three numbers for each token and rank, four with label smoothing
         statistics = [("all_gather", numbers * tokens * t * 8) for tokens in (5, 5, 2)]
         if sp:
             assert forward == [("all_gather", nbytes), *statistics, ("reduce_scatter", nbytes)]
@@ -180,7 +179,7 @@ def without_gradients():
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("terms", [{}, SMOOTH], ids=["plain", "smooth"])
 def test_fused_with_kernels(interpreted, t, terms):
-    """What the reference never does: logits become their gradient in the memory that all chunks share."""
+    """Unlike the reference, kernels turn logits into their gradient in the memory that all chunks share."""
     pytest.importorskip("triton")
     check(interpreted, t, case(8, 5, 19, 22, "rmsnorm", True, 3, terms=terms), torch.float32, with_kernels)
 
@@ -190,7 +189,7 @@ def test_without_gradients_nothing_is_reduced(ranks):
 
 
 def uneven_default_chunks():
-    """2500 rows on 3 ranks are 834, 834, 832: 2**22 over each gives 5029 or 5041 tokens a chunk."""
+    """2500 rows on 3 ranks are 834, 834, 832: 2**22 divided by each is 5029 or 5041 tokens a chunk."""
     per_rank, rank = 834, dist.get_rank()
     rows = min(per_rank, 2500 - rank * per_rank)
     x, weight = torch.full((5030, 1), 0.5), torch.zeros(rows, 1)
@@ -203,7 +202,7 @@ def uneven_default_chunks():
 
 
 def test_default_chunks_agree_on_uneven_slices(ranks):
-    """Ranks exchange once per chunk: chunk sizes from their own slice would leave one waiting for another."""
+    """Ranks exchange once a chunk: if each sized chunks by its own slice, one would wait for ever."""
     for loss in ranks(3).run(uneven_default_chunks, timeout=20):
         assert loss == pytest.approx(5030 * float(torch.tensor(2500.0).log()), rel=1e-5)
 
@@ -223,7 +222,7 @@ def test_logits_exist_a_chunk_at_a_time():
 
 
 def logits_case(vocab: int, rows: int, terms: dict, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, targets and the gradient of the losses, or of what they are reduced to."""
+    """Logits, targets, and the gradient of the losses or of the one number that they are reduced to."""
     values = make(7, dtype, logits=(9, rows), upstream=(9,))
     values["logits"][:, vocab:] = 100.0
     targets = torch.arange(9) % vocab
@@ -245,7 +244,7 @@ def from_logits(
 
 
 def check_logits(ranks, t: int, vocab: int, rows: int, terms: dict, dtype: torch.dtype, *call) -> list[tuple]:
-    """call: what is to call from_logits, if not the worker itself."""
+    """call: a function that calls from_logits in the worker; none: the worker calls it itself."""
     results = ranks(t).run(*call, from_logits, vocab, rows, terms, dtype)
     expected = []
     for each in (torch.float64, dtype):
@@ -290,9 +289,11 @@ def taken_memory(device: str, dtype: torch.dtype) -> None:
     weight, logits, targets = logits_of_a_linear(device, dtype)
     kept = ops.vocab_parallel_cross_entropy(logits, targets, vocab).sum()
     (expected,) = torch.autograd.grad(kept, weight, retain_graph=True)
-    assert torch.equal(torch.autograd.grad(kept, weight)[0], expected)  # once more: nothing was overwritten
+    assert torch.equal(
+        torch.autograd.grad(kept, weight)[0], expected
+    )  # a second backward shows that nothing was overwritten
     weight, logits, targets = logits_of_a_linear(device, dtype)
-    squares = logits.square().sum()  # keeps the logits, too
+    squares = logits.square().sum()  # its backward needs the logits, too
     loss = ops.vocab_parallel_cross_entropy(logits, targets, vocab, in_place=True).sum()
     assert torch.equal(torch.autograd.grad(loss, weight, retain_graph=True)[0], expected)
     for other in (loss, squares):
@@ -321,15 +322,8 @@ def test_impossible_terms_are_refused(terms, words):
         ops.linear_cross_entropy(torch.randn(2, 3), torch.randn(4, 3), targets, vocab, **terms)
 
 
-def test_no_tokens():
-    x, weight = torch.randn(0, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
-    loss = ops.linear_cross_entropy(x, weight, torch.zeros(0, dtype=torch.int64), ops.VocabSlice(0, 4, 4))
-    loss.backward()
-    assert float(loss.detach()) == 0 and torch.equal(weight.grad, torch.zeros(4, 3)) and x.grad.shape == (0, 3)
-
-
 def test_the_upstream_gradient_is_not_rounded_to_16_bits():
-    """1 / 6000 is 0.1 % off in bfloat16, and every parameter's gradient would be."""
+    """1 / 6000 rounded to bfloat16 is 0.1 % off, and so would be every parameter's gradient."""
     factor = torch.tensor(1 / 6000)
     x, weight = torch.randn(8, 4).bfloat16().requires_grad_(), torch.randn(32, 4).bfloat16().requires_grad_()
     loss = ops.linear_cross_entropy(x, weight, torch.arange(8), ops.VocabSlice(0, 32, 32))
@@ -340,7 +334,7 @@ def test_the_upstream_gradient_is_not_rounded_to_16_bits():
 
 
 def on_gpu(dtype: torch.dtype, tokens: int, k: int, vocab: int, rows: int, kind: str | None, terms: dict) -> None:
-    """One rank's fused loss and gradients in four chunks, and those from logits, in place."""
+    """One rank's fused loss and gradients in four chunks, against float64."""
     how = case(tokens, k, vocab, rows, kind, terms=terms)
     values, targets = tensors(how, dtype)
     inputs = {name: x.detach().cuda().requires_grad_() for name, x in values.items()}

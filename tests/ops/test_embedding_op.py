@@ -1,4 +1,4 @@
-"""Embedding over a sharded vocabulary equals F.embedding: rows and the table's gradient, even or uneven slices."""
+"""An embedding over an evenly or unevenly sharded vocabulary has F.embedding's rows and gradient of the table."""
 
 from unittest import mock
 
@@ -41,7 +41,7 @@ def test_equals_embedding(ranks, t, sequence_parallel):
     y = F.embedding(ids, leaf)
     y.backward(dy)
     results = ranks(t).run(on_rank, sequence_parallel)
-    # exact: every row is one rank's value plus zeros
+    # the sum is exact, because all ranks but one add zeros
     assert torch.equal(join([r[0] for r in results], 0 if sequence_parallel else "equal"), y.detach())
     torch.testing.assert_close(join([r[1] for r in results], 0), leaf.grad, rtol=1e-14, atol=1e-14)
     nbytes = TOKENS * N * 8
@@ -55,15 +55,15 @@ def test_equals_embedding(ranks, t, sequence_parallel):
 
 
 def outside(device: str) -> tuple[list[int], torch.Tensor]:
-    """Which rows are NaN, and the gradient of the others' sum."""
+    """Return which rows are NaN, and the gradient of the sum of the others."""
     weight, ids, _ = data()
     group, entries = dist.group.WORLD if dist.is_initialized() else None, ROWS - 1
     t, rank = (1, 0) if group is None else (group.size(), group.rank())
-    ids[[2, 5]] = torch.tensor([-1, entries] if t > 1 else [entries, entries])  # entries: a row of padding
+    ids[[2, 5]] = torch.tensor([-1, entries] if t > 1 else [entries, entries])  # the row `entries` is padding
     per_rank = -(-ROWS // t)
     local = weight[rank * per_rank : (rank + 1) * per_rank].to(device).requires_grad_()
     vocab = ops.VocabSlice(rank * per_rank, per_rank, entries)
-    with mock.patch("tpformer.ops.embedding.check_ids"):  # as for a GPU's ids, which nobody waits for
+    with mock.patch("tpformer.ops.embedding.check_ids"):  # nobody waits to check a GPU's ids
         y = ops.vocab_parallel_embedding(ids.to(device), local, vocab, group=group, sequence_parallel=False)
     y.nan_to_num().sum().backward()
     assert torch.equal(y.isnan().any(1), y.isnan().all(1))
@@ -74,7 +74,7 @@ def check_outside(found: list) -> None:
     ids = data()[1].tolist()
     counts = torch.tensor([(ids[:2] + ids[3:5] + ids[6:]).count(row) for row in range(ROWS)])
     counts[-1] = 0
-    wanted = [1, 2, 5]  # 21, the last row, is padding here, too
+    wanted = [1, 2, 5]  # ids[1] is 21, the last row, which is padding here
     assert all(rows == wanted for rows, _ in found)
     assert torch.equal(join([gradient for _, gradient in found], 0), counts[:, None].expand(-1, N).double())
 

@@ -1,5 +1,5 @@
-"""With create_graph=True every operation and layer gives its right first gradients, and a derivative of them with
-respect to anything is an error, never a zero: also where the incoming gradient needs none."""
+"""With create_graph=True every operation gives its right first gradients, and refuses every derivative of them. It
+never takes one for zero, also where the incoming gradient needs none."""
 
 import pytest
 import torch
@@ -29,7 +29,8 @@ def head(x: Tensor, weight: Tensor, v: Tensor, norm: str | None = None) -> Tenso
     return ops.linear_cross_entropy(x, weight, TARGETS.clamp(max=3), VOCAB, norm=prologue, chunk_tokens=4)
 
 
-# of x (ROWS, K), a weight (K, K) and a vector (K,); linear in x where the incoming gradient alone can need a derivative
+# functions of x (ROWS, K), a weight (K, K) and a vector (K,); of those linear in x only the incoming gradient has a
+# derivative
 OPERATIONS = {
     "column_linear": lambda x, w, v: ops.column_linear(x, w, v),
     "column_linear of a norm": lambda x, w, v: ops.column_linear(x, w, v, norm=NORMS["layernorm"](v, v)),
@@ -57,7 +58,7 @@ def inputs() -> list[Tensor]:
 
 
 def refuse(y: Tensor, wanted: list[Tensor]) -> None:
-    """Whatever is asked of the gradients of y, first values excepted, is refused."""
+    """The gradients of y have the same values with create_graph, and every derivative of them is refused."""
     plain = torch.autograd.grad(y.sum(), wanted, retain_graph=True, allow_unused=True)
     found = torch.autograd.grad(y.sum(), wanted, create_graph=True, allow_unused=True)
     for one, other in zip(plain, found, strict=True):
@@ -69,7 +70,7 @@ def refuse(y: Tensor, wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations(name):
+def test_operations_refuse_second_derivatives(name):
     x, weight, vector = inputs()
     refuse(OPERATIONS[name](x, weight, vector), [x, weight, vector])
     y = OPERATIONS[name](x, weight.detach(), vector.detach())

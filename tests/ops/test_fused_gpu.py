@@ -1,8 +1,8 @@
 """The fused transport on one GPU that several processes share: bfloat16 against float64, late ranks, graphs, a hang.
 
-Processes on one device take turns, so every wait for a peer may cost whole time slices: shapes are small, and a few
-programs per kernel leave room for every rank's kernels at once wherever they do run together. What follows takes
-its device from shards.Here, so that tests/ops/test_nvlink.py runs it with one GPU per rank.
+Processes on one device take turns, so every wait for a peer may cost whole time slices. Shapes are small, and kernels
+have few programs, which leave room for every rank's where they do run together. The device is that of shards.Here:
+test_nvlink.py runs the same with one GPU per rank, test_fused_op.py some of it in the interpreter.
 """
 
 import random
@@ -25,7 +25,7 @@ from tpformer.distributed import HangError, build_mesh, check_all, close, set_ti
 from tpformer.layers import MLP, TensorParallel, explain, initialize, linear_plans
 
 TIMEOUT = 150  # seconds of one run: the first one compiles
-# (tokens per rank, K, widths per rank, norm, bias): one of everything, padded rows, several tiles, several weights
+# (tokens per rank, K, widths per rank, norm, bias), from one of everything to padded rows, several tiles and weights
 COLUMNS = [
     (1, 1, (1,), (None, False), False),
     (37, 24, (8, 13), ("layernorm", True), True),
@@ -42,32 +42,34 @@ ROWS = [
 STEPS, REPLAYS = 40, 40
 
 
-def check_columns(pool, t: int, sequence_parallel: bool, device: str) -> None:
-    fused = OnTransport(pool, "fused", device, TIMEOUT)
-    for tokens, k, widths, norm, bias in COLUMNS:
+def on_fused(pool, device: str) -> OnTransport:
+    return OnTransport(pool, "fused", device, TIMEOUT)
+
+
+def check_columns(ranks, t: int, sequence_parallel: bool, dtype=torch.bfloat16, sizes=COLUMNS) -> None:
+    for tokens, k, widths, norm, bias in sizes:
         case = column.case(tokens * t, k, tuple(n * t for n in widths), *norm, bias, sequence_parallel)
-        column.check(fused, t, case, torch.bfloat16)
+        column.check(ranks, t, case, dtype)
 
 
-def check_rows(pool, t: int, sequence_parallel: bool, device: str) -> None:
-    fused = OnTransport(pool, "fused", device, TIMEOUT)
-    for tokens, k, n, activation, switches in ROWS:
+def check_rows(ranks, t: int, sequence_parallel: bool, dtype=torch.bfloat16, sizes=ROWS) -> None:
+    for tokens, k, n, activation, switches in sizes:
         if switches[2]:  # the dropout of these cases knows 6 samples
             tokens = min(tokens, 6 * row.SEQ // t)
         case = row.case(tokens * t, k * t, n, *activation, *switches, sequence_parallel)
-        row.check(fused, t, case, torch.bfloat16)
+        row.check(ranks, t, case, dtype)
 
 
 def forget() -> None:
-    """No state of earlier tests, such as a group that one of them poisoned."""
+    """Drop the state of earlier tests, such as a group that one of them poisoned."""
     assert dist.group.WORLD is not None
     close(dist.group.WORLD)
     set_timeout(dist.group.WORLD, 60)
 
 
 def zeros_and_ones(step: int) -> list[dict[str, Tensor]]:
-    """Every rank's tensors on the CPU. With up to 8 ranks every sum is a whole number below 257, which bfloat16 holds
-    exactly: all transports, which round and add in different orders, have the same bits."""
+    """Return every rank's tensors, on the CPU. With up to 8 ranks every sum is a whole number below 257, which bfloat16
+    holds exactly, so every transport gives the same bits in whatever order it adds."""
     generator = torch.Generator().manual_seed(step)
     shapes = {"x": (3, 4), "gate": (4, 4), "up": (4, 4), "down": (3, 4), "dy": (3, 3)}
     return [
@@ -77,7 +79,7 @@ def zeros_and_ones(step: int) -> list[dict[str, Tensor]]:
 
 
 def expected(step: int) -> dict[str, Tensor]:
-    """This rank's results of `late_ranks`, by plain torch in float64 over all ranks' tensors."""
+    """What `late_ranks` should give on this rank, by plain torch in float64 over all ranks' tensors."""
     everyone, rank = zeros_and_ones(step), dist.get_rank()
     whole = {name: torch.cat([x[name] for x in everyone], 1 if name == "down" else 0) for name in everyone[0]}
     leaves = {name: x.requires_grad_() for name, x in whole.items() if name != "dy"}
@@ -91,7 +93,7 @@ def expected(step: int) -> dict[str, Tensor]:
 
 
 def stall(chance: random.Random, device: torch.device) -> None:
-    """A random delay of this rank: its host, and on a GPU its stream."""
+    """Delay this rank at random: its host, and on a GPU its stream."""
     if chance.random() < 0.3:
         time.sleep(0.003 * chance.random())
     if device.type == "cuda":
@@ -99,9 +101,9 @@ def stall(chance: random.Random, device: torch.device) -> None:
 
 
 def late_ranks(transport: str, dtype: torch.dtype, steps: int, backend: str | None = None) -> None:
-    """Many forwards and backwards with no synchronisation between, each rank late in its own way.
+    """Run many forwards and backwards without synchronisation between them, each rank late in its own way.
 
-    backend: that of a group made for this, unset: the world's.
+    backend: make a group with this backend; None takes the world.
     """
     rank, chance = dist.get_rank(), random.Random(dist.get_rank())
     group = dist.group.WORLD if backend is None else dist.new_group(backend=backend)
@@ -124,7 +126,7 @@ def late_ranks(transport: str, dtype: torch.dtype, steps: int, backend: str | No
 
 
 def absent_peer(timeout: float) -> tuple[float, str]:
-    """(seconds until the error, its message) of every rank but the last, which never begins the second operation."""
+    """The last rank never begins the second operation. Returns on the others (seconds until the error, its message)."""
     group = dist.new_group(list(range(dist.get_world_size())))
     set_timeout(group, 60)  # the first operation compiles, on one rank perhaps a second later than on the other
     x, weight = torch.ones(2, 4, device=Here.device), torch.ones(6, 4, device=Here.device)
@@ -146,7 +148,7 @@ def absent_peer(timeout: float) -> tuple[float, str]:
 
 
 def replays(count: int) -> None:
-    """One epoch of each workspace in a CUDA graph, so that the parity alternates between replays; inputs change."""
+    """Capture one epoch of each workspace in a CUDA graph, and replay it with new inputs: parities alternate."""
     rank, group, device = dist.get_rank(), dist.group.WORLD, Here.device
     steps = [{n: x.to(device, torch.bfloat16) for n, x in zeros_and_ones(s)[rank].items()} for s in range(count + 1)]
     static = {name: x.clone() for name, x in steps[count].items()}
@@ -174,7 +176,8 @@ def replays(count: int) -> None:
 
 
 def automatic(sequence_parallel: bool, tokens: int) -> tuple[list[tuple[str, str]], str, str]:
-    """(what each linear's plan says, what its reasons are, explain's table); the forward ran what the plans say."""
+    """Return (what each linear's plan says, the plans' reasons, explain's table); the plans are compared with what
+    runs."""
     mesh = build_mesh(Here.device.type, tensor_parallel=dist.get_world_size())["tp"]
     options = {"tp": TensorParallel(mesh, sequence_parallel), "device": "meta"}
     mlp = MLP(256, ffn_hidden_size=4608, dtype=torch.bfloat16, **options)
@@ -187,7 +190,7 @@ def automatic(sequence_parallel: bool, tokens: int) -> tuple[list[tuple[str, str
         (line,) = [line for line in table.splitlines() if line.startswith(name)]
         assert f"  {dict(fc1=chosen[0], fc2=chosen[1])[name][1]}  " in line
     if chosen[0][1] == "sequential" and Here.device.type == "cuda":
-        return chosen, reasons, table  # over gloo, whose collectives on CUDA tensors are not our business
+        return chosen, reasons, table  # gloo's collectives on CUDA tensors are not what is tested here
     rows = tokens // mesh.size() if sequence_parallel else tokens
     x = torch.ones(rows, 256, device=Here.device, dtype=torch.bfloat16, requires_grad=True)
     with ops.record_transports() as forward:
@@ -214,14 +217,14 @@ def fresh(one_gpu):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("t", [2, 4])
 def test_column_in_bfloat16(fresh, t, sequence_parallel):
-    check_columns(fresh, t, sequence_parallel, "cuda:0")
+    check_columns(on_fused(fresh, "cuda:0"), t, sequence_parallel)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("t", [2, 4])
 def test_row_in_bfloat16(fresh, t, sequence_parallel):
-    check_rows(fresh, t, sequence_parallel, "cuda:0")
+    check_rows(on_fused(fresh, "cuda:0"), t, sequence_parallel)
 
 
 @pytest.mark.gpu
@@ -246,13 +249,13 @@ def check_hang(results: list[tuple[float, str]], within: float) -> None:
 
 @pytest.mark.gpu
 def test_a_peer_that_never_arrives_is_named(fresh):
-    """Seconds are counted in polls, by an estimate: hence the factor."""
+    """The timeout is counted in polls, whose time is an estimate; hence the wide bound."""
     check_hang(fresh(2).run(on_device, "cuda:0", absent_peer, 1.0, timeout=TIMEOUT), within=20)
 
 
 @pytest.mark.gpu
 def test_auto_and_explain(fresh):
-    """Where overlap pays auto takes the fused kernels, and explain() says so; where it does not, it says why."""
+    """Auto takes the fused kernels where overlap pays, and explain() names the reason either way."""
 
     def run(*arguments):
         return fresh(2).run(on_device, "cuda:0", automatic, *arguments, timeout=TIMEOUT)[0]

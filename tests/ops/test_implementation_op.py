@@ -1,4 +1,4 @@
-"""Kernel or reference is chosen by device and dtype alone, and whichever it is can be called in the same way."""
+"""Device and dtype alone choose kernel or reference, and both are called in the same way."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def called(op: str) -> set[str]:
-    """Functions that tpformer calls through implementation(op, ...), directly or by a name for the module."""
+    """The functions that tpformer calls through implementation(op, ...), directly or by a name for the module."""
     names = set()
     for path in (ROOT / "tpformer").rglob("*.py"):
         text = path.read_text()
@@ -43,12 +43,12 @@ def test_both_modules_have_what_is_called(op, monkeypatch):
     assert called(op)
     for name in called(op):
         theirs, ours = (inspect.signature(getattr(module, name)).parameters for module in (reference, kernel))
-        # a kernel may have more, by keyword: block sizes and numbers of programs
+        # a kernel may have more keywords: block sizes and numbers of programs
         assert list(ours)[: len(theirs)] == list(theirs), name
         assert all(ours[extra].kind == inspect.Parameter.KEYWORD_ONLY for extra in list(ours)[len(theirs) :]), name
 
 
-def test_another_gpu_than_the_current_one(monkeypatch):
+def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ValueError, match=r"norm of a tensor on cuda:1 while cuda:0 is .*set_device\(1\) first"):
         implementation("norm", tensor("cuda:1", torch.float32))

@@ -1,4 +1,4 @@
-"""What both losses refuse, what they give for no targets, and what frozen inputs cost."""
+"""Both losses refuse wrong targets, give torch's mean of no targets, and compute nothing for frozen inputs."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_a_slice_without_all_of_its_entries_is_refused():
     "targets", [torch.full((3,), -100), torch.zeros(0, dtype=torch.int64)], ids=["ignored", "none"]
 )
 def test_the_mean_of_nothing_is_torchs(targets):
-    """NaN, and gradients of 0."""
+    """It is NaN, and its gradients are 0."""
     values = leaves(make(1, torch.float64, x=(len(targets), 4), weight=(7, 4)))
     vocab, inputs = ops.VocabSlice(0, 7, 7), list(values.values())
     logits = values["x"] @ values["weight"].t()
@@ -52,7 +52,7 @@ def test_the_mean_of_nothing_is_torchs(targets):
         assert not any(bool(each.any()) for each in torch.autograd.grad(loss, inputs, retain_graph=True))
 
 
-def test_reductions_that_are_not_are_refused():
+def test_unknown_reductions_are_refused():
     x, weight, targets, vocab = torch.randn(2, 3), torch.randn(4, 3), torch.arange(2), ops.VocabSlice(0, 4, 4)
     with pytest.raises(ValueError, match="reduction='avg' is none of"):
         ops.vocab_parallel_cross_entropy(x @ weight.t(), targets, vocab, reduction="avg")
@@ -63,7 +63,7 @@ def test_reductions_that_are_not_are_refused():
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("frozen, gemms", [((), 3), (("weight",), 2), (("x",), 3), (("x", "scale"), 2)])
 def test_what_is_frozen_costs_nothing(frozen, gemms, norm):
-    """Nor does it change the other gradients. Without a norm the frozen input needs no gradient at all."""
+    """The other gradients stay the same. Without a norm a frozen input needs no GEMM for its gradient."""
     values = leaves(make(1, torch.bfloat16, x=(4, 8), weight=(64, 8), scale=(8,)))
     targets, vocab = torch.arange(4), ops.VocabSlice(0, 64, 64)
     results = []
@@ -83,7 +83,7 @@ def test_what_is_frozen_costs_nothing(frozen, gemms, norm):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_target_outside_the_vocabulary_is_nan_on_gpu(dtype):
-    """Nobody waits for the device to refuse it."""
+    """A GPU's targets are not checked, because the check would wait for the device."""
     values = leaves({name: x.cuda() for name, x in make(1, dtype, x=(3, 8), weight=(32, 8)).items()})
     vocab = ops.VocabSlice(0, 32, 30)
     for bad in (-1, 30, 31):

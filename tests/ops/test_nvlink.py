@@ -1,8 +1,6 @@
-"""The fused transport between real GPUs, one rank each, every peer in memory; run by `make nvlink`.
-
-The same checks as on one shared GPU (test_fused_gpu.py), and what only several can show: gathers by copy engines, and
-one result for fused, pipelined and sequential over NCCL.
-"""
+"""The fused transport between real GPUs, one rank on each; `make nvlink` runs it. It repeats the checks on one shared
+GPU (test_fused_gpu.py). Only several GPUs can show gathers by copy engines, and one result for fused, pipelined and
+sequential over NCCL."""
 
 from collections.abc import Callable, Iterator
 
@@ -34,19 +32,19 @@ def gpus() -> Iterator[Callable]:
 
 @pytest.fixture(params=[2, 3, 4, 8])
 def t(request, gpus) -> int:
-    """A group's size, its state fresh."""
+    """The size of a group whose state is fresh."""
     gpus(request.param).run(one.forget)
     return request.param
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_column_in_bfloat16(gpus, t, sequence_parallel):
-    one.check_columns(gpus, t, sequence_parallel, DEVICE)
+    one.check_columns(one.on_fused(gpus, DEVICE), t, sequence_parallel)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_row_in_bfloat16(gpus, t, sequence_parallel):
-    one.check_rows(gpus, t, sequence_parallel, DEVICE)
+    one.check_rows(one.on_fused(gpus, DEVICE), t, sequence_parallel)
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
@@ -67,7 +65,7 @@ def late_ranks(copies: bool) -> None:
 
 @pytest.mark.parametrize("transport", ["sequential", "pipelined", "fused"])
 def test_transports_agree_over_nccl(gpus, t, transport):
-    """With plain torch in float64, bit for bit: the numbers are whole and small."""
+    """They have the bits of plain torch in float64, because all numbers are small and whole."""
     gpus(t).run(on_device, DEVICE, one.late_ranks, transport, torch.bfloat16, 20, "nccl", timeout=one.TIMEOUT)
 
 

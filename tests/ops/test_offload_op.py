@@ -1,4 +1,4 @@
-"""Offloading changes no bit of a gradient, copies every storage once, leaves parameters alone, fetches ahead."""
+"""Offloading keeps every bit of the gradients, copies each storage once and no parameter, and fetches ahead."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def run(layers: nn.ModuleList, offload: ops.Offload | None, device: str = "cpu")
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "mlp"}, {"recompute": "full"}, {"activation": "swiglu"}])
-def test_same_bits(options):
+def test_offloading_changes_no_bit(options):
     expected = run(blocks(**options), None)
     assert all(
         torch.equal(a, b) for a, b in zip(run(blocks(**options), ops.Offload(smallest=1)), expected, strict=True)
@@ -54,14 +54,14 @@ def test_storages_are_copied_once_and_parameters_never(monkeypatch):
     with record_saved(*layers[0].parameters()) as saved:
         layers[0](x, dropout_key=key)
     large = sorted(nbytes for nbytes in saved.values() if nbytes >= 256)
-    assert len(large) < len(saved)  # row statistics stay
+    assert len(large) < len(saved)  # row statistics are too small to be offloaded
     offload = ops.Offload(smallest=256)
     for layer in layers[:2]:
         with offload.layer(layer):
             x = layer(x, dropout_key=key)
     assert sorted(copied) == sorted(2 * large)
     x.sum().backward()
-    assert sorted(copied) == sorted(3 * large)  # the last layer's never left
+    assert sorted(copied) == sorted(3 * large)  # the last layer's storages are not offloaded
 
 
 def test_a_layer_fetches_the_one_before(monkeypatch):
@@ -89,7 +89,7 @@ def test_a_layer_fetches_the_one_before(monkeypatch):
 
 @pytest.fixture
 def storages(monkeypatch) -> list[module._Storage]:
-    """All storages that are offloaded during a test."""
+    """All storages that a test offloads."""
     found: list[module._Storage] = []
     create = module._Storage.__init__
 
@@ -102,7 +102,7 @@ def storages(monkeypatch) -> list[module._Storage]:
 
 
 def test_device_memory_is_given_back(storages):
-    """Between forward and backward only the last layer's storages hold device bytes, and after their use none."""
+    """After the forward only the last layer's storages hold device bytes; after the backward none do."""
     layers, offload = blocks(), ops.Offload(smallest=1)
     x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH), layers)
     for layer in layers:
@@ -128,8 +128,8 @@ def test_second_backward_of_a_kept_graph():
 
 
 def test_gpt_with_offload_and_recomputed_layers(storages):
-    """Large enough for the default threshold: a residual has 1 MiB. Per layer 2, q, k, v, o and fc1, which is not kept
-    where the MLP is recomputed; none in evaluation."""
+    """A residual has 1 MiB, enough for the default threshold. A layer offloads 2 residuals, q, k, v, o and fc1's
+    output, which a recomputed MLP does not keep. Evaluation offloads nothing."""
     config = GPTConfig(vocab_size=40, seq_length=128, n_layers=3, hidden_size=256, n_heads=4, dropout=0.1)
     ids = torch.randint(40, (8, 128), generator=torch.Generator().manual_seed(0))
     gradients = []
@@ -145,8 +145,8 @@ def test_gpt_with_offload_and_recomputed_layers(storages):
 
 
 def wide_forward(offload: ops.Offload | None) -> tuple[Tensor, list[TransformerBlock]]:
-    """A forward of 8 layers that keep 320 MiB each. Sequences of one block of keys: with more, the gradients of flash
-    attention are sums in no fixed order."""
+    """A forward of 8 layers that keep 320 MiB each. A sequence is one block of keys: with more, flash attention adds up
+    gradients in no fixed order."""
     torch.manual_seed(0)
     options: dict = {"device": "cuda", "dtype": torch.bfloat16}
     layers = [TransformerBlock(1024, 16, **options) for _ in range(8)]
@@ -162,7 +162,7 @@ def wide_forward(offload: ops.Offload | None) -> tuple[Tensor, list[TransformerB
 
 @pytest.mark.gpu
 def test_memory_and_late_copies_on_gpu():
-    """Bytes at the end of the forward: two layers' instead of eight's. The same bits though the copies start late."""
+    """The forward ends with about two layers' bytes instead of eight's. Late copies change no bit."""
     results = []
     for offload in (None, ops.Offload()):
         before = torch.cuda.memory_allocated()
@@ -181,7 +181,7 @@ def test_memory_and_late_copies_on_gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
 def test_on_gpu(recompute):
-    """The same bits, several times over, so that reused memory would show."""
+    """Bits are compared several times over, because reused memory shows only then."""
     options = {"recompute": recompute, "device": "cuda", "dtype": torch.bfloat16}
     layers = blocks(**options)
     for _ in range(5):

@@ -1,7 +1,5 @@
-"""The pipelined transport against float64 plain torch, by the cases and the checks of the two linears' own tests.
-
-Also what is its own: the order of sums, few rows, sub-groups, late ranks, and that an error leaves nothing behind.
-"""
+"""The pipelined transport equals float64 plain torch, by the tests of the two linears. Its own tests: the order of
+sums, few rows, sub-groups, late ranks, and that an error leaves nothing behind."""
 
 import time
 import weakref
@@ -12,7 +10,6 @@ import test_row_linear_op as row
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from pool import RankFailure
 from shards import OnTransport, make
 
@@ -22,37 +19,13 @@ from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduc
 from tpformer.distributed.collectives import combine
 
 
-# rows and widths per rank from 1, also odd; several weights, a norm before them
 @pytest.mark.parametrize("t", [2, 3, 4])
-def test_column(ranks, t):
+@pytest.mark.parametrize("linear", [column, row], ids=["column", "row"])
+def test_equals_plain_torch(ranks, linear, t):
     @settings(max_examples=8, deadline=None, derandomize=True)
-    @given(
-        st.integers(1, 4).map(lambda n: n * t),
-        st.integers(3, 9),
-        st.lists(st.integers(1, 5).map(lambda n: n * t), min_size=1, max_size=3),
-        st.sampled_from([(None, False), ("layernorm", True), ("rmsnorm", False)]),
-        st.booleans(),
-        st.booleans(),
-    )
-    def run(tokens, k, widths, norm, bias, sequence_parallel):
-        case = column.case(tokens, k, widths, *norm, bias, sequence_parallel)
-        column.check(OnTransport(ranks, "pipelined"), t, case, torch.float64)
-
-    run()
-
-
-@pytest.mark.parametrize("t", [2, 3, 4])
-def test_row(ranks, t):
-    @settings(max_examples=8, deadline=None, derandomize=True)
-    @given(
-        st.integers(1, 4).map(lambda n: n * t),
-        st.integers(1, 4).map(lambda n: n * t),
-        st.integers(1, 9),
-        st.sampled_from([(None, False), ("gelu", False), ("gelu_tanh", True), ("silu", True)]),
-        st.tuples(*[st.booleans()] * 4),
-    )
-    def run(tokens, k, n, activation, switches):
-        row.check(OnTransport(ranks, "pipelined"), t, row.case(tokens, k, n, *activation, *switches), torch.float64)
+    @given(linear.cases(t))
+    def run(case):
+        linear.check(OnTransport(ranks, "pipelined"), t, case, torch.float64)
 
     run()
 
@@ -122,7 +95,7 @@ def test_chunks_arrive_own_first_then_around_the_ring(ranks):
 
 
 def many_with_late_ranks() -> None:
-    """Gathers under reductions, one after another, ranks out of step: no message may be taken for another's."""
+    """Gathers and reductions overlap while ranks are out of step: no message is taken for another's."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     for step in range(12):
         if step % size == rank:
@@ -144,7 +117,7 @@ def test_messages_of_operations_in_flight_do_not_mix(ranks):
 
 
 def in_pairs(transport: str):
-    """The groups {0, 2} and {1, 3} of a world of 4: ranks of the group are not ranks of the world."""
+    """With groups {0, 2} and {1, 3} of a world of 4, a rank of the group is not that rank of the world."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[dist.get_rank() % 2]
     values = make(dist.get_rank(), torch.float64, x=(2, 6), wide=(4, 6), narrow=(6, 4))
@@ -164,7 +137,7 @@ def test_sub_groups(ranks):
 
 
 def interrupted() -> None:
-    group = dist.new_group(list(range(dist.get_world_size())))  # of its own: a message is left on the way
+    group = dist.new_group(list(range(dist.get_world_size())))  # the error leaves a message on its way in this group
     x = torch.ones(2, 3)
     output = x.new_empty(2 * dist.get_world_size(), 3)
     references = [weakref.ref(output)]
@@ -187,6 +160,6 @@ def test_an_error_leaves_nothing_behind(ranks):
     ranks(2).run(interrupted)
 
 
-def test_indivisible_tokens(ranks):
+def test_indivisible_tokens_are_refused(ranks):
     with pytest.raises(RankFailure, match=r"ValueError: .*2 ranks.*5 rows.*pad"):
         OnTransport(ranks, "pipelined")(2).run(row.indivisible)

@@ -1,4 +1,4 @@
-"""The rope operation: both gradients checked numerically, offsets and packed documents by their positions."""
+"""ops.rope has the right gradients; offsets and packed documents turn by their positions."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_gradients(interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_offset_continues_a_longer_sample(dtype, interleaved):
-    """Two samples of seven tokens: their last four, at an offset of 3, get the bits that they get in the whole."""
+    """The last four of seven tokens, at an offset of 3, get the bits that they get in the whole sample."""
     values = make(1, dtype, q=(2, 7, 3, 8), k=(2, 7, 1, 8))
 
     def turned(part: slice, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,5 @@
-"""row_linear on 1 to 4 ranks equals activation, linear, dropout and residual of plain torch: every gradient.
-
-Also: exactly the collectives of its docstring, with their bytes, and errors that say what to do.
-"""
+"""row_linear on 1 to 4 ranks has the outputs and gradients of activation, linear, dropout and residual in plain torch.
+It runs exactly the collectives of its docstring, with their bytes; its errors say what to do."""
 
 import pytest
 import torch
@@ -40,7 +38,7 @@ def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def site(case: dict, rank: int, rows: int) -> ops.Dropout | None:
-    """Samples 5, 3, 8, ...: their order in the batch must not matter to the bits."""
+    """Samples come in the order 5, 3, 8, ...: their place in the batch must not change the bits."""
     if not case["drop"]:
         return None
     samples = torch.tensor([5, 3, 8, 1, 0, 2], device=Here.device)
@@ -107,19 +105,24 @@ def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
             assert (forward, backward) == ([("all_reduce", nbytes)], [])
 
 
-# sizes per rank from 1; all epilogue combinations occur
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
-def test_equals_plain_torch(ranks, t):
-    @settings(max_examples=20, deadline=None, derandomize=True)
-    @given(
+def cases(t: int) -> st.SearchStrategy[dict]:
+    """Sizes per rank from 1, with every combination of what a row linear may do besides its product."""
+    return st.builds(
+        lambda tokens, k, n, activation, switches: case(tokens, k, n, *activation, *switches),
         st.integers(1, 4).map(lambda n: n * t),
         st.integers(1, 4).map(lambda n: n * t),
         st.integers(1, 9),
         st.sampled_from([(None, False), ("gelu", False), ("gelu_tanh", True), ("silu", True), ("silu", False)]),
         st.tuples(*[st.booleans()] * 4),
     )
-    def run(tokens, k, n, activation, switches):
-        check(ranks, t, case(tokens, k, n, *activation, *switches), torch.float64)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+def test_equals_plain_torch(ranks, t):
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(cases(t))
+    def run(case):
+        check(ranks, t, case, torch.float64)
 
     run()
 
@@ -132,7 +135,7 @@ def test_float32_by_the_error_of_plain_torch(ranks, t, sp, activation):
 
 
 def normed_too(kind: str, transport: str, sp: bool) -> None:
-    """next_norm adds the norm of what is stored, outside of autograd, and changes nothing else."""
+    """next_norm adds the norm of the stored result, outside of autograd, and changes nothing else."""
     values = make(0, torch.float32, x=(12, 4), weight=(5, 4), bias=(5,), norm=(5,), dy=(12, 5))
     dy = mine(values["dy"], 0) if sp else values["dy"]
     inputs = leaves({name: values[name] for name in ("x", "weight", "bias", "norm")})
@@ -159,14 +162,14 @@ def test_norm_of_the_result(ranks, t, kind, transport, sp):
 
 
 def test_inputs_are_left_alone():
-    """The epilogue adds in place: into its own result, never into the caller's tensors."""
+    """The epilogue adds in place to its own result, never to the caller's tensors."""
     values = make(0, torch.float64, x=(3, 4), weight=(5, 4), bias=(5,), residual=(3, 5))
     before = {name: x.clone() for name, x in values.items()}
     ops.row_linear(values["x"], values["weight"], values["bias"], residual=values["residual"])
     assert all(torch.equal(before[name], x) for name, x in values.items())
 
 
-def test_errors():
+def test_wrong_arguments_are_refused():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="'telepathy'.*choose one of 'auto', 'sequential'"):
         ops.row_linear(x, weight, transport="telepathy")
@@ -176,7 +179,7 @@ def test_errors():
         ops.row_linear(x, weight, gate=x)
 
 
-def test_next_norm_at_the_end_of_a_region():
+def test_next_norm_at_the_end_of_a_region_is_refused():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="next_norm and ends_region exclude each other"):
         ops.row_linear(x, weight, next_norm=ops.Norm("rmsnorm", torch.ones(4), None, 1e-5), ends_region=True)
@@ -186,6 +189,6 @@ def indivisible():
     ops.row_linear(torch.randn(5, 2), torch.randn(3, 2), group=dist.group.WORLD)
 
 
-def test_indivisible_tokens(ranks):
+def test_indivisible_tokens_are_refused(ranks):
     with pytest.raises(RankFailure, match=r"ValueError: .*2 ranks.*5 rows.*pad"):
         ranks(2).run(indivisible)

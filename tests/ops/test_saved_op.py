@@ -1,4 +1,4 @@
-"""What each operation leaves in memory between forward and backward: exactly what its docstring lists."""
+"""Between forward and backward each operation keeps exactly what its docstring lists."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def column(sequence_parallel: bool) -> None:
         norm = ops.Norm(kind, norm_weight, norm_bias if kind == "layernorm" else None, 1e-5) if kind else None
         with record_saved(*weights, norm_weight, norm_bias) as saved:
             ops.column_linear(x, weights, norm=norm, group=dist.group.WORLD, sequence_parallel=sequence_parallel)
-        # x before the norm and the statistics: no normed rows, no gathered rows, no output
+        # x before the norm, and the statistics; but no normed rows, gathered rows or output
         assert saved.pop(address(x)) == 4 * rows * K
         assert sorted(saved.values()) == [4 * rows] * statistics, kind
 
@@ -52,7 +52,7 @@ def row(sequence_parallel: bool) -> None:
                 group=dist.group.WORLD,
                 sequence_parallel=sequence_parallel,
             )
-        # the pre-activation (and gate): no activation output, no mask, no residual
+        # the pre-activation and the gate; but no activation output, mask or residual
         expected = {address(x): 4 * TOKENS * K} | ({address(gate): 4 * TOKENS * K} if gated else {})
         assert saved == expected, activation
 
@@ -60,7 +60,7 @@ def row(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("operation", [column, row])
-def test_linears(ranks, t, sequence_parallel, operation):
+def test_linears_save_what_they_list(ranks, t, sequence_parallel, operation):
     ranks(t).run(operation, sequence_parallel)
 
 
@@ -96,6 +96,6 @@ def test_fused_cross_entropy_saves_gradients_only():
     x, weight, targets = rand(TOKENS, K), rand(200, K), torch.arange(TOKENS)
     with record_saved(weight) as saved:
         ops.linear_cross_entropy(x, weight, targets, ops.VocabSlice(0, 200, 200), chunk_tokens=4)
-    # the gradient of x and that of W; not x itself, and nothing with tokens x vocabulary elements
+    # the gradients of x and of W; but not x itself, nor anything of tokens x vocabulary elements
     assert address(x) not in saved
     assert sorted(saved.values()) == [4 * TOKENS * K, 4 * 200 * K]

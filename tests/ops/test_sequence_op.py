@@ -1,4 +1,4 @@
-"""Moves of rows and columns between ranks: values, gradients against one process, communication, the error."""
+"""Moves of rows and columns between ranks have the right values, gradients and collectives; uneven rows are refused."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def tensor(seed: int) -> torch.Tensor:
 
 
 def on_rank(name: str):
-    """The operation, then a product with a tensor that is different for every row, so that gradients are too."""
+    """Run the operation, then a product with a tensor whose rows differ, so that gradients differ too."""
     t, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     factor = tensor(100)
     if name in ("reduce", "reduce_all"):
@@ -43,7 +43,7 @@ def test_values_gradients_and_communication(ranks, t, name):
     reduce, whole = name.startswith("reduce"), tensor(100)
     y = join([r[0] for r in results], 0 if name in ("reduce", "scatter") else "equal")
     torch.testing.assert_close(y, sum(tensor(rank) for rank in range(t)) if reduce else tensor(0))
-    # the loss is sum(y * factor): every rank's summand of y, and every row of x, has the gradient `factor`
+    # the loss is sum(y * factor), so every rank's summand of y, and every row of x, has the gradient `factor`
     assert torch.equal(join([r[1] for r in results], 0 if name == "gather" else "equal"), whole)
     expected = {
         "reduce": (["reduce_scatter"], ["all_gather"]),
@@ -59,7 +59,7 @@ def test_values_gradients_and_communication(ranks, t, name):
 
 
 def columns_on_rank(n: int):
-    """This rank's chunk of n columns gathered; then columns that overlap its neighbour's taken of the whole."""
+    """Gather this rank's chunk of n columns; then take columns of the whole that overlap its neighbour's."""
     t, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     whole = make(0, torch.float64, x=(TOKENS, n))["x"]
     x = whole.chunk(t, 1)[rank].clone().requires_grad_()
@@ -73,7 +73,7 @@ def columns_on_rank(n: int):
 
 
 @pytest.mark.parametrize(("t", "n"), [(2, 6), (3, 8)])
-def test_columns(ranks, t, n):
+def test_columns_are_gathered_and_taken(ranks, t, n):
     whole = make(0, torch.float64, x=(TOKENS, n))["x"]
     uses = torch.zeros(n, dtype=torch.float64)
     for rank in range(t):
@@ -96,6 +96,6 @@ def indivisible():
     ops.scatter_rows(torch.randn(7, 2), dist.group.WORLD)
 
 
-def test_indivisible_tokens(ranks):
+def test_indivisible_tokens_are_refused(ranks):
     with pytest.raises(RankFailure, match="7 tokens cannot be split over 3 .*ranks: pad .* to a multiple of 3"):
         ranks(3).run(indivisible)

@@ -1,4 +1,5 @@
-"""The choice of a transport: by device, topology, dtype, shape, measured times or by hand; its reasons and errors."""
+"""A transport is chosen by device, topology, dtype and shape, by measured times, or by hand; with reasons and
+errors."""
 
 import json
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ def request(op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, 
 
 @pytest.fixture
 def node(monkeypatch):
-    """A node with fused kernels, unless a test says otherwise: node(fused=reason, backend=..., name=...)."""
+    """node(fused=reason, backend=..., name=...) describes a node; by default one with fused kernels."""
 
     def describe(fused: str | None = None, backend: str = "nccl", name: str = H100) -> None:
         monkeypatch.setattr(transport, "why_not_fused", lambda _: fused)
@@ -64,7 +65,7 @@ def test_one_rank_and_cpu():
     for name in ops.TRANSPORTS:
         assert choice(ranks=1, choice=name)[0] == "local"
     assert choice(where=CPU) == ("sequential", "on cpu the collective, then the GEMM")
-    assert choice(where=CPU, m=10**6)[0] == "sequential"  # never the interpreter, whatever the shape
+    assert choice(where=CPU, m=10**6)[0] == "sequential"  # auto never takes the interpreter, whatever the shape
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_one_rank_and_cpu():
         ({"op": SCATTER, "n": 4096, "k": 1792}, ("fused", "break-even 1612, yours 1792: hidden")),
         ({"op": ALL, "n": 4096, "k": 1792}, ("fused", "break-even 3224, yours 1792: 56% hidden")),
         ({"ranks": 2}, ("fused", "break-even 921, yours 1792: hidden")),
-        # far from the break-even one of the two times is all there is
+        # far from the break-even either time is small beside the other
         ({"n": 128}, ("sequential", "break-even 1612, yours 128: at most 8% to gain")),
         ({"n": 20000}, ("sequential", "break-even 1612, yours 20000: at most 8% to gain")),
         ({"m": 1023}, ("sequential", "1023 rows < 1024: too few to overlap")),
@@ -110,7 +111,7 @@ def test_auto_without_nvlink(node):
 
 @pytest.mark.parametrize("name", ["sequential", "pipelined", "fused"])
 def test_an_explicit_choice_is_kept(node, name):
-    """Also where auto would choose otherwise."""
+    """It is kept where auto would choose otherwise."""
     assert choice(choice=name, m=8, dtype=torch.float32) == (name, "as asked for")
 
 
@@ -156,7 +157,7 @@ def test_measured_times_override_the_model(node, table):
     ops.use_measured_table(path)
     times = "pipelined 250 us, sequential 300 us, fused 400.5 us"
     assert choice() == ("pipelined", f"{path} row 1 (8192x1792x4096): {times}")
-    assert choice(m=8000, n=2000)[0] == "pipelined"  # nearest
+    assert choice(m=8000, n=2000)[0] == "pipelined"  # the nearest row counts
     assert choice(m=4096)[0] == "fused"
     assert choice(m=16384, n=3584, k=8192)[0] == "pipelined"  # a factor 2 in each still counts
     for beyond in ({"m": 16385}, {"n": 3585}, {"k": 2047}, {"dtype": torch.float16}, {"ranks": 2}):
@@ -172,7 +173,7 @@ def test_measured_times_of_what_cannot_run_do_not_count(node, table):
     node(fused="no peer access")
     assert choice() == ("pipelined", f"{table(row())} row 0 (8192x1792x4096): pipelined 250 us, sequential 300 us")
     ops.use_measured_table(table(row(sequential_us=None, pipelined_us=None)))
-    assert choice()[1].endswith("not fused: no peer access")  # nothing left of the row: the model decides
+    assert choice()[1].endswith("not fused: no peer access")  # the row has nothing that can run, so the model decides
     node()
     assert choice()[0] == "fused"
 
@@ -192,7 +193,7 @@ def test_measured_times_of_what_cannot_run_do_not_count(node, table):
         (json.dumps([row(fused_us="fast")]), ["fused_us 'fast'"]),
     ],
 )
-def test_a_table_that_is_none(tmp_path, content, words):
+def test_a_table_that_is_malformed_is_refused(tmp_path, content, words):
     path = tmp_path / "table.json"
     path.write_text(content)
     with pytest.raises(ValueError) as error:
@@ -214,7 +215,7 @@ def test_recording_ends_with_its_context():
 
 
 def test_performance_model():
-    """Against figures worked out by hand: bf16 on 8 H100."""
+    """Figures worked out by hand, for bfloat16 on 8 H100."""
     h100 = machine_for(H100)
     assert h100 is not None and machine_for("NVIDIA T4") is None
     assert [machine_for(f"NVIDIA {machine.name}") for machine in MACHINES] == list(MACHINES)
@@ -224,7 +225,9 @@ def test_performance_model():
     sizes = (8192, 1792, 4096)
     compute = gemm_seconds(*sizes, 2, h100)
     assert compute == 2 * 8192 * 1792 * 4096 / 700e12
-    assert gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory  # one row: weights
+    assert (
+        gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory
+    )  # one row takes the time to read the weights
     assert communication_bytes(GATHER, *sizes, 8, 2) == 7 * 8192 * 4096 * 2 // 8
     assert communication_bytes(ALL, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
     # at the break-even width, with enough chunks, the two times are the same

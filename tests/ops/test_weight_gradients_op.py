@@ -1,7 +1,5 @@
-"""Queued weight gradients: the bits, collectives and GEMMs of the ordinary backward, later, by microbatch.
-
-On 1 and 2 ranks, with DTensor parameters, microbatches in flight, and through every transport that runs on a CPU.
-"""
+"""Queued weight gradients have the bits, collectives and GEMMs of the ordinary backward, but later, by microbatch. On 1
+and 2 ranks, with DTensor parameters, several microbatches in flight, and each transport that runs on a CPU."""
 
 import threading
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tpformer import ops
@@ -18,12 +16,12 @@ from tpformer.layers import ColumnParallelLinear, Positions, RowParallelLinear, 
 from tpformer.ops import WeightGradientQueue, active_queue
 
 HIDDEN, BATCH, SEQ, MICROBATCHES = 24, 2, 4, 3
-# torch counts mm and addmm, not addmm's in-place form: (self, a, b)
+# torch's counter lacks the in-place form of addmm (self, a, b)
 FLOPS = {torch.ops.aten.addmm_: lambda _, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
 
 
 class Blocks(nn.Module):
-    """A grouped-query block whose keys and values are replicated at 2 ranks (used_rows), and a gated one."""
+    """A grouped-query block, whose keys and values every one of 2 ranks has (used_rows), and a gated block."""
 
     def __init__(self, **options) -> None:
         super().__init__()
@@ -117,7 +115,7 @@ def plain_pair(**options) -> nn.Sequential:
 
 
 def test_plain_parameters_and_one_queue_for_a_stage():
-    """`take` after each microbatch's backward is what torch.distributed.pipelining's dw_builder is called for."""
+    """torch.distributed.pipelining's dw_builder calls `take` after each microbatch's backward."""
     ours, theirs, queue = plain_pair(), plain_pair(), WeightGradientQueue()
     runners = []
     xs = torch.randn(3, 5, 6)
@@ -136,7 +134,7 @@ def test_plain_parameters_and_one_queue_for_a_stage():
 
 
 def test_the_queue_is_the_forwards():
-    """A backward elsewhere, also in another thread, finds it; a forward elsewhere does not."""
+    """A backward finds the queue of its forward, also in another thread; other forwards do not."""
     model, queue = plain_pair(), WeightGradientQueue()
     with queue.collect():
         y = model(torch.randn(5, 6))
@@ -191,19 +189,3 @@ def test_a_parameter_laid_out_anew_is_refused():
         match=r"weight is \(4, 6\) torch.float32 on this rank, its gradient \(8, 6\) torch.float32: keep .*unshar",
     ):
         queue.run()
-
-
-def replicated() -> None:
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    layer = ColumnParallelLinear(6, 8, used_rows=slice(2, 5), tp=TensorParallel(mesh, True))
-    queue = WeightGradientQueue()
-    with queue.collect():
-        y = layer(torch.ones(2, 6))
-    backward(y)
-    queue.run()
-    gradient = layer.weight.grad
-    assert gradient.placements == (Partial(),) and not gradient.to_local()[[0, 1, 5, 6, 7]].any()
-
-
-def test_gradients_of_used_rows_are_partial(ranks):
-    ranks(2).run(replicated)

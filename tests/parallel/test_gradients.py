@@ -41,7 +41,7 @@ def test_one_all_reduce_and_idempotent(ranks):
     for first, second, same, replicated in ranks(2).run(reduce_twice, 2):
         assert [name for name, _ in first] == ["all_reduce"]
         assert second == [] and same
-        # what is shared by all ranks: norms, row biases, positions, and the single key-value head
+        # all ranks share norms, row biases, positions, and the one key-value head
         assert "layers.0.self_attn.k_proj.weight" in replicated and "layers.1.mlp.fc2.bias" in replicated
         assert "embed_positions.weight" in replicated and "norm.weight" in replicated
         elements = sum(dict(GPT(CONFIG).named_parameters())[name].numel() for name in replicated)
@@ -71,7 +71,7 @@ def test_norm_and_clipping_equal_torch(ranks, sequence_parallel, maximum):
 
 
 def norm_of_a_mixture():
-    """A user's own mixture: a plain parameter, equal on all ranks, beside one that is sharded over one of two axes."""
+    """A user's plain parameter, equal on all ranks, stands beside one that is sharded over one of two axes."""
     mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2)
     plain = torch.nn.Parameter(torch.zeros(3))
     plain.grad = torch.tensor([1.0, 2.0, 2.0])
@@ -82,5 +82,5 @@ def norm_of_a_mixture():
 
 
 def test_parameters_on_different_meshes_count_once(ranks):
-    # 9 of the plain one, 4 * 4 of the sharded one
+    # the squares are 9 for the plain one and 4 * 4 for the sharded one
     assert ranks(4).run(norm_of_a_mixture) == pytest.approx([5.0] * 4)

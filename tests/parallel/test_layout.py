@@ -1,4 +1,4 @@
-"""Layouts: what follows from their fields, and every pair that is refused before a process group exists."""
+"""A layout's sizes follow from its fields, and contradictions are refused before a process group exists."""
 
 import pytest
 
@@ -97,4 +97,4 @@ def test_what_is_possible_is_not_refused():
         layout.check()
         layout.check_pipeline(4, 1 if name == "naive" else 4)
     Layout().check_pipeline(1, 1)
-    Layout(zero_stage=3).check()  # one rank: every stage is the same
+    Layout(zero_stage=3).check()  # on one rank every ZeRO stage is the same

@@ -1,4 +1,4 @@
-"""Parameters of a user's own between sequence-parallel blocks: their gradients are summed where named, else refused."""
+"""A user's own parameters between sequence-parallel blocks: gradients are summed where they are named, else refused."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PARTIAL = ["gain", "adapter.*"]
 
 
 class Between(nn.Module):
-    """Two blocks, and between them a gain and an adapter; the norm in the second one is of torch.nn."""
+    """Two blocks with a gain and an adapter between them; the second block has a norm of torch.nn."""
 
     def __init__(self, tp: TensorParallel | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A pipeline of one's own nn.Sequential: every schedule gives the gradients of one process."""
+"""A pipeline of a user's own nn.Sequential has the gradients of one process, in every schedule."""
 
 import subprocess
 import sys
@@ -71,7 +71,7 @@ def reference():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(ranks, schedule):
+def test_every_schedule_has_the_gradients_of_one_process(ranks, schedule):
     whole, expected = reference()
     records = ranks(2).run(gradients, {"pipeline_parallel": 2, "pipeline_schedule": schedule})
     check(records, whole)
@@ -81,7 +81,7 @@ def test_every_schedule(ranks, schedule):
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)])
-def test_with_data_parallel_ranks(ranks, schedule, zero):
+def test_data_parallel_ranks_have_the_gradients_of_one_process(ranks, schedule, zero):
     whole, expected = reference()
     fields = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "data_parallel_shard": 2, "zero_stage": zero}
     records = ranks(4).run(gradients, fields, "time")
@@ -104,7 +104,7 @@ def test_what_children_have_to_do_is_refused_by_name(name):
 
 
 def blocks(recompute: str) -> list[torch.Tensor]:
-    """This rank's gradients of blocks with dropout, which draw from the generator of their stage."""
+    """This rank's gradients of blocks with dropout, which draw from their stage's generator."""
     torch.manual_seed(0)
     model = nn.Sequential(*(TransformerBlock(24, 4, dropout=0.1, recompute=recompute) for _ in range(3)))
     mesh = build_mesh("cpu", tensor_parallel=1, pipeline_parallel=2)
@@ -116,7 +116,7 @@ def blocks(recompute: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "full"])
-def test_children_recompute_themselves(ranks, recompute):
+def test_recomputed_children_have_the_same_gradients(ranks, recompute):
     for kept, again in zip(ranks(2).run(blocks, "none"), ranks(2).run(blocks, recompute), strict=True):
         assert len(kept) > 0 and all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
 

@@ -1,4 +1,4 @@
-"""The pipeline split against all possible ones, and the costs that a GPT is split by."""
+"""No pipeline split is better than the one found; a GPT's costs are its parts' parameters and FLOPs."""
 
 from itertools import combinations
 
@@ -25,13 +25,13 @@ def test_no_split_is_better(costs, stages):
     assert quality((*(each.start for each in found), len(costs))) == min(every)
 
 
-def test_fewer_layers_than_stages():
+def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ValueError, match="3 layers cannot be divided among 4 stages"):
         split_stages([1.0] * 3, 4)
 
 
 def test_embedding_and_head_are_counted():
-    """A vocabulary that weighs as much as two layers takes layers from the first and the last stage."""
+    """A vocabulary as heavy as two layers takes layers from the first and the last stage."""
     config = GPTConfig(vocab_size=24 * 64, n_layers=8, hidden_size=64, n_heads=4, seq_length=8)
     assert [len(part) for part in split_stages(config.layer_costs("parameters"), 4)] == [1, 3, 3, 1]
     *others, last = [len(part) for part in split_stages(config.layer_costs("time"), 4)]

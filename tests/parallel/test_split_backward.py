@@ -22,14 +22,14 @@ def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
     assert baseline.flops > 0 and baseline.layers and bool(baseline.data) == (data_parallel > 1)
     for name in SCHEDULES:
         assert differences(by_schedule[name], baseline) == [], name
-    # point to point there is more, as there are more stages: activations and gradients at each boundary between ranks
+    # more stages send more from point to point: activations and gradients at each boundary between ranks
     pipelines = 2 * data_parallel  # of 2 ranks: TP 2 x DP
     boundaries = {BASELINE: 1, "InterleavedZeroBubble": 3, "ZBVZeroBubble": 2, "DualPipeV": 2}
     sent = {name: sum(each.messages.values()) for name, each in by_schedule.items()}
     assert sent == {name: pipelines * 2 * MICROBATCHES * number for name, number in boundaries.items()}
 
 
-def test_counts(ranks: WorkerPool) -> None:
+def test_schedules_multiply_and_communicate_the_same(ranks: WorkerPool) -> None:
     kept, recomputed = (counts(ranks, recompute, 1) for recompute in ("none", "full"))
     for each in (kept, recomputed):
         check(each, 1)

@@ -1,4 +1,4 @@
-"""Parts of the memory model by hand: what a schedule keeps at its worst moment, what the loss needs on its way."""
+"""Parts of the memory model, worked out by hand: a schedule's worst moment, and what the loss needs while it runs."""
 
 from tpformer.models import GPTConfig
 from tpformer.planner import Step
@@ -9,7 +9,7 @@ STAGE = StageCount(0, range(1), saved=100, offloaded=30, output=10, queued=50)
 
 
 def order(kinds: str) -> list[tuple[Step, ...]]:
-    """One stage's steps, one after the other."""
+    """The steps of one stage, one after the other."""
     seen: dict[str, int] = {}
     steps = []
     for kind in kinds:
@@ -26,7 +26,7 @@ def test_a_weight_gradient_that_is_done_is_no_longer_queued():
 
 
 def test_the_loss_on_its_way():
-    """Logits of a chunk, the table's float32 gradient, gathered rows and their gradient."""
+    """It needs a chunk's logits, the table's float32 gradient, gathered rows and their gradient."""
     config = GPTConfig(vocab_size=100, seq_length=8, n_layers=1, hidden_size=16, n_heads=2)
     assert loss_workspace(config, 40, 25, 10, itemsize=2) == 10 * 25 * 2 + 4 * 25 * 16 + 2 * 40 * 16 * 2
     assert loss_workspace(config, 6, 25, 10, itemsize=8) == 6 * 25 * 8 + 8 * 25 * 16 + 2 * 6 * 16 * 8

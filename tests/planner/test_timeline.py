@@ -1,4 +1,4 @@
-"""Pictures of recorded pipeline steps: read back from SVG and JSON, and drawn of a step that four ranks ran."""
+"""Pictures of a pipeline step show every action where it was; four ranks run and draw the step that is simulated."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ SMALL = [
 
 
 def test_share_is_idle_time_between_first_start_and_last_end():
-    assert bubble_share(SMALL, 2) == 0.5  # 6 of 2 x 6 s; the reduction neither computes nor lengthens
+    assert bubble_share(SMALL, 2) == 0.5  # 6 of 2 x 6 s are idle; a reduction neither computes nor lengthens the step
     assert bubble_share(SMALL[3:], 1) == 0
 
 
@@ -51,7 +51,7 @@ def test_svg_has_every_action_where_it_was(tmp_path):
     boxes = {rect.find(f"{SVG}title").text: rect.attrib for rect in root.iter(f"{SVG}rect") if len(rect)}
     bubble = boxes.pop("bubble")
     assert bubble["fill"] == "url(#bubble)" and len(boxes) == len(SMALL)
-    second = float(bubble["width"]) / 7  # with the reduction there are seven
+    second = float(bubble["width"]) / 7  # with the reduction the picture has seven seconds
     places = {
         title.split(":")[0]: ((float(box["x"]) - float(bubble["x"])) / second, float(box["width"]) / second)
         for title, box in boxes.items()
@@ -144,8 +144,8 @@ def test_four_ranks_run_what_is_simulated_and_are_drawn(ranks, tmp_path, schedul
         ]
         assert all(a.end - a.start >= (0.03 if a.kind == "B" else 0.015) for a in ran)
     seconds = {Step(a.stage, a.kind, a.microbatch): a.end - a.start for a in actions}
-    least = bubble_share(simulate(order, seconds.__getitem__), 4)  # what these actions leave idle at best
-    assert 0 < least <= bubble_share(actions, 4) < 1  # how much more it is depends on what else runs on the machine
+    least = bubble_share(simulate(order, seconds.__getitem__), 4)  # the least that these actions leave idle
+    assert 0 < least <= bubble_share(actions, 4) < 1  # the rest depends on what else the machine runs
     events = json.loads((tmp_path / "plots" / "pipeline.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(actions)
     texts = [text.text for text in ElementTree.parse(tmp_path / "plots" / "pipeline.svg").iter(f"{SVG}text")]
@@ -154,7 +154,7 @@ def test_four_ranks_run_what_is_simulated_and_are_drawn(ranks, tmp_path, schedul
 
 
 def gather_from_another_machine() -> tuple[float, list[Action] | None]:
-    """Rank 1 is on a machine that has been up for 1000 s longer."""
+    """Rank 1's machine has been up for 1000 s longer."""
     later = 1000.0 * dist.get_rank()
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later)
     now = time.perf_counter()

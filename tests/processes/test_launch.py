@@ -1,4 +1,4 @@
-"""Ranks started on this machine: which failure is named, what is started again, what signals do. No rank uses torch."""
+"""The launcher names the rank that failed first, starts ranks again, and passes signals on. No rank uses torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tpformer.processes.launch import _start, check_local_ranks, run_ranks
 from tpformer.processes.watchdog import HANG_EXIT_CODE
 
-# every rank notes its start and waits until all have; `error` leaves a message as record_exception does
+# every rank notes its start and waits for the others; `error` leaves a message as record_exception does
 PRELUDE = """
 import json, os, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -63,20 +63,22 @@ def test_a_failing_rank_ends_the_others_and_is_named(tmp_path, capfd):
     assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 1, 1]
 
 
+RAISES = "error('closed'); sys.exit(1)"
+
+
 @pytest.mark.parametrize(
-    ("note", "end", "consequence", "text"),
+    ("code", "note", "end", "consequence", "text"),
     [
-        # peers of a killed rank raise
-        ("", "os.kill(os.getpid(), signal.SIGKILL)", "error('closed'); sys.exit(1)", "was killed by SIGKILL"),
-        # and so do peers of one that raised, a moment later
-        ("KeyError: 3\\n more", "sys.exit(1)", "error('closed'); sys.exit(1)", "failed with exit code 1 (KeyError: 3)"),
+        # peers of a rank that was killed raise, and so do those of one that raised
+        (137, "", "os.kill(os.getpid(), signal.SIGKILL)", RAISES, "was killed by SIGKILL"),
+        (1, "KeyError: 3\\n more", "sys.exit(1)", RAISES, "failed with exit code 1 (KeyError: 3)"),
         # native threads abort when a peer is gone
-        ("KeyError: 3", "sys.exit(1)", "os.abort()", "failed with exit code 1 (KeyError: 3)"),
-        ("", f"sys.exit({HANG_EXIT_CODE})", "error('closed'); sys.exit(1)", "ended the job because a rank hangs"),
+        (1, "KeyError: 3", "sys.exit(1)", "os.abort()", "failed with exit code 1 (KeyError: 3)"),
+        (HANG_EXIT_CODE, "", f"sys.exit({HANG_EXIT_CODE})", RAISES, "ended the job because a rank hangs"),
     ],
 )
-def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, note, end, consequence, text):
-    """All have ended when the launcher first looks."""
+def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, code, note, end, consequence, text):
+    """All ranks have ended when the launcher first looks."""
 
     def start_and_wait(*arguments) -> None:
         _start(*arguments)
@@ -94,11 +96,10 @@ while not os.path.exists(f"{{folder}}/first"):
     time.sleep(0.01)
 {consequence}
 """
-    code = run_ranks(work(tmp_path, script), 2)
+    assert run_ranks(work(tmp_path, script), 2) == code
     first, then = capfd.readouterr().err.splitlines()
     assert first.startswith(f"rank 1 of 2 {text}") and first.endswith("; all ranks were stopped")
     assert then.startswith("then rank 0 of 2 ")
-    assert code in (1, 128 + signal.SIGKILL, HANG_EXIT_CODE)
 
 
 def test_restart_runs_all_ranks_again_and_tells_them_the_attempt(tmp_path, capfd):
@@ -127,14 +128,14 @@ def launch(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize(("handler", "signals", "code"), [("sys.exit(5)", 1, 5), ("pass", 2, 128 + signal.SIGKILL)])
 def test_sigterm_is_passed_on_and_nothing_restarts(commands, tmp_path, handler, signals, code):
-    """The first lets ranks finish (or fail: no restart), the second kills them."""
+    """A first signal lets ranks finish, or fail without a restart; a second one kills them."""
     script = f"""
 def stop(number, frame):
     open(f"{{folder}}/seen-{{rank}}", "w")
     {handler}
 signal.signal(signal.SIGTERM, stop)
 open(f"{{folder}}/ready-{{rank}}", "w")
-time.sleep(60)  # goes on after a handler
+time.sleep(60)  # the sleep goes on after a handler
 """
     launcher = commands.call(launch, tmp_path, script)
 

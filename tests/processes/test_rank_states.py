@@ -1,4 +1,4 @@
-"""What a rank is found doing, and which rank a report blames."""
+"""A rank's state says what it is doing, and a report blames the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_another_thread(work) -> None:
 
 
 def calls(backend: str) -> dict:
-    """Each blocks rank 0 until rank 1, which comes later, has called it too."""
+    """Each call blocks rank 0 until rank 1 comes, which is late."""
     group, x = dist.group.WORLD, torch.ones(2)
     ours = {"all_reduce ": lambda: all_reduce(x, group), "all_gather": lambda: all_gather(x, group)}
     if backend == "shared":
@@ -51,11 +51,11 @@ def calls(backend: str) -> dict:
 
 
 def positions(backend: str) -> list[tuple[str, Position]]:
-    """Rank 0: what it is found doing while it waits in each call."""
+    """What rank 0 is found doing while it waits in each call."""
     use_backend(dist.group.WORLD, backend)
     thread, found = threading.get_ident(), []
     for name, call in calls(backend).items():
-        call()  # the first one of a kind imports and allocates
+        call()  # the first call of a kind imports and allocates
         dist.barrier()
         if dist.get_rank() == 1:
             time.sleep(WAIT)
@@ -131,7 +131,7 @@ def test_a_rank_outside_of_the_collective_is_blamed():
 
 
 def test_a_rank_that_finished_is_what_the_others_wait_for():
-    """It has no heartbeat any more, and that is right."""
+    """It is right that it has no heartbeat any more."""
     ranks, why = blamed([state(0), state(1), state(2), state(3, None, finished=True)], alive={0, 1, 2})
     assert ranks == [3] and why.endswith("wait in collectives for rank 3 (finished after step 7)")
 
@@ -140,7 +140,7 @@ def test_a_rank_in_another_collective_is_blamed():
     ranks, why = blamed([state(0), state(1, "barrier", 8), state(2), state(3)])
     assert ranks == [1] and why.startswith("rank 1 (step 8, in barrier, called at step.py:3) against rank 0 (step 7, ")
     assert why.endswith("they may have called collectives in another order")
-    # none is more frequent: the one that is behind
+    # of two different ones, the rank that is behind is blamed
     assert blamed([state(0), state(1, step=8)], world_size=2)[0] == [0]
 
 
@@ -151,7 +151,7 @@ def test_on_a_device_all_ranks_wait_outside_of_collectives():
     assert blamed([state(rank, None) for rank in range(4)])[0] == []
 
 
-def test_names():
+def test_names_join_neighbouring_ranks():
     assert names([3]) == "rank 3"
     assert names([7, 0, 1, 2, 9, 10]) == "ranks 0-2, 7, 9-10"
 

@@ -1,4 +1,4 @@
-"""A job that hangs is ended, and the rank that the others wait for is named; one that moves is left alone."""
+"""A job that hangs ends, and the rank that the others wait for is named; a job that moves is left alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def nothing() -> None:
 
 
 def stop() -> None:
-    time.sleep(0.6)  # some heartbeats
+    time.sleep(0.6)  # in which it writes some heartbeats
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -89,7 +89,7 @@ def test_a_hang_ends_the_job_and_names_the_culprit(ranks, tmp_path, how, culprit
 
 
 def move(directory: str, seconds: float) -> list[dict]:
-    """Steps that take half of the timeout each, and more than it together."""
+    """Each step takes half of the timeout, and all together more than it."""
     with Watchdog(Path(directory), timeout=seconds) as watchdog:
         for step in range(1, 7):
             watchdog.progress(step)
@@ -110,19 +110,19 @@ def test_progress_keeps_a_job_alive_and_an_attempt_clears_what_is_left(ranks, tm
 
 
 def continue_after(seconds: float) -> None:
-    """Stop this process, and let it go on after the time."""
+    """Stop this process, and let it go on after some seconds."""
     with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
         stop()
 
 
 def be_stopped(directory: str, meanwhile: str) -> str:
-    """Be stopped for longer than the timeout. `meanwhile`: what another process does to the run in that time."""
+    """Be stopped for longer than the timeout. meanwhile: a shell command that runs in that time."""
     with Watchdog(Path(directory), timeout=TIMEOUT) as watchdog:
         watchdog.progress(1)
         time.sleep(0.3)
         with subprocess.Popen(["sh", "-c", f"sleep 1; {meanwhile}"]):
             continue_after(1.5 * TIMEOUT)
-        time.sleep(0.3 * TIMEOUT)  # within the timeout: the time of the stop does not count
+        time.sleep(0.3 * TIMEOUT)  # less than the timeout, as the time of the stop does not count
         watchdog.progress(2)
     return "went on"
 
@@ -134,7 +134,7 @@ def test_a_stop_of_the_whole_job_does_not_count(ranks, tmp_path):
 
 @pytest.mark.parametrize("name", ["hang-report.txt", pytest.param("attempt", marks=pytest.mark.proof)])
 def test_a_stopped_rank_that_goes_on_leaves_the_run_of_its_successors(ranks, tmp_path, name):
-    """Its job was reported, or another attempt has begun."""
+    """Its job has been reported meanwhile, or another attempt has begun, so it ends."""
     with pytest.raises(RankFailure, match=f"died with exit code {HANG_EXIT_CODE}"):
         ranks(1).run(be_stopped, str(tmp_path), f"echo other > {tmp_path / name}")
 

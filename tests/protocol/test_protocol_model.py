@@ -1,8 +1,6 @@
-"""The communication protocol of the fused kernels, checked in every interleaving by the model checker spin.
-
-`protocol.pml` says what is modelled. The protocol must have no error for 2 and for 3 ranks, by a complete search; each
-mutation of it, one real mistake each, must read a wrong value.
-"""
+"""The model checker spin searches every interleaving of the fused kernels' protocol, and finds no error. `protocol.pml`
+says what is modelled. The search is complete for 2 and for 3 ranks. Each mutation is one real mistake, and must read a
+wrong value."""
 
 import re
 import shutil
@@ -12,7 +10,8 @@ from pathlib import Path
 import pytest
 
 MODEL = Path(__file__).with_name("protocol.pml")
-# by ranks; a slot is used again after two epochs, and the model's integers wrap every 8. 3 ranks: 8 million states
+# ranks -> epochs. A slot is used again after two epochs, and the model's integers wrap every 8. 3 ranks have 8 million
+# states
 EPOCHS = {2: 20, 3: 3}
 
 MUTATIONS = {
@@ -26,17 +25,15 @@ MUTATIONS = {
 
 pytestmark = [
     pytest.mark.proof,
-    pytest.mark.timeout(600),  # 15 s of one core, more where many share it
+    pytest.mark.timeout(600),  # they take 15 s of a core, and more where many share it
     pytest.mark.skipif(shutil.which("spin") is None, reason="needs the model checker spin (spinroot.com) on PATH"),
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, to build spin's verifier"),
 ]
 
 
 def check_model(folder: Path, ranks: int, *mutations: str, depth: int = 10_000) -> str:
-    """Builds the verifier of protocol.pml in folder, runs it and returns what it printed.
-
-    Exact search: states are compressed (COLLAPSE), never hashed away; partial order reduction is on. 3 ranks: 0.6 GB.
-    """
+    """Build the verifier of protocol.pml in a folder, run it, and return what it prints. The search is exact: states
+    are compressed (COLLAPSE), never hashed away. 3 ranks take 0.6 GB."""
 
     def run(*command: str) -> str:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=550)
@@ -46,9 +43,9 @@ def check_model(folder: Path, ranks: int, *mutations: str, depth: int = 10_000) 
     # -P: spin preprocesses with gcc unless told
     defines = [f"-DRANKS={ranks}", f"-DEPOCHS={EPOCHS[ranks]}", *(f"-DMUTATE_{name}" for name in mutations)]
     run("spin", "-Pcc -E -x c", *defines, "-a", str(MODEL))
-    optimise = "-O0" if mutations else "-O2"  # a mutant is found at once: building takes longer than searching
+    optimise = "-O0" if mutations else "-O2"  # a mutation is found so fast that building takes longer
     run("cc", optimise, "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=2000", "-o", "pan", "pan.c")
-    table = 24 if ranks == 3 and not mutations else 18  # log2 of the hash table's size: no time lost in growing it
+    table = 24 if ranks == 3 and not mutations else 18  # log2 of the hash table's size, which need not grow
     return run("./pan", f"-m{depth}", f"-w{table}")
 
 

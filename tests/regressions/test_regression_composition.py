@@ -27,7 +27,7 @@ def run_config(parallel: dict, dtype: str = "float64") -> RunConfig:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the operations of torch.distributed by name."""
+    """It counts the operations of torch.distributed by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ def full(x: Tensor) -> Tensor:
 
 
 def step(parallel: dict, dtype: str = "float64") -> dict[str, Any]:
-    """A step's loss, norm and collectives; of this rank's parts: their initial values, whole gradients, and the shares
-    of parameters that it keeps."""
+    """Run a step; return its loss, norm and collectives. Of this rank's parts: initial values, whole gradients, and the
+    shares of parameters that it keeps."""
     config = run_config(parallel, dtype)
     model = build_model(config, run_mesh(config, "cpu"))
     parameters = [(name, p) for part in model.parts for name, p in part.named_parameters()]
@@ -82,8 +82,8 @@ def assert_same(results: list[dict], expected: dict) -> None:
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_items_07_20_22_pipelines_with_zero_2_and_3(ranks, one_process, zero_stage):
-    """The composition that others refuse, on CPUs. Fails if gradients wait unsharded for the last microbatch, as in
-    torch's own stages (ZeRO-1's memory under another name), or if parameters are gathered at other times."""
+    """Others refuse this composition; here it runs on CPUs. Fails if gradients wait unsharded for the last microbatch,
+    as in torch's own stages (ZeRO-1's memory under another name), or if parameters are gathered at other times."""
     layout = {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": zero_stage}
     microbatches, layers, units = 4, 2, 3  # on each rank: its layers, and the embedding or the head
     for schedule in ("1F1B", "Interleaved1F1B"):
@@ -99,8 +99,8 @@ def test_items_07_20_22_pipelines_with_zero_2_and_3(ranks, one_process, zero_sta
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_items_15_21_norm_gradients_and_clipping_on_two_axes(ranks, one_process, zero_stage):
-    """Norm weights and biases live on the mesh of all other parameters. Fails if their gradients are not added over tp
-    ranks, or counted twice in the global norm, by which everything is clipped."""
+    """Norm weights and biases are on the mesh of all other parameters. Fails if their gradients are not added over tp
+    ranks, or counted twice in the global norm, by which all are clipped."""
     layout = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": zero_stage}
     results = ranks(4).run(step, layout)
     assert_same(results, one_process)
@@ -111,9 +111,9 @@ def test_items_15_21_norm_gradients_and_clipping_on_two_axes(ranks, one_process,
 
 
 def test_item_19_sequence_parallelism_in_bfloat16(ranks, one_process):
-    """Gradient norms with sequence parallelism on and off, and of one process in float64, within half a unit in
-    bfloat16's last place; the report's were 9.8% apart. Fails if a norm's gradient, or the sum over ranks of a
-    row-parallel result, is taken in a lower precision on shards."""
+    """Gradient norms with and without sequence parallelism, and in float64, agree within half a unit of bfloat16. The
+    report's were 9.8% apart. Fails if a norm's gradient, or the sum over ranks of a row-parallel result, is taken in a
+    lower precision on shards."""
     on, off = (
         ranks(2).run(step, {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}, "bfloat16")[0]
         for sequence_parallel in (True, False)
@@ -126,8 +126,8 @@ def test_item_19_sequence_parallelism_in_bfloat16(ranks, one_process):
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_item_26_chunks_of_one_rank_start_from_different_values(ranks, one_process, schedule):
-    """Fails if the second stage of a rank is filled with the first one's numbers, as by a generator that both begin
-    with, or by a layer's index within its stage."""
+    """Fails if the second stage of a rank begins with the first one's numbers. A generator that both begin with would
+    do so, or a layer's index within its stage."""
     expected = one_process["initial"][0]
     seen = set()
     for result in ranks(2).run(step, {"pipeline_parallel": 2, "pipeline_schedule": schedule}):
@@ -141,7 +141,7 @@ def test_item_26_chunks_of_one_rank_start_from_different_values(ranks, one_proce
 
 
 def test_item_26_flops_are_those_of_the_model_in_every_layout():
-    """Fails if they were counted on a part, or not at all, under a pipeline: what utilisation is computed from."""
+    """Utilisation follows from them. Fails if a pipeline counts those of a part, or none."""
     one = run_config({}).model.flops_per_token
     assert one > 6 * 4 * 12 * 16**2
     for layout in ({"tensor_parallel": 4}, {"pipeline_parallel": 4}, {"data_parallel_shard": 4}):

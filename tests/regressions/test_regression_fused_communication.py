@@ -18,7 +18,7 @@ def build(transport: str) -> tuple[GPT, torch.Tensor]:
 
 
 def refusals() -> list[str]:
-    """What explaining says, and what computing does, when the fused transport is asked for."""
+    """The errors of explaining and of computing, when the fused transport is asked for."""
     model, ids = build("fused")
     messages = []
     for ask in (lambda: model.explain(16), lambda: model(ids, targets=ids)):
@@ -29,7 +29,7 @@ def refusals() -> list[str]:
 
 
 def test_item_09_what_was_asked_for_and_cannot_run_raises(ranks):
-    """Fails if "fused" without a GPU quietly became a sequential step, in the table or in the computation."""
+    """Fails if "fused" without a GPU silently becomes a sequential step, in the table or in the computation."""
     for messages in ranks(2).run(refusals):
         for message in messages:
             assert message.startswith("fused needs a CUDA device with NVLink")
@@ -46,10 +46,10 @@ def step(transport: str) -> tuple[str, list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("transport", ["sequential", "pipelined"])
 def test_item_10_every_linear_runs_as_explain_says(ranks, transport):
-    """Fails if an operation is left out of the choice: the flag on, and no operation replaced."""
+    """Fails if an operation is left out of the choice, as when the flag was on and no operation was replaced."""
     for text, used in ranks(2).run(step, transport):
         linears = [line.split() for line in text.splitlines() if line.startswith("layers.")]
         assert len(linears) == 4 and all(transport in words for words in linears)
         block = [name for operation, name in used if operation != "linear_cross_entropy"]
-        # one forward and one backward operation each
+        # each linear has one operation forward and one backward
         assert block == [transport] * 8

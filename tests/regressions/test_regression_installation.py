@@ -40,8 +40,8 @@ def test_item_04_only_declared_packages_are_imported():
 
 
 def test_item_08_triton_is_asked_for_on_linux_only():
-    """Fails if pip on macOS or Windows were told to install triton, which has no wheel there. That everything but the
-    fused transport works without it: tests/test_imports.py."""
+    """Fails if pip on macOS or Windows is told to install triton, which has no wheel there. tests/test_imports.py shows
+    that everything but the fused transport works without it."""
     (line,) = (line for line in PROJECT["project"]["dependencies"] if line.startswith("triton"))
     assert line.replace('"', "'").endswith("; platform_system == 'Linux'")
 
@@ -61,7 +61,7 @@ from tpformer.models import GPT, GPTConfig
 model = GPT(GPTConfig(vocab_size=9, seq_length=4, n_layers=1, hidden_size=8, n_heads=2))
 ids = torch.zeros(1, 4, dtype=torch.long)
 model(ids, targets=ids).backward()
-torch.save(model.state_dict(), sys.argv[1])  # the conversion of a checkpoint, which had died on a machine without GPU
+torch.save(model.state_dict(), sys.argv[1])  # this conversion died elsewhere on a machine without a GPU
 assert not torch.cuda.is_initialized()
 try:
     ctypes.CDLL("libcuda.so.1")
@@ -73,8 +73,7 @@ else:
 
 
 def test_item_03_importing_and_converting_needs_no_libcuda(tmp_path):
-    """Fails if a module opens the driver, or initialises CUDA, when it is imported; every module is, the fused
-    transport's with triton too."""
+    """Fails if the import of any module opens the driver or initialises CUDA."""
     command = [sys.executable, "-c", NO_DRIVER, str(tmp_path / "model.pt")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

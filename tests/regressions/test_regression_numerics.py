@@ -1,7 +1,5 @@
-"""Items 14-19 and 23: what made other systems train to another loss, or not at all, without a message.
-
-Each test puts a layout beside one process, in float64 unless it is about rounding, in the terms of the report.
-"""
+"""Items 14-19 and 23: what made other systems train to another loss, or not at all, without a message. Each test
+compares a layout with one process, in the terms of the report, and in float64 unless it is about rounding."""
 
 import math
 from unittest import mock
@@ -30,7 +28,7 @@ def build(config: dict, tp: int, sequence_parallel: bool = True, **options) -> G
 
 
 def loss_of(model: GPT, step: int = 1) -> Tensor:
-    """Mean loss of a batch, the same one in every step; its samples' numbers, and so the dropout, differ."""
+    """The mean loss of one batch, the same in every step. Its samples' numbers differ, and so does the dropout."""
     size = (BATCH, model.config.seq_length + 1)
     batch = torch.randint(model.config.vocab_size, size, generator=torch.Generator().manual_seed(0))
     index = torch.arange(BATCH) + BATCH * step
@@ -39,7 +37,7 @@ def loss_of(model: GPT, step: int = 1) -> Tensor:
 
 
 def backward(config: dict, tp: int, options: dict) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients of the whole parameters, and of those that tp ranks share this rank's own copy."""
+    """Return the loss, all whole gradients, and this rank's copies of those that tp ranks share."""
     model = build(config, tp, **options)
     loss = loss_of(model)
     loss.backward()
@@ -55,7 +53,7 @@ def backward(config: dict, tp: int, options: dict) -> tuple[float, dict[str, Ten
 
 
 def backward_in_chunks(config: dict, tp: int, options: dict) -> tuple:
-    """The same, the loss taking 5 of the 24 tokens at a time."""
+    """`backward`, with a loss that takes 5 of the 24 tokens at a time."""
     with mock.patch.multiple(cross_entropy, CPU_LOGITS=1, CPU_TOKENS=5):
         return backward(config, tp, options)
 
@@ -75,7 +73,7 @@ def assert_same(results: list, expected: tuple) -> None:
 
 
 def descend(config: dict, tp: int, steps: int, rate: float, options: dict | None = None) -> list[float]:
-    """Losses of plain gradient descent at a rate so high that any mistake grows."""
+    """Return the losses of plain gradient descent, at a rate so high that any mistake grows."""
     model = build(config, tp, **(options or {}))
     losses = []
     for step in range(steps):
@@ -92,9 +90,9 @@ def descend(config: dict, tp: int, steps: int, rate: float, options: dict | None
 
 @pytest.mark.parametrize("multiple", [1, 128])
 def test_item_14_vocabulary_that_tp_does_not_divide(ranks, multiple):
-    """A prime vocabulary on 4 ranks, at the report's learning rate of 0.3, beside one process that pads nothing. Fails
-    if padding rows enter the softmax, if a rank takes targets of its neighbour's rows, or if the uneven last shard is
-    read at another one's offset."""
+    """A prime vocabulary on 4 ranks, at the report's learning rate of 0.3, trains as one process that pads nothing.
+    Fails if padding rows enter the softmax, if a rank takes targets of its neighbour's rows, or if the uneven last
+    shard is read at another one's offset."""
     config = {**TINY, "vocab_size": 251}
     expected = descend({**config, "vocab_multiple": 1}, 1, 12, 0.3)
     assert expected[-1] < expected[0] == pytest.approx(math.log(251), rel=0.05)
@@ -104,7 +102,7 @@ def test_item_14_vocabulary_that_tp_does_not_divide(ranks, multiple):
 
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["layernorm", "rmsnorm"])
 def test_item_15_norm_gradients_are_equal_on_all_ranks(ranks, config):
-    """Fails if the gradient of a norm, the last one too, is left a sum over one rank's part of the sequence."""
+    """Fails if the gradient of any norm, the last one too, is the sum over one rank's part of the sequence."""
     expected = backward(config, 1, {})
     results = ranks(4).run(backward, config, 4, {})
     assert_same(results, expected)
@@ -117,8 +115,8 @@ def test_item_15_norm_gradients_are_equal_on_all_ranks(ranks, config):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_item_16_dropout_does_not_depend_on_tensor_parallelism(ranks, sequence_parallel):
-    """Fails if ranks draw the same mask for different rows, or different masks for the same rows (without sequence
-    parallelism): the loss of the first step then grows with tp."""
+    """Fails if ranks draw one mask for different rows, or without sequence parallelism different masks for the same
+    rows. The loss of the first step then grows with tp."""
     config, options = {**TINY, "dropout": 0.5}, {"sequence_parallel": sequence_parallel}
     expected = backward(config, 1, {})
     assert expected[0] != backward(TINY, 1, {})[0], "dropout is on"
@@ -128,8 +126,7 @@ def test_item_16_dropout_does_not_depend_on_tensor_parallelism(ranks, sequence_p
 
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["tied", "untied"])
 def test_item_17_chunked_loss_with_smoothing_and_z_loss(ranks, config):
-    """Fails if the loss takes a partial sum over ranks, of the normalisers or of the
-    gradients of its input, for the whole one."""
+    """Fails if the loss takes one rank's part for the sum: of the normalisers, or of the gradients of its input."""
     options = {"label_smoothing": 0.1, "z_loss": 1e-2}
     expected = backward(config, 1, options)
     assert expected[0] != backward(config, 1, {})[0]
@@ -139,7 +136,7 @@ def test_item_17_chunked_loss_with_smoothing_and_z_loss(ranks, config):
 
 
 def test_item_17_sequence_that_tp_does_not_divide_is_refused(ranks):
-    """Refused before any process starts, and in the model. Fails if 15 tokens on 4 ranks are cut to 12, or padded in
+    """Both the configuration and the model refuse it. Fails if 15 tokens on 4 ranks are cut to 12, or padded in
     training."""
     values = {
         "model": {**TINY, "seq_length": 15},
@@ -158,8 +155,8 @@ def test_item_17_sequence_that_tp_does_not_divide_is_refused(ranks):
 
 @pytest.mark.parametrize("mode", ["mlp", "full"])
 def test_item_18_recomputation_draws_the_same_dropout(mode):
-    """The same bits, step after step, while something else draws from torch's generator in between. Fails if the
-    second run of a layer draws other masks than the first."""
+    """Recomputation keeps every bit, whatever torch's generator is seeded with. Fails if the second run of a layer
+    draws other masks than the first."""
     config = {**TINY, "dropout": 0.5}
     expected = descend(config, 1, 6, 0.1)
     torch.manual_seed(99)
@@ -168,6 +165,6 @@ def test_item_18_recomputation_draws_the_same_dropout(mode):
 
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
 def test_item_23_more_ranks_than_key_value_heads(ranks, n_kv_heads):
-    """Fails with the shape error of the reports, or with gradients of shared heads that miss other ranks' queries."""
+    """Fails with the reports' shape error, or if gradients of shared heads miss other ranks' queries."""
     config = {**LLAMA, "n_kv_heads": n_kv_heads}
     assert_same(ranks(4).run(backward, config, 4, {}), backward(config, 1, {}))

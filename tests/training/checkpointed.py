@@ -1,5 +1,7 @@
-"""Small models in many layouts that are saved and loaded, for the tests of checkpoints and exports. No assertions of
-their own but that all copies of a tensor are equal."""
+"""Small models in many layouts, saved and loaded, for the tests of checkpoints and exports.
+
+Belongs here: building, updating, saving, loading and comparing them. The only assertion is that copies are equal.
+"""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,7 +15,7 @@ CONFIG = GPTConfig(vocab_size=100, seq_length=12, n_layers=4, hidden_size=24, n_
 
 
 def build(layout: Layout, seed: int):
-    """This rank's parts of CONFIG in a layout, and an AdamW for each."""
+    """Build this rank's parts of CONFIG in a layout, and an AdamW for each."""
     mesh = build_mesh(
         "cpu",
         pipeline_parallel=layout.pipeline_parallel,
@@ -34,7 +36,8 @@ def build(layout: Layout, seed: int):
 
 
 def update(parts, optimizers, times=1):
-    """Optimizer steps whose gradients are a function of the values, so that every copy of a parameter stays equal."""
+    """Step the optimizers with gradients that are a function of the values, so that copies of a parameter stay
+    equal."""
     for _ in range(times):
         for part, optimizer in zip(parts, optimizers, strict=True):
             for parameter in part.parameters():
@@ -48,7 +51,7 @@ def whole(tensor):
 
 
 def everything(parts, optimizers):
-    """Every parameter and every optimizer state of the parts, unsharded, by name; copies of a name must be equal."""
+    """Every whole parameter and optimizer state of the parts by name; copies of a name must be equal."""
     found: dict[str, torch.Tensor] = {}
     for part, optimizer in zip(parts, optimizers, strict=True):
         for name, parameter in part.named_parameters():
@@ -59,7 +62,8 @@ def everything(parts, optimizers):
 
 
 def save_run(directory, layout):
-    """Two saves with updates before each, and the state at the second; training goes on while it is written."""
+    """Save twice, with updates before each. Return the state at the second save; training goes on while it is
+    written."""
     parts, optimizers = build(layout, seed=1)
     checkpointer = Checkpointer(directory)
     for step in (1, 2):
@@ -81,7 +85,7 @@ def load_run(directory, layout):
 
 
 def merged(results):
-    """The union of all ranks' tensors; what several have must be equal."""
+    """All ranks' tensors by name; what several ranks have must be equal."""
     found: dict[str, torch.Tensor] = {}
     for result in results:
         for name, value in result.items():

@@ -1,4 +1,4 @@
-"""A tiny dataset and the configuration of a tiny run over it, for every test of training."""
+"""A tiny dataset, and the configuration of a tiny run over it: fixtures for every test of training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from tpformer.training.data import build_dataset
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> Path:
-    """The prefix of a byte dataset of about 40 kB of Python."""
+    """The prefix of a dataset of bytes: about 40 kB of Python."""
     folder = tmp_path_factory.mktemp("tiny-data")
     source = folder / "source"
     source.mkdir()
@@ -24,7 +24,7 @@ def tiny_data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_values_in(tiny_data) -> Callable[[Path], dict[str, dict]]:
-    """tiny_values_in(folder): sections of a run in folder/run that takes milliseconds a step."""
+    """tiny_values_in(folder): the sections of a run in folder/run, whose steps take milliseconds."""
 
     def tiny_values_in(folder: Path) -> dict[str, dict]:
         return {
@@ -42,7 +42,7 @@ def tiny_values_in(tiny_data) -> Callable[[Path], dict[str, dict]]:
 
 @pytest.fixture
 def tiny_values(tiny_values_in, tmp_path) -> dict[str, dict]:
-    """Those of a test's own folder; change a copy, then build_config it or write it as TOML."""
+    """The sections of a run in the test's own folder: change a copy, then build_config it or write it as TOML."""
     return tiny_values_in(tmp_path)
 
 

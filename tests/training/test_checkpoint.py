@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded is what was saved, in any layout; another model's is refused."""
+"""A checkpoint loads in any layout as what was saved in any other; another model's checkpoint is refused."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ from tpformer.training.checkpoint import (
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """By name of a layout: the directory it was saved in, and the tensors it had."""
+    """save(name of a layout): the directory in which it was saved, and the tensors that it had."""
     results: dict = {}
 
     def save(name):
@@ -56,7 +56,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.proof) for name in LAYOUTS if nam
 
 @pytest.mark.parametrize("name", [*FIRST, *OTHERS])
 def test_one_process_loads_what_any_layout_saved(saved, name):
-    """No mesh, no process group, plain tensors."""
+    """It has no mesh and no process group, and plain tensors."""
     directory, tensors = saved(name)
     assert not dist.is_initialized()
     model = GPT(CONFIG, seed=2)
@@ -90,7 +90,7 @@ def test_any_layout_loads_what_any_other_saved(ranks, saved, before, after):
 
 @pytest.mark.parametrize("name", ["tp2-pp2", "v-schedule", "hybrid"])
 def test_every_element_is_written_once(saved, name):
-    """Copies of replicated and of tied parameters take no room."""
+    """Copies of replicated and of tied parameters are not written."""
     path = saved(name)[0] / "step-2"
     for key, entry in saved_tensors(path, "").items():
         assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel(), key
@@ -106,7 +106,7 @@ def test_the_model_alone_can_be_loaded(saved):
 
 
 class Odd(nn.Module):
-    """Fewer rows than ranks, a buffer, a scalar, and a frozen parameter."""
+    """It has fewer rows than ranks, a buffer, a scalar, and a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ def test_empty_shards_buffers_and_parts_without_parameters(ranks, tmp_path):
 
 
 def before_the_first_update(directory):
-    """A checkpoint of a run whose steps were all skipped, loaded into an optimizer that has stepped."""
+    """Save a run whose steps were all skipped, and load it into an optimizer that has stepped."""
     parts, optimizers = build(PLAIN, seed=1)
     checkpointer = Checkpointer(directory)
     checkpointer.save(3, parts, optimizers)
@@ -165,7 +165,7 @@ def test_an_optimizer_that_never_stepped_stays_so(ranks, tmp_path):
 
 
 def load_other(path, config):
-    """The message on each rank of a pipeline when the model is not the checkpoint's."""
+    """Return each pipeline rank's message when the model is not the checkpoint's."""
     ranges = split_stages(config.layer_costs("parameters"), 2)
     part = GPT(config, part=ranges[dist.get_rank()])
     try:
@@ -211,7 +211,7 @@ def test_wrong_calls_are_refused_before_anything_is_written(ranks, tmp_path):
 
 
 def test_the_manifest_has_every_file(ranks, saved, tmp_path):
-    """So that damage to any of them is noticed, whichever rank wrote it."""
+    """Damage to any file is noticed, whichever rank wrote it, because the manifest lists it."""
     ranks(1).run(save_run, tmp_path, PLAIN)
     for directory in (tmp_path, saved("hybrid")[0]):
         listed = json.loads((directory / "step-2" / "manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""Checkpoints that go wrong: damaged ones are named and passed over, failed and killed saves cost only themselves."""
+"""A damaged checkpoint is named and passed over; a save that fails or is killed costs only itself."""
 
 import os
 import shutil
@@ -91,7 +91,7 @@ def test_ranks_share_the_reading_and_agree(ranks, tmp_path, damage, words):
 
 
 def fails_on_one_rank(directory):
-    """Rank 1's disk is full at step 2; the messages of the next two waits, and what was left each time."""
+    """Rank 1's disk is full at step 2. Return the messages of the next two waits, and the files that are left."""
     parts, optimizers = build(LAYOUTS["offload"], seed=1)
     checkpointer = Checkpointer(directory, keep=1)
     checkpointer.save(1, parts, optimizers)
@@ -176,7 +176,7 @@ def save_before_bad_ones(directory):
 
 
 def test_bad_checkpoints_of_later_steps_do_not_count_as_newer(ranks, tmp_path):
-    """A run that resumed at 4, because 6 was damaged, saves 5: that one is kept."""
+    """A run that resumes at 4, because 6 is damaged, saves and keeps 5."""
     for step in (4, 6):
         damage_flip_a_bit(make_checkpoint(tmp_path, step))
     ranks(1).run(save_before_bad_ones, tmp_path)

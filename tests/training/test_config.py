@@ -1,4 +1,4 @@
-"""A run's configuration: merging, types, round trip, and every refusal with its numbers and remedy."""
+"""A run's configuration is merged, typed and written back; each refusal gives the numbers and the remedy."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def test_later_layers_win_and_the_preset_comes_first():
     file = {"model": {"preset": "gpt2-355m", "n_layers": 3}, "train": {"steps": 7}}
     config = build_config(file, {"train": {"steps": 9}})
     assert (config.model.hidden_size, config.model.n_layers, config.train.steps) == (1024, 3, 9)
-    # a preset given later changes everything that no layer sets by hand
+    # a later preset changes every field that no layer sets by hand
     config = build_config(file, {"model": {"preset": "llama3-8b"}})
     assert (config.model.hidden_size, config.model.n_layers, config.model.norm) == (4096, 3, "rmsnorm")
 
@@ -49,8 +49,6 @@ def test_toml_round_trip(tmp_path, tiny_config):
         ({"model": {"preset": "gpt5"}}, ["gpt5", "gpt2-124m"]),
         ({"data": {"train": "path"}}, ["data.train", "tuple"]),
         ({"train": 3}, ["[train]"]),
-        ({"model": {"norm": "batchnorm"}}, ["batchnorm", "layernorm, rmsnorm"]),
-        ({"model": {"attention_dropout": 0.1}}, ["attention_dropout=0.1", "use dropout"]),
         ({"model": {"dropout": 1.0}}, ["dropout=1.0", "[0, 1)"]),
     ],
 )
@@ -65,8 +63,6 @@ def test_what_cannot_be_built_is_named(values, words):
     ("changes", "words"),
     [
         ({"parallel": {"tensor_parallel": 3}}, ["n_heads=4", "tensor_parallel=3", "[1, 2, 4]"]),
-        ({"model": {"n_kv_heads": 3}}, ["n_heads=4", "n_kv_heads=3"]),
-        ({"model": {"hidden_size": 30}}, ["hidden_size=30", "n_heads=4"]),
         (
             {"model": {"seq_length": 15}, "parallel": {"tensor_parallel": 4}, "train": {"microbatch_size": 1}},
             ["1 * 15 = 15", "tensor_parallel=4", "sequence_parallel = false"],
@@ -92,7 +88,6 @@ def test_what_cannot_be_built_is_named(values, words):
         ({"train": {"z_loss": -1e-4}}, ["train.z_loss=-0.0001", "negative"]),
         ({"data": {"train": []}}, ["data.train", "tpformer data build"]),
         ({"data": {"weights": [1.0, 2.0]}}, ["2 numbers", "1 datasets"]),
-        ({"model": {"position": "rope", "hidden_size": 36, "n_heads": 4}}, ["even head dim", "9"]),
     ],
 )
 def test_impossible_runs_are_refused(tiny_values, changes, words):

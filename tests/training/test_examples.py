@@ -1,5 +1,5 @@
-"""The examples: each is a run that can start, of the published size and layout, with no key that can be left out, and a
-memory that its comment adds up right; the SLURM script starts torchrun on its nodes."""
+"""Each example can start, has the published size and layout, has no needless key, and states its memory right. The
+SLURM script starts torchrun on its nodes."""
 
 import os
 import re
@@ -16,7 +16,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Published(NamedTuple):
-    """A row: parameters as printed, model-parallel size, GPUs, microbatch and batch in samples."""
+    """A row of the table: parameters in billions as printed, model-parallel ranks, GPUs, microbatch and batch in
+    samples."""
 
     parameters: str
     model_parallel: int
@@ -62,7 +63,7 @@ def test_an_example_can_start_and_is_the_published_row(name):
 
 
 def effective(config: RunConfig) -> tuple:
-    """What a configuration comes to, derived values in place of unset ones."""
+    """All values of a configuration, derived ones in place of unset ones."""
     layout, train = config.parallel, config.train
     axes = (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel, layout.zero)
     batch = (train.steps, train.global_batch_size, config.microbatch_size)
@@ -71,8 +72,8 @@ def effective(config: RunConfig) -> tuple:
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_key_of_an_example_can_be_left_out(name):
-    """Neither a default nor what would be derived is written down. Fails for `sequence_parallel = true`, for
-    `microbatch_size` where it is the rank's share, for a field that the preset has."""
+    """No key has its default, nor what would be derived. Fails for `sequence_parallel = true`, for a `microbatch_size`
+    that is the rank's share, for a field that the preset has."""
     values = read_toml(EXAMPLES / f"{name}.toml")
     whole = effective(build_config(values))
     for section, keys in values.items():
@@ -93,8 +94,9 @@ def test_a_key_that_can_be_left_out_is_noticed():
 
 
 def predicted_bytes(config: RunConfig) -> float:
-    """Of a rank of the first stage: float32 parameters, gradients and Adam moments (16), bfloat16 copy (2), and what
-    docs/memory.md counts of activations; vectors as if sharded, the loss and workspaces left out."""
+    """What a rank of the first stage needs, but for the loss and workspaces. It has float32 parameters, gradients and
+    Adam moments (16), a bfloat16 copy (2), and the activations of docs/memory.md; vectors count as if they were
+    sharded."""
     model, layout = config.model, config.parallel
     h, t, p = model.hidden_size, layout.tensor_parallel, layout.pipeline_parallel
     kv = model.kv_heads / model.n_heads
@@ -112,7 +114,7 @@ def predicted_bytes(config: RunConfig) -> float:
 
 
 def said(name: str) -> tuple[int, int]:
-    """GB in an example's comment: of states and activations together, and in all."""
+    """The GB in an example's comment: of states and activations together, and in all."""
     text = (EXAMPLES / f"{name}.toml").read_text()
     found = re.search(r"# together: (\d+) GB\. `tpformer dry-run` adds .*:\n# predicted: (\d+) GB of 80,", text)
     assert found, f"{name}: no sum"
@@ -151,7 +153,7 @@ SLURM = {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_ID": "70012", "SLURM_NNOD
 
 
 def stubbed(folder: Path, *names: str, **slurm: str) -> dict[str, str]:
-    """An environment whose first commands are stubs of SLURM's, in a job on the nodes node3 and node4."""
+    """An environment in which SLURM's commands are stubs, for a job on the nodes node3 and node4."""
     for name in names:
         (folder / name).write_text(f"#!/bin/bash\n{STUBS[name]}\n")
         (folder / name).chmod(0o755)
@@ -188,7 +190,7 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
 
 @pytest.mark.proof
 def test_the_slurm_script_trains_and_continues(tmp_path, tiny_values):
-    """SLURM stubbed, torchrun not: one node of two ranks, submitted a second time with more steps."""
+    """SLURM is stubbed and torchrun is not. A node of two ranks is submitted, and once more with more steps."""
     from tpformer.config import to_toml
     from tpformer.training.metrics import read_metrics
 

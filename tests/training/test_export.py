@@ -1,4 +1,4 @@
-"""tpformer export: what is in the safetensors is what was in the checkpoint; what cannot be exported is refused."""
+"""`tpformer export` writes a checkpoint's tensors as safetensors, and refuses what it cannot export."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from tpformer.training.export import export, export_config, load_export
 
 
 def train(run):
-    """Checkpoints of steps 3 and 12, and the parameters at each."""
+    """Save checkpoints of steps 3 and 12; return the parameters at each."""
     parts, optimizers = build(LAYOUTS["v-schedule"], seed=1)
     checkpointer = Checkpointer(run / "checkpoints")
     saved = {}
@@ -34,7 +34,7 @@ def train(run):
 
 @pytest.fixture(scope="module")
 def trained(ranks, tmp_path_factory):
-    """A run directory, and the parameters of its checkpoints by step and name."""
+    """A run directory, and its checkpoints' parameters by step and name."""
     run = tmp_path_factory.mktemp("run")
     model = {name: getattr(CONFIG, name) for name in ("vocab_size", "seq_length", "n_layers", "hidden_size")}
     model |= {"n_heads": 4, "n_kv_heads": 2}
@@ -68,7 +68,7 @@ def test_the_newest_checkpoint_in_one_file(trained, tmp_path):
 
 
 def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
-    """Files respect the limit, except for a single tensor above it; the index names each tensor's file."""
+    """Files keep the limit, unless one tensor alone is above it. The index names each tensor's file."""
     run, saved = trained
     limit = 4000
     out = tmp_path / "made" / "out"
@@ -93,7 +93,7 @@ def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
 
 
 def loaded_by(name, out):
-    """Parameters of a layout's parts, filled from an export."""
+    """The parameters of a layout's parts, filled from an export."""
     parts, optimizers = build(LAYOUTS[name], seed=2)
     for part in parts:
         with torch.no_grad():
@@ -127,7 +127,7 @@ def test_an_export_loads_into_one_process(trained, tmp_path):
 
 
 def refusals(run, folder):
-    """(what is asked for, the error, words of its message)"""
+    """(arguments, options, error, words of its message)"""
     (folder / "full").mkdir()
     (folder / "full" / "file").write_text("precious")
     (folder / "no-checkpoint").mkdir()
@@ -181,7 +181,7 @@ def test_an_export_that_fails_half_way_leaves_no_directory(trained, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(commands, trained, tmp_path):
+def test_the_command_exports_and_refuses_in_one_line(commands, trained, tmp_path):
     run, _ = trained
     arguments = ("export", str(run), "--out", str(tmp_path / "out"))
     code, out, err = commands.run(*arguments, "--dtype", "bfloat16")

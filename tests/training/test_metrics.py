@@ -1,4 +1,5 @@
-"""metrics.jsonl survives kills and resumes; TensorBoard, the terminal and the loss curve show its numbers."""
+"""metrics.jsonl survives kills and resumes; TensorBoard and the terminal show its numbers, and a loss curve is
+drawn."""
 
 import json
 import sys
@@ -38,7 +39,7 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path):
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
-    """Stand-ins for tensorboard, which need not be installed."""
+    """A stand-in takes the place of tensorboard, which need not be installed."""
     written = []
 
     def writer(directory, purge_step):
@@ -64,7 +65,7 @@ def test_on_a_terminal_the_bar_shows_the_newest_loss(tmp_path, monkeypatch, caps
     assert "step 3/4" in capsys.readouterr().out, "validation is a line of its own"
 
 
-def test_loss_curve(tmp_path):
+def test_the_loss_curve_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     write_rows(tmp_path, 3)
     path = plot_losses(tmp_path)

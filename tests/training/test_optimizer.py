@@ -1,4 +1,4 @@
-"""The learning-rate schedule and the weight-decay groups."""
+"""The learning rate follows its schedule, weight decay its groups, and local updates are torch's."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_matrices_decay_and_vectors_do_not():
 
 
 def steps_of(adamw: type[torch.optim.AdamW]):
-    """Three updates of DTensor parameters on two ranks, by class: parameters and states, this rank's part."""
+    """Make three updates of DTensor parameters on two ranks; return this rank's part of parameters and states."""
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
     model = GPT(GPTConfig(vocab_size=50, seq_length=8, n_layers=1, hidden_size=16, n_heads=2), tp=mesh)
     optimizer = adamw(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)

@@ -1,4 +1,4 @@
-"""A run saved under one layout goes on under any other as if nothing had happened: same tensors, same losses."""
+"""A run saved under one layout goes on under any other with the same tensors and the same losses."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def run_config(parallel: dict) -> RunConfig:
 
 
 def train(model: ParallelModel, optimizers, first_step: int, last_step: int) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of steps first_step ... last_step; each rank takes its share of the same global batches."""
+    """Return (loss, gradient norm) of the steps. Each rank takes its share of the same global batches."""
     share = BATCH // model.layout.data_parallel
     results = []
     for step in range(first_step, last_step + 1):
@@ -74,7 +74,7 @@ def load_and_go_on(directory, parallel):
 
 
 def in_one_process(directory):
-    """The same without process groups or meshes: plain tensors."""
+    """`load_and_go_on` with plain tensors, without process groups or meshes."""
     assert not dist.is_initialized()
     config = run_config({})
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(GPTConfig)}
@@ -112,7 +112,7 @@ def named(parallel: dict) -> str:
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """By layout: directory, tensors and further losses of a run saved under it."""
+    """save(layout): the directory, tensors and further losses of a run saved under it."""
     results: dict = {}
 
     def save(parallel):
@@ -136,7 +136,7 @@ def saved(ranks, tmp_path_factory):
     ],
 )
 def test_a_run_goes_on_under_another_layout(ranks, saved, before, after):
-    """Parameters and optimizer state exactly; loss and gradient norm of the next steps to the rounding of float64."""
+    """Parameters and optimizer states are equal; losses and gradient norms agree to the rounding of float64."""
     directory, tensors, losses = saved(before)
     if after is ALONE:
         results = [in_one_process(directory)]

@@ -1,9 +1,7 @@
-"""Whole runs through the `tpformer` command: killed, stopped, resumed, damaged, sampled from, refused."""
+"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, refused. Runs whose ranks are
+killed or raise are in test_faults.py."""
 
 import json
-import os
-import random
-import signal
 from pathlib import Path
 
 import pytest
@@ -32,47 +30,6 @@ def losses(directory: Path) -> list[tuple[int, float, float]]:
 def wait_for_step(directory: Path, step: int, command: Command) -> None:
     metrics = directory / "metrics.jsonl"
     command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, f"step {step}")
-
-
-def long_run(folder: Path, values: dict) -> str:
-    """The configuration of 120 steps on two ranks, with a checkpoint every 15; its file."""
-    long = {
-        "train": {"steps": 120},
-        "checkpoint": {"interval": 15},
-        "parallel": {"tensor_parallel": 2},
-        "data": {"valid": []},
-    }
-    return str(write_run(folder, values, **long))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(commands, tiny_values_in, tmp_path_factory) -> list[tuple[int, float, float]]:
-    """The losses of a long run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    code, _, err = commands.run("pretrain", long_run(folder, tiny_values_in(folder)))
-    assert code == 0, err
-    return losses(folder / "run")
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("seed", range(7))
-def test_a_killed_rank_ends_the_job_and_resume_gives_the_same_bits(
-    commands, tmp_path, tiny_values, uninterrupted, seed
-):
-    """A random rank, killed at a random step."""
-    chance = random.Random(seed)
-    toml, run = long_run(tmp_path, tiny_values), tmp_path / "run"
-    process = commands.start("pretrain", toml)
-    wait_for_step(run, chance.randrange(20, 100), process)
-    victim = chance.randrange(2)
-    os.kill(process.children()[victim], signal.SIGKILL)
-    code, _, err = process.finish()
-    assert code == 128 + signal.SIGKILL and f"rank {victim} of 2 was killed by SIGKILL" in err
-    assert len(losses(run)) < 120
-    code, out, err = commands.run("pretrain", toml, "--run.resume", "True")
-    assert code == 0, err
-    assert "from step 0" not in out, "it must continue from a checkpoint"
-    assert losses(run) == uninterrupted
 
 
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(commands, tmp_path, tiny_values):
@@ -114,7 +71,7 @@ def test_generate_gives_the_same_text_on_one_and_two_ranks(commands, tmp_path, t
     toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}))
     directory = tiny_values["run"]["dir"]
     assert commands.run("pretrain", toml)[0] == 0
-    # 5 prompt tokens: not divisible by 2, so TP 2 pads
+    # 2 does not divide the 5 prompt tokens, so 2 ranks pad them
     options = ["--prompt", "def f", "--max-new-tokens", "21", "--temperature", "0.5"]
     code, two, err = commands.run("generate", directory, *options)
     assert code == 0 and two.startswith("def f") and len(two) > 10, err
@@ -125,7 +82,7 @@ def test_generate_gives_the_same_text_on_one_and_two_ranks(commands, tmp_path, t
 
 
 def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_path, tiny_values):
-    """By torchrun's environment. The README's own line starts them by torchrun (tests/test_readme.py)."""
+    """Ranks get torchrun's environment; tests/test_readme.py runs torchrun itself."""
     toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}, train={"steps": 2}))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # finds a free port
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -149,20 +106,10 @@ def test_nothing_is_overwritten(commands, tmp_path, tiny_values):
     assert (directory / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--model.n-layer", "3"], ["--model.n-layer"]),
-        (["--parallel.tensor-parallel", "3"], ["n_heads=4", "tensor_parallel=3", "[1, 2, 4]"]),
-        (["--data.train", "missing"], ["missing"]),
-        (["--model.vocab-size", "50"], ["50", "vocab_size"]),
-    ],
-)
-def test_command_line_mistakes_are_named_before_any_rank_starts(commands, tmp_path, tiny_values, arguments, words):
-    code, out, err = commands.run("pretrain", str(write_run(tmp_path, tiny_values)), *arguments)
-    assert code == 2
-    for word in words:
-        assert word in out + err
+def test_a_vocabulary_smaller_than_the_datas_is_named_before_any_rank_starts(commands, tmp_path, tiny_values):
+    """tests/test_imports.py has the mistakes that are found without data."""
+    code, out, err = commands.run("pretrain", str(write_run(tmp_path, tiny_values)), "--model.vocab-size", "50")
+    assert code == 2 and "50" in out + err and "vocab_size" in out + err
     assert "Traceback" not in err and not Path(tiny_values["run"]["dir"]).exists()
 
 

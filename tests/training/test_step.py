@@ -11,7 +11,7 @@ from pool import RankFailure
 from tpformer.config import build_config
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.setup import build_model, default_dtype, run_mesh
+from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import LossScaler, batch, evaluate, train_step
 from tpformer.training.trainer import Trainer
 
@@ -26,7 +26,7 @@ def setup(parallel: dict, dtype: str, dropout: float = 0.0):
     values = {"model": {**MODEL, "dropout": dropout}, "parallel": parallel, "data": {"train": ["none"]}}
     config = build_config(values, {"train": {"global_batch_size": BATCH, "dtype": dtype}})
     model = build_model(config, run_mesh(config, "cpu"))
-    return model, [build_optimizer(part, config.optimizer) for part in model.parts], default_dtype(config)
+    return model, [build_optimizer(part, config.optimizer) for part in model.parts]
 
 
 def run(model: ParallelModel, optimizers, step: int, scaler: LossScaler | None = None):
@@ -42,8 +42,8 @@ def local_values(model: ParallelModel) -> list[torch.Tensor]:
 
 
 def poisoned_step(parallel: dict, poison: float):
-    """The third of four steps has a gradient that is not finite, in one parameter, on the last rank that has it."""
-    model, optimizers, _ = setup(parallel, "float32")
+    """The third of four steps has a gradient that is not finite: in one parameter, on the last rank."""
+    model, optimizers = setup(parallel, "float32")
     compute, results, kept = model.gradients, [], []
     for step in range(1, 5):
 
@@ -73,14 +73,14 @@ def test_all_ranks_skip_a_step_that_is_not_finite(ranks, poison):
 
 
 def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step(ranks):
-    """The loss kernel makes NaN of a target outside the vocabulary; a CPU would have refused it before."""
+    """On a GPU a target outside the vocabulary makes the loss NaN; a CPU refuses it."""
     words = r"ValueError: token ids of this batch span \[0, 60\], outside the vocabulary \[0, 59\]"
     with pytest.raises(RankFailure, match=words):
         ranks(1).run(strange_batch)
 
 
 def strange_batch() -> None:
-    model, optimizers, _ = setup({}, "float32")
+    model, optimizers = setup({}, "float32")
     model.gradients = lambda *args, **kwargs: torch.tensor(math.nan)
     batch = torch.zeros(BATCH, 13, dtype=torch.int64)
     batch[0, 5] = 60
@@ -88,12 +88,16 @@ def strange_batch() -> None:
 
 
 def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
-    model, optimizers, compute = setup(parallel, dtype)
+    model, optimizers = setup(parallel, dtype)
     scaler = LossScaler(scale, interval=3) if scale else None
+    computed: set[torch.dtype] = set()
+    for layer in (layer for part in model.parts for layer in part.layers.values()):
+        layer.register_forward_hook(lambda module, args, y: computed.add(y.dtype))
     results = [run(model, optimizers, step, scaler) for step in range(1, steps + 1)]
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    kept = {parameter.dtype for parameter in model.parameters()}
+    kept |= {state["exp_avg"].dtype for optimizer in optimizers for state in optimizer.state.values()}
     losses = [result.loss for result in results]
-    return losses, [result.skipped for result in results], None if scaler is None else scaler.scale, compute, dtypes
+    return losses, [result.skipped for result in results], None if scaler is None else scaler.scale, computed, kept
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +110,8 @@ def float32_losses(ranks):
 def test_low_precision_trains_as_float32_does(ranks, float32_losses, parallel, dtype):
     size = math.prod(value for key, value in parallel.items() if key.endswith(("_parallel", "_shard")))
     scale = 2.0**8 if dtype == "float16" else None
-    for losses, skipped, last_scale, compute, kept in ranks(size).run(train, parallel, dtype, 8, scale):
-        assert compute == getattr(torch, dtype) and kept == {torch.float32}
+    for losses, skipped, last_scale, computed, kept in ranks(size).run(train, parallel, dtype, 8, scale):
+        assert computed == {getattr(torch, dtype)} and kept == {torch.float32}
         assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 3 and 6 good steps"
         torch.testing.assert_close(losses, float32_losses, rtol=0.02, atol=0)
         assert losses != float32_losses, "it must not have run in float32"
@@ -123,7 +127,7 @@ def first_scale(values: dict) -> float:
 
 
 def test_the_first_scale_grows_with_the_microbatches(ranks, tiny_values):
-    """For one microbatch 2**16; here are three, so the next power of two is taken."""
+    """For one microbatch it is 2**16; for three, four times as much: the next power of two."""
     assert ranks(1).run(first_scale, tiny_values) == [2.0**18]
 
 
@@ -152,7 +156,7 @@ def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
 
 
 class Windows:
-    """Seven random samples: no layout's rounds come out even."""
+    """Seven random samples, which no layout divides evenly."""
 
     n_samples = 7
 
@@ -161,8 +165,9 @@ class Windows:
 
 
 def validation(parallel: dict):
-    """The mean loss over the windows, twice; the modes of the parts after it; what one process makes of the logits."""
-    model, *_ = setup(parallel, "float64", dropout=0.5)
+    """Return the mean losses of the first samples and of all, the modes of the parts afterwards, and in one process the
+    expected losses, made of its logits."""
+    model, _ = setup(parallel, "float64", dropout=0.5)
     losses = [evaluate(model, [Windows(), Windows()], n_samples, torch.device("cpu")) for n_samples in (5, 100)]
     modes = {part.training for part in model.parts}
     if parallel:

@@ -1,4 +1,5 @@
-"""`tpformer verify`: layouts that train as one process does, defects it names, data it takes, models it refuses."""
+"""`tpformer verify` passes layouts that train as one process does, names defects, and refuses models that do not
+fit."""
 
 import contextlib
 import io
@@ -36,7 +37,7 @@ DEFECTS = {
 
 
 def verified(config: RunConfig, defect: str) -> tuple[int, str]:
-    """Exit code and output of one rank."""
+    """Return the exit code and output of one rank."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), DEFECTS[defect]():
         return verify_rank(config), out.getvalue()
@@ -52,7 +53,7 @@ def test_the_command_passes_a_layout(commands, tmp_path):
 
 
 def untied(*arguments: str) -> None:
-    """`tpformer` whose ranks do not add up the gradients of a tied embedding."""
+    """Run `tpformer`, whose ranks then do not add up the gradients of a tied embedding."""
     TiedParameter.reduce = lambda self: None
     main(*arguments)
 
@@ -127,7 +128,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch):
         check_memory(small)
 
 
-def test_the_verdict():
+def test_the_verdict_needs_every_difference_to_be_small():
     good = Report([(2.0, 2.0)], [(1.0, 1.0 + 5e-10)], Difference(9e-10, "a"), Difference(0.0, ""))
     assert good.ok
     for bad in (

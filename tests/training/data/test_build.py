@@ -1,4 +1,5 @@
-"""Building datasets: documents, sidecar, entropy, refusals, and the reuse of the default corpus."""
+"""Building datasets keeps documents and their order, writes a sidecar, names bad input, and reuses the default
+corpus."""
 
 import hashlib
 import json
@@ -61,7 +62,7 @@ def test_bad_jsonl_line_is_named_and_nothing_is_left(tmp_path: Path, bad: str | 
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_missing_and_empty_inputs(tmp_path: Path) -> None:
+def test_missing_and_empty_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.txt does not exist"):
         build_dataset([tmp_path / "absent.txt"], tmp_path / "out", "bytes", quiet=True)
     (tmp_path / "empty").mkdir()
@@ -88,7 +89,7 @@ def test_one_line_is_printed_unless_quiet(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.fixture
 def small_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands 100 tiny files in for the standard library."""
+    """100 tiny files take the place of the standard library."""
     root = tmp_path / "library"
     root.mkdir()
     for i in range(100):

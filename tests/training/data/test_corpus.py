@@ -1,4 +1,5 @@
-"""The default corpus's file list and the split by file."""
+"""The default corpus has the standard library's sources, and a file's side of the split does not depend on the
+others."""
 
 import random
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_split_is_a_partition_in_the_order_given() -> None:
     assert [path for path in FILES if path in set(train)] == train
     assert [path for path in FILES if path in set(valid)] == valid
     assert len(train) + len(valid) == len(FILES)
-    assert 60 <= len(valid) <= 140  # 100 expected, standard deviation 9.7
+    assert 60 <= len(valid) <= 140  # 100 are expected, with a standard deviation of 9.7
 
 
 def test_a_file_keeps_its_side_whatever_else_is_there() -> None:
@@ -49,6 +50,6 @@ def test_no_file_is_most_of_the_validation_set() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
-def test_fraction_out_of_range(fraction: float) -> None:
+def test_fraction_out_of_range_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError, match=str(fraction)):
         split_files(FILES, root=ROOT, validation_fraction=fraction)

@@ -1,4 +1,4 @@
-"""The .bin/.idx format, checked against bytes that struct.pack lays out here, and the reader's refusals."""
+"""The .bin/.idx format is that of bytes laid out here by struct.pack; the reader refuses what is malformed."""
 
 import struct
 from pathlib import Path
@@ -45,7 +45,7 @@ def write(prefix: Path, documents: list[list[int]], vocab_size: int = 65536) -> 
 def test_reads_files_laid_out_by_hand(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus.v1_text"  # a dot in the prefix must survive
     Path(f"{prefix}.bin").write_bytes(struct.pack("<6i", 70000, 1, 2, 3, 4, 5))
-    # two documents: the first has two sequences
+    # the first of two documents has two sequences
     Path(f"{prefix}.idx").write_bytes(idx_bytes([2, 1, 3], 4, code=4, documents=[0, 2, 3]))
     dataset = IndexedDataset(prefix)
     assert (dataset.n_tokens, dataset.n_documents, dataset.dtype) == (6, 2, np.dtype(np.int32))
@@ -117,7 +117,7 @@ def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 7), (3, 2)])
-def test_tokens_out_of_range(tmp_path: Path, start: int, stop: int) -> None:
+def test_tokens_out_of_range_are_refused(tmp_path: Path, start: int, stop: int) -> None:
     write(tmp_path / "a", DOCUMENTS)
     with pytest.raises(ValueError, match="which has 6"):
         IndexedDataset(tmp_path / "a").tokens(start, stop)

@@ -1,4 +1,4 @@
-"""The order of samples: bijections, epochs, exact blends, and that everything is a pure function of (seed, i)."""
+"""Samples come in permuted epochs and exact blends, and each is a pure function of (seed, index)."""
 
 from collections import Counter
 from pathlib import Path
@@ -52,11 +52,11 @@ def test_permute_moves_neighbours_apart() -> None:
     assert abs(np.corrcoef(images[:-1], images[1:])[0, 1]) < 0.05
     assert abs(np.corrcoef(np.arange(n), images)[0, 1]) < 0.05
     other = np.array([permute(i, n, 2) for i in range(n)])
-    assert (images == other).sum() < 15  # 1 expected
+    assert (images == other).sum() < 15  # 1 is expected
 
 
 @pytest.mark.parametrize(("index", "n"), [(-1, 5), (5, 5), (0, 0)])
-def test_permute_out_of_range(index: int, n: int) -> None:
+def test_permute_out_of_range_is_refused(index: int, n: int) -> None:
     with pytest.raises(ValueError, match=rf"range\({n}\), got {index}"):
         permute(index, n, 0)
 
@@ -92,7 +92,7 @@ def test_without_shuffle_windows_come_in_order(tmp_path: Path) -> None:
 
 
 def blend(folder: Path, seed: int = 5) -> BlendedSamples:
-    """Three datasets, of which the first two repeat within the first two blocks."""
+    """Three datasets; the second one repeats within the first block."""
     parts = []
     for name, n_windows in (("a", 1100), ("b", 50), ("c", 700)):
         prefix = folder / name
@@ -152,7 +152,7 @@ def test_quotas_are_the_largest_remainder(tmp_path: Path, weights: list[float], 
         ([1.0], "2 datasets, 1 weights"),
     ],
 )
-def test_bad_weights(tmp_path: Path, weights: list[float], message: str) -> None:
+def test_bad_weights_are_refused(tmp_path: Path, weights: list[float], message: str) -> None:
     part = TokenSamples(dataset_of(tmp_path / "a", 21), seq_length=10)
     with pytest.raises(ValueError, match=message):
         BlendedSamples([part, part], weights, seed=0)
@@ -168,14 +168,14 @@ def test_blend_refuses_no_parts_and_mixed_lengths(tmp_path: Path) -> None:
 
 def test_batch_stacks_consecutive_samples(tmp_path: Path) -> None:
     samples = TokenSamples(dataset_of(tmp_path / "a", 101), seq_length=10, seed=1)
-    rows = batch(samples, first=8, count=4)  # across the end of an epoch
+    rows = batch(samples, first=8, count=4)  # these samples cross the end of an epoch
     assert rows.dtype == torch.int64 and rows.shape == (4, 11)
     assert rows.tolist() == [samples.sample(i).tolist() for i in range(8, 12)]
     with pytest.raises(ValueError, match="count 0"):
         batch(samples, 0, 0)
 
 
-def test_too_few_tokens_and_bad_numbers(tmp_path: Path) -> None:
+def test_too_few_tokens_and_bad_numbers_are_refused(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path / "a", 10)
     with pytest.raises(ValueError, match=r"a\.bin has 10 tokens, fewer than the 11 of one sample at seq_length 10"):
         TokenSamples(dataset, seq_length=10)

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, the end-of-document token, and what is said when one cannot be loaded."""
+"""Tokenizers round-trip text and know the end of a document; what cannot be loaded is named with the remedy."""
 
 import json
 import sys
