@@ -153,7 +153,7 @@ def gathered_copy(channel: Channel, shard: Tensor) -> Tensor:
 
 def launch(
     shard: Tensor, weights: Sequence[Tensor], channel: Channel, biases: Sequence[Tensor | None] | None,
-    outputs: Sequence[Tensor | None], derivative: Derivative | None, form: LinearForm, *,
+    outputs: Sequence[Tensor | None], derivative: Derivative, form: LinearForm, *,
     push: bool, keep: bool, programs: int | None, spare: int,
 ) -> None:  # fmt: skip
     """The one launch behind both functions below; tensors of the served ranks are stacked along dim 0."""
@@ -216,7 +216,7 @@ def all_gather_matmul(
     outputs = [shard.new_empty(served * m, n) for n in columns]
     tile = tile or select_tile(shard.device, shard.dtype, m // world, *columns, chunks=world)
     launch(
-        shard, weights, channel, biases, outputs, None,
+        shard, weights, channel, biases, outputs, Derivative(),
         LinearForm(tile, activation or "", b_transposed=b_transposed, world=world),
         push=push, keep=keep, programs=programs, spare=spare,
     )  # fmt: skip
