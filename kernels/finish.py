@@ -1,4 +1,7 @@
-"""What follows a reduction, once: bias, dropout, residual, and the norm of the next linear. tile.finish's host side."""
+"""What is done to a sum once it is complete: bias, dropout, residual, and the norm of the next linear.
+
+Belongs here: host code. On the device it is done by tile.finish and rows.finished_tile.
+"""
 
 from typing import NamedTuple
 

@@ -1,6 +1,7 @@
-"""Device functions on one tile of a GEMM: order of tiles, loads, the K loop, activations, stores.
+"""Device functions on one tile of a matrix: order of tiles, loads, the K loop, activations, epilogues, stores.
 
-Belongs here: code that several GEMM kernels inline. No communication (protocol.py), no host code (launch.py).
+Belongs here: device code that several GEMMs call, and the activations, which element-wise kernels call, too.
+Communication is in protocol.py, host code in launch.py.
 """
 
 from typing import Any, NamedTuple
