@@ -49,29 +49,33 @@ class Addends(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What belongs to one weight of a launch beside the matrix: its bias and its output."""
+    """What belongs to one weight of a launch beside the matrix: its bias and its output.
 
-    n: Any
+    All members of one that a launch lacks are None: triton 3.6 cannot ask whether a tuple with a None in it is None.
+    """
+
+    n: Any = None
     """Columns of the output."""
-    stride: Any
+    stride: Any = None
     """Elements from one row of the weight to the next."""
-    bias: Any
+    bias: Any = None
     """(n,) or None."""
-    out: Any
+    out: Any = None
     """(rows, n), without gaps; None with a Derivative."""
 
 
 class Derivative(NamedTuple):
-    """Operands of an epilogue that takes a gradient back through an activation. All are (rows, n), without gaps."""
+    """Operands of an epilogue that takes a gradient back through an activation, each (rows, n) without gaps; all None
+    in a launch without one."""
 
-    x: Any
+    x: Any = None
     """What the activation was applied to, or what its value was multiplied by if there is a gate."""
-    gate: Any
+    gate: Any = None
     """What the activation was applied to, or None."""
-    dx: Any
-    dgate: Any
+    dx: Any = None
+    dgate: Any = None
     """None without a gate."""
-    rebuilt: Any
+    rebuilt: Any = None
     """The activation's value, times x if there is a gate."""
 
 
@@ -81,8 +85,8 @@ class Linears(NamedTuple):
     k: Any
     a_stride: Any
     """From one row of A to the next."""
-    weights: tuple[Weight, Weight | None, Weight | None]
-    derivative: Derivative | None
+    weights: tuple[Weight, Weight, Weight]
+    derivative: Derivative
     slot_rows: Any = None
     """Rows between two virtual ranks' gathered copies of A, if A is gathered."""
 
@@ -141,6 +145,6 @@ class ReductionForm(NamedTuple):
     """Of an all-reduce: everybody adds everything."""
 
 
-def three(values: Any) -> tuple:
-    """Kernels take MAXIMUM_WEIGHTS of what a launch has one or more of: None for the missing ones."""
-    return (*values, *[None] * (MAXIMUM_WEIGHTS - len(values)))
+def three(values: Any, missing: Any = None) -> tuple:
+    """Kernels take MAXIMUM_WEIGHTS of what a launch has one or more of."""
+    return (*values, *[missing] * (MAXIMUM_WEIGHTS - len(values)))

@@ -1,7 +1,7 @@
-"""What follows a reduction: a bias, dropout, a residual, and the norm of the next linear.
+"""What is done to a sum once it is complete: bias, dropout, residual, and the norm of the next linear.
 
 Belongs here: the types that describe it, and the arguments that kernels take for it. Its formulas in torch are
-dropout/reference.py's and norm/reference.py's.
+dropout/reference.py's and norm/reference.py's; on the device tile.finish and rows.finished_tile do it.
 """
 
 from typing import NamedTuple

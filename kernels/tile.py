@@ -1,6 +1,7 @@
-"""Device functions on one tile of a GEMM: order of tiles, loads, the K loop, activations, stores.
+"""Device functions on one tile of a matrix: order of tiles, loads, the K loop, activations, epilogues, stores.
 
-Belongs here: code that several GEMM kernels inline. No communication (protocol.py), no host code (launch.py).
+Belongs here: device code that several GEMMs call, and the activations, which element-wise kernels call, too.
+Communication is in protocol.py, host code in launch.py.
 """
 
 from typing import Any, NamedTuple
@@ -310,10 +311,10 @@ def column_blocks(weights, BLOCK_N: tl.constexpr):
     """Where the column blocks of the first, the second and the third weight end."""
     end_0 = tl.cdiv(weights[0].n, BLOCK_N)
     end_1 = end_0
-    if weights[1] is not None:
+    if weights[1].n is not None:
         end_1 += tl.cdiv(weights[1].n, BLOCK_N)
     end_2 = end_1
-    if weights[2] is not None:
+    if weights[2].n is not None:
         end_2 += tl.cdiv(weights[2].n, BLOCK_N)
     return end_0, end_1, end_2
 
@@ -334,10 +335,12 @@ def linear_tile(problem, source, b0, b1, b2, source_row, chunk, tile, rows, virt
     tiles_0, tiles_1, tiles_n = column_blocks(problem.weights, BLOCK_N)
     row_block, column_block = swizzle(tile, tl.cdiv(rows, BLOCK_M), tiles_n)
     b, weight, first = b0, problem.weights[0], 0
-    if problem.weights[1] is not None:  # a descriptor is chosen by one select; K loops of its own double shared memory
+    if (
+        problem.weights[1].n is not None
+    ):  # a descriptor is chosen by one select; K loops of its own double shared memory
         if column_block >= tiles_0:
             b, weight, first = b1, problem.weights[1], tiles_0
-        if problem.weights[2] is not None:
+        if problem.weights[2].n is not None:
             if column_block >= tiles_1:
                 b, weight, first = b2, problem.weights[2], tiles_1
     n = weight.n
@@ -347,7 +350,7 @@ def linear_tile(problem, source, b0, b1, b2, source_row, chunk, tile, rows, virt
     result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     result = multiply(result, left, right, row, column, rows, n, problem.k, A_TRANSPOSED, B_TRANSPOSED, TILE)
     at = tl.cast(virtual * FORM.world + chunk, tl.int64) * rows * n
-    if problem.derivative is not None:
+    if problem.derivative.x is not None:
         store_derivative(result, problem.derivative, at, row, column, rows, n, ACTIVATION, BLOCK_M, BLOCK_N)
     else:
         if weight.bias is not None:

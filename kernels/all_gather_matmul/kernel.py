@@ -152,7 +152,7 @@ def gathered_copy(channel: Channel, shard: Tensor) -> Tensor:
 
 def launch(
     shard: Tensor, weights: Sequence[Tensor], channel: Channel, biases: Sequence[Tensor | None] | None,
-    outputs: Sequence[Tensor | None], derivative: Derivative | None, form: LinearForm, *,
+    outputs: Sequence[Tensor | None], derivative: Derivative, form: LinearForm, *,
     push: bool, keep: bool, programs: int | None, spare: int,
 ) -> None:  # fmt: skip
     """The one launch behind both functions below; tensors of the served ranks are stacked along dim 0."""
@@ -202,8 +202,8 @@ def all_gather_matmul(
     Numerics: as matmul; every row has the bits that the same tile gives without a gather
     Traffic:  all_gather_matmul_cost; this rank sends and receives (t - 1) / t * M * K * itemsize bytes
     Order:    push: PUSHERS programs store the shard into the peers' slots and set one flag each; otherwise the caller
-              has begun Workspace.copy_gather, which sets one flag per shard. A computing program does its tiles of the
-              own chunk, then waits once for each chunk, in ring order from the own one, before its tiles of it.
+              has begun KernelWorkspace.copy_gather, which sets one flag per shard. A computing program does its tiles
+              of the own chunk, then waits once for each chunk, in ring order from the own one, before its tiles of it.
               keep: the own rows are put into the own slot too, for Channel.gathered or gathered_copy.
               spare: SMs to leave free, for collectives of other groups (docs/kernels.md, rule 4)
     Source:   chunked all-gather GEMM of symmetric-memory recipes and quack (research: own chunk first, epochs, parity)
@@ -215,7 +215,7 @@ def all_gather_matmul(
     outputs = [shard.new_empty(served * m, n) for n in columns]
     tile = tile or select_tile(shard.device, shard.dtype, m // world, *columns, chunks=world)
     launch(
-        shard, weights, channel, biases, outputs, None,
+        shard, weights, channel, biases, outputs, Derivative(),
         LinearForm(tile, activation or "", b_transposed=b_transposed, world=world),
         push=push, keep=keep, programs=programs, spare=spare,
     )  # fmt: skip

@@ -29,7 +29,7 @@ def weight_arguments(
 ) -> tuple:
     """What kernels take beside the stored weights."""
     each = zip(stored, columns, biases or [None] * len(stored), outputs, strict=True)
-    return three([Weight(n, w.stride(0), bias, out) for w, n, bias, out in each])
+    return three([Weight(n, w.stride(0), bias, out) for w, n, bias, out in each], Weight())
 
 
 def matmul(
@@ -64,7 +64,7 @@ def matmul(
     tiles = triton.cdiv(m, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns)
     matmul_kernel[(persistent_programs(a.device, tiles, tile, programs),)](
         operand(a, a_block, tile), *three([operand(w, b_block, tile) for w in stored]),
-        Linears(k, a.stride(0), weight_arguments(stored, columns, biases, outputs), None),
+        Linears(k, a.stride(0), weight_arguments(stored, columns, biases, outputs), Derivative()),
         m, LinearForm(tile, activation or "", a_transposed, b_transposed),
         **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
