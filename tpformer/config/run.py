@@ -44,7 +44,7 @@ class RunSection:
     resume: bool = False
     """Continue the run in `dir` from its newest good checkpoint (start it if there is none)."""
     timeout: float = 600.0
-    """Seconds that a step, a validation or a checkpoint may take. After that the run ends with a report of who hangs."""
+    """Seconds that a step, a validation or a checkpoint may take. Then the run ends with a report of who hangs."""
     max_restarts: int = 0
     """How often the command starts its ranks again from the newest good checkpoint after one failed. Under torchrun use
     its --max-restarts with run.resume instead."""
