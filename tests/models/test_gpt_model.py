@@ -123,7 +123,7 @@ def test_too_long_for_the_learned_positions():
 @pytest.mark.parametrize(
     "ids, targets, words",
     [
-        (torch.arange(8), None, r"token ids are \(8,\) torch.int64: give \(batch, seq\) int64 ones"),
+        (torch.arange(8), None, r"token ids are \(8,\) torch.int64: give an int64 tensor \(batch, seq\)"),
         (torch.rand(1, 8), None, r"token ids are \(1, 8\) torch.float32: give"),
         (torch.zeros(2, 8).long(), torch.zeros(2, 7).long(), r"targets are \(2, 7\) for token ids \(2, 8\): give one"),
         (torch.zeros(2, 8).long(), torch.zeros(8, 2).long(), r"targets are \(8, 2\) for token ids \(2, 8\)"),

@@ -1,4 +1,4 @@
-"""Dividing consecutive layers among pipeline stages."""
+"""How consecutive layers are divided among pipeline stages."""
 
 from __future__ import annotations
 
