@@ -165,7 +165,7 @@ def verdict(config: RunConfig, count: RankCount, plan: Plan, device_memory: floa
     if room >= 0:
         yield f"  {of}: fits, {size(room)} are left"
         return
-    yield f"  {of}: does not fit, {size(-room)} too much. Changes in [parallel] or [train], with bytes saved by formula:"
+    yield f"  {of}: does not fit, {size(-room)} too much. Changes in [parallel] or [train], with bytes saved (formula):"
     options = remedies(config, count, plan)
     for text, saves in options:
         yield f"    {text:48} {size(saves):>10}{'  enough' if saves >= -room else ''}"
