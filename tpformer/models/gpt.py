@@ -160,7 +160,10 @@ class GPT(ParallelModule):
         initialize(self, self.seed)
 
     def explain(self, tokens: int | None = None, dtype: torch.dtype | None = None) -> str:
-        """What carries each linear and why (layers.explain); tokens in a forward, unset: one sample. On all ranks."""
+        """The table of layers.explain: each linear's transport and the reason. All ranks call it.
+
+        tokens: those of one forward; unset, one sample's.
+        """
         return explain(self, tokens or self.config.seq_length, dtype)
 
     def _pad(
@@ -295,7 +298,7 @@ class GPT(ParallelModule):
                 f"lm_head is tied to the table of embed_tokens, which is a {type(self.embed_tokens).__name__} without "
                 f"a VocabParallelEmbedding: wrap the original one, or build with tie_embeddings=False"
             )
-        sharded = [part for part in parts if hasattr(part, "unshard")]  # FSDP2 gave up the table after their forward
+        sharded = [part for part in parts if hasattr(part, "unshard")]  # FSDP2 may free the table after its forward
         for part in sharded:
             part.unshard()
         yield {"tied": embedding.local("weight")}

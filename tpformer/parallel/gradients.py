@@ -29,7 +29,8 @@ def reduce_partial_gradients(
     sequence shards. Name each one, or a pattern such as "*.lora_a.weight": in `partial` if its gradient is made from
     this rank's shard (it is then summed), in `whole` if it is already equal on all ranks (it is then left alone).
     Nothing else tells the two apart. Modules that replace this library's need no name: they get whole rows.
-    Communication: one all-reduce per (axis, dtype) of all such gradients together. Calling it again does nothing.
+    Communication: one all-reduce of all such gradients per (axis, placements, dtype), and one per dtype for parameters
+    of your own. Calling it again does nothing.
     FSDP2 does this itself while it reduces, except for parameters of your own; call it either way.
     Errors:  ValueError for a parameter that is named nowhere, or in both. RuntimeError where a sum has been changed,
              by clipping or another backward, before the next call.

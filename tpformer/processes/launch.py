@@ -31,7 +31,7 @@ def launched() -> bool:
 
 
 def check_local_ranks(world_size: int, device: str | None) -> None:
-    """ValueError for more ranks than this machine should start: one per GPU; on CPUs four per core, or 16.
+    """ValueError for more ranks than this machine should start: one per GPU; on CPUs four per core, 16 at least.
 
     device: cpu or cuda; None for cuda where there is one.
     """

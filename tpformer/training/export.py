@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from tpformer.config import build_config, read_toml
 from tpformer.models import GPT, GPTConfig
 
 from .checkpoint import MODEL, CheckpointError, newest_good, read_tensors, saved_tensors, step_path, steps, verify
+from .resolve import read_run_config
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -47,11 +47,9 @@ def export(
     Errors, before anything is written: FileNotFoundError for no run, no checkpoint or none of that step; ValueError for
     an `out` that is not empty; CheckpointError for damage. A failure after that leaves no `out`.
     """
-    if not (run / "config.toml").is_file():
-        raise FileNotFoundError(f"{run} is not a run: it has no config.toml")
+    config = read_run_config(run).model.architecture
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory: give --out a new one")
-    config = build_config(read_toml(run / "config.toml")).model.architecture
     step = _choose(run / "checkpoints", step, report)
     source = step_path(run / "checkpoints", step)
     saved = saved_tensors(source, MODEL)

@@ -42,15 +42,20 @@ def check_datasets(config: RunConfig) -> None:
         IndexedDataset(prefix)
 
 
-def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
-    """The configuration of the run in `directory`, for `tensor_parallel` ranks (unset: its own number) and no others.
-
-    FileNotFoundError without a config.toml.
-    """
+def read_run_config(directory: Path) -> RunConfig:
+    """The configuration of the run in `directory`; FileNotFoundError without a config.toml."""
     path = directory / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
-    config = build_config(read_toml(path))
+    return build_config(read_toml(path))
+
+
+def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
+    """The configuration of a run for `tensor_parallel` ranks (unset: its own number) and no others.
+
+    Errors: those of read_run_config.
+    """
+    config = read_run_config(directory)
     parallel = dataclasses.replace(
         config.parallel,
         tensor_parallel=tensor_parallel or config.parallel.tensor_parallel,
