@@ -88,8 +88,9 @@ def pretrain_command(arguments: Sequence[str]) -> None:
 
     config = parse_run(arguments)
     check_config(config)
+    # every rank does these again; here a mistake is one message instead of one per rank
     resolve(config)
-    check_datasets(config)  # a missing dataset is one clear message here, not one per rank
+    check_datasets(config)
 
     from tpformer.training.trainer import pretrain
 
@@ -292,7 +293,7 @@ def guarded(work: Callable[[], None]) -> None:
     except BrokenPipeError:  # of the output: no other pipe is written here
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.raise_signal(signal.SIGPIPE)
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+    except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)
         usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
         if usage:

@@ -130,7 +130,7 @@ def _on_every_rank(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]
     result, words, failure = None, None, None
     try:
         result = work()
-    except (Exception, dcp.CheckpointException) as error:  # DCP's is no Exception
+    except (Exception, dcp.CheckpointException) as error:  # DCP's does not derive from Exception
         failure, words = error, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     everyone: list[Any] = [(result, words, isinstance(failure, CheckpointError))]
     if group is not None:
@@ -272,7 +272,7 @@ class Checkpointer:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
     def _leader_does(self, work: Callable[[], T]) -> T:
-        """Rank 0's result on all ranks; its error is everyone's."""
+        """Rank 0's result on all ranks; its error is raised on all."""
         return _on_every_rank(self._group, lambda: work() if self._rank == 0 else None)[0]  # type: ignore[return-value]
 
     def save(
@@ -288,7 +288,8 @@ class Checkpointer:
         several ranks has the same values in all, and is written once. extra: numbers, strings, lists and dicts, equal
         on all ranks (loss scale, counters); what follows from the step (learning rate, data position) needs no saving.
         Memory: one copy of this rank's parameters and optimizer state in host memory until the save is done.
-        Errors: TypeError for an extra that JSON cannot hold; RuntimeError with the path when the disk refuses.
+        Errors: ValueError for an optimizer that is not its part's; TypeError for an extra that JSON cannot hold;
+        RuntimeError, with the path, when a file cannot be written.
         """
         self.wait()
         _check_pairs(parts, optimizers)
@@ -324,7 +325,7 @@ class Checkpointer:
                 lambda: self._publish(temporary, step, {k: v for part in entries for k, v in part.items()})
             )
             done.set_result(None)
-        except BaseException as error:  # DCP's CheckpointException is no Exception; the caller of wait() gets it
+        except BaseException as error:  # DCP's CheckpointException does not derive from Exception
             failure = RuntimeError(f"checkpoint {step_path(self.directory, step)} could not be written: {error}")
             failure.__cause__ = error
             done.set_exception(failure)

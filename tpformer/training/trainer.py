@@ -92,6 +92,7 @@ class Trainer:
             self._watched = stack.pop_all()
 
     def _build(self, device: str) -> None:
+        """Make the mesh, the model, its optimizers and the checkpointer; resume if asked to."""
         config = self.config
         self.watchdog.progress(0, "building the model")
         self.mesh: DeviceMesh = run_mesh(config, device)
@@ -101,6 +102,7 @@ class Trainer:
         self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
         microbatches = config.n_microbatches * config.parallel.data_parallel
         half = default_dtype(config) == torch.float16
+        # 2**16 times the number of microbatches, rounded up to a power of two
         self.scaler = LossScaler(2.0 ** (16 + (microbatches - 1).bit_length())) if half else None
         self.skipped_in_a_row = self.skipped = 0
         self.watchdog.progress(0, "looking for a checkpoint")
@@ -128,6 +130,7 @@ class Trainer:
         temporary.replace(self.directory / "config.toml")
 
     def _resume(self) -> int:
+        """Load the newest good checkpoint; returns its step, or 0 if the run has no checkpoint."""
         step = self.checkpointer.newest()
         if step is None:
             if found := steps(self.checkpointer.directory):
@@ -159,6 +162,7 @@ class Trainer:
         return evaluate(self.model, self.data.valid, self.config.train.validation_samples, self.device)
 
     def _train_one(self) -> dict:
+        """Take the next step; returns its row for the log."""
         step, config = self.step + 1, self.config
         lr = learning_rate(step, config.train.steps, config.optimizer)
         samples, first = self._batch(step)
@@ -243,7 +247,8 @@ class Trainer:
             plot_losses(self.directory)
 
     def _loop(self, log: MetricsLog | None) -> None:
-        config, steps, watchdog = self.config, self.config.train.steps, self.watchdog
+        """Steps, rows, validations and checkpoints, until the last step or a request to stop. log: rank 0's."""
+        config, final, watchdog = self.config, self.config.train.steps, self.watchdog
         tokens = config.train.global_batch_size * config.model.seq_length
         if log is not None:
             log.note(self._summary())
@@ -251,10 +256,10 @@ class Trainer:
         started, first = time.perf_counter(), self.step
         with _stop_requests() as requests:
             stop = False
-            while self.step < steps and not stop:
+            while self.step < final and not stop:
                 watchdog.progress(self.step + 1)
                 row = self._train_one()
-                stop, last = self._stop_agreed(requests), self.step == steps
+                stop, last = self._stop_agreed(requests), self.step == final
                 if log is not None:
                     log.advance(self.step)
                 if log is not None and (self.step % config.log.interval == 0 or last or stop):
@@ -277,7 +282,7 @@ class Trainer:
                     self._save()
             watchdog.progress(self.step, "last checkpoint")
             self.checkpointer.wait()
-        if log is not None and stop and self.step < steps:
+        if log is not None and stop and self.step < final:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
 
     def _mfu(self, tokens_per_second: float) -> dict[str, float]:
@@ -289,6 +294,7 @@ class Trainer:
         return {"mfu": self.model.config.flops_per_token * tokens_per_second / peak}
 
     def _summary(self) -> str:
+        """The log's first line: size, layout, device and batch."""
         model, parallel = self.config.model, self.config.parallel
         layout = [f"tensor_parallel {parallel.tensor_parallel}"]
         if parallel.tensor_parallel > 1:
