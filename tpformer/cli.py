@@ -279,9 +279,9 @@ def guarded(work: Callable[[], None]) -> None:
     """Call `work`. What a user can mend (a value, a missing file or package, a run that diverges) is reported as one
     line on stderr, with exit code 2.
 
-    For any other exception the traceback is printed, which torch prefixes with the rank, and the exit code is 1. Both
-    leave without the interpreter's shutdown: an open process group can hang or abort in it, and peers notice only a
-    process that has ended. Where nobody reads the output any more (`| head`), the process ends by SIGPIPE.
+    Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
+    interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
+    that has ended. Where nobody reads the output any more (`| head`), the process ends by SIGPIPE.
     """
     try:
         try:

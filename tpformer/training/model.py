@@ -107,8 +107,9 @@ class ParallelModel:
         return total[0]
 
     def gradients(self, batch: Tensor, *, first_sample: int, step: int, loss_scale: float = 1.0) -> Tensor:
-        """Gradients, times loss_scale, of the mean loss over the global batch; that loss, a scalar equal on all ranks.
+        """Add to .grad the gradients, times loss_scale, of the mean loss over the global batch.
 
+        Returns that loss (without loss_scale), a float64 scalar equal on all ranks.
         batch: (samples, seq_length + 1) int64, this data-parallel rank's slice, equal on its tp and pp ranks: global
         samples first_sample, first_sample + 1, ... Every microbatch's summed loss is divided by the target tokens of
         the whole global batch, so the result depends neither on microbatch_size nor on the layout.

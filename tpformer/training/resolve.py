@@ -21,9 +21,10 @@ def tokenizer_name(config: RunConfig) -> str:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with vocab_size and tokenizer filled in from the data; tokenizer_name's and its file's errors.
+    """The configuration with vocab_size and tokenizer filled in from the data.
 
-    The tokenizer stays unset where vocab_size is configured and the first training dataset has no sidecar.
+    The tokenizer stays unset where vocab_size is configured and the first training dataset has no sidecar. Errors:
+    those of tokenizer_name and load_tokenizer.
     """
     name = config.data.tokenizer
     if config.model.vocab_size is None or read_sidecar(config.data.train[0]) is not None:

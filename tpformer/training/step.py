@@ -51,7 +51,7 @@ class LossScaler:
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The scale and the count of good steps, for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
