@@ -119,7 +119,7 @@ class GPT(ParallelModule):
         self.offload: Callable[[], Any] | None = ops.Offload if offload_activations else None
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         if recompute_layers and recompute == "none":
-            raise ValueError(f'recompute_layers={recompute_layers!r} of recompute="none": set it to "mlp" or "full"')
+            raise ValueError(f'recompute_layers={recompute_layers!r} with recompute="none": set it to "mlp" or "full"')
         check_interval(recompute, recompute_interval)
         recomputed = selected_layers(recompute_layers, config.n_layers)
         part = range(config.n_layers) if part is None else part

@@ -76,7 +76,7 @@ def plan_config(config: RunConfig) -> RunConfig:
 
 
 def default_ranks(config: RunConfig) -> list[int]:
-    """The first rank of the first, of a middle and of the last pipeline rank: these differ most."""
+    """One rank at the first, a middle and the last place of the pipeline: these differ most."""
     pipeline = config.parallel.pipeline_parallel
     return [config.parallel.world_size // pipeline * index for index in sorted({0, pipeline // 2, pipeline - 1})]
 
