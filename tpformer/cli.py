@@ -89,8 +89,8 @@ def pretrain_command(arguments: Sequence[str]) -> None:
     config = parse_run(arguments)
     check_config(config)
     # every rank does these again; here a mistake is one message instead of one per rank
-    resolve(config)
     check_datasets(config)
+    resolve(config)
 
     from tpformer.training.trainer import pretrain
 
