@@ -57,8 +57,7 @@ class Layout:
     pipeline_parallel: int = 1
     """Ranks among which the layers are divided."""
     pipeline_schedule: str = "1F1B"
-    """naive (one microbatch), GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or
-    DualPipeV. Used only with pipeline_parallel > 1."""
+    """naive, GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
     pipeline_stages_per_rank: int | None = None
     """Stages on a rank. Unset: 2 for looped and V-shaped schedules, else 1."""
     pipeline_split: str = "parameters"
@@ -68,21 +67,17 @@ class Layout:
     data_parallel_shard: int = 1
     """Ranks that train on different samples and share the states that zero_stage names."""
     zero_stage: int | None = None
-    """What data_parallel_shard ranks share: 1 optimizer state, 2 also gradients, 3 also parameters; 0 nothing.
-    Unset: 1 if data_parallel_shard > 1, else 0."""
+    """0 shares nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Unset: 1 if data_parallel_shard > 1."""
     reduce_dtype: str = "float32"
-    """Dtype in which gradients of 16-bit compute are reduced over data-parallel ranks: float32 or bfloat16. ZeRO stages
-    0 and 1 also add up microbatches in it; stages 2 and 3 always add them up in float32."""
+    """float32 or bfloat16: how 16-bit runs add up gradients over data-parallel ranks (ZeRO 0, 1: and microbatches)."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
     recompute: str = "none"
     """What the backward of a layer computes again instead of keeping: none, mlp or full."""
     recompute_layers: str = ""
-    """The layers to recompute: comma-separated indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1". Empty:
-    all."""
+    """The layers to recompute: indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1". Empty: all."""
     recompute_interval: int = 1
-    """Consecutive layers that recompute = "full" treats as one region. A region keeps only its input; its backward runs
-    it again and keeps what all its layers save."""
+    """With recompute = "full": consecutive layers in a region, of which only the input is kept."""
     offload_activations: bool = False
     """Keep what the backward of the layers needs in pinned host memory, and fetch it before it is used."""
 

@@ -46,8 +46,7 @@ class RunSection:
     timeout: float = 600.0
     """Seconds that a step, a validation or a checkpoint may take. Then the run ends with a report of who hangs."""
     max_restarts: int = 0
-    """How often the command starts its ranks again from the newest good checkpoint after one failed. Under torchrun use
-    its --max-restarts with run.resume instead."""
+    """How often to start all ranks again after one failed. Under torchrun use its --max-restarts and run.resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +91,13 @@ class TrainSection:
     global_batch_size: int = 8
     """Samples per optimizer step."""
     microbatch_size: int | None = None
-    """Samples per forward of one data-parallel rank; gradients accumulate to the global batch. Unset: the rank's share
-    of the global batch, or 1 in a pipeline of several microbatches."""
+    """Samples per forward on a rank. Unset: its share of the global batch, or 1 in a pipeline other than naive."""
     dtype: str | None = None
-    """Compute dtype: float32, float64, or bfloat16 or float16 with float32 master weights (float16 with dynamic loss
-    scaling). Unset: bfloat16 on CUDA, else float32."""
+    """float32, float64, or bfloat16 or float16 with float32 master weights. Unset: bfloat16 on CUDA, else float32."""
     device: str | None = None
     """cpu or cuda. Unset: cuda where there is one."""
     label_smoothing: float = 0.0
-    """Share of each target's probability that the training loss spreads over the vocabulary. The validation loss is
-    always the plain cross entropy."""
+    """Share of each target's probability that training spreads over the vocabulary. Validation leaves it out."""
     z_loss: float = 0.0
     """Coefficient of logsumexp(logits)**2 in the training loss of each token (PaLM: 1e-4). Validation leaves it out."""
     validation_interval: int = 250
