@@ -107,7 +107,7 @@ class ParallelModel:
         return total[0]
 
     def gradients(self, batch: Tensor, *, first_sample: int, step: int, loss_scale: float = 1.0) -> Tensor:
-        """Add to .grad the gradients, times loss_scale, of the mean loss over the global batch.
+        """Fill .grad, None before, with the gradients of the mean loss over the global batch, times loss_scale.
 
         Returns that loss (without loss_scale), a float64 scalar equal on all ranks.
         batch: (samples, seq_length + 1) int64, this data-parallel rank's slice, equal on its tp and pp ranks: global
@@ -126,7 +126,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def summed_loss(self, batch: Tensor) -> Tensor:
-        """The loss summed over the target tokens of all data-parallel ranks' batches; equal on all ranks.
+        """The loss summed over the target tokens of all data-parallel ranks' batches; float64, equal on all ranks.
 
         batch: as for `gradients`, but a pipeline needs n_microbatches microbatches. Samples of NO_TARGET give no loss.
         """

@@ -74,8 +74,8 @@ def train_step(
 
     batch, first_sample: as for ParallelModel.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
     the largest gradient norm; 0 turns clipping off. scaler: for float16. Gradients are None afterwards.
-    Communication: that of ParallelModel.gradients and gradient_norm. ValueError where ids outside the vocabulary made
-    loss or norm not finite.
+    Communication: that of ParallelModel.gradients and gradient_norm; a skipped step also gathers the offender's name.
+    ValueError where ids outside the vocabulary made loss or norm not finite.
     """
     scale = 1.0 if scaler is None else scaler.scale
     loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
