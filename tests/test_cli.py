@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from commands import main
 
-DRY_RUN = ("dry-run", str(Path(__file__).parents[1] / "examples/gpt_tiny.toml"), "--model.vocab-size", "257")
+TINY = (str(Path(__file__).parents[1] / "examples/gpt_tiny.toml"), "--model.vocab-size", "257", "--model.n-layers", "1")
+VERIFY = ("verify", *TINY, "--model.seq-length", "16", "--model.hidden-size", "32", "--parallel.tensor-parallel", "1")
 
 
 def main_unread(*arguments: str) -> None:
@@ -18,7 +19,7 @@ def main_unread(*arguments: str) -> None:
     main(*arguments)
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("pretrain", "--help"), DRY_RUN])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("pretrain", "--help"), ("dry-run", *TINY), VERIFY])
 def test_a_command_whose_output_nobody_reads_ends_by_sigpipe_without_a_word(commands, arguments):
     """As in `tpformer dry-run FILE | head`, where `head` leaves first."""
     code, _, err = commands.call(main_unread, *arguments).finish()

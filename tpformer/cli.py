@@ -288,9 +288,10 @@ def guarded(work: Callable[[], None]) -> None:
             work()
         finally:
             sys.stdout.flush()
-    except SystemExit:
-        raise
-    except BrokenPipeError:  # of the output: no other pipe is written here
+    except (SystemExit, BrokenPipeError) as error:
+        # no pipe but the output is written here; rich raises SystemExit when it is broken
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.raise_signal(signal.SIGPIPE)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception

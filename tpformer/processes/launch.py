@@ -152,7 +152,8 @@ def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: i
     on, so that ranks can finish in order; a second one kills them. When a rank fails, the others are killed at once,
     since they would wait for it, and stderr names it, with the message that it left by `record_exception`. Then all
     ranks are started again, at most max_restarts times; `attempt` counts from 0 and tells `work` that it continues.
-    Exit code 2 (a user's mistake) and a failure after SIGTERM or SIGINT end the job at once.
+    Exit code 2 (a user's mistake), SIGPIPE (nobody reads the output) and a failure after SIGTERM or SIGINT end the job
+    at once.
     """
     ranks: list[BaseProcess] = []
     received: list[int] = []
@@ -167,7 +168,7 @@ def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: i
     try:
         code = _run_once(work, 0, world_size, ranks)
         for attempt in range(1, max_restarts + 1):
-            if code in (0, USAGE_EXIT_CODE) or received:
+            if code in (0, USAGE_EXIT_CODE, -signal.SIGPIPE) or received:
                 break
             print(f"starting all ranks again: restart {attempt} of {max_restarts}", file=sys.stderr, flush=True)
             code = _run_once(work, attempt, world_size, ranks)
