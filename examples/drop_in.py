@@ -1,4 +1,4 @@
-"""Tensor-parallel layers in a model of your own: an MLP over whatever ranks there are, checked against one process.
+"""Tensor-parallel layers in a model of your own: an MLP on all ranks, checked against one process.
 
 python examples/drop_in.py
 torchrun --nproc-per-node 2 examples/drop_in.py
@@ -26,6 +26,7 @@ class Regressor(nn.Module):
 
 
 def train(tp=None, steps=100):
+    """The loss of the last step."""
     model = Regressor(tp)
     fill(model, seed=0)  # the same weights whatever the mesh
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

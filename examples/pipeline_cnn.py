@@ -1,4 +1,4 @@
-"""A pipeline of one's own nn.Sequential: a small CNN on two (or more) ranks learns to find the bright quadrant.
+"""A pipeline of your own nn.Sequential: a small CNN on two (or more) ranks learns to find the bright quadrant.
 
     torchrun --nproc-per-node 2 examples/pipeline_cnn.py [--schedule ZBVZeroBubble]
 
@@ -31,7 +31,7 @@ def cnn() -> nn.Sequential:
 
 
 def images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise (BATCH, 1, SIZE, SIZE), one quadrant of which is brighter, and which one; the same on every rank."""
+    """Noise images (BATCH, 1, SIZE, SIZE) with one brighter quadrant, and its number (BATCH,); equal on all ranks."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(BATCH, 1, SIZE, SIZE, generator=generator)
     labels = torch.randint(4, (BATCH,), generator=generator)

@@ -11,7 +11,7 @@
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# --signal: 5 minutes before the end of the time every rank is told to write a checkpoint and leave.
+# --signal: 5 minutes before the time limit every rank is told to write a checkpoint and leave.
 
 set -euo pipefail
 

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+EXAMPLE = str(Path(__file__).parents[1] / "examples/gpt_tiny.toml")
 
 BLOCK = """
 import importlib, pkgutil, sys
@@ -80,6 +83,7 @@ def test_layers_import_little_beside_torch_and_use_it_before_the_rest():
         (2, ["pretrain", "run.toml", "--model.n-layer", "3"], "--model.n-layer"),
         (2, ["pretrain", "run.toml", "--parallel.tensor-parallel", "5"], "n_heads=12 cannot be split"),
         (2, ["pretrain", "run.toml"], "missing.bin does not exist"),
+        (2, ["pretrain", EXAMPLE], "data/stdlib_train.bin does not exist"),
     ],
 )
 def test_help_and_mistakes_are_answered_without_torch(tmp_path, monkeypatch, code, arguments, said):

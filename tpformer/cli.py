@@ -1,11 +1,13 @@
-"""The `tpformer` command: it parses, and starts ranks. `training` does the work, and `planner` the dry run's.
+"""The `tpformer` command. It parses arguments and starts ranks; `training` does the work, `planner` the dry runs.
 
-torch takes seconds to import, so no command imports it before its arguments and its configuration have been checked.
+torch takes seconds to import. No command imports it before its arguments are parsed, and `pretrain` also checks its
+configuration and its datasets first.
 """
 
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,8 +25,8 @@ USAGE = """usage: tpformer COMMAND ...
   data build INPUT... --out PREFIX   make a token dataset from text files, folders or .jsonl
   data stdlib --out DIR              make the default corpus: the Python standard library's source
   pretrain FILE.toml [--section.key value ...]   train a GPT; starts its own local ranks unless under torchrun
-  verify FILE.toml [--section.key value ...]     two steps in the file's layout and in one process, compared
-  dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   memory and communication of ranks, in one process
+  verify FILE.toml [--section.key value ...]     compare two steps in the file's layout with two in one process
+  dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   show what ranks hold and send, without starting them
   generate RUN_DIR --prompt TEXT     sample from a run's newest checkpoint
   timeline RUN_DIR                   draw the pipeline step that a run recorded (log.timeline_step)
   export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors
@@ -33,7 +35,7 @@ USAGE = """usage: tpformer COMMAND ...
 
 
 def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[str, Any]]:
-    """The values of exactly those options that were given, so that everything else can still be derived."""
+    """The values of the options that were given, and of no others: what is left unset can still be derived."""
     values: dict[str, dict[str, Any]] = {}
     for argument in arguments:
         section, dot, key = argument.removeprefix("--").split("=")[0].replace("-", "_").partition(".")
@@ -43,7 +45,10 @@ def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[st
 
 
 def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
-    """The configuration of `COMMAND FILE.toml [--section.key value ...]`: preset < file < command line."""
+    """The configuration of `COMMAND FILE.toml [--section.key value ...]`: preset < file < command line.
+
+    ValueError without a file, or for an unknown key or a value of a wrong type; FileNotFoundError names the file.
+    """
     prog = f"tpformer {command} FILE.toml"
     if not arguments or arguments[0].startswith("-"):
         tyro.cli(RunConfig, prog=prog, args=list(arguments) or ["--help"], config=(tyro.conf.FlagConversionOff,))
@@ -60,9 +65,9 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
 
 
 def _with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0) -> None:
-    """Do the work in this process, or in one for each rank, forks of this one; restarts resume the run.
+    """Do the work in this process if it is a rank or the only one, else in one fork per rank. Restarts resume the run.
 
-    What `work` needs is to be imported already, so that the ranks share it.
+    Import what `work` needs before this call, so that the forks share it.
     """
     world_size = config.parallel.world_size
     if launched() or (world_size == 1 and not max_restarts):
@@ -78,12 +83,14 @@ def _with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restar
 
 
 def pretrain_command(arguments: Sequence[str]) -> None:
+    """`tpformer pretrain`: check the configuration and the datasets, then train on all ranks."""
     from tpformer.training.resolve import check_datasets, resolve
 
     config = parse_run(arguments)
     check_config(config)
+    # every rank does these again; here a mistake is one message instead of one per rank
+    check_datasets(config)
     resolve(config)
-    check_datasets(config)  # a missing dataset is one clear message here, not one per rank
 
     from tpformer.training.trainer import pretrain
 
@@ -91,6 +98,7 @@ def pretrain_command(arguments: Sequence[str]) -> None:
 
 
 def verify_command(arguments: Sequence[str]) -> None:
+    """`tpformer verify`: compare the layout with one process. Exit code 1 if they differ."""
     config = parse_run(arguments, "verify")
 
     import torch.distributed as dist
@@ -111,16 +119,17 @@ def verify_command(arguments: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What ranks of FILE.toml's layout hold and communicate, and whether it fits; without GPUs, data or other ranks.
-    Besides these options those of `tpformer pretrain FILE.toml`."""
+    """Show what ranks of FILE.toml's layout hold and send, and whether they fit. Needs no GPUs, data or other ranks.
+    Takes the options of `tpformer pretrain FILE.toml` too."""
 
     ranks: str | None = None
-    """Which, separated by commas; unset: one of the first, a middle and the last pipeline stage."""
+    """Ranks to show, separated by commas. Unset: one rank of the first, of a middle and of the last pipeline stage."""
     device_memory: float | None = None
-    """GB (10^9 bytes) of one device; unset: that of the GPU of this machine, else 80."""
+    """GB (10^9 bytes) of one device. Unset: the memory of this machine's GPU, or 80 without one."""
 
 
 def dry_run_command(arguments: Sequence[str]) -> None:
+    """`tpformer dry-run`: print the report line by line, as ranks are counted."""
     options, rest = tyro.cli(DryRun, prog="tpformer dry-run FILE.toml", args=list(arguments), return_unknown_args=True)
     config = parse_run(rest, "dry-run")
 
@@ -147,13 +156,14 @@ class Generate:
     """Text to continue."""
     max_new_tokens: int = 200
     temperature: float = 0.8
-    """0: always the most likely token."""
+    """0 always takes the most likely token."""
     seed: int = 0
     tensor_parallel: int | None = None
-    """Ranks to run on; unset: as many as the run was trained on."""
+    """Tensor-parallel ranks to run on. Unset: the run's own number of them."""
 
 
 def generate_command(arguments: Sequence[str]) -> None:
+    """`tpformer generate`: sample on the tensor-parallel ranks and print the text once."""
     from tpformer.training.resolve import load_run_config
 
     options = tyro.cli(Generate, prog="tpformer generate", args=list(arguments))
@@ -187,12 +197,13 @@ class Export:
     out: Path
     """Directory to make; an existing one must be empty."""
     step: int | None = None
-    """Which checkpoint; unset: the newest good one."""
+    """Step of the checkpoint. Unset: the newest good one."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Unset: as the run's parameters."""
+    """Unset: the dtype of the run's parameters."""
 
 
 def export_command(arguments: Sequence[str]) -> None:
+    """`tpformer export`: write one checkpoint's model, in this process."""
     options = tyro.cli(Export, prog="tpformer export", args=list(arguments))
 
     from tpformer.training.export import export
@@ -213,6 +224,7 @@ class BuildData:
 
 
 def build_data_command(arguments: Sequence[str]) -> None:
+    """`tpformer data build`."""
     from tpformer.training.data import build_dataset
 
     options = tyro.cli(BuildData, prog="tpformer data build", args=list(arguments))
@@ -220,6 +232,7 @@ def build_data_command(arguments: Sequence[str]) -> None:
 
 
 def stdlib_command(arguments: Sequence[str]) -> None:
+    """`tpformer data stdlib`."""
     from tpformer.training.data import build_stdlib
 
     def stdlib(out: Annotated[Path, tyro.conf.arg(help="Folder for stdlib_train and stdlib_valid.")]) -> None:
@@ -230,8 +243,10 @@ def stdlib_command(arguments: Sequence[str]) -> None:
 
 
 def timeline_command(arguments: Sequence[str]) -> None:
+    """`tpformer timeline`; FileNotFoundError for a run that recorded no step."""
+
     def timeline(run_dir: tyro.conf.Positional[Path]) -> None:
-        """Draw plots/pipeline.svg and plots/pipeline.json (Perfetto, chrome://tracing) of the step a run recorded."""
+        """Draw the pipeline step that a run recorded: plots/pipeline.svg, and plots/pipeline.json for Perfetto."""
         path = run_dir / "timeline.json"
         if not path.is_file():
             raise FileNotFoundError(
@@ -261,33 +276,43 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
 
 
 def guarded(work: Callable[[], None]) -> None:
-    """Call `work`. What a user can mend (a value, a missing file or package, a run that diverges) is one line on stderr
-    and exit code 2.
+    """Call `work`. What a user can mend (a value, a missing file or package, a run that diverges) is reported as one
+    line on stderr, with exit code 2.
 
-    Any other exception is its traceback, which torch prefixes with the rank, and exit code 1. Both leave at once: an
-    open process group can hang or abort on the way out of the interpreter, and peers notice only a process that ended.
+    Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
+    interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
+    that has ended. Where nobody reads the output any more (`| head`), the process ends by SIGPIPE.
     """
     try:
-        work()
-    except SystemExit:
-        raise
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+        try:
+            work()
+        finally:
+            sys.stdout.flush()
+    except (SystemExit, BrokenPipeError) as error:
+        # no pipe but the output is written here; rich raises SystemExit when it is broken
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGPIPE)
+    except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)
         usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
         if usage:
             print(f"tpformer: {error}", file=sys.stderr, flush=True)
         else:
             sys.excepthook(*sys.exc_info())
-        sys.stdout.flush()
         os._exit(USAGE_EXIT_CODE if usage else 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: the command that the first words name."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    """Entry point: run the command that the first words name."""
+    guarded(partial(_dispatch, sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _dispatch(arguments: list[str]) -> None:
     for words, command in COMMANDS.items():
         if tuple(arguments[: len(words)]) == words:
-            return guarded(partial(command, arguments[len(words) :]))
+            return command(arguments[len(words) :])
     if arguments[:1] == ["--version"]:
         print(f"tpformer {tpformer.__version__}")
         return

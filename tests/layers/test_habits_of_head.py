@@ -143,7 +143,9 @@ def test_heads_that_cannot_be(tied, head, words):
 def test_a_tied_embedding_of_others_is_refused():
     model = build(tied=True)
     model.embed_tokens = nn.Embedding(VOCAB, 24)
-    with pytest.raises(ValueError, match="which is a Embedding without a VocabParallelEmbedding: wrap that one, or"):
+    with pytest.raises(
+        ValueError, match="which is a Embedding without a VocabParallelEmbedding: wrap the original one"
+    ):
         model(IDS[:, :-1])
 
 

@@ -124,7 +124,7 @@ def test_samples_longer_than_the_learned_positions_are_refused():
 @pytest.mark.parametrize(
     "ids, targets, words",
     [
-        (torch.arange(8), None, r"token ids are \(8,\) torch.int64: give \(batch, seq\) int64 ones"),
+        (torch.arange(8), None, r"token ids are \(8,\) torch.int64: give an int64 tensor \(batch, seq\)"),
         (torch.rand(1, 8), None, r"token ids are \(1, 8\) torch.float32: give"),
         (torch.zeros(2, 8).long(), torch.zeros(2, 7).long(), r"targets are \(2, 7\) for token ids \(2, 8\): give one"),
         (torch.zeros(2, 8).long(), torch.zeros(8, 2).long(), r"targets are \(8, 2\) for token ids \(2, 8\)"),
@@ -171,7 +171,7 @@ def test_patterns_that_select_nothing_are_refused(pattern, part):
 
 
 def test_layers_without_a_mode_are_refused():
-    with pytest.raises(ValueError, match="recompute_layers='1' of recompute=\"none\": set it to"):
+    with pytest.raises(ValueError, match="recompute_layers='1' with recompute=\"none\": set it to"):
         GPT(GPTConfig(**TINY), recompute_layers="1", device="meta")
 
 

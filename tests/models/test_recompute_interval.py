@@ -154,7 +154,7 @@ def test_regions_are_of_consecutive_selected_layers_of_a_part():
     "options, message",
     [
         ({**FULL, "recompute_interval": 0}, "recompute_interval=0 must be at least 1"),
-        ({"recompute": "mlp", "recompute_interval": 2}, "=2 of recompute='mlp', but regions of several"),
+        ({"recompute": "mlp", "recompute_interval": 2}, "=2 with recompute='mlp': only whole layers"),
     ],
 )
 def test_impossible_intervals_are_refused(options, message):

@@ -1,6 +1,6 @@
-"""What a run, an architecture and a layout may say, and the checks that need nothing else. Re-exports only.
+"""The settings of a run, an architecture and a layout, and the checks of them. Re-exports only.
 
-Nothing in this package imports torch, so that `tpformer --help` and a mistake in a configuration answer at once.
+Nothing in this package imports torch: `tpformer --help` answers at once, and so does a mistake in a configuration.
 """
 
 from .architecture import (

@@ -1,6 +1,6 @@
 """GPTConfig: the architecture of a GPT, independent of any layout, and its parameter count.
 
-Belongs here: what an architecture may say, and what follows from it in plain numbers.
+Belongs here: the settings of an architecture, and the plain numbers that follow from them.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ MLP_ACTIVATIONS = {
 
 
 def default_ffn_size(hidden_size: int, activation: str) -> int:
-    """4 * hidden, or for a gated MLP 8/3 * hidden (as many parameters) rounded up to a multiple of 128."""
+    """4 * hidden_size; for a gated MLP 8/3 * hidden_size (as many parameters), rounded up to a multiple of 128."""
     return -(-8 * hidden_size // 384) * 128 if MLP_ACTIVATIONS[activation][1] else 4 * hidden_size
 
 
 def check_positive(**sizes: int) -> None:
-    """Raise ValueError, with all of these sizes, unless each is at least 1."""
+    """Raise ValueError, which prints all the sizes, unless each is at least 1."""
     if min(sizes.values()) < 1:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(f"{given}: each must be at least 1")
@@ -53,12 +53,12 @@ def check_dropout(p: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Architecture. Global parameter shapes follow from these fields alone, never from the layout."""
+    """An architecture. Global parameter shapes follow from these fields alone, never from the layout."""
 
     vocab_size: int | None = None
-    """Entries of the vocabulary; a run takes it from its data when unset."""
+    """Entries of the vocabulary. Unset: a run takes it from its data."""
     vocab_multiple: int = 128
-    """The vocabulary's tables are padded to a multiple of this; padding is zero and masked out of the loss."""
+    """The vocabulary's tables are padded to a multiple of this. Padding is zero and masked out of the loss."""
     seq_length: int = 1024
     """Tokens per sample, and the number of learned positions."""
     n_layers: int = 12
@@ -83,11 +83,11 @@ class GPTConfig:
     tie_embeddings: bool = True
     """The output head uses the token embedding's table."""
     dropout: float = 0.0
-    """On the embedding and the two residual branches of every layer."""
+    """Probability of zeroing an element of the embedding and of the two residual branches of every layer."""
     attention_dropout: float = 0.0
     """Must stay 0: SDPA would leave its fused kernel and store seq x seq masks."""
     init_std: float = 0.02
-    """Initial weights; projections back into the residual stream use init_std / sqrt(2 * n_layers)."""
+    """Standard deviation of initial weights; projections into the residual stream use init_std / sqrt(2 * n_layers)."""
 
     def __post_init__(self) -> None:
         if self.attention_dropout:
@@ -109,10 +109,12 @@ class GPTConfig:
 
     @property
     def ffn_size(self) -> int:
+        """Width of the MLP."""
         return self.ffn_hidden_size or default_ffn_size(self.hidden_size, self.activation)
 
     @property
     def kv_heads(self) -> int:
+        """Number of key-value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property
@@ -134,13 +136,13 @@ class GPTConfig:
 
     @property
     def n_parameters(self) -> int:
-        """Parameters, vocabulary padding not counted (the number that papers print)."""
+        """Parameters without the vocabulary's padding (the number that papers print)."""
         tables = (self.vocab_size or 0) * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.n_layers * self.layer_parameters + self._norm_parameters + tables + self._position_parameters
 
     @property
     def layer_flops_per_token(self) -> int:
-        """Of one layer, as in flops_per_token."""
+        """FLOPs of one layer per token, counted as in flops_per_token."""
         h = self.hidden_size
         kv = h // self.n_heads * self.kv_heads
         up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
@@ -148,13 +150,18 @@ class GPTConfig:
 
     @property
     def flops_per_token(self) -> int:
-        """Model FLOPs of forward and backward per token: 6 per weight that is multiplied, and the causal attention
-        scores at full seq_length (72 L h^2 (1 + s/6h + V/12hL) for the plain block; arXiv:2205.05198)."""
+        """Model FLOPs of forward and backward per token: 6 per weight, plus attention over the full seq_length.
+
+        The half that a causal mask saves is counted. The plain block: 72 L h^2 (1 + s/6h + V/12hL), arXiv:2205.05198.
+        """
         return self.n_layers * self.layer_flops_per_token + 6 * (self.vocab_size or 0) * self.hidden_size
 
     def layer_costs(self, by: str) -> list[float]:
-        """What a pipeline split balances, for each layer: parameters, or time in FLOPs. The first layer's cost includes
-        the embeddings', the last one's the final norm's and the head's (a tied table is held by both)."""
+        """The cost of each layer for a pipeline split, by "parameters" or by "time" (FLOPs per token).
+
+        The first layer's cost includes the embeddings, the last one's the final norm and the head. A tied table counts
+        in both, as both stages hold it.
+        """
         table = float((self.vocab_size or 0) * self.hidden_size)
         if by == "time":
             costs = [float(self.layer_flops_per_token)] * self.n_layers

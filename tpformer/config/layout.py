@@ -19,17 +19,17 @@ class ScheduleKind(NamedTuple):
     torch_name: str
     """Its name in torch.distributed.pipelining."""
     stages_per_rank: int
-    """Default number of stages on a rank; the only one possible unless `looped`."""
+    """Default number of stages on a rank. Other numbers are possible only if `looped`."""
     looped: bool = False
-    """Any number of stages on a rank: stage s on rank s % p."""
+    """A rank may have any number of stages: stage s is on rank s % p."""
     v_shaped: bool = False
-    """Stages s and 2p - 1 - s on rank s: the first and the last stage share a rank."""
+    """Rank s has the stages s and 2p - 1 - s: the first and the last stage share a rank."""
     splits_backward: bool = False
     """Weight gradients are computed later than input gradients."""
 
 
 SCHEDULES = {
-    "naive": ScheduleKind("GPipe", 1),  # model parallelism without a pipeline: one microbatch
+    "naive": ScheduleKind("GPipe", 1),  # one microbatch: the stages work one after the other
     "GPipe": ScheduleKind("GPipe", 1),
     "1F1B": ScheduleKind("1F1B", 1),
     "LoopedBFS": ScheduleKind("LoopedBFS", 2, looped=True),
@@ -51,14 +51,13 @@ class Layout:
     sequence_parallel: bool = True
     """Keep norms, residuals and dropout on sequence shards (with tensor_parallel > 1)."""
     transport: str = "auto"
-    """What carries the linears between the ranks: auto, sequential, pipelined or fused."""
+    """How the linears communicate between tensor-parallel ranks: auto, sequential, pipelined or fused."""
     transport_table: str = ""
-    """A JSON file of measured times by which auto chooses (bench); empty: auto goes by its performance model."""
+    """A JSON file of times that the bench measured, by which auto chooses. Empty: auto uses its performance model."""
     pipeline_parallel: int = 1
     """Ranks among which the layers are divided."""
     pipeline_schedule: str = "1F1B"
-    """naive (one microbatch), GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or
-    DualPipeV; read with pipeline_parallel > 1 only."""
+    """naive, GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
     pipeline_stages_per_rank: int | None = None
     """Stages on a rank. Unset: 2 for looped and V-shaped schedules, else 1."""
     pipeline_split: str = "parameters"
@@ -66,24 +65,21 @@ class Layout:
     data_parallel_replicate: int = 1
     """Groups of ranks that hold the same shards and train on different samples."""
     data_parallel_shard: int = 1
-    """Ranks that train on different samples and share optimizer state (ZeRO), and gradients and parameters by stage."""
+    """Ranks that train on different samples and share the states that zero_stage names."""
     zero_stage: int | None = None
-    """What data_parallel_shard ranks share: 1 optimizer state, 2 also gradients, 3 also parameters; 0 nothing.
-    Unset: 1 if data_parallel_shard > 1, else 0."""
+    """0 shares nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Unset: 1 if data_parallel_shard > 1."""
     reduce_dtype: str = "float32"
-    """In which gradients of 16-bit compute are reduced over data-parallel ranks: float32 or bfloat16. ZeRO stages 0
-    and 1 add up microbatches in it too, 2 and 3 always in float32."""
+    """float32 or bfloat16: how 16-bit runs add up gradients over data-parallel ranks (ZeRO 0, 1: and microbatches)."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
     recompute: str = "none"
     """What the backward of a layer computes again instead of keeping: none, mlp or full."""
     recompute_layers: str = ""
-    """Which layers: comma-separated indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"; empty: all."""
+    """The layers to recompute: indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1". Empty: all."""
     recompute_interval: int = 1
-    """Of recompute = "full": so many consecutive layers are one region, which keeps its input only, and in its second
-    run what all of them save."""
+    """With recompute = "full": consecutive layers in a region, of which only the input is kept."""
     offload_activations: bool = False
-    """Keep what the backward of the layers needs in pinned host memory, and fetch it ahead of its use."""
+    """Keep what the backward of the layers needs in pinned host memory, and fetch it before it is used."""
 
     @property
     def data_parallel(self) -> int:
@@ -92,6 +88,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.pipeline_parallel * self.data_parallel * self.tensor_parallel
 
     @property
@@ -101,16 +98,19 @@ class Layout:
 
     @property
     def schedule(self) -> ScheduleKind:
+        """The entry of pipeline_schedule in SCHEDULES."""
         return SCHEDULES[self.pipeline_schedule]
 
     @property
     def stages_per_rank(self) -> int:
+        """Pipeline stages on a rank; 1 without a pipeline."""
         if self.pipeline_parallel == 1:
             return 1
         return self.pipeline_stages_per_rank or self.schedule.stages_per_rank
 
     @property
     def n_stages(self) -> int:
+        """Pipeline stages on all ranks."""
         return self.pipeline_parallel * self.stages_per_rank
 
     def stages_of(self, pipeline_rank: int) -> list[int]:
@@ -151,11 +151,12 @@ class Layout:
                 f"{replicate})"
             )
         if self.zero > 1 and self.pipeline_parallel > 1 and self.schedule.splits_backward:
+            # torch's own split of the backward gives wrong gradients, without an error, once parameters are resharded
             raise ValueError(
-                f"parallel.zero_stage={self.zero} with pipeline_schedule={self.pipeline_schedule}: its weight "
-                f"gradients wait, with the parameters they need, across other microbatches, so neither can be given "
-                f"up after each one (with parameters resharded torch's own split gives wrong gradients without a "
-                f"word): set zero_stage=1, or a schedule with whole backwards such as 1F1B or Interleaved1F1B"
+                f"parallel.zero_stage={self.zero} cannot be combined with pipeline_schedule={self.pipeline_schedule}: "
+                f"the schedule computes the weight gradients of a microbatch after other microbatches, so gradients "
+                f"and parameters cannot be sharded again in between; set zero_stage=1, or a schedule with whole "
+                f"backwards such as 1F1B or Interleaved1F1B"
             )
 
     def _check_stages_per_rank(self) -> None:
@@ -169,7 +170,7 @@ class Layout:
             raise ValueError(f"parallel.pipeline_stages_per_rank={given} must be at least 1")
 
     def check_pipeline(self, n_layers: int, n_microbatches: int) -> None:
-        """ValueError where layers or microbatches do not suffice for the schedule; nothing without a pipeline."""
+        """ValueError for a number of layers or microbatches that the schedule cannot run; never without a pipeline."""
         p, stages, name = self.pipeline_parallel, self.n_stages, self.pipeline_schedule
         if p == 1:
             return
@@ -201,20 +202,20 @@ class Layout:
 
 
 def check_interval(recompute: str, interval: int) -> None:
-    """ValueError for regions of less than a layer, and for several layers where whole ones are not recomputed."""
+    """ValueError for an interval below 1, and for one above 1 unless whole layers are recomputed."""
     if interval < 1:
-        raise ValueError(f"recompute_interval={interval} must be at least 1: so many layers are one recomputed region")
+        raise ValueError(f"recompute_interval={interval} must be at least 1: it counts the layers of a region")
     if interval > 1 and recompute != "full":
         raise ValueError(
-            f"recompute_interval={interval} of recompute={recompute!r}, but regions of several layers are of whole "
-            f"layers: set recompute to 'full', or recompute_interval to 1"
+            f"recompute_interval={interval} with recompute={recompute!r}: only whole layers can form a region; set "
+            f"recompute to 'full', or recompute_interval to 1"
         )
 
 
 def selected_layers(pattern: str, n_layers: int) -> set[int]:
     """Layers by comma-separated indexes or slices as in Python: "0:8", "::2", "0,5,-1"; "" selects all.
 
-    ValueError for what is neither, and for an index or a slice that selects nothing.
+    ValueError for a part that is neither, or that selects no layer.
     """
     layers, found = range(n_layers), set[int]()
     chosen: Sequence[int]

@@ -1,4 +1,4 @@
-"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, the ten Megatron rows, Llama 2 and 3."""
+"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, Megatron's ten sizes, Llama 2 and 3."""
 
 from .architecture import GPTConfig
 
@@ -52,5 +52,5 @@ def preset(name: str) -> dict:
 
 
 def preset_config(name: str, **overrides) -> GPTConfig:
-    """GPTConfig of a named architecture, some fields replaced."""
+    """The GPTConfig of a named architecture with some fields replaced; ValueError for an unknown name."""
     return GPTConfig(**{**preset(name), **overrides})

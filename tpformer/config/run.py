@@ -1,6 +1,7 @@
 """The configuration of a run: one frozen dataclass per section, its TOML file, and the checks before anything starts.
 
-preset < TOML file < command line are merged as plain dicts, so that fields left unset can still be derived.
+preset < TOML file < command line are merged as plain dicts before the dataclasses are built: what no layer sets can
+still be derived.
 """
 
 import dataclasses
@@ -43,10 +44,9 @@ class RunSection:
     resume: bool = False
     """Continue the run in `dir` from its newest good checkpoint (start it if there is none)."""
     timeout: float = 600.0
-    """Seconds that a step, a validation or a checkpoint may take before the run ends with a report of who hangs."""
+    """Seconds that a step, a validation or a checkpoint may take. Then the run ends with a report of who hangs."""
     max_restarts: int = 0
-    """How often the command starts its ranks again, from the newest good checkpoint, after one failed (under torchrun:
-    its own --max-restarts, with run.resume)."""
+    """How often to start all ranks again after one failed. Under torchrun use its --max-restarts and run.resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,24 +91,21 @@ class TrainSection:
     global_batch_size: int = 8
     """Samples per optimizer step."""
     microbatch_size: int | None = None
-    """Samples per forward of one data-parallel rank; gradients accumulate to the global batch. Unset: the rank's share
-    of the global batch, or 1 in a pipeline of several microbatches."""
+    """Samples per forward on a rank. Unset: its share of the global batch, or 1 in a pipeline other than naive."""
     dtype: str | None = None
-    """Compute dtype: float32, float64, or bfloat16 or float16 with float32 master weights (float16 with dynamic loss
-    scaling). Unset: bfloat16 on CUDA, else float32."""
+    """float32, float64, or bfloat16 or float16 with float32 master weights. Unset: bfloat16 on CUDA, else float32."""
     device: str | None = None
     """cpu or cuda. Unset: cuda where there is one."""
     label_smoothing: float = 0.0
-    """Share of each target's probability that is spread over the vocabulary, in the training loss and what is logged of
-    it; the validation loss is always the plain cross entropy."""
+    """Share of each target's probability that training spreads over the vocabulary. Validation leaves it out."""
     z_loss: float = 0.0
-    """Coefficient of logsumexp(logits)**2, added to the training loss of each token (PaLM: 1e-4), not to validation."""
+    """Coefficient of logsumexp(logits)**2 in the training loss of each token (PaLM: 1e-4). Validation leaves it out."""
     validation_interval: int = 250
     """Steps between validations; the last step always validates."""
     validation_samples: int = 256
     """Validation samples, the same ones each time."""
     max_skipped_steps: int = 10
-    """A step with a loss or gradient that is not finite updates nothing; after so many in a row the run stops."""
+    """A step whose loss or gradient is not finite updates nothing. After this many in a row the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +147,14 @@ class RunConfig:
 
     @property
     def microbatch_size(self) -> int:
+        """Samples per forward of one data-parallel rank."""
         pipelined = self.parallel.pipeline_parallel > 1 and self.parallel.pipeline_schedule != "naive"
         share = self.train.global_batch_size // self.parallel.data_parallel
         return self.train.microbatch_size or (1 if pipelined else max(1, share))
 
     @property
     def n_microbatches(self) -> int:
-        """Of each data-parallel rank in a step."""
+        """Microbatches of each data-parallel rank in a step."""
         return self.train.global_batch_size // (self.parallel.data_parallel * self.microbatch_size)
 
 
@@ -164,7 +162,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """The sections of a run's TOML file; FileNotFoundError or ValueError names the path."""
+    """The sections of a run's TOML file. FileNotFoundError or ValueError names the path."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no configuration file {path}")
@@ -220,7 +218,7 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML that read_toml and build_config give back; unset fields are left out."""
+    """The configuration as TOML, from which read_toml and build_config make it again. Unset fields are left out."""
     lines = []
     for section, values in dataclasses.asdict(config).items():
         lines.append(f"[{section}]")

@@ -11,7 +11,7 @@ OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TIMES = {"sequential": "sequential_us", "pipelined": "pipelined_us", "fused": "fused_us"}
 SIZES = ("ranks", "m", "n", "k")
-FARTHEST = 1.0  # log2: a row speaks for shapes up to a factor 2 away in each of m, n and k
+FARTHEST = 1.0  # in log2: a row stands for shapes up to a factor 2 away in each of m, n and k
 
 
 class MeasuredRow(NamedTuple):
@@ -31,11 +31,16 @@ class MeasuredRow(NamedTuple):
 
 
 class TransportTable(NamedTuple):
+    """The rows of one file, in its order."""
+
     path: str
     rows: list[MeasuredRow]
 
     def nearest(self, op: str, ranks: int, dtype: str, m: int, n: int, k: int) -> MeasuredRow | None:
-        """The row of the same op, ranks and dtype that is nearest in log m + log n + log k; None beyond a factor 2."""
+        """The row of the same op, ranks and dtype whose shape is nearest, by the sum of |log2| of each size's ratio.
+
+        None where every row is more than a factor 2 away in one of m, n and k.
+        """
         best, distance = None, math.inf
         for row in self.rows:
             if (row.op, row.ranks, row.dtype) != (op, ranks, dtype):
@@ -49,7 +54,8 @@ class TransportTable(NamedTuple):
 def read_transport_table(path: str | Path) -> TransportTable:
     """The table in a JSON file: a list of {op, ranks, dtype, m, n, k, sequential_us, pipelined_us, fused_us}.
 
-    Times may be null (not measured); other keys are ignored. FileNotFoundError, or ValueError naming file, row and key.
+    Times may be null (not measured); other keys are ignored. FileNotFoundError without the file; a ValueError names the
+    file, the row and the key.
     """
     path = Path(path)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""GPT: token embedding, transformer blocks, output head; one module for every preset and tensor-parallel layout."""
+"""GPT: token embedding, transformer blocks and output head. One module serves every preset and layout."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ from tpformer.ops.sequence import flat_rows
 
 
 def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
-    """One layer of an architecture; options: what TransformerBlock takes besides."""
+    """One layer of an architecture; options: further arguments of TransformerBlock."""
     return TransformerBlock(
         config.hidden_size,
         config.n_heads,
@@ -55,16 +55,16 @@ def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
 
 def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
     if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"token ids are {tuple(ids.shape)} {ids.dtype}: give (batch, seq) int64 ones")
+        raise ValueError(f"token ids are {tuple(ids.shape)} {ids.dtype}: give an int64 tensor (batch, seq)")
     if targets is not None and targets.shape != ids.shape:
         raise ValueError(
-            f"targets are {tuple(targets.shape)} for token ids {tuple(ids.shape)}: give one for each, {IGNORE_INDEX} "
-            f"where no loss is wanted"
+            f"targets are {tuple(targets.shape)} for token ids {tuple(ids.shape)}: give one target for each id, "
+            f"{IGNORE_INDEX} where no loss is wanted"
         )
 
 
 def _regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]:
-    """Each recomputed layer's region, by the region's first layer; a region has at most `interval` layers."""
+    """The region of each recomputed layer, named by its first layer. A region has at most `interval` layers."""
     regions: dict[str, int] = {}
     for index in part:
         first = regions.get(str(index - 1))
@@ -76,20 +76,23 @@ def _regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]
 class GPT(ParallelModule):
     """A decoder-only transformer.
 
-    tp: the tensor-parallel mesh, whose activations are then sequence shards, or a TensorParallel that says more.
-    Parameters are DTensors on its axis (plain tensors for None), with global shapes and initial values that do not
-    depend on it. Inside, activations are flattened tokens: (batch * seq / t, hidden_size) with sequence_parallel.
-    recompute: what the backward of each of `recompute_layers` (selected_layers) computes again instead of keeping it
-    (TransformerBlock); recompute_interval: of "full", how many of them, consecutive in this part, are one region, which
-    keeps its input only; offload_activations: what layers do keep waits in pinned host memory (ops.Offload).
-    lm_head may be replaced, wrapped or hooked: it is then called for logits, as any module that computes vocab_size
-    features (a whole one on every tp rank alike), and the loss is made of all of them.
-    label_smoothing, z_loss (ops.vocab_parallel_cross_entropy): of the loss in training mode; in evaluation it is plain.
-    device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`. device, dtype: unset, as in
-    torch.nn, torch's defaults; but a mesh's kind of device where torch's default device is the CPU.
-    part: build these consecutive layers only, a pipeline stage. Layers keep their global index as name; the first part
-    has the embeddings, the last one norm and lm_head, and its own copy of a tied embed_tokens.
-    Errors: ValueError, before anything is allocated, for heads or a vocabulary that the layout cannot hold.
+    tp: the tensor-parallel mesh (activations are then sequence shards), or a TensorParallel, which says more.
+    Parameters are DTensors on its axis, plain tensors for None; global shapes and initial values do not depend on it.
+    Inside, activations are flattened tokens: (batch * seq / t, hidden_size) with sequence_parallel.
+    recompute: what the backward of a layer computes again instead of keeping it: "none", "mlp" or "full".
+    recompute_layers: the layers that do so, as selected_layers reads them.
+    recompute_interval: for "full", how many consecutive ones of them are one region, which keeps only its input.
+    offload_activations: what the layers keep waits in pinned host memory (ops.Offload).
+    label_smoothing, z_loss: terms of the loss in training mode (ops.vocab_parallel_cross_entropy); evaluation is plain.
+    part: build only these consecutive layers, a pipeline stage. Layers are named by their global index. The first part
+    has the embeddings; the last one has norm, lm_head and its own copy of a tied embed_tokens.
+    seed: of the initial values and the dropout.
+    device, dtype: unset, torch's defaults; but the mesh's kind of device where torch's default device is the CPU.
+    device="meta" builds without memory: then shard, call `to_empty(device=...)` and `initialize()`.
+    lm_head may be replaced, wrapped or hooked. It is then called for logits, and the loss is made from all of them; a
+    module that knows no ranks computes all vocab_size features on every tp rank.
+    Errors: ValueError, before anything is allocated, for an unset vocabulary, for heads that the layout cannot split,
+    and for layers to recompute that do not exist.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class GPT(ParallelModule):
         self.offload: Callable[[], Any] | None = ops.Offload if offload_activations else None
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         if recompute_layers and recompute == "none":
-            raise ValueError(f'recompute_layers={recompute_layers!r} of recompute="none": set it to "mlp" or "full"')
+            raise ValueError(f'recompute_layers={recompute_layers!r} with recompute="none": set it to "mlp" or "full"')
         check_interval(recompute, recompute_interval)
         recomputed = selected_layers(recompute_layers, config.n_layers)
         part = range(config.n_layers) if part is None else part
@@ -146,7 +149,7 @@ class GPT(ParallelModule):
         if self.is_last:
             self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, **table)
-            self.vocab = self.lm_head.vocab_slice()  # also that of a head which somebody puts in its place
+            self.vocab = self.lm_head.vocab_slice()  # a head that replaces this one has the same slice
         device = self.device_for(device)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
@@ -157,7 +160,10 @@ class GPT(ParallelModule):
         initialize(self, self.seed)
 
     def explain(self, tokens: int | None = None, dtype: torch.dtype | None = None) -> str:
-        """What carries each linear and why (layers.explain); tokens in a forward, unset: one sample. On all ranks."""
+        """The table of layers.explain: each linear's transport and the reason. All ranks call it.
+
+        tokens: those of one forward; unset, one sample's.
+        """
         return explain(self, tokens or self.config.seq_length, dtype)
 
     def _pad(
@@ -189,20 +195,21 @@ class GPT(ParallelModule):
         step: int | None = None,
         reduction: str = "sum",
     ) -> Tensor:
-        """Logits, or the loss when targets are given; of a part that is not the last, its rows.
+        """Logits, or the loss when targets are given. A part that is not the last returns its rows.
 
-        inputs: token ids (batch, seq) int64, equal on all tp ranks; of a part that is not the first, the rows of the
+        inputs: token ids (batch, seq) int64, equal on all tp ranks. A part that is not the first takes the rows of the
         part before: (batch * seq / t, hidden_size) with sequence_parallel, else (batch * seq, hidden_size).
-        targets, position_ids: (batch, seq) int64, equal on all tp ranks; targets are -100 where no loss is
-        wanted; position_ids restart at 0 where a packed document begins. sample_index (batch,) int64, the samples'
-        global indices, and step fix the dropout in training; without them, on one rank, it is drawn from torch's
-        generator. Parts after the first need sample_index for the batch size. Result: logits
-        (batch, seq, vocab_size), on t > 1 ranks this one's columns of them (LMHead), or a scalar loss in
+        targets: (batch, seq) int64, equal on all tp ranks, -100 where no loss is wanted.
+        position_ids: (batch, seq) int64, equal on all tp ranks; they restart at 0 where a packed document begins.
+        sample_index, step: the samples' global indices (batch,) int64 and a number; together they fix the dropout in
+        training. Without both, one rank draws it from torch's generator. Parts after the first need sample_index.
+        Result: logits (batch, seq, vocab_size), on t > 1 ranks this rank's columns (LMHead); or the loss, a scalar in
         promote_types(dtype, float32), equal on all tp ranks: the sum, or with reduction="mean" the mean, over the
-        tokens whose target is not -100. Communication: that of the layers.
+        tokens whose target is not -100.
+        Communication: that of the layers.
         Errors: ValueError for ids, targets or position_ids of another shape or dtype, outside the vocabulary (on a CPU)
-        or longer than the learned positions; in training for tokens that ranks cannot share, and where it drops for
-        one of sample_index and step without the other, or, on several ranks, for neither.
+        or longer than the learned positions. In training also for tokens that ranks cannot share, and with dropout
+        for only one of sample_index and step, or on several ranks for neither.
         """
         key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:
@@ -234,7 +241,7 @@ class GPT(ParallelModule):
         return x if self.lm_head is None else self._head(x, targets, positions, wanted, reduction)
 
     def _units(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """The layers in their order, those of a region together; and whether they are one."""
+        """The layers in order, a region's together, each group with whether it is a region."""
         for region, named in groupby(self.layers.items(), key=lambda item: self.regions.get(item[0])):
             layers = [layer for _, layer in named]
             yield from [(layers, True)] if region is not None else [([layer], False) for layer in layers]
@@ -259,7 +266,7 @@ class GPT(ParallelModule):
         return ops.dropout(x, self._embedding_dropout(key, x, positions))
 
     def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int, reduction: str) -> Tensor:
-        """A head that others put here or look into is called for logits, all of them; the loss is then theirs."""
+        """Logits or loss. A head that was replaced, wrapped or hooked gives all logits; the loss is made of them."""
         head, vocab = self.lm_head, self.vocab
         own: dict[str, Any] = {}
         if fusable_norm(self.norm) and fusable(LMHead, head):
@@ -280,7 +287,7 @@ class GPT(ParallelModule):
 
     @contextmanager
     def _tied(self) -> Iterator[dict[str, Tensor]]:
-        """What an LMHead takes besides where the embedding's table is its own: it is whole within, FSDP2 or not."""
+        """The argument `tied` of an LMHead that uses the embedding's table. FSDP2 keeps the table gathered within."""
         if not (self.config.tie_embeddings and isinstance(self.lm_head, LMHead)):
             yield {}
             return
@@ -289,13 +296,13 @@ class GPT(ParallelModule):
         if embedding is None:
             raise ValueError(
                 f"lm_head is tied to the table of embed_tokens, which is a {type(self.embed_tokens).__name__} without "
-                f"a VocabParallelEmbedding: wrap that one, or build with tie_embeddings=False"
+                f"a VocabParallelEmbedding: wrap the original one, or build with tie_embeddings=False"
             )
-        sharded = [part for part in parts if hasattr(part, "unshard")]  # FSDP2 gave up the table after their forward
+        sharded = [part for part in parts if hasattr(part, "unshard")]  # FSDP2 may free the table after its forward
         for part in sharded:
             part.unshard()
         yield {"tied": embedding.local("weight")}
-        if not torch.is_grad_enabled():  # else after the backward
+        if not torch.is_grad_enabled():  # with gradients FSDP2 does it after the backward
             for part in sharded:
                 part.reshard()
 

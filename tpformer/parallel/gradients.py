@@ -1,4 +1,4 @@
-"""Gradients between backward and the optimizer: adding up partial ones, the global norm, scaling. Any mesh."""
+"""What happens to gradients between backward and optimizer, on any mesh: partial sums, the global norm, scaling."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,16 +21,17 @@ SUMMED_AT = "_summed_at"  # on a gradient: its version when it was summed
 def reduce_partial_gradients(
     model: nn.Module, *, partial: Sequence[str] | str = (), whole: Sequence[str] | str = ()
 ) -> None:
-    """Add up, over their mesh axis, the gradients that each rank holds only a part of. Once per step, before clipping.
+    """Add up, over their mesh axis, gradients of which each rank holds a part. Call it once per step, before clipping.
 
     Parameters that all tensor-parallel ranks share but use on their own sequence shard (norm weights, row biases,
     positions, shared key-value heads) get Partial gradients. They become Replicate, equal on all ranks.
-    partial, whole: names of parameters of your own, or patterns of them ("*.lora_a.weight"), that are not laid out over
-    tensor-parallel ranks, in a model with sequence shards. A gradient made from such shards is this rank's part, and
-    is summed; one that is equal on all ranks already is left alone. Nothing tells them apart, so each has to be named,
-    but for modules of others in place of this library's, which get whole rows. Without sequence shards all are equal.
-    Communication: one all-reduce per (axis, dtype) of all such gradients together. Calling it again does nothing.
-    FSDP2 does this itself while it reduces, but for parameters of your own; call it either way.
+    partial, whole: needed for parameters of your own that are not laid out over tensor-parallel ranks, in a model with
+    sequence shards. Name each one, or a pattern such as "*.lora_a.weight": in `partial` if its gradient is made from
+    this rank's shard (it is then summed), in `whole` if it is already equal on all ranks (it is then left alone).
+    Nothing else tells the two apart. Modules that replace this library's need no name: they get whole rows.
+    Communication: one all-reduce of all such gradients per (axis, placements, dtype), and one per dtype for parameters
+    of your own. Calling it again does nothing.
+    FSDP2 does this itself while it reduces, except for parameters of your own; call it either way.
     Errors:  ValueError for a parameter that is named nowhere, or in both. RuntimeError where a sum has been changed,
              by clipping or another backward, before the next call.
     """
@@ -56,7 +57,7 @@ def reduce_partial_gradients(
 
 
 def _summed(parts: list[Tensor], groups: Iterable[ProcessGroup]) -> list[Tensor]:
-    """Each tensor's sum over the ranks of all groups, in one all-reduce a group."""
+    """Each tensor's sum over the ranks of all groups, by one all-reduce per group."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     for group in groups:
         flat = all_reduce(flat, group)
@@ -101,7 +102,7 @@ def _own_parts(
 
 
 def _version(grad: Tensor) -> tuple[int, int]:
-    """It changes with every write: to a DTensor, and, as FSDP2 adds, to what a DTensor holds."""
+    """It changes with every write to a DTensor, and to its local tensor, into which FSDP2 adds."""
     return grad._version, local_part(grad)._version
 
 
@@ -144,8 +145,8 @@ def gradient_norm(
     """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
 
     groups: the process groups of the mesh axes that parameters are laid out over, or copied on (None is skipped);
-    pipeline: that of the ranks that hold other parameters. Each part of a gradient is counted once: its square is
-    divided by the number of ranks that hold it, and by two more for parameters of `held_twice` (TiedParameter.local).
+    pipeline: the group of the ranks that hold other parameters. Each part of a gradient is counted once: its square is
+    divided by the number of ranks that hold it, and by 2 again for parameters of `held_twice` (TiedParameter.local).
     Communication: one all-reduce of 8 bytes per group. RuntimeError for a gradient that is still partial.
     """
     groups = [group for group in groups if group is not None]
@@ -168,7 +169,7 @@ def gradient_norm(
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients, in place, by one number: that of clipping, of a loss scale, or both. No communication."""
+    """Multiply all gradients by one number, in place. No communication."""
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)

@@ -1,6 +1,6 @@
 """A pipeline rank: its stages, and the torch.distributed.pipelining schedule that runs them.
 
-Belongs here: the bridge between stages, FSDP2 and the weight-gradient queue. What a stage computes is its module's.
+Belongs here: the bridge between stages, FSDP2 and the weight-gradient queue. What a stage computes is in its module.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from .zero import prepare_backward, reduce_accumulated, reshard, take_weight_gra
 
 
 class _Part(nn.Module):
-    """What the engine runs as a stage: the part, with its FSDP2 state out of the engine's sight, which else would keep
-    gradients and parameters whole until the last microbatch; and with its weight gradients collected."""
+    """The module that torch runs as a stage: a part whose weight gradients go to `queue`.
+
+    It hides the part's FSDP2 class from torch, which would keep gradients and parameters whole until the last
+    microbatch.
+    """
 
     def __init__(self, module: nn.Module, queue: WeightGradientQueue | None) -> None:
         super().__init__()
@@ -60,8 +63,8 @@ class _Stage(PipelineStage):
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    # torch allocates what every microbatch will receive, activations and gradients, at the first step, for good: memory
-    # for all microbatches, where a schedule such as 1F1B needs that of those in flight
+    # at the first step torch allocates, for good, the activations and gradients that every microbatch will receive; a
+    # schedule such as 1F1B needs memory for those in flight only, so the buffers are on meta until then
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(*args, **kwargs)
         for infos in self.args_recv_info.values():
@@ -86,16 +89,16 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._recorded("F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        _receive_on(self.args_recv_info[fwd_chunk_id], "meta")  # the engine holds the input until its backward
+        _receive_on(self.args_recv_info[fwd_chunk_id], "meta")  # torch holds the input itself until its backward
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not self.has_backward:
-            self.fwd_cache.pop(bwd_chunk_id, None)  # what an evaluation's forward left, else kept until the next step
+            self.fwd_cache.pop(bwd_chunk_id, None)  # torch would keep what an evaluation's forward left
             return
-        # the last reduction of stages 0 and 1 is perform_reduce_grad's: weight gradients may still be to come
+        # with ZeRO stages 0 and 1 perform_reduce_grad reduces last: weight gradients may still be to come
         prepare_backward(self.part, self.zero_stage, last=last_backward and self.zero_stage >= 2)
         with self._recorded("B" if full_backward else "I", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -103,7 +106,7 @@ class _Stage(PipelineStage):
                 take_weight_gradients(self.part)
         _receive_on(self.grad_recv_info[bwd_chunk_id], "meta")
         if loss is not None and (full_backward or self.dw_builder is not None) and not loss._is_view():
-            loss.detach_()  # the engine keeps losses to the end of the step, and through their graphs what it received
+            loss.detach_()  # torch keeps losses to the end of the step, and their graphs keep what was received
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -121,7 +124,7 @@ class _Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Shapes were given, not inferred from a run on real tensors, after which torch drops all gradients."""
+        """Does nothing: torch drops all gradients here, after a run on real tensors, but the shapes here were given."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward and self.zero_stage < 2:
@@ -137,7 +140,7 @@ def _receive_on(infos: Any, device: torch.device | str) -> None:
 
 
 def _queues(part: nn.Module) -> bool:
-    """Whether linears in it give their weight gradients to a WeightGradientQueue; others leave the split to torch."""
+    """Whether the part has linears that use a WeightGradientQueue; other modules leave the split to torch."""
     return any(isinstance(module, ColumnParallelLinear | RowParallelLinear) for module in part.modules())
 
 
@@ -149,7 +152,7 @@ class Pipeline:
     and last the result of the last stage; only floating-point ones get gradients.
     loss_fn(result of the last stage, target) -> scalar; gradients of the microbatches' losses are summed.
     Communication, per microbatch and boundary between ranks: the tensor forward and its gradient backward, point to
-    point. Errors: ValueError when the parts are not as many as the layout's stages per rank.
+    point. Errors: ValueError when there are not as many parts or boundaries as the layout needs.
     """
 
     def __init__(
@@ -167,8 +170,8 @@ class Pipeline:
         indices = layout.stages_of(rank)
         if len(parts) != len(indices) or len(boundaries) != layout.n_stages + 1:
             raise ValueError(
-                f"pipeline rank {rank} has the stages {indices} of {layout.n_stages}: it needs as many parts, and "
-                f"{layout.n_stages + 1} boundaries, not {len(parts)} and {len(boundaries)}"
+                f"pipeline rank {rank} has the stages {indices} of {layout.n_stages}: it needs {len(indices)} parts "
+                f"and {layout.n_stages + 1} boundaries, not {len(parts)} and {len(boundaries)}"
             )
         self.parts, self.is_first, self.is_last = list(parts), 0 in indices, layout.n_stages - 1 in indices
         examples = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in boundaries]
@@ -200,7 +203,7 @@ class Pipeline:
         return self._run(self.schedule.step, inputs, target, kwargs)
 
     def evaluate(self, inputs: Tensor, target: Any, **kwargs: Any) -> Tensor:
-        """The same without backward."""
+        """The losses' sum as in `step`, without backward."""
         loss = self._run(self.schedule.eval, inputs, target, kwargs)
         for part in self.parts:
             reshard(part)

@@ -1,4 +1,4 @@
-"""What pipeline ranks did and when: the record, and gathering it on one clock. Pictures of it: tpformer.planner."""
+"""The record of what pipeline ranks did and when, gathered on one clock. tpformer.planner draws it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class Action(NamedTuple):
 def gather_actions(record: Sequence[Action], group: dist.ProcessGroup | None = None) -> list[Action] | None:
     """All ranks' actions on the group's first rank, on its clock; None on the others.
 
-    Collective on `group`: a barrier and one gather of the pickled actions (about 60 bytes each). time.perf_counter
-    counts from the machine's start, so ranks of one machine share a clock; those of another are shifted by its
-    difference after the barrier, which assumes that the barrier releases all ranks at once (good to a network
-    round-trip).
+    Collective on `group`: a barrier and one gather of the pickled actions (about 60 bytes each). Ranks of one machine
+    share a clock, as time.perf_counter counts from the machine's start. The times of another machine are shifted by the
+    difference of the clocks after the barrier, as if it released all ranks at once (good to a network round-trip).
     """
     dist.barrier(group)
     mine = (_machine(), time.perf_counter(), list(record))
@@ -46,6 +45,6 @@ def gather_actions(record: Sequence[Action], group: dist.ProcessGroup | None = N
 
 
 def _machine() -> str:
-    """What processes with one time.perf_counter have in common."""
+    """A name that processes with the same time.perf_counter share."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.exists() else platform.node()

@@ -36,13 +36,13 @@ def pipeline_sequential(
     model: the same on all ranks, with the same values or on the meta device (then fill `Pipeline.parts` yourself). Each
     child takes the tensor that the one before it returned. Parts keep the model's parameter names.
     example: the input of one microbatch of one data-parallel rank; only its shape and dtype count.
-    layout: pipeline_parallel, schedule, split and data-parallel axes; tensor parallelism is the model's own affair, and
-    so are recomputation and offloading, which its children do themselves.
-    loss_fn(output, target) of a microbatch: gradients are summed over microbatches and data-parallel ranks, so divide
-    by the samples of the global batch.
-    Communication: Pipeline's and, with data-parallel axes or cpu_offload, apply_zero's, each child being a unit.
-    Errors: ValueError for fewer children than stages, for a layout that contradicts itself, and for one that asks for
-    what the children have to do.
+    layout: its pipeline, ZeRO and data-parallel settings. Tensor parallelism, recomputation and offloading of
+    activations are left to the children.
+    loss_fn(output, target): the loss of a microbatch. Gradients are summed over microbatches and data-parallel ranks:
+    divide it by the samples of the global batch.
+    Communication: Pipeline's and, with data-parallel axes or cpu_offload, apply_zero's, where each child is a unit.
+    Errors: ValueError for fewer children than stages, for a layout that contradicts itself, and for settings that are
+    left to the children.
     """
     layout.check()
     for name in CHILDREN_DO:
@@ -80,7 +80,7 @@ def pipeline_sequential(
 
 
 def _trace(model: nn.Sequential, example: Tensor, by: str) -> tuple[list[Tensor], list[float]]:
-    """What goes into each child and out of the last one (meta tensors), and what each child costs."""
+    """What goes into each child and out of the last one (meta tensors); each child's parameters or forward FLOPs."""
     x = torch.empty_like(example, device="meta")
     boundaries, costs = [x], []
     for child in model:

@@ -1,4 +1,4 @@
-"""Dividing consecutive layers among pipeline stages."""
+"""How consecutive layers are divided among pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from operator import add
 def split_stages(costs: Sequence[float], n_stages: int) -> list[range]:
     """Consecutive ranges of items, one per stage, none empty, whose largest cost is as small as possible.
 
-    costs: of each item, in any unit (parameters, FLOPs). Among the splits with the smallest largest cost, the one with
-    the smallest sum of squares is taken, so that the other stages are even too. O(items**3 * stages).
+    costs: each item's cost, in any unit (parameters, FLOPs). Among the splits with the smallest largest cost, the one
+    with the smallest sum of squares is taken, so that the other stages are even too. Takes O(items**2 * stages).
     ValueError for fewer items than stages.
     """
     n = len(costs)
@@ -20,7 +20,7 @@ def split_stages(costs: Sequence[float], n_stages: int) -> list[range]:
         raise ValueError(f"{n} layers cannot be divided among {n_stages} stages: each needs one")
     total = [0.0, *accumulate(costs)]
     largest, _ = _cheapest(total, n_stages, lambda cost: cost, max)
-    # not both at once: the beginning of the best split may have a larger cost than another, and smaller squares
+    # one pass cannot do both: the start of the best split may have a larger cost than another, and smaller squares
     _, begins = _cheapest(total, n_stages, lambda cost: cost**2 if cost <= largest else inf, add)
     return [range(begin, end) for begin, end in pairwise([*begins, n])]
 
@@ -29,18 +29,19 @@ def _cheapest(
     total: Sequence[float], n_stages: int, price: Callable[[float], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """(joined price, where each stage begins) of the best split; total[i] is the cost of the first i items."""
-    # best[i]: of the first i items in the stages so far
-    best: list[tuple[float, list[int]]] = [(price(cost), [0]) for cost in total]
+    best = [price(cost) for cost in total]  # best[i]: the price of the first i items in the stages so far
+    last_begins = []  # per stage after the first: where it begins in the best split of the first i items
     for stage in range(1, n_stages):
-        best = [
+        choices = [
             min(
-                (
-                    (join(best[begin][0], price(total[end] - total[begin])), [*best[begin][1], begin])
-                    for begin in range(stage, end)
-                ),
-                key=lambda split: (split[0], split[1][-1]),
-                default=(inf, []),
+                ((join(best[begin], price(total[end] - total[begin])), begin) for begin in range(stage, end)),
+                default=(inf, 0),
             )
             for end in range(len(total))
         ]
-    return best[-1]
+        best = [joined for joined, _ in choices]
+        last_begins.append([begin for _, begin in choices])
+    begins = [len(total) - 1]
+    for chosen in reversed(last_begins):
+        begins.append(chosen[begins[-1]])
+    return best[-1], [0, *begins[:0:-1]]

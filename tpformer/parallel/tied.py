@@ -50,7 +50,8 @@ class TiedParameter:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up the copies' gradients, after those over other axes and before the norm: all copies then have the sum.
+        """Add up the copies' gradients: all copies then have the sum. Call it after the reductions over other axes and
+        before the norm.
 
         Communication: one all-reduce of this rank's shard between the two ranks; none where they are one.
         """

@@ -27,14 +27,16 @@ def apply_zero(
 ) -> None:
     """Lay a part of the model out over the data-parallel axes of `mesh` by FSDP2, as layout.zero says.
 
-    units: modules within `part`, in the order of its forward, that are gathered, and reduced, one after the other; what
-    is left of it is one more.
+    units: modules of `part` in the order of its forward. Each is gathered and reduced as a whole; the rest of `part` is
+    one more unit.
     Parameters keep the dtype they were built in (master weights) and compute in compute_dtype. Gradients are summed,
-    not averaged: a loss is to be divided by the target tokens of the global batch.
-    Communication, per unit of P parameters: stages 0 to 2 one all-gather of P * compute itemsize a step, stage 3 one in
-    the forward and one in the backward of each microbatch; stages 0 and 1 one reduce-scatter of P * reduce itemsize a
-    step, stages 2 and 3 one each microbatch; and over dp_replicate one all-reduce of what that leaves a step (one each
-    microbatch where stages 2 and 3 reduce in 16 bits, which is no format to add up microbatches in).
+    not averaged: divide the loss by the target tokens of the global batch.
+    Communication, for a unit of P parameters:
+        all-gather of P * compute itemsize: stages 0 to 2 once a step; stage 3 in the forward and the backward of each
+        microbatch (the rest of `part` in the forward only);
+        reduce-scatter of P * reduce itemsize: stages 0 and 1 once a step, stages 2 and 3 once a microbatch;
+        all-reduce over dp_replicate of what the reduce-scatter leaves: once a step, but once a microbatch where stages
+        2 and 3 reduce in 16 bits, in which microbatches must not be added up.
     """
     master = next((parameter.dtype for parameter in part.parameters()), compute_dtype)
     low = compute_dtype.itemsize < master.itemsize
@@ -67,20 +69,21 @@ def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:
 
 
 def prepare_backward(part: nn.Module, zero_stage: int, *, last: bool) -> None:
-    """Before a backward of `part`: whether its gradients are reduced, and its parameters given up, after it.
+    """Tell FSDP2, before a backward of `part`, whether to reduce gradients and free gathered parameters after it.
 
-    last: of the step. Stages 0 and 1 accumulate unreduced gradients until then. Without FSDP2 nothing happens.
+    last: whether it is the last backward of the step. Stages 0 and 1 accumulate unreduced gradients until then. Does
+    nothing without FSDP2.
     """
     if isinstance(part, FSDPModule):
         part.set_requires_gradient_sync(last or zero_stage >= 2)
-        # sums over dp_shard wait for dp_replicate as shards in the reduce dtype: where that can add up microbatches
+        # sums over dp_shard may wait for the all-reduce only in a dtype that can add up microbatches
         part.set_requires_all_reduce(last or fully_shard.state(part)._mp_policy.reduce_dtype.itemsize < 4)
         part.set_is_last_backward(last or zero_stage >= 2)  # its reductions are complete when it returns
         part.set_reshard_after_backward(last or zero_stage == 3)
 
 
 def reshard(part: nn.Module) -> None:
-    """Give up parameters that a forward without backward left gathered: `part.parameters()` are the shards again."""
+    """Free the parameters that a forward without backward left gathered: `part.parameters()` are shards again."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -101,9 +104,9 @@ def take_weight_gradients(part: nn.Module) -> None:
 
 
 def reduce_accumulated(part: nn.Module) -> None:
-    """Reduce what backwards without reduction accumulated, and give up the unsharded parameters.
+    """Reduce what backwards without reduction accumulated, and free the gathered parameters.
 
-    What torch.distributed.pipelining does after the last microbatch (perform_reduce_grad): its backwards do not tell
+    torch.distributed.pipelining does this after the last microbatch (perform_reduce_grad), as its backwards do not tell
     FSDP2 which one is the last.
     """
     if isinstance(part, FSDPModule):

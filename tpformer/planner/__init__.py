@@ -1,4 +1,4 @@
-"""Models of a run: what its pipeline schedule costs, beside what it did. Re-exports only."""
+"""Models of a run: what its ranks hold and send, what its pipeline costs, and pictures. Re-exports the pipeline's."""
 
 from .bubbles import RATIOS, Step, bubble_ratio, bubble_time, schedule_order, simulate
 from .timeline import bubble_share, describe, draw_timeline, write_svg, write_trace

@@ -1,4 +1,4 @@
-"""What a pipeline schedule's bubble should be: closed forms where there are any, and a simulation of its own order.
+"""What a pipeline schedule's bubble should be: closed forms where they exist, and a simulation of its order.
 
 Belongs here: theory, computed from a schedule's name, its sizes and durations. Measured timelines: timeline.py.
 
@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 Order = list[list[tuple[Step, ...]]]
-"""By rank, in order of execution: steps of which torch sends the results together, after the last of them."""
+"""For each rank, groups of steps in order of execution. torch sends a group's results together, after its last step."""
 
 Seconds = Callable[[Step], float]
 
@@ -41,19 +41,20 @@ RATIOS = {
     "ZBVZeroBubble": "(p-1)/(6 m)",
     "DualPipeV": "(p-1)/(3 m)",
 }
-"""Idle time of a rank / its computing time, for equal stages; of the last three with F = I = W."""
+"""Idle time of a rank / its computing time, for equal stages; the last three hold for F = I = W."""
 
 
 def bubble_time(schedule: str, ranks: int, n_microbatches: int, seconds: Mapping[str, float]) -> float | None:
-    """How long each rank idles between the first start and the last end on any rank (mean of the ranks): closed forms.
+    """How long a rank idles between the first start and the last end on any rank, as a mean over the ranks.
 
-    seconds: those of F, I and W, by name, the same on all stages; communication takes no time. The forms:
+    seconds: the times of F, I and W, by name, equal on all stages; communication takes no time. The closed forms:
 
         (p-1)(F+B)      naive, GPipe, 1F1B, and Interleaved1F1B, whose stages are v times smaller (arXiv:2104.04473,
                         section 2.2); LoopedBFS (arXiv:2211.05953)
         (p-1)(F+I-W)    InterleavedZeroBubble: ZB-H1 of arXiv:2401.10241, section 2.3
-        (p-1)F          ZBVZeroBubble: none (arXiv:2401.10241, section 6), but the first microbatch's way to rank p-1
-        (p-1)(F+2B-3W)  DualPipeV: arXiv:2412.19437, table 2, on half its ranks, with F and B in turn, as torch has it
+        (p-1)F          ZBVZeroBubble: no bubble (arXiv:2401.10241, section 6) after the first microbatch's way to
+                        rank p-1
+        (p-1)(F+2B-3W)  DualPipeV: arXiv:2412.19437, table 2, on half its ranks; torch runs F and B in turn
 
     None where the form does not hold: fewer microbatches than ranks; InterleavedZeroBubble with W above F or I;
     ZBVZeroBubble and DualPipeV unless F = I = W, and with fewer than 2p-1 and 2p microbatches.
@@ -77,7 +78,7 @@ def bubble_ratio(schedule: str, ranks: int, n_microbatches: int, stages_per_rank
 
 
 def schedule_order(schedule: str, ranks: int, n_microbatches: int, stages_per_rank: int) -> Order:
-    """What every rank computes, in the order of torch.distributed.pipelining's schedule; ValueError from torch."""
+    """What every rank computes, in the order of torch.distributed.pipelining's schedule; ValueErrors are torch's."""
     if schedule in ("naive", "GPipe", "1F1B"):  # torch's own list of 1F1B begins at microbatch 1 on the last rank
         ahead = [min(n_microbatches, ranks - rank if schedule == "1F1B" else n_microbatches) for rank in range(ranks)]
         return [_one_stage(rank, n_microbatches, n) for rank, n in enumerate(ahead)]
@@ -104,7 +105,7 @@ def _one_stage(stage: int, n_microbatches: int, ahead: int) -> list[tuple[Step, 
 
 
 def simulate(order: Order, seconds: Seconds) -> list[Action]:
-    """The timeline of an order if communication took no time: each step starts when its rank and its input are ready.
+    """The timeline of an order if communication took no time. Each step starts when its rank and its input are ready.
 
     The first step starts at 0. ValueError for an order that waits for itself.
     """

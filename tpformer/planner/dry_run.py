@@ -1,7 +1,7 @@
-"""A run's ranks without its machines: the real model on fake tensors, rank after rank in one process.
+"""Count a run's ranks without its machines: the real model on fake tensors, rank after rank in one process.
 
-Belongs here: the fake world, the model in it, and what is run to be counted: microbatches and the optimizer step.
-Counters: counting.py. Formulas: memory.py. Text: report.py.
+Belongs here: the fake world, the model in it, and the microbatches and the optimizer step that are run to be counted.
+Counters are in counting.py, formulas in memory.py, text in report.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from .memory import boundary_bytes, microbatch_rows
 
 
 class RankCount(NamedTuple):
-    """What was counted on a rank, in bytes. gradients: when they are reduced. copies: parameters that FSDP2 gathers for
-    compute. accumulated: gradients that wait for their reduction. collectives: how often in an optimizer step."""
+    """What was counted on a rank, in bytes.
+
+    coordinates: the rank's index on each mesh axis. gradients: the reduced ones. copies: parameters that FSDP2 gathers
+    for compute. accumulated: gradients that wait for their reduction. collectives: calls of each in an optimizer step.
+    """
 
     rank: int
     coordinates: dict[str, int]
@@ -52,17 +55,17 @@ class RankCount(NamedTuple):
 
 
 def plan_config(config: RunConfig) -> RunConfig:
-    """The configuration as it is counted: for a GPU unless train.device is cpu, vocabulary and dtype set; checked.
+    """The configuration to count: checked, for a GPU unless train.device is cpu, with vocabulary and dtype filled in.
 
     No dataset is opened: an unset vocabulary comes from data.tokenizer, or from the sidecar of the first dataset.
-    ValueError as check_config, and for a vocabulary that nothing tells.
+    Errors: check_config's, and ValueError where nothing tells the vocabulary.
     """
     data = config.data
     if config.model.vocab_size is None:
         if not data.train or (data.tokenizer is None and read_sidecar(data.train[0]) is None):
             raise ValueError(
-                "model.vocab_size is unset, and data.train names no dataset built by `tpformer data build` to take it "
-                "from: set model.vocab_size"
+                "model.vocab_size is unset, and data.train names no dataset of `tpformer data build` that tells it: "
+                "set model.vocab_size"
             )
         config = resolve(config)
     device = config.train.device or "cuda"
@@ -73,7 +76,7 @@ def plan_config(config: RunConfig) -> RunConfig:
 
 
 def default_ranks(config: RunConfig) -> list[int]:
-    """Ranks that differ: the first ones of the first, a middle and the last pipeline stage."""
+    """One rank at the first, a middle and the last place of the pipeline: these differ most."""
     pipeline = config.parallel.pipeline_parallel
     return [config.parallel.world_size // pipeline * index for index in sorted({0, pipeline // 2, pipeline - 1})]
 
@@ -87,12 +90,12 @@ def check_ranks(config: RunConfig, ranks: Sequence[int]) -> None:
 
 
 def device_memory() -> float:
-    """Bytes of this machine's GPU, else 80 GB: the most common kind's."""
+    """Bytes of this machine's GPU, else 80e9, those of the most common kind."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
 
 
 def count_parameters(config: RunConfig) -> int:
-    """Elements of the whole model's parameters, built on meta tensors; the vocabulary's padding not counted."""
+    """Elements of the whole model's parameters, built on meta tensors, without the vocabulary's padding."""
     model = GPT(config.model.architecture, device="meta")
     total = sum(parameter.numel() for parameter in model.parameters())
     for table in (model.embed_tokens, model.lm_head):
@@ -114,7 +117,7 @@ def count_rank(config: RunConfig, rank: int) -> RankCount:
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of a world of which it is all there is: collectives return at once."""
+    """Make this process one rank of a world that has no other processes: collectives return at once."""
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own: run it in a process that has none")
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -122,19 +125,18 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()  # or the next rank would get this one's groups
+        forget_meshes()  # otherwise the next rank would get this one's groups
 
 
 class _Rank:
-    """One rank, its parameters fake CPU tensors: the code that runs is a CPU run's, which keeps and communicates what a
-    GPU's does."""
+    """One rank on fake CPU tensors. It runs the code of a CPU run, which keeps and sends what a GPU run does."""
 
     def __init__(self, config: RunConfig) -> None:
-        # whatever the transport, it moves the bytes of the collectives that "sequential" calls
+        # every transport moves the bytes of the collectives that "sequential" calls
         layout = dataclasses.replace(config.parallel, transport="sequential", transport_table="")
         self.config, self.layout, self.dtype = config, layout, default_dtype(config)
         self.mesh = run_mesh(config, "cpu")
-        # dropout keeps and moves nothing, and its bits would look at the samples' values, which there are none of
+        # dropout keeps and moves nothing, and its bits need the samples' indices, but fake tensors have no values
         model = dataclasses.replace(config.model, dropout=0.0)
         parts = build_parts(dataclasses.replace(config, parallel=layout, model=model), self.mesh)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # the model is built of meta tensors
@@ -167,7 +169,7 @@ class _Rank:
         return torch.empty(rows, self.config.model.hidden_size, dtype=self.dtype, requires_grad=True)
 
     def _microbatch(self, index: int, *, last: bool) -> StageCount:
-        """Forward and backward of one microbatch of a part, as the trainer has them, or in a pipeline its stages."""
+        """Forward and backward of one microbatch of a part, as the trainer runs them, or in a pipeline its stage."""
         part, queue, zero = self.model.parts[index], self.queues[index], self.layout.zero
         before = 0 if queue is None else live_bytes(self.mode)
         x, saved = self._input(part), SavedBytes(part)
@@ -199,8 +201,10 @@ class _Rank:
         return live_bytes(self.mode) - self.parameters - sum(self.copies)
 
     def _step(self, recorder: CollectiveCounter) -> tuple[list[StageCount], int, Counter[Collective]]:
-        """An optimizer step up to the gradient norm: stages, accumulated gradients, collectives. Of the microbatches at
-        most three are run: all between the first and the last are alike."""
+        """An optimizer step up to the gradient norm: stages, bytes of accumulated gradients, collectives.
+
+        At most three microbatches are run, as all between the first and the last are alike.
+        """
         m, zero, accumulated = self.config.n_microbatches, self.layout.zero, 0
         calls: Counter[Collective] = Counter()
         for number in sorted({1, min(2, m), m}):
@@ -219,8 +223,7 @@ class _Rank:
         return stages, accumulated, calls + recorder.take()
 
     def _messages(self) -> Counter[Collective]:
-        """Point to point, of all microbatches: rows from the stage before and gradients from the stage after, where
-        another rank has it, and as many sent to them."""
+        """Point-to-point messages of all microbatches: rows and gradients that cross between two ranks' stages."""
         calls: Counter[Collective] = Counter()
         size = boundary_bytes(self.config)
         for stage in self.indices:
@@ -231,6 +234,7 @@ class _Rank:
         return calls
 
     def count(self, rank: int) -> RankCount:
+        """Run one optimizer step and count it."""
         with self.mode, CollectiveCounter(self.mesh) as recorder:
             stages, accumulated, calls = self._step(recorder)
             gradients = nbytes(parameter.grad for parameter in self.model.parameters())

@@ -1,6 +1,6 @@
-"""The dry run's answer as text: what each rank holds and communicates, whether it fits, and what would make it fit.
+"""The dry run's report: what each rank holds and communicates, whether it fits, and what would make it fit.
 
-Belongs here: adding up counts (dry_run.py) and formulas (memory.py), and their tables.
+Belongs here: the sums of counts (dry_run.py) and formulas (memory.py), and their tables.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ NOT_COUNTED = "not counted: CUDA context and libraries (about 1 GB), NCCL's buff
 
 
 def size(nbytes: float) -> str:
+    """Bytes in words, with a decimal unit: "1.50 GB"."""
     for unit, name in UNITS:
         if nbytes >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -46,7 +47,11 @@ def size(nbytes: float) -> str:
 
 
 class Plan(NamedTuple):
-    """One rank's memory. parts: (name, bytes) that add up to what it needs at its peak; host: bytes of host memory."""
+    """One rank's memory.
+
+    states: the model states by formula. peak: what the schedule keeps when it keeps most. parts: (name, bytes) that add
+    up to what the device needs at its peak. host: bytes of host memory.
+    """
 
     states: list[State]
     peak: Peak
@@ -55,20 +60,22 @@ class Plan(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Bytes that the device needs at its peak."""
         return sum(nbytes for _, nbytes in self.parts)
 
 
 def rank_size(config: RunConfig, count: RankCount) -> Elements:
+    """Numbers of parameters of a rank's stages, before ZeRO."""
     return elements(config.model, [stage.layers for stage in count.stages], config.parallel.tensor_parallel)
 
 
 def _accumulates(config: RunConfig) -> bool:
-    """Whether gradients wait for their reduction: until the last microbatch, or in a pipeline its last action."""
+    """Whether gradients wait for their reduction, until the last microbatch or, in a pipeline, the last action."""
     return config.n_microbatches > 1 or config.parallel.pipeline_parallel > 1
 
 
 def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
-    """What a rank needs. order: the pipeline's; None without one."""
+    """The memory that a rank needs. order: the pipeline's; None without a pipeline."""
     layout, precision, of_rank = config.parallel, Precision.of(config), rank_size(config, count)
     states = model_states(of_rank, layout, precision, accumulates=_accumulates(config))
     indices = [stage.stage for stage in count.stages]
@@ -108,7 +115,7 @@ def _workspaces(config: RunConfig) -> int:
 
 
 def _temporaries(config: RunConfig, count: RankCount, of_rank: Elements, saved: int) -> float:
-    """The larger of what the loss, and what a layer's backward and the reduction of its gradients need on their way."""
+    """Bytes that the loss needs, or a layer's backward with the reduction of its gradients, whichever are more."""
     layout, precision, tokens = config.parallel, Precision.of(config), _tokens(config)
     backward = layer_workspace(config.model, layout, tokens, of_rank.layer, precision)
     reduction = reduction_workspace(layout, of_rank.layer, precision)
@@ -125,7 +132,7 @@ def _temporaries(config: RunConfig, count: RankCount, of_rank: Elements, saved: 
 
 
 def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str, float]]:
-    """(a change of the configuration, bytes that it saves on this rank, by formula), the most first."""
+    """Changes of the configuration, each with the bytes that it saves on this rank by formula, largest first."""
     layout, model, of_rank = config.parallel, config.model, rank_size(config, count)
     found: list[tuple[str, float]] = []
     ranks, replicated = layout.data_parallel, layout.data_parallel_replicate > 1
@@ -133,7 +140,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
         changed = dataclasses.replace(
             layout, data_parallel_replicate=1, data_parallel_shard=ranks, zero_stage=stage, cpu_offload=False
         )
-        with contextlib.suppress(ValueError):  # not with this schedule
+        with contextlib.suppress(ValueError):  # this schedule refuses the stage
             changed.check()
             states = model_states(of_rank, changed, Precision.of(config), accumulates=_accumulates(config))
             where = f" with data_parallel_shard = {ranks}" if replicated else ""
@@ -152,12 +159,13 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
 
 
 def verdict(config: RunConfig, count: RankCount, plan: Plan, device_memory: float) -> Iterator[str]:
+    """The lines that say whether a rank fits in device_memory bytes, and if not, which changes would help."""
     room = device_memory - plan.total
     of = f"predicted: {size(plan.total)} of {size(device_memory)}"
     if room >= 0:
         yield f"  {of}: fits, {size(room)} are left"
         return
-    yield f"  {of}: does not fit, {size(-room)} too much. What to change in [parallel] or [train] (saves, by formula):"
+    yield f"  {of}: does not fit, {size(-room)} too much. Changes in [parallel] or [train], with bytes saved (formula):"
     options = remedies(config, count, plan)
     for text, saves in options:
         yield f"    {text:48} {size(saves):>10}{'  enough' if saves >= -room else ''}"
@@ -165,7 +173,7 @@ def verdict(config: RunConfig, count: RankCount, plan: Plan, device_memory: floa
 
 
 def short_order(steps: Sequence[Sequence[Step]]) -> str:
-    """A rank's actions as torch writes them, stage, kind and microbatch: the first and the last ones."""
+    """A rank's first and last actions as torch writes them: stage, kind and microbatch, such as 0F3."""
     names = ["+".join(f"{step.stage}{step.kind}{step.microbatch}" for step in together) for together in steps]
     if len(names) > SHOWN_FIRST + SHOWN_LAST:
         names[SHOWN_FIRST:-SHOWN_LAST] = ["..."]
@@ -173,7 +181,7 @@ def short_order(steps: Sequence[Sequence[Step]]) -> str:
 
 
 def head(config: RunConfig) -> Iterator[str]:
-    """What holds for all ranks. The parameters are those of the built model."""
+    """The lines about all ranks. The number of parameters is counted on the built model."""
     layout, m = config.parallel, config.n_microbatches
     axes = f"pp {layout.pipeline_parallel} x dp_replicate {layout.data_parallel_replicate}"
     axes += f" x dp_shard {layout.data_parallel_shard} x tp {layout.tensor_parallel}"
@@ -183,7 +191,7 @@ def head(config: RunConfig) -> Iterator[str]:
     regions = f" by {layout.recompute_interval} layers" if layout.recompute_interval > 1 else ""
     yield (
         f"ZeRO-{layout.zero}, {config.train.dtype}, recompute {layout.recompute}{regions}; samples of "
-        f"{config.model.seq_length} tokens: {config.train.global_batch_size} in a step, {m} (microbatches) x "
+        f"{config.model.seq_length} tokens: {config.train.global_batch_size} in a step, {m} microbatches of "
         f"{config.microbatch_size} on a rank"
     )
     p, name = layout.pipeline_parallel, layout.pipeline_schedule
@@ -194,7 +202,7 @@ def head(config: RunConfig) -> Iterator[str]:
 
 
 def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_memory: float) -> Iterator[str]:
-    """Everything about one rank."""
+    """The lines about one rank."""
     plan, of_rank = rank_plan(config, count, order), rank_size(config, count)
     where = ", ".join(f"{axis} {index}" for axis, index in count.coordinates.items())
     stages = ", ".join(f"stage {s.stage}: layers {s.layers.start} to {s.layers.stop - 1}" for s in count.stages)

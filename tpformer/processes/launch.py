@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, ending them together, and starting them again after a failure.
+"""Start the ranks of a run on this machine, end them together, and start them again after a failure.
 
 Ranks are forks of the launcher, which has imported what they need: a run of eight ranks imports torch once. The
 launcher itself must compute nothing before it forks, because threads and CUDA do not survive a fork.
@@ -20,9 +20,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 POLL_SECONDS = 0.05
-HANG_EXIT_CODE = 124  # a watchdog ended the rank; as of coreutils' timeout
+HANG_EXIT_CODE = 124  # a watchdog ended the rank; coreutils' timeout uses the same code
 STOPS = (signal.SIGTERM, signal.SIGINT)
-USAGE_EXIT_CODE = 2  # what only the user can mend (a value, a missing file): starting again would not help
+USAGE_EXIT_CODE = 2  # only the user can mend it (a value, a missing file): starting again would not help
 
 
 def launched() -> bool:
@@ -31,7 +31,7 @@ def launched() -> bool:
 
 
 def check_local_ranks(world_size: int, device: str | None) -> None:
-    """ValueError for more ranks than this machine should start: one for each GPU; four a core, at least 16.
+    """ValueError for more ranks than this machine should start: one per GPU; on CPUs four per core, 16 at least.
 
     device: cpu or cuda; None for cuda where there is one.
     """
@@ -45,17 +45,16 @@ def check_local_ranks(world_size: int, device: str | None) -> None:
     if world_size > most:
         here = f"{most} GPUs" if cuda else f"{cores} CPU cores"
         raise ValueError(
-            f"the layout has {world_size} ranks, which this command would all start on this machine of {here}: start "
-            f"it on several with torchrun or SLURM (examples/README.md), shrink the layout, or look at it with "
-            f"`tpformer dry-run`"
+            f"the layout has {world_size} ranks, too many for this machine of {here}: start them on several machines "
+            f"with torchrun or SLURM (examples/README.md), shrink the layout, or look at it with `tpformer dry-run`"
         )
 
 
 def record_exception(error: BaseException) -> None:
-    """Leave the exception for the launcher, in the file that torchrun and run_ranks name by TORCHELASTIC_ERROR_FILE.
+    """Write the exception to the file that torchrun and run_ranks name in TORCHELASTIC_ERROR_FILE.
 
-    To be called before the process exits: peers fail only once its connections are closed, so the oldest file of a job
-    is the first failure's. Without a launcher it does nothing.
+    Call it before the process exits: peers fail only once its connections are closed, so the oldest file of a job is
+    the first failure's. Without a launcher it does nothing.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
@@ -76,7 +75,7 @@ def _error_file(directory: str, rank: int) -> Path:
 
 
 def _rank(work: Callable[[int], object], attempt: int, environment: dict[str, str]) -> None:
-    """A rank's life: `work` in a process whose signals mean again what they mean to a new one."""
+    """Run `work` as a rank, in a process that takes signals as a new one does."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -105,7 +104,7 @@ def _start(work: Callable[[int], object], attempt: int, world_size: int, errors:
 
 
 def _order(code: int, error_file: Path) -> tuple[int, int]:
-    """Sorts failures: the cause first. A rank whose peer is gone raises too, or its native threads abort."""
+    """A sort key that puts the cause first: a rank whose peer is gone raises too, or its native threads abort."""
     if code in (USAGE_EXIT_CODE, HANG_EXIT_CODE) or (code < 0 and code != -signal.SIGABRT):
         return 0, 0
     return (1, error_file.stat().st_mtime_ns) if error_file.exists() else (2, 0)
@@ -124,7 +123,7 @@ def _describe(code: int, error_file: Path) -> str:
 
 
 def _run_once(work: Callable[[int], object], attempt: int, world_size: int, ranks: list[BaseProcess]) -> int:
-    """One attempt: 0, or the code of the rank that failed first (negative: a signal), which stderr then names."""
+    """One attempt. Returns 0, or the code of the rank that failed first (negative: a signal), which stderr names."""
     with tempfile.TemporaryDirectory(prefix="tpformer-ranks-") as errors:
         try:
             _start(work, attempt, world_size, errors, ranks)
@@ -147,12 +146,14 @@ def _run_once(work: Callable[[int], object], attempt: int, world_size: int, rank
 
 
 def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: int = 0) -> int:
-    """Call `work(attempt)` in a process per rank, with torchrun's environment; 0, or the code of the first to fail.
+    """Call `work(attempt)` in a process per rank, with torchrun's environment variables.
 
-    SIGTERM and SIGINT are passed on, so that ranks can finish in order; a second one kills them. When a rank fails the
-    others are killed at once (they would wait for it), and stderr names it, with the message that it left by
-    `record_exception`. Then all ranks are started again, at most max_restarts times; `attempt` counts from 0 and tells
-    `work` that it continues. Exit code 2 (a user's mistake) and a failure after SIGTERM or SIGINT end the job at once.
+    Returns 0, or the exit code of the first rank to fail (128 + N if signal N killed it). SIGTERM and SIGINT are passed
+    on, so that ranks can finish in order; a second one kills them. When a rank fails, the others are killed at once,
+    since they would wait for it, and stderr names it, with the message that it left by `record_exception`. Then all
+    ranks are started again, at most max_restarts times; `attempt` counts from 0 and tells `work` that it continues.
+    Exit code 2 (a user's mistake), SIGPIPE (nobody reads the output) and a failure after SIGTERM or SIGINT end the job
+    at once.
     """
     ranks: list[BaseProcess] = []
     received: list[int] = []
@@ -167,7 +168,7 @@ def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: i
     try:
         code = _run_once(work, 0, world_size, ranks)
         for attempt in range(1, max_restarts + 1):
-            if code in (0, USAGE_EXIT_CODE) or received:
+            if code in (0, USAGE_EXIT_CODE, -signal.SIGPIPE) or received:
                 break
             print(f"starting all ranks again: restart {attempt} of {max_restarts}", file=sys.stderr, flush=True)
             code = _run_once(work, attempt, world_size, ranks)

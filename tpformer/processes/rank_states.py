@@ -1,7 +1,7 @@
-"""What each rank of a job is doing: found in its Python frames, kept in a file per rank, compared in a report.
+"""What each rank of a job is doing: it is found in Python frames, kept in a file per rank and compared in a report.
 
-Belongs here: positions of threads, the files of a directory that all ranks share, and the words by which a rank is
-blamed. The thread that uses them is in watchdog.py.
+Belongs here: positions of threads, the files of a directory that all ranks share, and the sentences that blame a rank.
+The thread that uses them is in watchdog.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ STACK_DEPTH = 12
 
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 DISTRIBUTED = (os.path.join(PACKAGE, "distributed") + os.sep, os.path.join(TORCH, "distributed") + os.sep)
-# what callers know collectives by; frames below are how they work
+# collectives as callers know them are functions of these files; deeper frames are their implementation
 COLLECTIVES = (
     os.path.join(TORCH, "distributed", "distributed_c10d.py"),
     os.path.join(DISTRIBUTED[0], "collectives.py"),
 )
-# found between a collective and its caller, or below it, and no activity of their own
+# wrappers around and below collectives, which say nothing about what a thread does
 TRANSPARENT = (
     os.path.join(TORCH, "distributed", "c10d_logger.py"),
     os.path.join(TORCH, "_ops.py"),
@@ -68,7 +68,7 @@ def _line(frame: FrameType) -> str:
 
 
 def position(frame: FrameType) -> Position:
-    """What the thread whose innermost frame this is does now."""
+    """Where a thread is; frame: its innermost one."""
     frames: list[FrameType] = []
     innermost: FrameType | None = frame
     while innermost is not None:
@@ -92,7 +92,10 @@ def position(frame: FrameType) -> Position:
 
 
 def position_of_thread(thread: int) -> Position:
-    """Where the thread of that identifier is; if it waits for another thread that is in a collective, where that is."""
+    """Where the thread of that identifier is.
+
+    If it waits while another thread is in a collective, the collective and the stack are the other thread's.
+    """
     frames = sys._current_frames()
     own = frames.pop(thread, None)
     if own is None:
@@ -129,6 +132,7 @@ class RankState:
 
     @property
     def place(self) -> str:
+        """The step, and the collective or line that the rank is in, in words."""
         if self.finished:
             return f"finished after step {self.step}"
         return (
@@ -139,6 +143,7 @@ class RankState:
 
 
 def write_state(directory: Path, state: RankState) -> None:
+    """Write rank-N.json of `directory`, whole or not at all; OSError where that fails."""
     temporary = directory / f".rank-{state.rank}.tmp"
     temporary.write_text(json.dumps(dataclasses.asdict(state)))
     temporary.replace(directory / f"rank-{state.rank}.json")
@@ -159,7 +164,7 @@ def read_states(directory: Path, world_size: int, attempt: str) -> dict[int, Ran
 
 
 def names(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-2, 7" """
+    """Ranks in words, such as "rank 3" or "ranks 0-2, 7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:
@@ -176,7 +181,7 @@ def _each(states: Sequence[RankState], limit: int = 4) -> str:
 
 
 def find_culprits(world_size: int, states: Mapping[int, RankState], alive: set[int]) -> tuple[list[int], str]:
-    """The ranks that the others wait for, and why they are thought to be it.
+    """The ranks that the others wait for, and a sentence that says why.
 
     In this order: ranks without a heartbeat; ranks that are in no collective while others are in one; ranks in another
     place than most.

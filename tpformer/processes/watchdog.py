@@ -1,8 +1,8 @@
-"""Ending a job whose ranks wait for one another in vain, and naming the rank that they wait for.
+"""A watchdog ends a job whose ranks wait for one another in vain, and names the rank that they wait for.
 
-Belongs here: the thread of each rank that writes down what its rank is doing and, when nothing has moved for too long,
-reads what the others wrote, reports and ends the process. No third process and no connection, only files: it works with
-any launcher, and while every process group is stuck.
+Belongs here: each rank's thread that writes down what its rank is doing. When nothing has moved for too long, it reads
+what the others wrote, reports and ends the process. It uses files only, no third process and no connection, so it works
+with any launcher, and while every process group is stuck.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .launch import HANG_EXIT_CODE
 from .rank_states import RankState, position_of_thread, read_states, report, write_state
 
 HEARTBEAT_SECONDS = 1.0
-RANKS_PER_SECOND = 64  # files that all ranks together may write
-PATIENCE = 5  # heartbeats: without one for so long a rank counts as stopped
-REPORT_SECONDS = 10.0  # how long the other ranks leave the reporting one to finish
+RANKS_PER_SECOND = 64  # how many files all ranks together may write
+PATIENCE = 5  # a rank counts as stopped after so many intervals without a heartbeat
+REPORT_SECONDS = 10.0  # how long the other ranks wait for the report of the first one
 
 
 class Watchdog:
@@ -36,9 +36,9 @@ class Watchdog:
     rewritten about once a second, and hang-report.txt after a hang; what an earlier attempt left there is removed.
     timeout: seconds without a call of `progress` after which the job ends: one rank prints the report to stderr, and
     each process exits at once with HANG_EXIT_CODE. Time in which the process itself did not run (it was stopped, the
-    machine slept) does not count. A process that finds itself to be of an earlier attempt, or of one that has been
-    reported, exits too, so a rank that was stopped and goes on cannot write into the run of its successors.
-    Communicates: one broadcast of a short string, then only files.
+    machine slept) does not count. A process of an earlier attempt, or of one already reported, exits too: a rank that
+    was stopped and continues cannot write into its successors' run.
+    Communicates: one broadcast of a short string, then only files. ValueError unless timeout is positive.
     """
 
     def __init__(self, directory: Path, *, timeout: float) -> None:
@@ -136,7 +136,7 @@ class Watchdog:
         return over
 
     def _end(self) -> None:
-        """Report, or let the rank report that came first, and exit; return if there was progress meanwhile."""
+        """Exit after a report, by this rank or one that began earlier; return if there was progress meanwhile."""
         try:
             self._claim.open("x").close()
         except OSError:
@@ -169,7 +169,7 @@ class Watchdog:
         os._exit(HANG_EXIT_CODE)
 
     def _ages(self, states: Mapping[int, RankState]) -> dict[int, float]:
-        """Seconds since each rank's last heartbeat: by the times of its file and of this rank's, one clock for all."""
+        """Seconds from each rank's last heartbeat to the newest of all, by the times of their files: one clock."""
         times: dict[int, float] = {}
         for rank in states:
             with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""Pretraining: configuration, data, optimizer, checkpoints, metrics and the loop. Import from its modules."""
+"""Pretraining: data, model, optimizer, checkpoints, metrics and the loop. Import from its modules."""

@@ -2,8 +2,8 @@
 
 A checkpoint is a directory step-N: DCP's files, trainer.json (the step and the trainer's own numbers), and
 manifest.json (size and SHA-256 of every file). It is written under a temporary name and renamed when complete, so an
-interrupted save leaves the previous ones whole. Tensors stand under global names, whatever part or rank held them:
-model.NAME, and optimizer.NAME.KEY for each key of a parameter's optimizer state.
+interrupted save leaves the previous ones whole. Tensors have global names, whatever part or rank held them: model.NAME,
+and optimizer.NAME.KEY for each key of a parameter's optimizer state.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def _fsync(path: Path) -> None:
 
 
 def manifest_entries(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files by name; makes them durable."""
+    """Size and SHA-256 of files by name. Waits until the files are on disk."""
     entries = {}
     for path in sorted(files):
         _fsync(path)
@@ -62,6 +62,7 @@ def manifest_entries(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def write_manifest(directory: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write a checkpoint's manifest. Waits until it and the directory are on disk."""
     (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
     _fsync(directory / MANIFEST)
     _fsync(directory)
@@ -70,7 +71,7 @@ def write_manifest(directory: Path, entries: Mapping[str, Mapping[str, Any]]) ->
 def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
     """CheckpointError, naming the file, unless every file is there with the size and SHA-256 of the manifest.
 
-    share, of: only every of-th file, from number `share` on, so that ranks can divide the reading.
+    share, of: check only every of-th file, from number `share` on, so that ranks can divide the reading.
     """
     try:
         entries = json.loads((directory / MANIFEST).read_text())
@@ -93,6 +94,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def step_path(directory: Path, step: int) -> Path:
+    """The checkpoint of a step in a run's checkpoints directory."""
     return directory / f"step-{step}"
 
 
@@ -103,9 +105,9 @@ def newest_good(
     among: Sequence[int] | None = None,
     check: Callable[[Path], None] = verify,
 ) -> int | None:
-    """Step of the newest checkpoint that verifies, None if there is none; each bad one is reported, none is touched.
+    """Step of the newest checkpoint that verifies, or None. Each bad one is reported, and left as it is.
 
-    among: the steps to look at, ascending (unset: all there are); check: what raises CheckpointError for a bad one.
+    among: the steps to look at, ascending (unset: all). check: raises CheckpointError for a bad checkpoint.
     """
     for step in reversed(steps(directory) if among is None else among):
         try:
@@ -122,13 +124,13 @@ def newest_good(
 def _on_every_rank(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
     """The results of `work` on all ranks of the group (None: this process), by rank; an error on one is raised on all.
 
-    Communication: one all-gather of the pickled results. The first rank's error is raised as CheckpointError if it is
-    one, else as RuntimeError.
+    Communication: one all-gather of the pickled results. Where several ranks fail, the error of the first of them is
+    raised: as CheckpointError if it is one, else as RuntimeError.
     """
     result, words, failure = None, None, None
     try:
         result = work()
-    except (Exception, dcp.CheckpointException) as error:  # DCP's is no Exception
+    except (Exception, dcp.CheckpointException) as error:  # DCP's does not derive from Exception
         failure, words = error, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     everyone: list[Any] = [(result, words, isinstance(failure, CheckpointError))]
     if group is not None:
@@ -144,7 +146,7 @@ def _on_every_rank(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]
 
 
 def _named_parameters(part: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """An optimizer's parameters in its order, each with its name in the part; ValueError for another part's."""
+    """An optimizer's parameters in its order, each with its name in the part; ValueError for one of another part."""
     names = {id(parameter): name for name, parameter in part.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in parameters):
@@ -153,7 +155,7 @@ def _named_parameters(part: nn.Module, optimizer: Optimizer) -> list[tuple[str, 
 
 
 def _model_tensors(part: nn.Module) -> dict[str, Tensor]:
-    """A part's parameters and buffers by global name, sharing their memory; DTensors where they are."""
+    """A part's parameters and buffers by global name. They share memory with the part; DTensors stay DTensors."""
     return {MODEL + name: value for name, value in part.state_dict().items() if isinstance(value, Tensor)}
 
 
@@ -196,7 +198,7 @@ def _listed(names: Iterable[str], limit: int = 3) -> str:
 
 
 def saved_tensors(path: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of the tensors in a checkpoint whose names begin with MODEL or OPTIMIZER, which is cut off."""
+    """Shape and dtype of a checkpoint's tensors whose names begin with `prefix`, MODEL or OPTIMIZER; without it."""
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return {name.removeprefix(prefix): entry for name, entry in saved.items() if name.startswith(prefix)}
 
@@ -214,7 +216,7 @@ def _load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Ma
         }
         tensors |= {f"{OPTIMIZER}{name}.{key}": value for key, value in state[number].items()}
     read_tensors(path, tensors)
-    # torch puts what is not laid out as the parameter (AdamW's counter) where the optimizer's kernels want it
+    # torch moves what is not laid out as the parameter (AdamW's counter) to the device that its kernels need
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -227,9 +229,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill parts (and optimizers) in place from the checkpoint at `path`, saved under any layout; returns its `extra`.
 
-    The parts of all ranks of `group` (None: this process alone, which needs no process group) are the whole model.
-    Each rank reads for itself; the group agrees on names and errors (one all-gather of both). CheckpointError, on all
-    ranks, for names or shapes that only one side has.
+    The parts of all ranks of `group` must be the whole model (None: this process alone, without a process group).
+    Communication: one all-gather of names and errors; each rank reads for itself. CheckpointError, on all ranks, for
+    names or shapes that only one side has.
     """
     if optimizers:
         _check_pairs(parts, optimizers)
@@ -256,10 +258,11 @@ def load_checkpoint(
 
 
 class Checkpointer:
-    """Saves and loads a model in parts, each with its optimizer, laid out in any way, in `directory`.
+    """Saves and loads a model in parts, each with its optimizer, under any layout, in `directory`.
 
-    Collective: all ranks construct it and call its methods in the same order. `directory` is on a file system that all
-    of them share. Saving uses a process group of its own, so that its collectives never meet those of training.
+    Collective: all ranks construct it and call its methods in the same order. `directory` must be on a file system that
+    all of them share. keep: how many of the newest checkpoints stay. timeout: of the process group (gloo) that it makes
+    for itself, so that saving never meets the collectives of training.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -269,7 +272,7 @@ class Checkpointer:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
     def _leader_does(self, work: Callable[[], T]) -> T:
-        """Rank 0's result on all ranks; its error is everyone's."""
+        """Rank 0's result on all ranks; its error is raised on all."""
         return _on_every_rank(self._group, lambda: work() if self._rank == 0 else None)[0]  # type: ignore[return-value]
 
     def save(
@@ -279,13 +282,14 @@ class Checkpointer:
         optimizers: Sequence[Optimizer],
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start saving; training may go on at once. Waits for the save before, and raises what went wrong in it.
+        """Start saving; training may go on at once. Waits for the save before it, and raises what went wrong there.
 
         parts: this rank's, with one optimizer each. Names are global: a parameter that stands in several parts or on
         several ranks has the same values in all, and is written once. extra: numbers, strings, lists and dicts, equal
         on all ranks (loss scale, counters); what follows from the step (learning rate, data position) needs no saving.
         Memory: one copy of this rank's parameters and optimizer state in host memory until the save is done.
-        Errors: TypeError for an extra that JSON cannot hold; RuntimeError with the path when the disk refuses.
+        Errors: ValueError for an optimizer that is not its part's; TypeError for an extra that JSON cannot hold;
+        RuntimeError, with the path, when a file cannot be written.
         """
         self.wait()
         _check_pairs(parts, optimizers)
@@ -311,7 +315,7 @@ class Checkpointer:
         saving.add_done_callback(lambda saved: self._finish(saved, temporary, step, done))
 
     def _finish(self, saving: Future, temporary: Path, step: int, done: Future) -> None:
-        """In the saving thread, when DCP has written the files of all ranks: seal and publish them."""
+        """Runs in the saving thread when DCP has written the files of all ranks: adds the manifest, then publishes."""
         try:
             saving.result()
             own = [temporary / TRAINER, temporary / ".metadata"] if self._rank == 0 else []
@@ -321,7 +325,7 @@ class Checkpointer:
                 lambda: self._publish(temporary, step, {k: v for part in entries for k, v in part.items()})
             )
             done.set_result(None)
-        except BaseException as error:  # DCP's CheckpointException is no Exception; the caller of wait() gets it
+        except BaseException as error:  # DCP's CheckpointException does not derive from Exception
             failure = RuntimeError(f"checkpoint {step_path(self.directory, step)} could not be written: {error}")
             failure.__cause__ = error
             done.set_exception(failure)
@@ -338,7 +342,7 @@ class Checkpointer:
             shutil.rmtree(final)
         temporary.rename(final)
         _fsync(self.directory)
-        # those of later steps are bad ones that a resumed run came from: evidence, not its checkpoints
+        # later steps belong to bad checkpoints, from before the run was resumed: they are left as evidence
         for old in [other for other in steps(self.directory) if other <= step][: -self.keep]:
             shutil.rmtree(step_path(self.directory, old))
 

@@ -1,7 +1,7 @@
-"""Consolidated safetensors of a run's model, and reading them back.
+"""A run's model as safetensors: writing an export, and reading it back.
 
-An export is a directory: model.safetensors, or several model-0000i-of-0000n.safetensors with
-model.safetensors.index.json, as Hugging Face lays them out; and config.json. One process, no process group, no GPU.
+An export is a directory of config.json and model.safetensors, or several model-0000i-of-0000n.safetensors with
+model.safetensors.index.json, as Hugging Face lays them out. One process writes it, without process group or GPU.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from tpformer.config import build_config, read_toml
 from tpformer.models import GPT, GPTConfig
 
 from .checkpoint import MODEL, CheckpointError, newest_good, read_tensors, saved_tensors, step_path, steps, verify
+from .resolve import read_run_config
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -41,17 +41,15 @@ def export(
 ) -> int:
     """Write the model of a run's checkpoint to the new directory `out`; returns the checkpoint's step.
 
-    step: unset, the newest checkpoint that verifies, bad ones being reported. dtype: float32 or bfloat16; unset, as
-    trained. Vocabulary tables lose their padding rows, which are zero and never predicted: they have vocab_size rows.
+    step: unset, the newest checkpoint that verifies; bad ones are reported. dtype: float32 or bfloat16; unset, that of
+    the parameters. Vocabulary tables lose their padding rows, which are zero and never predicted: vocab_size rows stay.
     Memory: one file's tensors (max_shard_bytes, or one tensor that is larger) and one saved shard.
     Errors, before anything is written: FileNotFoundError for no run, no checkpoint or none of that step; ValueError for
-    an `out` that is not empty; CheckpointError for damage. What fails later leaves no `out`.
+    an `out` that is not empty; CheckpointError for damage. A failure after that leaves no `out`.
     """
-    if not (run / "config.toml").is_file():
-        raise FileNotFoundError(f"{run} is not a run: it has no config.toml")
+    config = read_run_config(run).model.architecture
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory: give --out a new one")
-    config = build_config(read_toml(run / "config.toml")).model.architecture
     step = _choose(run / "checkpoints", step, report)
     source = step_path(run / "checkpoints", step)
     saved = saved_tensors(source, MODEL)
@@ -117,7 +115,7 @@ def _write_shards(
             tensors[table] = tensors[table][: config.vocab_size]
         total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, directory / file, metadata={"format": "pt"})
-        shutil.copymode(directory / CONFIG, directory / file)  # safetensors writes for the owner's eyes only
+        shutil.copymode(directory / CONFIG, directory / file)  # safetensors lets only the owner read its files
         places |= dict.fromkeys(names, file)
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -132,9 +130,9 @@ def export_config(directory: Path) -> GPTConfig:
 
 @torch.no_grad()
 def load_export(directory: Path, model: GPT) -> None:
-    """Fill a GPT, or a part of one, from an export; each rank of any layout reads its own slices. No communication.
+    """Fill a GPT, or a part of one, from an export, in place. Each rank of any layout reads its own slices.
 
-    Values are converted to the parameters' dtypes; padding rows of the vocabulary become zero.
+    Values are converted to the parameters' dtypes; padding rows of the vocabulary become zero. No communication.
     ValueError for a parameter that the export lacks or holds in another shape.
     """
     index = directory / INDEX

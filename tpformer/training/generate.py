@@ -1,4 +1,4 @@
-"""Sampling text from a run's newest checkpoint, under any tensor-parallel layout."""
+"""Sample text from a run's newest checkpoint, on any number of tensor-parallel ranks."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from .setup import build_model, device_type, group_timeout, join_ranks, run_mesh
 
 @torch.no_grad()
 def next_token_logits(model: GPT, ids: Tensor) -> Tensor:
-    """Logits (vocab_size,) float32 for the token after ids (n,), from every rank's slice; equal on all ranks."""
+    """Logits (vocab_size,) float32 for the token after ids (n,), equal on all ranks. Gathers every rank's slice."""
     logits = model(ids[None])[0, -1].float()
     return ops.gather_columns(logits[None], model.lm_head.rows, model.tp.group)[0, : model.config.vocab_size]
 
@@ -25,10 +25,10 @@ def next_token_logits(model: GPT, ids: Tensor) -> Tensor:
 def generate(
     model: GPT, prompt: Tensor, max_new_tokens: int, *, temperature: float, seed: int, end: int | None = None
 ) -> Tensor:
-    """prompt (n,) int64 and up to max_new_tokens sampled ones after it; stops at `end`.
+    """The prompt (n,) int64 followed by up to max_new_tokens sampled tokens; stops before `end`.
 
-    temperature 0 takes the most likely token. Every rank draws the same token from the same generator. The model sees
-    the last seq_length tokens and is run anew for each token: right for a look at a run, not for serving.
+    temperature 0 takes the most likely token. Every rank draws the same token from a generator of the same seed. Each
+    token runs the whole model on the last seq_length tokens: this is for a look at a run, not for serving.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = prompt
@@ -46,7 +46,11 @@ def generate(
 
 
 def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and what the run's newest good checkpoint makes of it. Collective over the configured ranks."""
+    """The prompt, continued by the run's newest good checkpoint. Collective over the configured ranks.
+
+    ValueError for a negative temperature or a configuration that cannot run; FileNotFoundError without a checkpoint or
+    a tokenizer.
+    """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0: always the most likely token)")
     check_config(config)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Rows of a metrics.jsonl; a last line cut short by a kill is left out. ValueError names any other bad line."""
+    """Rows of a metrics.jsonl. A last line that a kill cut short is left out; ValueError names any other bad line."""
     rows = []
     lines = path.read_text().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -32,7 +32,11 @@ def cut_metrics(path: Path, step: int) -> None:
 
 
 class MetricsLog:
-    """Writes each row to metrics.jsonl, the console and TensorBoard. Use as a context manager."""
+    """Writes each row to metrics.jsonl, the console and TensorBoard. Use as a context manager.
+
+    first_step: the step that the run continues from; steps: its last one. tensorboard: write events too, where
+    tensorboard is installed.
+    """
 
     def __init__(self, directory: Path, *, first_step: int, steps: int, tensorboard: bool) -> None:
         self.directory = directory
@@ -67,10 +71,11 @@ class MetricsLog:
             self._writer.close()
 
     def advance(self, step: int) -> None:
+        """Move the console's progress bar to a step."""
         self._progress.update(self._task, completed=step)
 
     def row(self, **values: float) -> None:
-        """One row; needs `step`. Numbers are written as Python prints them, so that reading gives the same bits."""
+        """Write one row, which needs `step`. Numbers are written as Python prints them: reading gives the same bits."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         step = int(values["step"])
@@ -87,6 +92,7 @@ class MetricsLog:
             self.console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
+        """Print a text on the console."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
 

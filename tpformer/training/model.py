@@ -26,16 +26,16 @@ from tpformer.parallel import (
     reshard,
 )
 
-NO_TARGET = -1  # the tokens of samples that only fill a batch up: nothing is predicted from them
+NO_TARGET = -1  # every token of a sample that only fills up a batch: it gives no loss
 
 
 class ParallelModel:
     """What a rank holds of a model: one GPT, or the parts that are its pipeline stages.
 
-    parts: in the order of layout.stages_of(pipeline rank), FSDP2 applied where it is wanted. mesh: the run's, None for
-    a single process without process groups. microbatch_size: samples in a forward of one data-parallel rank;
-    n_microbatches: of them in a step, which a pipeline has to know. dtype: that of the activations. timeout: of the
-    process groups it makes.
+    parts: in the order of layout.stages_of(pipeline rank), with FSDP2 applied where it is wanted. mesh: the run's; None
+    for a single process without process groups. microbatch_size: samples in a forward of one data-parallel rank.
+    n_microbatches: forwards in a step, which only a pipeline needs. dtype: of the activations. timeout: of the process
+    groups that it makes.
     Constructing it is collective over the world when there is a pipeline.
     """
 
@@ -82,7 +82,7 @@ class ParallelModel:
 
     @property
     def data_rank(self) -> int:
-        """Which slice of the global batch is this rank's, of layout.data_parallel."""
+        """Which of the layout.data_parallel slices of the global batch is this rank's."""
         if self.mesh is None:
             return 0
         return (
@@ -91,23 +91,25 @@ class ParallelModel:
         )
 
     def own_samples(self, step: int, global_batch_size: int) -> tuple[int, int]:
-        """(first, number) of this data-parallel rank's global samples in step 1, 2, ...: always the same ones."""
+        """(first, number) of this data-parallel rank's global samples in step 1, 2, ...: the step alone decides."""
         share = global_batch_size // self.layout.data_parallel
         return (step - 1) * global_batch_size + self.data_rank * share, share
 
     def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all parts, in their order."""
         return [parameter for part in self.parts for parameter in part.parameters()]
 
     def _total(self, loss: Tensor) -> Tensor:
-        """The sum over data-parallel ranks; and over pipeline ranks, of which all but one have 0."""
+        """The sum over data-parallel and pipeline ranks. In a pipeline only the last stage's rank has a loss, not 0."""
         total = loss.double().reshape(1)
         for axis in ("dp_replicate", "dp_shard", "pp"):
             total = all_reduce(total, self.groups.get(axis))
         return total[0]
 
     def gradients(self, batch: Tensor, *, first_sample: int, step: int, loss_scale: float = 1.0) -> Tensor:
-        """Gradients, times loss_scale, of the mean loss over the global batch; that loss, a scalar equal on all ranks.
+        """Fill .grad, None before, with the gradients of the mean loss over the global batch, times loss_scale.
 
+        Returns that loss (without loss_scale), a float64 scalar equal on all ranks.
         batch: (samples, seq_length + 1) int64, this data-parallel rank's slice, equal on its tp and pp ranks: global
         samples first_sample, first_sample + 1, ... Every microbatch's summed loss is divided by the target tokens of
         the whole global batch, so the result depends neither on microbatch_size nor on the layout.
@@ -124,9 +126,9 @@ class ParallelModel:
 
     @torch.no_grad()
     def summed_loss(self, batch: Tensor) -> Tensor:
-        """The loss summed over the target tokens of all data-parallel ranks' batches; equal on all ranks.
+        """The loss summed over the target tokens of all data-parallel ranks' batches; float64, equal on all ranks.
 
-        batch as for `gradients`, with n_microbatches microbatches in a pipeline; samples of NO_TARGET only fill it up.
+        batch: as for `gradients`, but a pipeline needs n_microbatches microbatches. Samples of NO_TARGET give no loss.
         """
         self._scale = 1.0
         filler = batch == NO_TARGET
@@ -134,7 +136,7 @@ class ParallelModel:
         return self._total(self._run(ids, targets, 0, 0, train=False))
 
     def _run(self, ids: Tensor, targets: Tensor, first_sample: int, step: int, *, train: bool) -> Tensor:
-        """Forward, and backward in training, of all microbatches; this rank's sum of their scaled losses."""
+        """Forward, and in training backward, of all microbatches. Returns this rank's sum of their scaled losses."""
         index = torch.arange(first_sample, first_sample + len(ids), device=ids.device)
         if self.pipeline is not None:
             run = self.pipeline.step if train else self.pipeline.evaluate
@@ -174,10 +176,11 @@ class ParallelModel:
         return min((one for rank_found in everywhere for one in rank_found), default=(0, 0, None))[2]
 
     def train(self, mode: bool = True) -> None:
+        """Put all parts into training mode, or with False into evaluation mode."""
         for part in self.parts:
             part.train(mode)
 
     def explain(self, dtype: torch.dtype) -> str:
-        """What carries each linear of this rank's parts and why, for one microbatch."""
+        """A table of the linears of this rank's parts, for one microbatch: transport and reason. All ranks call it."""
         tokens = self.microbatch_size * self.config.seq_length
         return "\n".join(part.explain(tokens, dtype) for part in self.parts)

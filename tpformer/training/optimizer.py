@@ -12,8 +12,8 @@ from tpformer.config import OptimizerSection
 class LocalAdamW(torch.optim.AdamW):
     """AdamW that updates each rank's part of DTensor parameters directly.
 
-    The update is elementwise, so the result is that of torch.optim.AdamW, without DTensor's dispatch of every operand
-    (several milliseconds a step). Parameters and state stay DTensors for checkpoints. No communication.
+    The update is elementwise, so the result is torch.optim.AdamW's, without the several milliseconds a step that
+    DTensor takes to dispatch every operand. Parameters and state stay DTensors for checkpoints. No communication.
     """
 
     def _init_group(self, group, *lists):
@@ -24,7 +24,7 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, vectors (biases, norm weights) do not. No communication."""
+    """Fused AdamW. Weight decay applies to matrices, not to vectors (biases, norm weights). No communication."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -35,7 +35,7 @@ def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.A
 
 
 def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
-    """The rate of step 1 ... steps: linear from 0 over warmup_steps, then cosine down to min_lr_ratio of the peak."""
+    """The learning rate of step 1 ... steps: linear from 0 over warmup_steps, then cosine to min_lr_ratio * lr."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)

@@ -1,4 +1,4 @@
-"""What a configuration lacks, from where it stands: its data, or the directory of a run. Nothing here imports torch."""
+"""Complete a configuration from its data, or read one from a run's directory. Nothing here imports torch."""
 
 import dataclasses
 from pathlib import Path
@@ -9,7 +9,7 @@ from .data import IndexedDataset, load_tokenizer, read_sidecar
 
 
 def tokenizer_name(config: RunConfig) -> str:
-    """The configured tokenizer, else the one the first training dataset was built with; ValueError if neither says."""
+    """The configured tokenizer, else the one that the first training dataset was built with; ValueError for neither."""
     if config.data.tokenizer:
         return config.data.tokenizer
     sidecar = read_sidecar(config.data.train[0])
@@ -21,7 +21,11 @@ def tokenizer_name(config: RunConfig) -> str:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with what the data decides filled in: vocab_size and tokenizer."""
+    """The configuration with vocab_size and tokenizer filled in from the data.
+
+    The tokenizer stays unset where vocab_size is configured and the first training dataset has no sidecar. Errors:
+    those of tokenizer_name and load_tokenizer.
+    """
     name = config.data.tokenizer
     if config.model.vocab_size is None or read_sidecar(config.data.train[0]) is not None:
         name = tokenizer_name(config)
@@ -34,17 +38,25 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def check_datasets(config: RunConfig) -> None:
-    """FileNotFoundError or ValueError, naming the file, for a dataset that is missing or damaged."""
+    """Open every dataset; FileNotFoundError or ValueError names the file of one that is missing or damaged."""
     for prefix in (*config.data.train, *config.data.valid):
         IndexedDataset(prefix)
 
 
-def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
-    """The configuration of a run, laid out over `tensor_parallel` ranks alone (unset: its own number of them)."""
+def read_run_config(directory: Path) -> RunConfig:
+    """The configuration of the run in `directory`; FileNotFoundError without a config.toml."""
     path = directory / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
-    config = build_config(read_toml(path))
+    return build_config(read_toml(path))
+
+
+def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
+    """The configuration of a run for `tensor_parallel` ranks (unset: its own number) and no others.
+
+    Errors: those of read_run_config.
+    """
+    config = read_run_config(directory)
     parallel = dataclasses.replace(
         config.parallel,
         tensor_parallel=tensor_parallel or config.parallel.tensor_parallel,

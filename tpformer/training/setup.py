@@ -1,4 +1,7 @@
-"""From a RunConfig to the things a run works with: device, datasets, model. Shared by training and generation."""
+"""Make what a run needs from its RunConfig: device, process groups, mesh, datasets and model.
+
+Training, generation, verification and the dry run share it.
+"""
 
 import os
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ from .model import ParallelModel
 
 
 def device_type(config: RunConfig) -> str:
-    """cpu or cuda: as configured, else cuda where there is one. RuntimeError for cuda without a device."""
+    """cpu or cuda: the configured one, else cuda where there is one. RuntimeError for cuda without a device."""
     wanted = config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RuntimeError('train.device = "cuda" but no CUDA device is visible: set train.device = "cpu"')
@@ -35,29 +38,32 @@ def device_type(config: RunConfig) -> str:
 
 
 def join_ranks(device: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Set this process up for its share of the machine and enter the process group. Collective."""
+    """Take this process's share of the machine's cores, then enter the process group. Collective over the world."""
     share_cores()
     keep_freed_memory()
     initialize(device, timeout)
 
 
 def group_timeout(config: RunConfig) -> timedelta:
-    """Of the process groups: twice the run's, whose own report of a hang says more than theirs."""
+    """The process groups' timeout: twice run.timeout, so that the watchdog, whose report says more, acts first."""
     return timedelta(seconds=2 * config.run.timeout)
 
 
 @dataclass(frozen=True)
 class RunData:
+    """A run's training samples, blended, and its validation datasets."""
+
     train: Samples
     valid: list[TokenSamples]
 
 
 def open_data(config: RunConfig) -> RunData:
-    """The datasets of a resolved configuration, checked against its vocabulary; errors name the file and the remedy."""
+    """The datasets of a resolved configuration. FileNotFoundError or ValueError, with the file and the remedy, for one
+    that is missing, damaged, too short for a sample or outside the vocabulary."""
     length, seed = config.model.seq_length, config.train.seed
     datasets = [IndexedDataset(prefix) for prefix in (*config.data.train, *config.data.valid)]
     for prefix, dataset in zip((*config.data.train, *config.data.valid), datasets, strict=True):
-        # a dataset that this project built says what it holds; any other is read through once, by one rank
+        # the sidecar of a dataset built here has its vocabulary; rank 0 reads any other dataset through once
         built = read_sidecar(prefix)
         fits = built is not None and built["vocab_size"] <= config.model.vocab_size
         if not fits and os.environ.get("RANK", "0") == "0":
@@ -70,14 +76,15 @@ def open_data(config: RunConfig) -> RunData:
 
 
 def default_dtype(config: RunConfig) -> torch.dtype:
+    """The compute dtype: the configured one, else bfloat16 on CUDA and float32 on a CPU."""
     name = config.train.dtype or ("bfloat16" if device_type(config) == "cuda" else "float32")
     return getattr(torch, name)
 
 
 def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
-    """This rank's parts of the model of a resolved configuration, laid out on the mesh, without memory (meta).
+    """This rank's parts of the model of a resolved configuration, laid out on the mesh, on the meta device.
 
-    Also loads the table of measured transports, or forgets one loaded before.
+    Also loads the configured table of measured transports, or forgets one that was loaded before.
     """
     use_measured_table(config.parallel.transport_table or None)
     layout, compute = config.parallel, default_dtype(config)

@@ -18,8 +18,11 @@ from .model import NO_TARGET, ParallelModel
 
 
 class StepResult(NamedTuple):
-    """loss: mean over the global batch; norm: of all gradients before clipping; both equal on all ranks.
-    skipped: the loss or the norm was not finite and nothing was updated; offender: the first parameter it shows in."""
+    """What a step gave, equal on all ranks.
+
+    loss: the mean over the global batch. norm: of all gradients before clipping. skipped: loss or norm was not finite,
+    so nothing was updated. offender: the first parameter whose gradient is not finite, if there is one.
+    """
 
     loss: float
     norm: float
@@ -28,17 +31,19 @@ class StepResult(NamedTuple):
 
 
 class LossScaler:
-    """Dynamic loss scaling for float16: halved when a gradient overflows, doubled after `interval` steps without.
+    """Dynamic loss scaling for float16: the scale is halved when a gradient overflows, and doubled after `interval`
+    steps without overflow.
 
-    The same on all ranks, because the global norm is. The usual first scale, 2**16, is for the mean over a microbatch;
-    here a loss is divided by the tokens of the global batch: multiply it by the number of microbatches in that.
-    Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
+    It is equal on all ranks, because the global norm is. The usual first scale, 2**16, is for the mean over a
+    microbatch. Here a loss is divided by the tokens of the global batch, so multiply 2**16 by its number of
+    microbatches. Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
     """
 
     def __init__(self, scale: float = 2.0**16, interval: int = 2000) -> None:
         self.scale, self.interval, self.good_steps = scale, interval, 0
 
     def update(self, finite: bool) -> None:
+        """Count a step whose loss and gradient norm were finite or not, and change the scale."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale = max(1.0, self.scale / 2)
@@ -46,9 +51,11 @@ class LossScaler:
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float]:
+        """The scale and the count of good steps, for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from what state_dict gave."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
@@ -63,15 +70,20 @@ def train_step(
     clip_norm: float,
     scaler: LossScaler | None = None,
 ) -> StepResult:
-    """One step of the optimizers, unless loss or gradients are not finite. batch and first_sample: as for
-    ParallelModel.gradients. Gradients are gone afterwards. ValueError where ids outside the vocabulary caused it."""
+    """Gradients, clipping and one step of the optimizers; nothing is updated where loss or norm is not finite.
+
+    batch, first_sample: as for ParallelModel.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
+    the largest gradient norm; 0 turns clipping off. scaler: for float16. Gradients are None afterwards.
+    Communication: that of ParallelModel.gradients and gradient_norm; a skipped step also gathers the offender's name.
+    ValueError where ids outside the vocabulary made loss or norm not finite.
+    """
     scale = 1.0 if scaler is None else scaler.scale
     loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
     norm = float(model.gradient_norm()) / scale
     loss = float(loss_tensor)
     skipped, offender = not (math.isfinite(loss) and math.isfinite(norm)), None
     if skipped:
-        # a GPU makes NaN of an id outside the vocabulary, and does not say so
+        # on a GPU an id outside the vocabulary gives NaN instead of an error
         check_ids(batch.cpu(), model.config.vocab_size or 0, "token ids of this batch")
         offender = model.first_not_finite()
     else:
@@ -96,7 +108,7 @@ def batch(samples: Samples, first: int, count: int) -> Tensor:
 
 
 def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
-    """Samples first ... first + size - 1, those from `end` on replaced by samples without targets."""
+    """Samples first ... first + size - 1; those from `end` on are filled with NO_TARGET."""
     real = max(0, min(size, end - first))
     rows = batch(samples, first if real else 0, max(1, real))
     return torch.cat([rows[:real], torch.full((size - real, rows.shape[1]), NO_TARGET)])
@@ -105,7 +117,8 @@ def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
 def evaluate(model: ParallelModel, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
     """Mean loss (nats per target token) over the first n_samples of each dataset; equal on all ranks.
 
-    Each data-parallel rank takes its share of them; samples without targets fill up the last round.
+    Each data-parallel rank takes its share of them; samples without targets fill up the last round. The model is in
+    training mode afterwards.
     """
     model.train(False)
     size = model.microbatch_size * (1 if model.pipeline is None else model.n_microbatches)

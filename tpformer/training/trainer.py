@@ -33,7 +33,7 @@ _FIXED = (("model", None), ("data", None), ("train", "seed"), ("train", "global_
 
 
 def check_run_directory(config: RunConfig) -> None:
-    """Refuse to overwrite another run, or to continue one as something else; ValueError says what to do."""
+    """ValueError, with the remedy, if a run in run.dir would be overwritten, or continued with other settings."""
     path = Path(config.run.dir) / "config.toml"
     if not path.exists():
         return
@@ -67,7 +67,12 @@ def _stop_requests() -> Iterator[list[int]]:
 
 
 class Trainer:
-    """One rank of a run: everything between its configuration and its checkpoints. Constructing it is collective."""
+    """One rank of a run, from its configuration to its checkpoints. All methods are collective over the world.
+
+    Constructing it enters the process group, builds the model and, with run.resume, loads the newest good checkpoint.
+    Errors: ValueError for a configuration, dataset or run directory that cannot be used, CheckpointError where there
+    are checkpoints and none is usable.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         check_config(config)
@@ -78,7 +83,7 @@ class Trainer:
         join_ranks(device, group_timeout(config))
         self.leader = dist.get_rank() == 0
         self._prepare_directory()
-        # from here on a rank that does not come is named: it may hang while it builds or loads, too
+        # started before the model is built or loaded: a rank may hang in that too
         with ExitStack() as stack:
             self.watchdog = stack.enter_context(Watchdog(self.directory / "ranks", timeout=config.run.timeout))
             self._build(device)
@@ -87,6 +92,7 @@ class Trainer:
             self._watched = stack.pop_all()
 
     def _build(self, device: str) -> None:
+        """Make the mesh, the model, its optimizers and the checkpointer; resume if asked to."""
         config = self.config
         self.watchdog.progress(0, "building the model")
         self.mesh: DeviceMesh = run_mesh(config, device)
@@ -96,6 +102,7 @@ class Trainer:
         self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
         microbatches = config.n_microbatches * config.parallel.data_parallel
         half = default_dtype(config) == torch.float16
+        # 2**16 times the number of microbatches, rounded up to a power of two
         self.scaler = LossScaler(2.0 ** (16 + (microbatches - 1).bit_length())) if half else None
         self.skipped_in_a_row = self.skipped = 0
         self.watchdog.progress(0, "looking for a checkpoint")
@@ -104,7 +111,7 @@ class Trainer:
         self.step = self._resume() if config.run.resume else 0
 
     def _prepare_directory(self) -> None:
-        """Rank 0 checks the run directory and makes it; its error becomes every rank's."""
+        """Rank 0 checks the run directory and makes it. If that fails, all ranks raise its ValueError."""
         errors: list[str | None] = [None]
         if self.leader:
             try:
@@ -117,12 +124,13 @@ class Trainer:
             raise ValueError(errors[0])
 
     def _write_config(self) -> None:
-        """Only of a layout that could be built, and whole or not at all: a run without its config cannot be resumed."""
+        """Write config.toml, whole or not at all: no run resumes without it. Only once the layout has been built."""
         temporary = self.directory / "config.tmp"
         temporary.write_text(to_toml(self.config))
         temporary.replace(self.directory / "config.toml")
 
     def _resume(self) -> int:
+        """Load the newest good checkpoint; returns its step, or 0 if the run has no checkpoint."""
         step = self.checkpointer.newest()
         if step is None:
             if found := steps(self.checkpointer.directory):
@@ -145,15 +153,16 @@ class Trainer:
         self.checkpointer.save(self.step, self.model.parts, self.optimizers, extra)
 
     def _batch(self, step: int) -> tuple[Tensor, int]:
-        """This data-parallel rank's samples of step 1, 2, ...: always the same, so resuming needs no data state."""
+        """This data-parallel rank's samples of a step, and the first one's index. They depend on the step alone."""
         first, share = self.model.own_samples(step, self.config.train.global_batch_size)
         return batch(self.data.train, first, share).to(self.device), first
 
     def validate(self) -> float:
-        """Mean loss over the first validation_samples samples of every dataset."""
+        """Mean loss over the first validation_samples samples of every validation dataset, equal on all ranks."""
         return evaluate(self.model, self.data.valid, self.config.train.validation_samples, self.device)
 
     def _train_one(self) -> dict:
+        """Take the next step; returns its row for the log."""
         step, config = self.step + 1, self.config
         lr = learning_rate(step, config.train.steps, config.optimizer)
         samples, first = self._batch(step)
@@ -169,7 +178,7 @@ class Trainer:
                 clip_norm=config.optimizer.clip_norm,
                 scaler=self.scaler,
             )
-        check_all()  # a hang ends the run here, before its numbers are logged or saved
+        check_all()  # a wait in a kernel that expired ends the run before its numbers are logged or saved
         self._count_skipped(step, result)
         self.step = step
         row = {"step": step, "loss": result.loss, "grad_norm": result.norm, "lr": lr}
@@ -179,7 +188,7 @@ class Trainer:
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """Around the step that log.timeline_step names: the leader's pipeline's actions go to timeline.json."""
+        """Around the step log.timeline_step: record the actions of the leader's pipeline in timeline.json."""
         pipeline = self.model.pipeline
         if pipeline is None or step != self.config.log.timeline_step:
             yield
@@ -194,7 +203,7 @@ class Trainer:
             self._notice(f"step {step} recorded: draw it with `tpformer timeline {self.directory}`")
 
     def _count_skipped(self, step: int, result: StepResult) -> None:
-        """Skipped steps, in all and in a row; FloatingPointError on all ranks after too many."""
+        """Count skipped steps, in all and in a row; FloatingPointError on all ranks after too many in a row."""
         if not result.skipped:
             self.skipped_in_a_row = 0
             return
@@ -215,7 +224,7 @@ class Trainer:
             print(text, flush=True)
 
     def _stop_agreed(self, requests: list[int]) -> bool:
-        """Whether any rank was asked to stop: all ranks learn it at the same step."""
+        """Whether any rank was asked to stop. All ranks learn it at the same step, by one all-reduce per mesh axis."""
         flag = torch.tensor([float(bool(requests))], device=self.device)
         for group in self.model.groups.values():
             flag = all_reduce(flag, group, op="max")
@@ -238,7 +247,8 @@ class Trainer:
             plot_losses(self.directory)
 
     def _loop(self, log: MetricsLog | None) -> None:
-        config, steps, watchdog = self.config, self.config.train.steps, self.watchdog
+        """Steps, rows, validations and checkpoints, until the last step or a request to stop. log: rank 0's."""
+        config, final, watchdog = self.config, self.config.train.steps, self.watchdog
         tokens = config.train.global_batch_size * config.model.seq_length
         if log is not None:
             log.note(self._summary())
@@ -246,10 +256,10 @@ class Trainer:
         started, first = time.perf_counter(), self.step
         with _stop_requests() as requests:
             stop = False
-            while self.step < steps and not stop:
+            while self.step < final and not stop:
                 watchdog.progress(self.step + 1)
                 row = self._train_one()
-                stop, last = self._stop_agreed(requests), self.step == steps
+                stop, last = self._stop_agreed(requests), self.step == final
                 if log is not None:
                     log.advance(self.step)
                 if log is not None and (self.step % config.log.interval == 0 or last or stop):
@@ -272,7 +282,7 @@ class Trainer:
                     self._save()
             watchdog.progress(self.step, "last checkpoint")
             self.checkpointer.wait()
-        if log is not None and stop and self.step < steps:
+        if log is not None and stop and self.step < final:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
 
     def _mfu(self, tokens_per_second: float) -> dict[str, float]:
@@ -284,6 +294,7 @@ class Trainer:
         return {"mfu": self.model.config.flops_per_token * tokens_per_second / peak}
 
     def _summary(self) -> str:
+        """The log's first line: size, layout, device and batch."""
         model, parallel = self.config.model, self.config.parallel
         layout = [f"tensor_parallel {parallel.tensor_parallel}"]
         if parallel.tensor_parallel > 1:
@@ -309,11 +320,15 @@ class Trainer:
 
 
 def pretrain(config: RunConfig) -> None:
-    """Run this rank's part of a pretraining; under torchrun's environment a part, otherwise the whole of it."""
+    """Train this rank's part of a run; without torchrun's environment variables this process is the only rank.
+
+    Errors: Trainer's before the first step. From then on a ValueError, FileNotFoundError or ImportError is raised as
+    RuntimeError; FloatingPointError after too many skipped steps.
+    """
     trainer = Trainer(config)
     try:
         trainer.run()
     except (ValueError, FileNotFoundError, ImportError) as error:
-        # before, these are a user's mistakes, of which the command prints one line; now the traceback is wanted
+        # the command prints one line for these, as for a user's mistake; once training runs the traceback is wanted
         raise RuntimeError(f"step {trainer.step + 1} failed: {error}") from error
     trainer.close()

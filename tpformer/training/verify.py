@@ -1,7 +1,7 @@
-"""`tpformer verify`: two steps of a configuration in its layout and in one process, in float64, compared.
+"""`tpformer verify`: compare two steps of a configuration in its layout with two steps in one process, in float64.
 
-Belongs here: what the two runs are, what is compared and how closely, and whether there is memory for it. The steps
-themselves are training's own.
+Belongs here: the two runs, what is compared and how closely, and whether there is memory for it. The steps themselves
+are training's own.
 """
 
 import dataclasses
@@ -36,22 +36,22 @@ from .setup import build_model, device_type, group_timeout, join_ranks, open_dat
 from .step import StepResult, batch, train_step
 
 STEPS, BOUND = 2, 1e-9
-STATE_BYTES = 32  # of a float64 parameter, its gradient and AdamW's two moments
-ACTIVATION_BYTES = 80  # that a layer keeps of each token and hidden unit: docs/memory.md, in float64
-PROCESS_BYTES = 250 * 2**20  # a rank's own share of an interpreter with torch
+STATE_BYTES = 32  # a float64 parameter, its gradient and AdamW's two moments
+ACTIVATION_BYTES = 80  # what a layer keeps per token and hidden unit in float64: docs/memory.md
+PROCESS_BYTES = 250 * 2**20  # an interpreter with torch, without what ranks share
 RANDOM = "random tokens"
 T = TypeVar("T")
 
 
 class Difference(NamedTuple):
-    """The largest |actual - expected| / max(|expected|, learning rate), and the parameter it is in."""
+    """The largest |actual - expected| / max(|expected|, learning rate), and the parameter that it is in."""
 
     value: float
     parameter: str
 
 
 class Report(NamedTuple):
-    """One entry per step in the lists, in the layout (the rank that differs most) and in one process."""
+    """What was compared. losses, norms: per step (in the layout, in one process), of the rank that differs most."""
 
     losses: list[tuple[float, float]]
     norms: list[tuple[float, float]]
@@ -60,6 +60,7 @@ class Report(NamedTuple):
 
     @property
     def ok(self) -> bool:
+        """Whether nothing differs by more than BOUND."""
         pairs = [*self.losses, *self.norms]
         return all(value <= BOUND for value in (*map(relative, pairs), self.gradients.value, self.parameters.value))
 
@@ -72,9 +73,9 @@ def relative(pair: tuple[float, float]) -> float:
 
 
 def verify_config(config: RunConfig) -> RunConfig:
-    """The configuration that is verified: float64, on the CPU unless it names a device, with the vocabulary filled in.
+    """The configuration to verify: float64, on the CPU unless it names a device, with the vocabulary filled in.
 
-    data.train is RANDOM where one of the datasets does not exist; ValueError if the vocabulary is then unknown.
+    Where a training dataset does not exist, data.train becomes RANDOM; ValueError if the vocabulary is then unknown.
     """
     train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
     data = dataclasses.replace(config.data, valid=())
@@ -92,9 +93,9 @@ def verify_config(config: RunConfig) -> RunConfig:
 
 
 def available_bytes(device: str) -> int:
-    """Of memory for new allocations: the GPU's, else this machine's or this container's."""
+    """Bytes of memory for new allocations: the GPU's, else this machine's or this container's limit."""
     if device == "cuda":
-        # asked by a fork: CUDA, once started, could not be used by the ranks that this process forks
+        # a fork asks: if this process started CUDA, its ranks, which are forks too, could not use it
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as executor:
             return executor.submit(torch.cuda.mem_get_info).result()[0]
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -108,7 +109,7 @@ def available_bytes(device: str) -> int:
 
 
 def needed_bytes(config: RunConfig) -> tuple[int, int]:
-    """At least, on the machine (or GPU) of rank 0: of the one-process run, and of the ranks that run the layout."""
+    """Least bytes on rank 0's machine (or GPU): for the one-process run, and for the layout's ranks there."""
     model, layout = config.model, config.parallel
     tokens = config.microbatch_size * model.seq_length
     kept = tokens * (ACTIVATION_BYTES * model.hidden_size * model.n_layers + 8 * (model.vocab_size or 0))
@@ -119,7 +120,7 @@ def needed_bytes(config: RunConfig) -> tuple[int, int]:
 
 
 def check_memory(config: RunConfig) -> None:
-    """ValueError, with the numbers and the remedy, where the two runs certainly do not fit side by side."""
+    """ValueError, with the numbers and the remedy, where the two runs cannot fit side by side."""
     (one, ranks), available = needed_bytes(config), available_bytes(device_type(config))
     if one + ranks > available:
         raise ValueError(
@@ -136,15 +137,15 @@ def check_memory(config: RunConfig) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A parameter or gradient as a whole, detached; collective over the mesh of a DTensor.
+    """A whole parameter or gradient, detached; collective over the mesh of a DTensor.
 
-    Where ranks hold copies, each gets its own: a copy that differs is seen by the rank that has it.
+    Where ranks hold copies, each rank gets its own copy, so a copy that differs shows on its rank.
     """
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class Run:
-    """One of the two: a model, its optimizers, and its samples of each step."""
+    """One of the two runs: a model, its optimizers, and its samples of each step."""
 
     def __init__(self, config: RunConfig, model: ParallelModel, samples: Callable[[int, int], Tensor]) -> None:
         self.config, self.model, self.samples = config, model, samples
@@ -157,10 +158,12 @@ class Run:
         return self.samples(first, share).to(self.device), first
 
     def gradients(self, step: int) -> None:
+        """Fill .grad with a step's gradients, before clipping. Collective over the run's ranks."""
         rows, first = self._batch(step)
         self.model.gradients(rows, first_sample=first, step=step)
 
     def train(self, step: int) -> StepResult:
+        """One optimizer step, as the trainer does it. Collective over the run's ranks."""
         rows, first = self._batch(step)
         section = self.config.optimizer
         return train_step(
@@ -179,7 +182,7 @@ class Run:
 
 
 def one_process(config: RunConfig, device: str) -> ParallelModel:
-    """The model of a configuration without mesh, process groups, FSDP2 or recomputation; device "meta": its shapes."""
+    """The model of a configuration without mesh, process groups, FSDP2 or recomputation; on "meta" only its shapes."""
     model = GPT(
         config.model.architecture,
         label_smoothing=config.train.label_smoothing,
@@ -192,7 +195,9 @@ def one_process(config: RunConfig, device: str) -> ParallelModel:
 
 
 def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
-    """(first, count) -> those global samples, (count, seq_length + 1) int64: the data's, or random ones."""
+    """A function of (first, count) that gives these global samples, the data's or random ones.
+
+    Samples are (count, seq_length + 1) int64."""
     if config.data.train != (RANDOM,):
         return partial(batch, open_data(config).train)
     vocabulary, length = config.model.vocab_size, config.model.seq_length + 1
@@ -205,10 +210,10 @@ def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
 
 
 def largest_difference(run: Run, one: Run | None, read: Callable[[nn.Parameter], Tensor | None]) -> Difference:
-    """Over all parameters and ranks, of what `read` gives; the result counts on rank 0, which has `one`. Collective.
+    """The largest difference between the runs in what `read` gives, over all parameters and ranks. Collective.
 
-    Memory: two whole parameters. Communicates, per parameter: an all-gather of it over its mesh, and a broadcast over
-    the world.
+    one: the one-process run, on rank 0 only; elsewhere None. Memory: two whole parameters. Communication, per
+    parameter: an all-gather over its mesh and a broadcast over the world.
     """
     lr, worst = run.config.optimizer.lr, Difference(0.0, "")
     for name, shape in ((name, p.shape) for name, p in one_process(run.config, "meta").parts[0].named_parameters()):
@@ -234,13 +239,14 @@ def _from_ranks(value: T) -> list[T]:
 
 
 def verify(config: RunConfig) -> Report:
-    """Run a configuration of verify_config both ways and compare; the result counts on rank 0. Collective.
+    """Run a configuration of verify_config both ways and compare. Use the report of rank 0. Collective over the world.
 
-    Gradients are those of step 1 before clipping; losses and norms of all ranks, every copy of every parameter.
+    It compares the losses and norms of all ranks in every step, the gradients of step 1 before clipping and the
+    parameters at the end, in every copy.
     """
     device = device_type(config)
     join_ranks(device, group_timeout(config))
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how a whole tensor is gathered
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns of how whole tensors are gathered
     mesh, samples = run_mesh(config, device), token_samples(config)
     run = Run(config, build_model(config, mesh), samples)
     one = Run(config, one_process(config, device), samples) if dist.get_rank() == 0 else None
@@ -264,7 +270,7 @@ def verify(config: RunConfig) -> Report:
 
 
 def describe(config: RunConfig) -> str:
-    """What is verified, in two lines: the layout and the data."""
+    """Two lines that say what is verified: the layout and the data."""
     plain, layout, world = Layout(), config.parallel, config.parallel.world_size
     names = [field.name for field in dataclasses.fields(Layout)]
     changed = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) != getattr(plain, name)]
@@ -277,6 +283,7 @@ def describe(config: RunConfig) -> str:
 
 
 def report_table(report: Report) -> Table:
+    """The report as a table for the console."""
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in ("layout", "one process", "difference"):
@@ -294,9 +301,9 @@ def report_table(report: Report) -> Table:
 
 
 def verify_rank(config: RunConfig) -> int:
-    """This rank's part of `tpformer verify`; its exit code: 1, on rank 0, where the layout is not one process's run.
+    """Run this rank's part of `tpformer verify`; returns its exit code: on rank 0, 1 where the two runs differ, else 0.
 
-    It stays in the process group.
+    The process group stays open.
     """
     leader = os.environ.get("RANK", "0") == "0"
     console = Console(width=None if sys.stdout.isatty() else 160, quiet=not leader)

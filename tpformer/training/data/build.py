@@ -1,6 +1,6 @@
-"""From text files to a token dataset with its sidecar: what `tpformer` does to inputs before any training.
+"""Make a token dataset with its sidecar from text files.
 
-Only the making of datasets belongs here; their format is indexed.py's and the default corpus's file list corpus.py's.
+Only the making of datasets belongs here. Their format is in indexed.py, the default corpus's file list in corpus.py.
 """
 
 import hashlib
@@ -33,13 +33,12 @@ class Summary:
 def build_dataset(inputs: Sequence[Path], prefix: Path, tokenizer_name: str, *, quiet: bool = False) -> Summary:
     """Tokenize the inputs into PREFIX.bin, PREFIX.idx and PREFIX.json, and print one line about them.
 
-    Each file is one document, except that each line of a .jsonl file is one, under its "text" key; a folder stands for
-    all its files, sorted by name, hidden ones left out. The end-of-document token follows every document.
+    Each file is one document; of a .jsonl file each line is one, the string under its "text" key. A folder stands for
+    all its files, sorted by name, without hidden ones. The end-of-document token follows every document.
     `tokenizer_name` is "bytes" or the path of a tokenizer.json. A progress bar shows on a terminal unless quiet.
 
-    Raises FileNotFoundError for a missing input or tokenizer, ValueError when the inputs are empty, a .jsonl line has
-    no text (the message says path:line), or the dataset exists already. An error among the inputs
-    leaves no file behind.
+    Raises FileNotFoundError for a missing input or tokenizer, and ValueError when the inputs are empty, a .jsonl line
+    has no text (the message says path:line), or the dataset exists already. An error in an input leaves no file behind.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

@@ -73,9 +73,9 @@ def permute(index: int, n: int, key: int) -> int:
 class TokenSamples:
     """The windows of one dataset, each epoch in an order of its own, without replacement.
 
-    The stream is cut into n_samples = (n_tokens - 1) // seq_length windows of seq_length + 1 tokens; neighbours share
-    one token, so that every token but the first is a target once per epoch. With shuffle=False the windows come in the
-    stream's order, as validation wants, and the seed is not used.
+    The stream is cut into n_samples = (n_tokens - 1) // seq_length windows of seq_length + 1 tokens; a shorter rest at
+    its end is not used. Neighbours share one token, so that every token used but the first is a target once per epoch.
+    With shuffle=False the windows come in the stream's order, as validation wants, and the seed is not used.
     Raises ValueError when seq_length < 1 or the dataset has fewer than seq_length + 1 tokens.
     """
 
@@ -104,12 +104,12 @@ class TokenSamples:
 
 
 class BlendedSamples:
-    """Several datasets mixed in proportion to their weights, exactly so in every block of 1000 samples.
+    """Several datasets mixed in proportion to their weights, in every block of 1000 samples.
 
-    Each block gives every dataset the same quota (largest remainder), in an order keyed by (seed, block), and goes on
-    in each dataset where the block before it stopped.
-    Raises ValueError when there are no parts, the counts or sequence lengths differ, a weight is not positive and
-    finite, or a weight is too small for even one sample in 1000.
+    A dataset has the same quota in each block: its share, rounded by largest remainder. The order within a block is
+    keyed by (seed, block), and each dataset continues where the block before stopped.
+    Raises ValueError when there are no parts, the numbers of parts and weights or the sequence lengths differ, a weight
+    is not positive and finite, or a weight is too small for even one sample in 1000.
     """
 
     def __init__(self, parts: Sequence[TokenSamples], weights: Sequence[float], seed: int) -> None:
