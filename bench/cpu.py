@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tpformer.config import OptimizerSection
-from tpformer.distributed import build_mesh, keep_freed_memory
+from tpformer.distributed import build_mesh
 from tpformer.kernels.activation.reference import activation_forward
 from tpformer.kernels.norm.reference import Norm, norm_forward
 from tpformer.models import GPT, GPTConfig
+from tpformer.processes.cpu import keep_freed_memory
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.step import StepResult, train_step

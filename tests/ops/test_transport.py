@@ -34,7 +34,7 @@ def node(monkeypatch):
 
     def describe(fused: str | None = None, backend: str = "nccl", name: str = H100) -> None:
         monkeypatch.setattr(transport, "why_not_fused", lambda _: fused)
-        monkeypatch.setattr(transport, "backend_of", lambda group, kind: backend)
+        monkeypatch.setattr(transport, "torch_backend", lambda group, kind: backend)
         monkeypatch.setattr(transport, "device_name", lambda _: name)
 
     describe()
@@ -127,7 +127,9 @@ def test_an_explicit_choice_that_cannot_run_raises(node):
 
 def test_what_stands_against_the_fused_kernels(node, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(transport, "why_not", lambda group, device: None if device == CUDA else "no kernels there")
+    monkeypatch.setattr(
+        transport, "why_no_kernels", lambda group, device: None if device == CUDA else "no kernels there"
+    )
     assert choice(choice="fused") == ("fused", "as asked for")
     with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1 for tests on CPU\): no kernels there; use transport"):
         choice(choice="fused", where=CPU)

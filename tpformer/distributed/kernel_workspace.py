@@ -6,7 +6,6 @@ state of a group. No kernels (tpformer.kernels), no collectives on tensors (coll
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import weakref
@@ -17,18 +16,15 @@ import torch
 import torch.distributed as dist
 
 from .hang import Expired, HangError, Ring, describe
-from .shared_memory import round_up
-from .symmetric import OVERLAPPING, SymmetricMemory, allocate, gather, why_not_symmetric
-from .workspace import REGISTRY
+from .shared_memory import gather_objects
+from .sizes import PAGE, power_of_two, round_up, slot_bytes
+from .symmetric import OVERLAPPING, SymmetricMemory, allocate
 
 if TYPE_CHECKING:
     from tpformer.kernels.protocol import Channel
 
-KINDS = ("gather", "reduce")
-SLOT_MINIMUM = 1 << 20  # bytes
 WRITER_FLAGS_MINIMUM = 1024
 FLAG_BYTES = 4
-PAGE = 4096
 # Polls of one wait per second: on CUDA an estimate (one thread's round trip to a flag in device memory), in the
 # interpreter measured with a core to itself; a timeout is as exact as these.
 POLLS_PER_SECOND = {"cuda": 1_000_000, "cpu": 6_000}
@@ -48,7 +44,7 @@ class KernelWorkspace:
     epoch: the operations finished before the first one; the flags start there, so that int32 may wrap at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, state: KernelGroup, kind: str, device: torch.device, epoch: int = 0):
+    def __init__(self, group: dist.ProcessGroup, state: KernelState, kind: str, device: torch.device, epoch: int = 0):
         from tpformer.kernels.protocol import ERROR_WORDS
 
         self.kind, self.device, self.state = kind, device, state
@@ -114,7 +110,7 @@ class KernelWorkspace:
             self._grow(operation, nbytes, flags)
         self.captured |= capturing
         self.epoch = wrap(self.epoch + 1)
-        self.state.ring.note(REGISTRY.step, self.kind, operation, None if self.captured else self.epoch)
+        self.state.ring.note(self.state.step, self.kind, operation, None if self.captured else self.epoch)
         assert self._channel is not None
         bump(self._channel)
         return self._channel
@@ -127,7 +123,7 @@ class KernelWorkspace:
             torch.cuda.synchronize(self.device)
             self.state.check()
         # Past this exchange all ranks have finished all earlier operations: nobody writes to the old memory any more.
-        wants = gather((operation, nbytes, flags, int(self._epoch.item())), group)
+        wants = gather_objects((operation, nbytes, flags, int(self._epoch.item())), group)
         if any(want != wants[0] for want in wants):
             calls = ", ".join(
                 f"rank {rank}: {name} of {size} bytes and {count} flags at epoch {epoch}"
@@ -140,7 +136,7 @@ class KernelWorkspace:
         self.epoch = wants[0][3]
         if self.captured and self._memory is not None and self._channel is not None:
             self._kept.append((self._memory, self._channel))  # graphs hold its addresses
-        capacity = max(SLOT_MINIMUM, self.capacity, power_of_two(nbytes))
+        capacity = max(self.capacity, slot_bytes(nbytes))
         writer_flags = max(WRITER_FLAGS_MINIMUM, self.writer_flags, power_of_two(flags))
         self._memory = self._channel = None
         self._born = self.epoch
@@ -233,11 +229,14 @@ class KernelWorkspace:
 
 
 @dataclass
-class KernelGroup:
-    """How one process group runs fused kernels; holds no reference to the group, which is the registry's weak key."""
+class KernelState:
+    """What the fused kernels of one process group have in common; it holds no reference to the group."""
 
     global_ranks: tuple[int, ...]
     timeout: float
+    """Seconds that an operation waits for a peer."""
+    step: int | None = None
+    """The step that operations begin in, for reports."""
     ring: Ring = field(default_factory=Ring)
     reasons: dict[torch.device, str | None] = field(default_factory=dict)
     workspaces: dict[tuple[str, torch.device], KernelWorkspace] = field(default_factory=dict)
@@ -255,15 +254,6 @@ class KernelGroup:
             raise HangError(self.report)
 
 
-def state_of(group: dist.ProcessGroup) -> KernelGroup:
-    """The group's state, made at first use; no communication."""
-    state = REGISTRY.kernels.get(group)
-    if state is None:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        state = REGISTRY.kernels[group] = KernelGroup(ranks, REGISTRY.timeout)
-    return state
-
-
 def check_current_device(what: str, device: torch.device) -> None:
     """ValueError for another GPU than the current one: there, and on its stream, Triton would launch the kernel."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -273,100 +263,11 @@ def check_current_device(what: str, device: torch.device) -> None:
         )
 
 
-def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, epoch: int = 0) -> KernelWorkspace:
-    """The group's workspace of that kind ("gather" or "reduce"), made at first use: then collective over the group.
-
-    epoch: where a new workspace starts to count (int32), for tests.
-    Raises RuntimeError with `why_not`'s reason if fused kernels cannot run, ValueError if the device is not current.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
-    state, device = state_of(group), indexed(device)
-    check_current_device(f"the {kind} workspace's tensors", device)
-    workspace = state.workspaces.get((kind, device))
-    if workspace is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the {kind} workspace does not exist yet and cannot be made while a CUDA graph is captured: run the "
-                "operation once outside of the capture, with its largest size"
-            )
-        reason = why_not(group, device)
-        if reason is not None:
-            raise RuntimeError(f"fused kernels cannot run for this group: {reason}")
-        workspace = state.workspaces[kind, device] = KernelWorkspace(group, state, kind, device, epoch)
-    return workspace
-
-
-def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why fused kernels cannot run for the group on this device, None if they can; the same on all ranks.
-
-    Collective over the group at its first use per device (see `why_not_symmetric`), cached afterwards.
-    """
-    reasons, device = state_of(group).reasons, indexed(device)
-    if device not in reasons:
-        reasons[device] = find_reason(group, device)
-    return reasons[device]
-
-
-def find_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    if device.type not in POLLS_PER_SECOND:
-        return f"there are no fused kernels for {device.type} devices"
-    local = why_not_here(device)
-    if local is not None:  # by the environment, which is the same on all ranks
-        return local
-    return why_not_symmetric(group, device)
-
-
-def why_not_here(device: torch.device) -> str | None:
-    """The reason that needs no peers: whether Triton can run kernels on such a device in this process."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (it exists for Linux): pip install triton"
-    interpreted = "TRITON_INTERPRET" in os.environ  # without it, a CPU run hears its answer without importing triton
-    if interpreted:
-        from tpformer.kernels.launch import is_interpreted
-
-        interpreted = is_interpreted()
-    if device.type == "cpu" and not interpreted:
-        return "on CPU Triton has only its interpreter, which is for tests (TRITON_INTERPRET=1)"
-    if device.type == "cuda" and interpreted:
-        return "TRITON_INTERPRET=1 copies CUDA tensors to the host, where peers' memory is not: unset it"
-    return None
-
-
-def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """How long a fused operation of this group waits for a peer before the group is given up (default 600 s).
-
-    Counted in polls, so approximate. Not collective, but use the same everywhere.
-    """
-    if seconds <= 0:
-        raise ValueError(f"a timeout must be positive, not {seconds}")
-    state = state_of(group)
-    state.timeout = seconds
-    for workspace in state.workspaces.values():
-        workspace.update_limit()
-
-
-def check_all(step: int | None = None) -> None:
-    """Raise HangError if a wait of any group has expired; no synchronisation, no communication.
-
-    step: operations begun from now on are reported as those of this step. The trainer calls it once per step.
-    """
-    for state in list(REGISTRY.kernels.values()):
-        state.check()
-    if step is not None:
-        REGISTRY.step = step
-
-
 def indexed(device: torch.device) -> torch.device:
     """The device with its index, so that "cuda" and "cuda:0" are one."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def power_of_two(value: int) -> int:
-    """The smallest power of two that is not below value."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def wrap(value: int) -> int:

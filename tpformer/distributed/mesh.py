@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from .workspace import REGISTRY
+from .groups import REGISTRY
+from .shared_memory import TIMEOUT_SECONDS
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outer to inner: tp ranks are neighbours
-DEFAULT_TIMEOUT = timedelta(minutes=10)
+DEFAULT_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

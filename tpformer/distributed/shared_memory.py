@@ -1,7 +1,7 @@
 """Symmetric memory's backend `shared`: CPU processes on one machine, Linux.
 
-Belongs here: the mapping, peer addresses and views, signals and bounded waits. No slots, no reductions, no policy
-(workspace.py and collectives.py); CUDA's backend and the choice between the two are in symmetric.py.
+Belongs here: whether a group can share memory, the mapping, peer addresses and views, signals and bounded waits. Slots
+are in workspace.py, reductions in collectives.py; CUDA's backend, and the choice between the two, in symmetric.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DEFAULT_TIMEOUT = 600.0  # seconds
+from .sizes import PAGE, round_up
+
+TIMEOUT_SECONDS = 600.0  # how long any operation waits for a peer unless the caller says otherwise
 SEMAPHORE_BYTES = 64  # a cache line each; sem_t itself has 32 bytes (glibc) or fewer
 SPINS = 100  # tries (about 25 us) before sleeping. Small op, 2 cores: 2 ranks 36 -> 10 us, 4 ranks 62 -> 56; 400: 109
 MAXIMUM_SLEEP = 1.0  # seconds: sem_timedwait follows the wall clock, so sleep in pieces and count monotonic time
 
 
 class Timespec(ctypes.Structure):
+    """C's struct timespec, which sem_timedwait takes."""
+
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
@@ -60,6 +64,36 @@ def host_key() -> tuple[str, ...]:
     return os.uname().nodename, boot, os.readlink("/proc/self/ns/pid"), str(os.getuid())
 
 
+def torch_backend(group: dist.ProcessGroup, device_type: str) -> str:
+    """The group's torch.distributed backend for that device: "gloo", "nccl", ..., or "none"."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return dict(pair if len(pair) == 2 else (device_type, pair[0]) for pair in pairs).get(device_type, "none")
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's small object, in rank order. No rank returns before all have called this."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def why_not_shared(group: dist.ProcessGroup) -> str | None:
+    """Why the group's CPU tensors cannot go through shared memory, None if they can; the same on all ranks.
+
+    Collective over the group if its CPU backend is gloo: one all-gather of a small object.
+    """
+    backend = torch_backend(group, "cpu")
+    if backend != "gloo":
+        return f"the group's CPU backend is {backend}, not gloo"
+    keys = gather_objects(host_key() if is_available() else None, group)
+    if None in keys:
+        return f"rank {keys.index(None)} does not run Linux with POSIX semaphores"
+    other = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
+    if other is not None:
+        return f"ranks 0 and {other} are not on one host: {keys[0]} and {keys[other]}"
+    return None
+
+
 class SharedMemory:
     """`nbytes` bytes for each rank of a CPU process group on one machine, mapped by all of them.
 
@@ -72,13 +106,13 @@ class SharedMemory:
     Raises RuntimeError on every rank if one of them cannot reserve or map the memory.
     """
 
-    def __init__(self, nbytes: int, group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, timeout: float = TIMEOUT_SECONDS) -> None:
         if SEMAPHORES is None:
             raise RuntimeError("shared symmetric memory needs Linux with POSIX semaphores: use the gloo backend here")
         self._initialize, self._post, self._trywait, self._timedwait = SEMAPHORES
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
-        self.nbytes = round_up(nbytes, mmap.PAGESIZE)
-        self._header = round_up(self.size * self.size * SEMAPHORE_BYTES, mmap.PAGESIZE)
+        self.nbytes = round_up(nbytes, PAGE)
+        self._header = round_up(self.size * self.size * SEMAPHORE_BYTES, PAGE)
         self.buffer = self._map(group)
         with torch.inference_mode(False):  # or the views could not be written outside of it
             self._bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
@@ -122,8 +156,7 @@ class SharedMemory:
             os.posix_fallocate(descriptor, self._header + self.rank * self.nbytes, self.nbytes)
         except OSError as exception:
             error = f"rank {self.rank}: {exception}"
-        errors: list[Any] = [None] * self.size
-        dist.all_gather_object(errors, error, group=group)  # past it, all have mapped the file: it can lose its owner
+        errors = gather_objects(error, group)  # all have mapped the file now: the descriptor can be closed
         if descriptor is not None:
             os.close(descriptor)
         if any(errors):
@@ -229,7 +262,3 @@ def view_bytes(shape: Sequence[int], dtype: torch.dtype, byte_offset: int, regio
     if byte_offset % dtype.itemsize:
         raise ValueError(f"byte offset {byte_offset} is not a multiple of {dtype.itemsize}, the size of {dtype}")
     return nbytes
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

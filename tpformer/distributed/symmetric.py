@@ -16,13 +16,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from .shared_memory import DEFAULT_TIMEOUT, SharedMemory, host_key, round_up, view_bytes
-from .workspace import backend_of, why_not_shared
+from .shared_memory import (
+    TIMEOUT_SECONDS,
+    SharedMemory,
+    gather_objects,
+    host_key,
+    torch_backend,
+    view_bytes,
+    why_not_shared,
+)
+from .sizes import PAGE, round_up
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable: several ranks may share one device
 PRIVATE_MODULE = "torch.distributed._symmetric_memory"
 CAPABILITY = (8, 0)  # system-scope release and acquire on 32-bit flags, and the tile sizes of the kernels
-PAGE = 4096
 
 
 class SymmetricMemory(Protocol):
@@ -49,7 +56,7 @@ class SymmetricMemory(Protocol):
 
 
 def allocate(
-    nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = DEFAULT_TIMEOUT
+    nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = TIMEOUT_SECONDS
 ) -> SymmetricMemory:
     """`nbytes` of zeros per rank, by the backend that serves the device; collective over the group.
 
@@ -70,7 +77,7 @@ class TorchSymmetricMemory:
     """
 
     def __init__(
-        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = DEFAULT_TIMEOUT
+        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = TIMEOUT_SECONDS
     ) -> None:
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
         self.nbytes, self.device = round_up(nbytes, PAGE), device
@@ -78,7 +85,7 @@ class TorchSymmetricMemory:
         with torch.cuda.device(device), torch.inference_mode(False):
             own = self._allocate()
             self._handle = rendezvous(own, group)
-            offsets = gather(own.data_ptr() - self._handle.buffer_ptrs[self.rank], group)
+            offsets = gather_objects(own.data_ptr() - self._handle.buffer_ptrs[self.rank], group)
             starts = [base + offset for base, offset in zip(self._handle.buffer_ptrs, offsets, strict=True)]
             self._regions = [self._view(rank, offset) for rank, offset in enumerate(offsets)]
         self._regions[self.rank] = own
@@ -101,7 +108,7 @@ class TorchSymmetricMemory:
             error = f"rank {self.rank}: {exception}"
         group = self._group()
         assert group is not None
-        errors = [text for text in gather(error, group) if text is not None]
+        errors = [text for text in gather_objects(error, group) if text is not None]
         if errors:
             raise RuntimeError(
                 f"cannot allocate {self.nbytes} bytes of symmetric memory on each of {self.size} ranks "
@@ -127,7 +134,7 @@ class TorchSymmetricMemory:
         group = self._group()
         if group is None:
             raise RuntimeError("the process group of this symmetric memory is gone")
-        gather(None, group)
+        gather_objects(None, group)
 
     def close(self) -> None:
         """Drop the mappings; the memory is freed when the last rank has dropped it. Not collective."""
@@ -153,13 +160,6 @@ def rendezvous(own: torch.Tensor, group: dist.ProcessGroup) -> Any:
     return importlib.import_module(PRIVATE_MODULE).rendezvous(own, group)
 
 
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's small object, in rank order; also a barrier of the hosts."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 class DeviceFacts(NamedTuple):
     """What a rank says of itself before CUDA symmetric memory is tried."""
 
@@ -175,19 +175,20 @@ class DeviceFacts(NamedTuple):
 def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why `allocate` cannot serve the group on this device, None if it can. All ranks get the same answer.
 
-    Collective over the group: one (CPU) or two (CUDA) all-gathers of small objects. kernel_workspace.why_not caches it.
+    Collective over the group: one (CPU) or two (CUDA) all-gathers of small objects. groups.why_no_kernels keeps the
+    answer.
     """
     if device.type == "cpu":
         return why_not_shared(group)
     if device.type != "cuda":
         return f"symmetric memory exists for CPU and CUDA devices, not for {device.type}"
-    if backend_of(group, "cuda") == "fake":
+    if torch_backend(group, "cuda") == "fake":
         return "the group's backend is fake: it has no peers"
-    facts = [DeviceFacts(*values) for values in gather(device_facts(device), group)]
+    facts = [DeviceFacts(*values) for values in gather_objects(device_facts(device), group)]
     reason = why_not_together(facts)
     if reason is not None:
         return reason
-    reasons = gather(why_not_peers(facts, group.rank()), group)
+    reasons = gather_objects(why_not_peers(facts, group.rank()), group)
     return next((text for text in reasons if text is not None), None)
 
 

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from tpformer.config import TRANSPORTS
 from tpformer.config.transport_table import read_transport_table
-from tpformer.distributed.kernel_workspace import why_not
-from tpformer.distributed.workspace import backend_of
+from tpformer.distributed.groups import why_no_kernels
+from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.cost import Machine, break_even_width, machine_for
 
 from .implementation import KERNEL_DTYPES
@@ -115,7 +115,7 @@ def why_not_fused(request: Request) -> str | None:
     Collective over the group at its first use.
     """
     assert request.group is not None
-    obstacle = why_not(request.group, request.device)
+    obstacle = why_no_kernels(request.group, request.device)
     if obstacle is None and request.dtype not in KERNEL_DTYPES:
         return f"{request.dtype} operands: the kernels take bfloat16, float16 and float32"
     return obstacle
@@ -124,7 +124,7 @@ def why_not_fused(request: Request) -> str | None:
 def why_not_pipelined(request: Request) -> str | None:
     """The reason why chunks cannot travel one by one; None if they can."""
     assert request.group is not None
-    backend, device = backend_of(request.group, request.device.type), request.device.type
+    backend, device = torch_backend(request.group, request.device.type), request.device.type
     if backend == "none" or (backend == "gloo" and device != "cpu"):
         return f"the group's backend for {device} is {backend}"
     return None

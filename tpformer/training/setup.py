@@ -8,12 +8,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import RunConfig
-from tpformer.distributed import build_mesh, initialize, keep_freed_memory, share_cores
+from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
 from tpformer.parallel import apply_zero, split_stages
+from tpformer.processes.cpu import keep_freed_memory, share_cores
 
 from .data import (
     BlendedSamples,

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import check_divisible, record
-from tpformer.distributed.kernel_workspace import KernelWorkspace, kernel_workspace
+from tpformer.distributed.groups import kernel_workspace
+from tpformer.distributed.kernel_workspace import KernelWorkspace
 from tpformer.kernels.all_gather_matmul.kernel import (
     all_gather_matmul,
     all_gather_matmul_derivative,
