@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tpformer.distributed.mesh import forget_meshes
+from tpformer.torch_private import forget_meshes
 
 # what a fork server imports once for all workers; what cannot be imported here is left to the worker that needs it
 PRELOAD = [

@@ -140,11 +140,9 @@ def test_dropout_is_the_same_in_every_layout(ranks, t, sequence_parallel):
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="unknown norm 'batchnorm'; choose one of layernorm, rmsnorm"):
+    with pytest.raises(ValueError, match="norm='batchnorm': choose one of layernorm, rmsnorm"):
         TransformerBlock(8, 2, norm="batchnorm")
-    with pytest.raises(
-        ValueError, match="unknown activation 'relu'; choose one of gelu, gelu_tanh, swiglu, geglu, relu2"
-    ):
+    with pytest.raises(ValueError, match="activation='relu': choose one of gelu, gelu_tanh, swiglu, geglu, relu2"):
         TransformerBlock(8, 2, activation="relu")
 
 

@@ -170,7 +170,7 @@ def test_patterns_that_select_nothing(pattern, part):
 
 
 def test_layers_without_a_mode_are_refused():
-    with pytest.raises(ValueError, match="recompute_layers='1' of recompute=\"none\": set it to"):
+    with pytest.raises(ValueError, match="recompute_layers='1' chooses layers, but recompute is none: set it to"):
         GPT(GPTConfig(**TINY), recompute_layers="1", device="meta")
 
 

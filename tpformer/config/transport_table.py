@@ -31,6 +31,8 @@ class MeasuredRow(NamedTuple):
 
 
 class TransportTable(NamedTuple):
+    """The rows of one file."""
+
     path: str
     rows: list[MeasuredRow]
 

@@ -172,7 +172,7 @@ def combine(parts: list[torch.Tensor], function: Callable[..., torch.Tensor]) ->
 
 
 def record_collectives() -> AbstractContextManager[list[tuple[str, int]]]:
-    """A context that gives a list, which gets (name, bytes) for each collective of this process until it is left.
+    """A context that gives a list, which gets (name, bytes) for each collective of this process.
 
     bytes: of the full tensor, that is the gathered output, the input of reduce_scatter, or all_reduce's tensor.
     Calls without a group or with one rank communicate nothing and are not recorded.

@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from tpformer.torch_private import set_group_timeout
 
 from .groups import REGISTRY
 from .shared_memory import TIMEOUT_SECONDS
@@ -82,19 +83,5 @@ def build_mesh(
     for axis in AXES:
         group = mesh.get_group(axis)
         if group is not dist.group.WORLD and dist.get_backend(group) != "fake":
-            _set_pg_timeout(timeout, group)  # new groups do not inherit the world's: torch gives them 10 to 30 minutes
+            set_group_timeout(group, timeout)  # new groups do not inherit the world's
     return mesh
-
-
-def forget_meshes() -> None:
-    """Empty DTensor's caches, to be called when the process group has been destroyed and another one follows.
-
-    They keep layouts by their mesh. A mesh of the next process group can be equal to an earlier one, and would be taken
-    for it, with groups that are gone.
-    """
-    from torch.distributed.tensor import DTensor, debug
-
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13
-    if clear is None:
-        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
-    clear()

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import RECOMPUTE, check_dropout
+from tpformer.config import RECOMPUTE, check_choice, check_dropout
 from tpformer.ops.sequence import flat_rows
+from tpformer.torch_private import forward_hooks, forward_pre_hooks
 
 from .attention import SelfAttention
 from .children import call_rows, fusable, keeps_forward, others_hook, why_called
@@ -68,10 +69,8 @@ class TransformerBlock(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
-        if norm not in NORMS:
-            raise ValueError(f"unknown norm {norm!r}; choose one of {', '.join(NORMS)}")
-        if recompute not in RECOMPUTE:
-            raise ValueError(f"unknown recompute {recompute!r}; choose one of {', '.join(RECOMPUTE)}")
+        check_choice("norm", norm, NORMS)
+        check_choice("recompute", recompute, RECOMPUTE)
         check_dropout(dropout)
         self.dropout, self.recompute = dropout, recompute
         tp = self.tp
@@ -189,13 +188,13 @@ def run_region(layers: Sequence[nn.Module], x: Tensor, positions: Positions, dro
     last = layers[-1]
     options: dict = {"positions": positions, "dropout_key": dropout_key}
     ours = [keeps_forward(layer, TransformerBlock) for layer in layers]
-    ends: dict = {"ends_region": True} if ours[-1] and not others_hook(last._forward_hooks) else {}
+    ends: dict = {"ends_region": True} if ours[-1] and not others_hook(forward_hooks(last)) else {}
 
     def region(x: Tensor) -> Tensor:
         for layer in layers[:-1]:
             x = layer(x, **options)
         return last(x, **options, **ends)
 
-    hooked = any(others_hook(hooks) for layer in layers for hooks in (layer._forward_pre_hooks, layer._forward_hooks))
+    hooked = any(others_hook(hooks) for layer in layers for hooks in (forward_pre_hooks(layer), forward_hooks(layer)))
     draws = hooked or not all(ours) or any(layer.draws(dropout_key) for layer in layers)
     return ops.recompute(region, x, keep_random_state=draws)

@@ -8,15 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from tpformer import ops
+from tpformer.torch_private import (
+    forward_hooks,
+    forward_pre_hooks,
+    has_backward_hooks,
+    has_global_hooks,
+    is_compiled_in_place,
+)
 
 from .linear import ColumnParallelLinear, RowParallelLinear, project
 from .module import ParallelModule
 from .norm import LayerNorm, RMSNorm
 from .tensor_parallel import TensorParallel
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 RUNS_WHOLE = "_runs_whole_on_every_rank"  # set on a child whose inputs, and so gradients, are equal on all ranks
 
 
@@ -31,11 +38,11 @@ def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
     """Why a child is called as a module; None where it is of these kinds and nobody has touched it: it may be fused."""
     if type(child) not in kinds:
         return f"it is a {type(child).__name__}"
-    if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+    if forward_hooks(child) or forward_pre_hooks(child) or has_backward_hooks(child):
         return "it has hooks"
-    if "forward" in child.__dict__ or child._compiled_call_impl is not None:
+    if "forward" in child.__dict__ or is_compiled_in_place(child):
         return "its forward has been replaced"
-    if torch_module._has_any_global_hook():
+    if has_global_hooks():
         return "hooks are registered for all modules"
     return None
 
@@ -43,7 +50,7 @@ def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
 def others_hook(hooks: Mapping[int, Callable]) -> bool:
     """Whether some of a module's hooks are not FSDP2's, which hand on what they get whatever its values."""
     fsdp = (getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.") for hook in hooks.values())
-    return not all(fsdp) or torch_module._has_any_global_hook()
+    return not all(fsdp) or has_global_hooks()
 
 
 def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -171,7 +178,7 @@ def _works_on_shards(child: nn.Module, tp: TensorParallel) -> bool:
     if tp.size == 1:
         return True
     for part in child.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+        if isinstance(part, DROPOUTS) and part.training and part.p > 0:
             raise ValueError(
                 f"{type(child).__name__} draws dropout (p={part.p}) from this rank's generator, and others would draw "
                 f"another mask for the same values: set p=0, or draw it with ops.dropout and a DropoutKey's site"

@@ -11,12 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tpformer import ops
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.ops.uncompiled import uncompiled
+from tpformer.torch_private import WRAPPERS
 
 from .module import ParallelModule
 from .positions import Positions
-
-# what torch.compile, activation checkpointing and FSDP1 put into the names of what they wrap
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 _NAMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str]] = WeakKeyDictionary()
 

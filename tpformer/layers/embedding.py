@@ -11,13 +11,18 @@ from tpformer.config import check_positive
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
+from tpformer.torch_private import (
+    WEIGHT_NORMS,
+    forward_hooks,
+    forward_pre_hooks,
+    has_backward_hooks,
+    is_own_parameter,
+)
 
 from .children import keeps_forward, others_hook
 from .module import Normal, ParallelModule
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
-
-WEIGHT_NORMS = ("_WeightNorm", "WeightNorm")  # of torch.nn.utils.parametrizations and torch.nn.utils
 
 
 def padded_vocab(vocab_size: int, multiple: int) -> int:
@@ -27,7 +32,7 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
 
 def _divides_by_rows(table: nn.Module) -> bool:
     """Whether torch's weight_norm, the parametrization or the hook, norms each row of a table's weight."""
-    found: list = [*table.modules(), *table._forward_pre_hooks.values()]
+    found: list = [*table.modules(), *forward_pre_hooks(table).values()]
     return any(type(each).__name__ in WEIGHT_NORMS and each.dim == 0 for each in found)
 
 
@@ -60,7 +65,7 @@ class _VocabParallel(ParallelModule):
             self.register_parameter("weight", None)
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
-        if name not in self._parameters and self.rows > self.vocab_size and _divides_by_rows(self):
+        if not is_own_parameter(self, name) and self.rows > self.vocab_size and _divides_by_rows(self):
             raise ValueError(
                 f"weight_norm divides each row by its norm, which is 0 in the {self.rows - self.vocab_size} rows that "
                 f"pad this table of vocab_size={self.vocab_size}: build it with a vocab_multiple that divides "
@@ -211,5 +216,5 @@ class LMHead(_VocabParallel):
 def makes_loss(head: nn.Module) -> bool:
     """Whether a GPT's lm_head may make the loss itself, without ever having all logits: it is an LMHead, nobody has
     replaced its forward, and nobody's hooks see its output."""
-    hooked = others_hook(head._forward_hooks) or head._backward_hooks or head._backward_pre_hooks
+    hooked = others_hook(forward_hooks(head)) or has_backward_hooks(head)
     return keeps_forward(head, LMHead) and not hooked

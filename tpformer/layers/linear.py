@@ -6,7 +6,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.config import check_positive
 from tpformer.ops.sequence import flat_rows, with_leading_dims
+from tpformer.torch_private import is_own_parameter
 
 from .module import Constant, Normal, ParallelModule
 from .tensor_parallel import TensorParallel
@@ -29,14 +31,29 @@ def _from_rows(y: Tensor, x: Tensor, sequence_dim: int | None) -> Tensor:
     return y.view(-1, *others, y.shape[-1]).movedim(0, sequence_dim)
 
 
-def positive_sizes(in_features: int, out_features: int) -> tuple[int, int]:
-    """Both, or a ValueError."""
-    if in_features < 1 or out_features < 1:
-        raise ValueError(f"in_features={in_features}, out_features={out_features}: a linear needs one or more of both")
-    return in_features, out_features
+class _Linear(ParallelModule):
+    """What both linears have in common: a weight (out_features, in_features), and maybe a bias (out_features,)."""
+
+    def __init__(self, in_features: int, out_features: int, tp: TensorParallel | DeviceMesh | None) -> None:
+        super().__init__(tp)
+        check_positive(in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
+
+    def _add_parameters(
+        self, bias: bool, init_std: float | None, *, weight_shard: int | None, bias_shard: int | None, device, dtype
+    ) -> None:
+        """Make and fill the parameters, each sharded on that dim over the tp axis (None: replicated)."""
+        initial = Normal(self.in_features**-0.5 if init_std is None else init_std)
+        shape = (self.out_features, self.in_features)
+        self.add_parameter("weight", shape, initial, shard=weight_shard, device=device, dtype=dtype)
+        if bias:
+            self.add_parameter("bias", shape[:1], Constant(0.0), shard=bias_shard, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
 
 
-class ColumnParallelLinear(ParallelModule):
+class ColumnParallelLinear(_Linear):
     """y = x W^T + b with the output features sharded: every rank computes its slice of them.
 
     Layout:  weight (out_features, in_features) and bias are Shard(0) on the tp axis; x is (tokens / t, in_features), a
@@ -67,8 +84,7 @@ class ColumnParallelLinear(ParallelModule):
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp)
-        self.in_features, self.out_features = positive_sizes(in_features, out_features)
+        super().__init__(in_features, out_features, tp)
         if gather_output and used_rows is not None:
             raise ValueError(
                 "gather_output=True of used_rows: ranks compute what they use, not a part of the whole each"
@@ -77,13 +93,7 @@ class ColumnParallelLinear(ParallelModule):
         used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
         self.width = most_rows or used  # output features of the rank that computes most
         shard = 0 if used_rows is None else None
-        std = in_features**-0.5 if init_std is None else init_std
-        self.add_parameter("weight", (out_features, in_features), Normal(std), shard=shard, device=device, dtype=dtype)
-        if bias:
-            self.add_parameter("bias", (out_features,), Constant(0.0), shard=shard, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self._add_parameters(bias, init_std, weight_shard=shard, bias_shard=shard, device=device, dtype=dtype)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) that this rank multiplies with."""
@@ -125,7 +135,7 @@ def project(
     parameters = [layer.local_parameters() for layer in layers]
     tp = layers[0].tp
     queue = ops.active_queue()
-    if queue is not None and not all("weight" in layer._parameters for layer in layers):
+    if queue is not None and not all(is_own_parameter(layer, "weight") for layer in layers):
         queue = None  # autograd takes the gradient further
     outputs = ops.column_linear(
         rows,
@@ -142,7 +152,7 @@ def project(
     return (outputs[:-1], outputs[-1]) if carry else (outputs, None)
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(_Linear):
     """y = residual + dropout(reduce(act(x) W^T) + b) with the input features sharded.
 
     Layout:  weight (out_features, in_features) is Shard(1) on the tp axis, bias Replicate, added once after the
@@ -170,18 +180,11 @@ class RowParallelLinear(ParallelModule):
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp)
-        self.in_features, self.out_features = positive_sizes(in_features, out_features)
+        super().__init__(in_features, out_features, tp)
         self.input_is_parallel, self.activation, self.sequence_dim = input_is_parallel, activation, sequence_dim
         self.width = -(-in_features // self.tp.size)  # input features of the rank that has most
         self.columns = slice(self.tp.rank * self.width, min((self.tp.rank + 1) * self.width, in_features))
-        std = in_features**-0.5 if init_std is None else init_std
-        self.add_parameter("weight", (out_features, in_features), Normal(std), shard=1, device=device, dtype=dtype)
-        if bias:
-            self.add_parameter("bias", (out_features,), Constant(0.0), shard=None, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self._add_parameters(bias, init_std, weight_shard=1, bias_shard=None, device=device, dtype=dtype)
 
     def take_weight_gradient(self, gradient: Tensor) -> None:
         """Add this rank's gradient of its shard of the weight."""
@@ -229,7 +232,9 @@ class RowParallelLinear(ParallelModule):
         ends_region: bool = False,
     ) -> tuple[Tensor, ops.Normed | None]:
         """(result, its norm by next_norm) of rows (tokens, in_features / t), as ops.row_linear has it."""
-        queue = ops.active_queue() if "weight" in self._parameters else None  # else autograd takes its gradient further
+        queue = (
+            ops.active_queue() if is_own_parameter(self, "weight") else None
+        )  # else autograd takes its gradient further
         y = ops.row_linear(
             rows,
             self.local("weight"),

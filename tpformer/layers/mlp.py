@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import MLP_ACTIVATIONS, default_ffn_size
+from tpformer.config import MLP_ACTIVATIONS, check_choice, default_ffn_size
 from tpformer.ops.sequence import flat_rows
 
 from .children import Features, enter, leave
@@ -38,8 +38,7 @@ class MLP(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
-        if activation not in MLP_ACTIVATIONS:
-            raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(MLP_ACTIVATIONS)}")
+        check_choice("activation", activation, MLP_ACTIVATIONS)
         self.activation, self.gated = MLP_ACTIVATIONS[activation]
         if ffn_hidden_size is None:
             ffn_hidden_size = default_ffn_size(hidden_size, activation)

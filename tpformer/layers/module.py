@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.kernels.philox.reference import philox_key, random_normal
+from tpformer.torch_private import is_own_parameter, own_part
 
 from .optimizers import watch_optimizers
 from .tensor_parallel import TensorParallel
@@ -85,7 +86,7 @@ class ParallelModule(nn.Module):
                 f"at least one would hold none; lower tensor_parallel"
             )
         placement = self.placements[name] = Replicate() if shard is None else Shard(shard)
-        local_shape, _ = _own_part(shape, self.tp.mesh, [placement])
+        local_shape, _ = own_part(shape, self.tp.mesh, [placement])
         local = torch.empty(local_shape, device=self.device_for(device), dtype=dtype)
         strides = torch.empty(shape, device="meta").stride()
         value = DTensor.from_local(
@@ -106,7 +107,7 @@ class ParallelModule(nn.Module):
         Where it is computed from other parameters, as parametrizations and pruning have it, its present value.
         ValueError on several ranks for a plain tensor in its place.
         """
-        computed = name not in self._parameters
+        computed = not is_own_parameter(self, name)
         parameter = getattr(self, name) if computed else self._parameters[name]
         if self.tp.mesh is None or parameter is None:
             return parameter
@@ -166,7 +167,7 @@ class ParallelModule(nn.Module):
                     f"torch.distributed.checkpoint.state_dict.set_model_state_dict and "
                     f"StateDictOptions(full_state_dict=True)"
                 )
-            shape, offset = _own_part(parameter.shape, parameter.device_mesh, parameter.placements)
+            shape, offset = own_part(parameter.shape, parameter.device_mesh, parameter.placements)
             held = value.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
             # a copy: with assign=True it becomes the parameter, and the whole tensor can be freed
             state_dict[prefix + name] = _laid_out(held.clone(), parameter, parameter.placements)
@@ -181,14 +182,6 @@ class ParallelModule(nn.Module):
             seed = seed.to(self.tp.mesh.device_type)  # type: ignore[union-attr]
             dist.broadcast(seed, dist.get_global_rank(self.tp.group, 0), group=self.tp.group)
         initialize(self, int(seed))
-
-
-def _own_part(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of what this rank holds of a tensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    with torch.device("cpu"):  # torch computes with small tensors, which have no values where the default is meta
-        return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def _laid_out(local: Tensor, like: Tensor, placements: Sequence) -> Tensor:
@@ -210,7 +203,7 @@ def initialize(model: nn.Module, seed: int) -> None:
     for path, module in model.named_modules():
         if isinstance(module, ParallelModule):
             for name, initial in module.initial.items():
-                parameter = module._parameters.get(name)
+                parameter = getattr(module, name) if is_own_parameter(module, name) else None
                 if parameter is not None:
                     _fill(parameter, initial, philox_key(seed, f"{path}.{name}" if path else name))
 
@@ -219,7 +212,7 @@ def _fill(parameter: Tensor, initial: Initializer, key: int, chunk: int = 2**22)
     local, offset = parameter, (0,) * parameter.ndim
     if is_dtensor(parameter):
         local = parameter.to_local()
-        _, offset = _own_part(parameter.shape, parameter.device_mesh, parameter.placements)
+        _, offset = own_part(parameter.shape, parameter.device_mesh, parameter.placements)
     if isinstance(initial, Constant):
         local.fill_(initial.value)
         return

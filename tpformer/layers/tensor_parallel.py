@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import TRANSPORTS
+from tpformer.config import TRANSPORTS, check_choice
 from tpformer.ops.autocast import autocast_dtype
 from tpformer.ops.transport import LOCAL, column_request, open_transport, row_request
 from tpformer.ops.transports.interface import Request, Transport
@@ -34,8 +34,7 @@ class TensorParallel:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"unknown transport {self.transport!r}; choose one of {', '.join(map(repr, TRANSPORTS))}")
+        check_choice("transport", self.transport, TRANSPORTS)
         if self.mesh is None:
             return
         if not isinstance(self.mesh, DeviceMesh):

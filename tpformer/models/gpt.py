@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import GPTConfig, check_heads, check_interval, selected_layers
+from tpformer.config import GPTConfig, check_heads, recomputed_layers
 from tpformer.layers import (
     DropoutKey,
     LMHead,
@@ -115,10 +115,7 @@ class GPT(ParallelModule):
         self.config, self.seed = config, seed
         self.offload: Callable[[], Any] | None = ops.Offload if offload_activations else None
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        if recompute_layers and recompute == "none":
-            raise ValueError(f'recompute_layers={recompute_layers!r} of recompute="none": set it to "mlp" or "full"')
-        check_interval(recompute, recompute_interval)
-        recomputed = selected_layers(recompute_layers, config.n_layers)
+        recomputed = recomputed_layers(recompute, recompute_layers, recompute_interval, config.n_layers)
         part = range(config.n_layers) if part is None else part
         self.regions = _regions(part, recomputed, recompute_interval) if recompute_interval > 1 else {}
         self.is_first, self.is_last = part.start == 0, part.stop == config.n_layers

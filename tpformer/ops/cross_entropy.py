@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.config import check_loss_terms
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.cross_entropy.reference import IGNORE_INDEX, LossTerms, VocabSlice
 
@@ -28,11 +29,8 @@ ROW_MULTIPLE = 16  # columns of a chunk's logits: padding that the table has any
 
 
 def loss_terms(ignore_index: int, label_smoothing: float, z_loss: float) -> LossTerms:
-    """ValueError unless label_smoothing is in [0, 1) and z_loss is not negative."""
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
-    if not z_loss >= 0:
-        raise ValueError(f"z_loss={z_loss} is negative: give the coefficient of logsumexp squared, or 0 for none")
+    """The terms of a loss. ValueError unless label_smoothing is in [0, 1) and z_loss is not negative."""
+    check_loss_terms(label_smoothing, z_loss)
     return LossTerms(ignore_index, label_smoothing, z_loss)
 
 

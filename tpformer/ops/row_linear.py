@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.config import check_dropout
+from tpformer.config import check_choice, check_dropout
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 
@@ -137,8 +137,8 @@ def row_linear(
              (with sequence_parallel), a transport that cannot run, or a next_norm under autocast.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+    if activation is not None:
+        check_choice("activation", activation, ACTIVATIONS)
     if gate is not None and activation is None:
         raise ValueError("a gate needs an activation: act(gate) * x")
     if dropout is not None:

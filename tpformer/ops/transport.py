@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from tpformer.config import TRANSPORTS
+from tpformer.config import TRANSPORTS, check_choice
 from tpformer.config.transport_table import read_transport_table
 from tpformer.distributed.groups import why_no_kernels
 from tpformer.distributed.shared_memory import torch_backend
@@ -25,6 +25,10 @@ ONE_SHOT_BYTES = 256 << 10  # up to here an all-reduce is latency, which the fus
 PIPELINED_ROWS = 1024  # per rank: smaller GEMM chunks lose more than their overlap gains
 FUSED_EFFICIENCY = 0.9  # share of max(GEMM, communication) that the fused kernels are expected to reach
 LOCAL = Sequential(None)
+NEEDS = {
+    "fused": "fused needs a CUDA device with NVLink (or TRITON_INTERPRET=1 for tests on CPU)",
+    "pipelined": "pipelined needs a backend that sends tensors of the device (gloo for CPU, nccl for CUDA)",
+}
 
 
 class Decision(NamedTuple):
@@ -91,22 +95,22 @@ def choose_transport(request: Request) -> Decision:
     `use_measured_table`; else by the model: "fused" where the topology, a 16-bit dtype and the shape allow, "pipelined"
     where only the topology forbids it and the GEMM chunks are large, "sequential" otherwise.
     """
-    if request.transport not in TRANSPORTS:
-        raise ValueError(
-            f"transport={request.transport!r} cannot run here; choose one of {', '.join(map(repr, TRANSPORTS))}"
-        )
+    check_choice("transport", request.transport, TRANSPORTS)
     if request.ranks == 1:
         return Decision("local", "one rank")
     if request.transport == "auto":
         return _automatic(request)
-    reason = {"fused": why_not_fused, "pipelined": why_not_pipelined}.get(request.transport, lambda _: None)(request)
+    reason = why_not(request.transport, request)
     if reason is not None:
-        needs = {
-            "fused": "fused needs a CUDA device with NVLink (or TRITON_INTERPRET=1 for tests on CPU)",
-            "pipelined": "pipelined needs a backend that sends tensors of the device (gloo for CPU, nccl for CUDA)",
-        }[request.transport]
-        raise ValueError(f'{needs}: {reason}; use transport="auto" to have one chosen')
+        raise ValueError(f'{NEEDS[request.transport]}: {reason}; use transport="auto" to have one chosen')
     return Decision(request.transport, "as asked for")
+
+
+def why_not(transport: str, request: Request) -> str | None:
+    """Why this transport cannot carry a request, None if it can; "sequential" always can."""
+    if transport == "fused":
+        return why_not_fused(request)
+    return why_not_pipelined(request) if transport == "pipelined" else None
 
 
 def why_not_fused(request: Request) -> str | None:
@@ -200,10 +204,7 @@ def _measured(request: Request) -> Decision | None:
     row = REGISTRY.table.nearest(request.op, request.ranks, dtype_name(request.dtype), request.m, request.n, request.k)
     if row is None:
         return None
-    obstacles = {"fused": why_not_fused, "pipelined": why_not_pipelined}
-    times = {
-        name: time for name, time in row.times.items() if name not in obstacles or obstacles[name](request) is None
-    }
+    times = {name: time for name, time in row.times.items() if why_not(name, request) is None}
     if not times:
         return None
     fastest = min(times, key=lambda name: times[name])

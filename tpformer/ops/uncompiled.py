@@ -1,6 +1,6 @@
 """Operations stay whole under torch.compile, which calls them and does not look inside; it is told why.
 
-Belongs here: the two decorators that say so, and the only uses of the compiler's private names.
+Belongs here: the two decorators that say so.
 """
 
 import sys
@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from tpformer.torch_private import leave_uncompiled
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 WHY = "operations of tpformer run as they are, and the compiler does what is around them: leave fullgraph=True out"
@@ -17,7 +19,7 @@ WHY = "operations of tpformer run as they are, and the compiler does what is aro
 
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """The function itself, marked as torch.compiler.disable marks what it returns: fullgraph=True is told why."""
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, WHY  # type: ignore[attr-defined]
+    leave_uncompiled(function, WHY)
     return function
 
 

@@ -21,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpformer.config import RunConfig, check_config
-from tpformer.distributed.mesh import AXES, forget_meshes
+from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
 from tpformer.parallel import prepare_backward, reduce_partial_gradients
 from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
+from tpformer.torch_private import forget_meshes
 from tpformer.training.data import read_sidecar
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer
@@ -96,7 +97,7 @@ def count_parameters(config: RunConfig) -> int:
     model = GPT(config.model.architecture, device="meta")
     total = sum(parameter.numel() for parameter in model.parameters())
     for table in (model.embed_tokens, model.lm_head):
-        if table._parameters["weight"] is not None:
+        if table.weight is not None:
             total -= (table.rows - table.vocab_size) * table.hidden_size
     return total
 

@@ -5,23 +5,21 @@ Letters: M rows (tokens) of the whole, t ranks, K and N as this rank's GEMM has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.config.transport_table import OPERATIONS
+from tpformer.config.transport_table import OPERATIONS, TransportTable
+from tpformer.distributed.listeners import Listeners
 from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-
-if TYPE_CHECKING:
-    from tpformer.config.transport_table import TransportTable
 
 GATHER, SCATTER, ALL = OPERATIONS
 
@@ -115,30 +113,24 @@ class Transport(Protocol):
 
 @dataclass
 class Registry:
-    """The only module-level state of tpformer.ops: listeners to the transports, and the table of measured times."""
+    """The only module-level state of tpformer.ops: who listens to the transports, and the table of measured times."""
 
-    recorders: list[list[tuple[str, str]]] = field(default_factory=list)
+    recorded: Listeners[tuple[str, str]] = field(default_factory=Listeners)
     table: TransportTable | None = None
 
 
 REGISTRY = Registry()
 
 
-@contextmanager
-def record_transports() -> Iterator[list[tuple[str, str]]]:
-    """Yields a list that gets (operation, transport) whenever one has run in this process while the context is open.
+def record_transports() -> AbstractContextManager[list[tuple[str, str]]]:
+    """A context that gives a list, which gets (operation, transport) whenever one runs in this process.
 
     Operations: "all_gather_matmul" (a row-parallel backward is one too), "matmul_reduce_scatter", "matmul_all_reduce",
     "linear_cross_entropy". One rank runs no transport and records nothing.
     """
-    calls: list[tuple[str, str]] = []
-    REGISTRY.recorders.append(calls)
-    try:
-        yield calls
-    finally:
-        REGISTRY.recorders = [recorder for recorder in REGISTRY.recorders if recorder is not calls]
+    return REGISTRY.recorded.listen()
 
 
 def record_transport(op: str, transport: str) -> None:
-    for calls in REGISTRY.recorders:
-        calls.append((op, transport))
+    """Tell whoever records transports that one carries an operation now."""
+    REGISTRY.recorded.tell((op, transport))
