@@ -7,6 +7,7 @@ tests/test_repo.py refuses private names everywhere else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -57,6 +58,11 @@ def is_own_parameter(module: nn.Module, name: str) -> bool:
 def any_autocast() -> bool:
     """Whether autocast is on for some device. Every forward asks, and asking for one device takes ten times as long."""
     return torch._C._is_any_autocast_enabled()
+
+
+def compiler_is_imported() -> bool:
+    """Whether somebody has imported the compiler; where nobody has, nothing is being compiled."""
+    return "torch._dynamo" in sys.modules
 
 
 def leave_uncompiled(function: Callable, why: str) -> None:

@@ -3,14 +3,13 @@
 Belongs here: the two decorators that say so.
 """
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from tpformer.torch_private import leave_uncompiled
+from tpformer.torch_private import compiler_is_imported, leave_uncompiled
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -32,7 +31,7 @@ def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if "torch._dynamo" not in sys.modules:
+        if not compiler_is_imported():
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function, reason=WHY))
