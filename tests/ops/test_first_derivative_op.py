@@ -94,9 +94,7 @@ def test_a_queue_has_no_graph():
     layer, queue = RowParallelLinear(4, 3), ops.WeightGradientQueue()
     with queue.collect():
         y = layer(torch.randn(2, 4))
-    with pytest.raises(
-        RuntimeError, match=r"row_linear ran in WeightGradientQueue.collect.* leave out create_graph"
-    ):
+    with pytest.raises(RuntimeError, match=r"row_linear ran in WeightGradientQueue.collect.* leave out create_graph"):
         torch.autograd.grad(y.sum(), layer.bias, create_graph=True)
 
 

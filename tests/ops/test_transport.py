@@ -133,7 +133,9 @@ def test_what_stands_against_the_fused_kernels(node, monkeypatch):
     assert choice(choice="fused") == ("fused", "as asked for")
     with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1 for tests on CPU\): no kernels there; use transport"):
         choice(choice="fused", where=CPU)
-    with pytest.raises(ValueError, match="the operands are torch.float64, and the kernels take bfloat16, float16 and float32"):
+    with pytest.raises(
+        ValueError, match="the operands are torch.float64, and the kernels take bfloat16, float16 and float32"
+    ):
         choice(choice="fused", dtype=torch.float64)
 
 

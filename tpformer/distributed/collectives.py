@@ -1,7 +1,7 @@
-"""Collectives on plain tensors, through shared memory where all ranks are CPU processes of one machine.
+"""Collectives on plain tensors, through shared memory if all ranks are CPU processes of one machine.
 
-Belongs here: all-gather, reduce-scatter, all-reduce, their recorder, and torch.distributed's renamed functions.
-Nothing differentiable (tpformer.ops), no slots (workspace.py).
+Belongs here: all-gather, reduce-scatter and all-reduce, the record of their calls, and torch.distributed's renamed
+functions. Differentiable ones are in tpformer.ops, slots in workspace.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .workspace import Collective
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-TWO_SHOT_BYTES = 1 << 19  # measured on 4 ranks: float32 breaks even at 0.5-1 MiB, bfloat16 at 0.25 MiB
+TWO_SHOT_BYTES = 1 << 19  # measured on 4 CPU ranks: float32 breaks even at 0.5 to 1 MiB, bfloat16 at 0.25 MiB
 
 
 class Reduction(NamedTuple):
@@ -116,14 +116,14 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum"
         output = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(output, torch_op, group=group)
         return output
-    if state.size == 2 or nbytes < TWO_SHOT_BYTES:  # at 2 ranks one-shot moves as much and signals once: always faster
+    if state.size == 2 or nbytes < TWO_SHOT_BYTES:  # at 2 ranks one-shot moves as much, and signals only once
         slots = state.reduce.slots(group, flat.numel(), x.dtype, 1)
         slots[state.rank][0].copy_(flat)
         state.reduce.exchange(collective, nbytes)
         return combine(from_all_ranks(slots, 0, flat, state), function).view(x.shape)
     slots = state.reduce.slots(group, flat.numel(), x.dtype, state.size)
     reduced = reduce_own_part(slots, flat, state, collective, nbytes, function)
-    # Nobody reads a rank's own part of its own slot before the second exchange, so the result can stand there.
+    # Nobody reads a rank's own part of its own slot before the second exchange, so the result can be written there.
     slots[state.rank][state.rank].copy_(reduced)
     state.reduce.exchange(collective, nbytes)
     parts = [slot[rank] for rank, slot in enumerate(slots)]
@@ -139,7 +139,7 @@ def reduce_own_part(
     nbytes: int,
     function: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Publish the parts of `flat` that other ranks reduce, and reduce this rank's own part: a new flat tensor."""
+    """Publish the parts of `flat` that other ranks reduce, and return the reduced part of this rank, a new tensor."""
     rank = state.rank
     parts = flat.tensor_split(state.size)
     for index, part in enumerate(parts):
@@ -152,15 +152,15 @@ def reduce_own_part(
 def from_all_ranks(
     slots: list[list[torch.Tensor]], part: int, own: torch.Tensor, state: CollectiveState
 ) -> list[torch.Tensor]:
-    """Part `part` of every rank's slot, in rank order; `own` instead of a second read of this rank's slot."""
+    """That part of every rank's slot, in rank order; `own` stands for this rank's, which need not be read again."""
     return [own if rank == state.rank else slot[part] for rank, slot in enumerate(slots)]
 
 
 def combine(parts: list[torch.Tensor], function: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """parts[0] op parts[1] op ..., left to right, rounded once; always a new tensor."""
+    """parts[0] op parts[1] op ..., from left to right, rounded once; always a new tensor."""
     dtype = parts[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    if wide == dtype or len(parts) == 2:  # two 16-bit numbers: torch computes in float32 and rounds once anyway
+    if wide == dtype or len(parts) == 2:  # torch adds two 16-bit numbers in float32, and rounds once, anyway
         total = function(parts[0], parts[1])
         for part in parts[2:]:
             function(total, part, out=total)

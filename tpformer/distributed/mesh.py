@@ -23,7 +23,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Join the world that torchrun's environment describes, or, without RANK and WORLD_SIZE, be a world of one.
+    """Join the world that torchrun's environment describes; without RANK and WORLD_SIZE start a world of one rank.
 
     device_type: "cpu" (gloo) or "cuda" (nccl for CUDA tensors, gloo for CPU ones; the device LOCAL_RANK is selected).
     timeout: how long an operation of the group waits for its peers. An existing process group is kept as it is.
@@ -59,10 +59,10 @@ def build_mesh(
     pipeline_parallel: int = 1,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> DeviceMesh:
-    """The mesh with the axes ("pp", "dp_replicate", "dp_shard", "tp"), size 1 included, over all ranks in order.
+    """The mesh with the axes ("pp", "dp_replicate", "dp_shard", "tp") over all ranks in order; sizes may be 1.
 
-    Collective over the world: one process group per axis and slice. They wait `timeout`, but an axis as large as
-    the world uses the world's group and its timeout; operations through memory that ranks share wait `timeout` always.
+    Collective over the world: one process group for each axis and slice. Operations wait `timeout` for their peers,
+    except that an axis as large as the world uses the world's group, which keeps its own timeout in torch.distributed.
     Raises RuntimeError before `initialize`, ValueError if a size is below 1 or the world size is not their product.
     """
     sizes = (pipeline_parallel, data_parallel_replicate, data_parallel_shard, tensor_parallel)

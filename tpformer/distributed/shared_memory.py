@@ -21,8 +21,10 @@ from .sizes import PAGE, round_up
 
 TIMEOUT_SECONDS = 600.0  # how long any operation waits for a peer unless the caller says otherwise
 SEMAPHORE_BYTES = 64  # a cache line each; sem_t itself has 32 bytes (glibc) or fewer
-SPINS = 100  # tries (about 25 us) before sleeping. Small op, 2 cores: 2 ranks 36 -> 10 us, 4 ranks 62 -> 56; 400: 109
-MAXIMUM_SLEEP = 1.0  # seconds: sem_timedwait follows the wall clock, so sleep in pieces and count monotonic time
+# Tries (about 25 us) before a wait sleeps. A small operation on 2 cores, without and with them: 2 ranks 36 and 10 us,
+# 4 ranks 62 and 56 us; with 400 tries 109 us.
+SPINS = 100
+MAXIMUM_SLEEP = 1.0  # seconds; sem_timedwait follows the wall clock, so waits sleep in pieces and count monotonic time
 
 
 class Timespec(ctypes.Structure):
@@ -32,10 +34,10 @@ class Timespec(ctypes.Structure):
 
 
 def load_semaphores() -> tuple[Any, Any, Any, Any] | None:
-    """sem_init, sem_post, sem_trywait, sem_timedwait; None where unnamed process-shared semaphores do not exist.
+    """sem_init, sem_post, sem_trywait, sem_timedwait; None if the system lacks unnamed process-shared semaphores.
 
-    They synchronise memory (POSIX 4.12), sleep in a futex and need no compiler. Only the call that can sleep
-    releases the GIL (CDLL): a handover costs more than the others take (PyDLL).
+    They synchronise memory (POSIX 4.12), sleep in a futex and need no compiler. Only sem_timedwait releases the GIL
+    (CDLL), because it can sleep; the others take less time than a handover of the GIL (PyDLL).
     """
     if sys.platform != "linux":
         return None
@@ -58,7 +60,10 @@ def is_available() -> bool:
 
 
 def host_key() -> tuple[str, ...]:
-    """Equal on two ranks exactly if they can map each other's memory: same machine, boot and process namespace."""
+    """A key that is equal on two ranks if, and only if, they can map each other's memory.
+
+    It holds the machine, its boot, the process namespace and the user.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return os.uname().nodename, boot, os.readlink("/proc/self/ns/pid"), str(os.getuid())
@@ -97,9 +102,9 @@ def why_not_shared(group: dist.ProcessGroup) -> str | None:
 class SharedMemory:
     """`nbytes` bytes for each rank of a CPU process group on one machine, mapped by all of them.
 
-    Construction is collective over `group`: a broadcast and an all-gather of small objects. The memory, zeros at
-    first, is an anonymous file (memfd) which peers open through /proc: it has no name, so nothing is left behind
-    however a rank ends, and /dev/shm's size does not bound it. It costs `nbytes * ranks` bytes, reserved here.
+    Construction is collective over `group`: a broadcast and an all-gather of small objects. The memory starts as zeros.
+    It is an anonymous file (memfd) that peers open through /proc. It has no name, so nothing is left behind however a
+    rank ends, and the size of /dev/shm does not bound it. It costs `nbytes * ranks` bytes, reserved here.
 
     Attributes: rank, size (ranks), nbytes, timeout (seconds), pointers (int64 CPU tensor of shape (size,): the
     address of each rank's region in this process, 4096-byte aligned).
@@ -119,7 +124,7 @@ class SharedMemory:
         base = self._bytes.data_ptr()
         addresses = [base + self.region_offset(rank) for rank in range(self.size)]
         self.pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-        # One semaphore per (receiver, sender): a wait is for one peer, and a fast peer cannot stand in for a slow one.
+        # One semaphore for each (receiver, sender), so that a fast peer's signal is not taken for a slow one's.
         self._outgoing = [ctypes.c_void_p(base + self._semaphore(peer, self.rank)) for peer in range(self.size)]
         self._incoming = [ctypes.c_void_p(base + self._semaphore(self.rank, peer)) for peer in range(self.size)]
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -152,7 +157,7 @@ class SharedMemory:
                 descriptor = os.open(shared[0], os.O_RDWR)
                 memory = mmap.mmap(descriptor, total)
             assert descriptor is not None
-            # Reserving now turns a lack of memory into an error here instead of a SIGBUS at the first write.
+            # Reserved now, a lack of memory is an error here; otherwise it would be a SIGBUS at the first write.
             os.posix_fallocate(descriptor, self._header + self.rank * self.nbytes, self.nbytes)
         except OSError as exception:
             error = f"rank {self.rank}: {exception}"
@@ -186,7 +191,7 @@ class SharedMemory:
         return self._bytes[start : start + nbytes].view(dtype).view(shape)
 
     def signal(self, dst_rank: int) -> None:
-        """Let one `wait(this rank)` of dst_rank pass; all that this rank wrote before is visible after that wait."""
+        """Let one `wait` of dst_rank for this rank pass; after it, dst_rank sees all that this rank wrote before."""
         self._check()
         self._post(self._outgoing[dst_rank])
 
@@ -228,12 +233,12 @@ class SharedMemory:
             f"(wait {self._waits[src_rank] + 1} for that rank)"
         )
         raise TimeoutError(
-            f"{self._failure}: look at rank {src_rank}'s output, it died, hangs, or called its collectives in another "
-            "order; if it was only slow, give the backend a longer timeout"
+            f"{self._failure}: look at rank {src_rank}'s output; it died, hangs, or called its collectives in another "
+            "order. If it was only slow, give the backend a longer timeout"
         )
 
     def exchange(self, operation: str = "barrier") -> None:
-        """Signal every other rank, then wait for every other rank; all earlier writes of all ranks become visible."""
+        """Signal every other rank, then wait for every other rank; then all earlier writes are visible to all."""
         self._check()
         for peer in self._peers:
             self._post(self._outgoing[peer])
@@ -255,7 +260,7 @@ class SharedMemory:
 
 
 def view_bytes(shape: Sequence[int], dtype: torch.dtype, byte_offset: int, region: int) -> int:
-    """Bytes of such a view; ValueError if it does not fit a region of that many bytes or is not aligned."""
+    """The bytes of such a view; ValueError if it does not fit a region of that many bytes, or is not aligned."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if byte_offset < 0 or byte_offset + nbytes > region:
         raise ValueError(f"{nbytes} bytes at offset {byte_offset} do not fit a region of {region} bytes")

@@ -1,7 +1,7 @@
 """Symmetric memory: one region per rank of a group, which every rank of the group can address.
 
 Belongs here: what both backends offer, the choice between them, and the backend `torch` (CUDA devices of one host).
-Private names of torch's symmetric memory stand in this file only. The backend `shared` is in shared_memory.py.
+Private names of torch's symmetric memory are in this file only. The backend `shared` is in shared_memory.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CAPABILITY = (8, 0)  # system-scope release and acquire on 32-bit flags, and the
 
 
 class SymmetricMemory(Protocol):
-    """What a workspace needs of either backend. Construction is collective over the group; the memory is zeros.
+    """What a workspace needs of either backend. Construction is collective over the group; the memory starts as zeros.
 
     rank and size are the group's, nbytes is that of one region, pointers (int64 CPU tensor of shape (size,)) holds
     the address of each rank's region in this process.
@@ -71,8 +71,8 @@ class TorchSymmetricMemory:
     """`nbytes` bytes of device memory for each rank of a group on one host, through torch's symmetric memory.
 
     Every rank maps every region (CUDA virtual memory), so kernels store to peers over NVLink and plain copies to a
-    peer's view run on the copy engine. Costs `nbytes` rounded up to 2 MiB on each device. Same interface as
-    SharedMemory but for signals: flags are the kernels' business here.
+    peer's view run on the copy engine. It costs `nbytes`, rounded up to 2 MiB, on each device. It has SharedMemory's
+    interface without the signals: here kernels set and read flags themselves.
     Raises RuntimeError on every rank if one of them cannot allocate.
     """
 
@@ -99,7 +99,7 @@ class TorchSymmetricMemory:
         self.barrier()
 
     def _allocate(self) -> torch.Tensor:
-        """This rank's region, zeroed; an error of one rank is raised by all, before they would wait for it."""
+        """This rank's region, zeroed. If one rank fails, all raise, so that none waits for it."""
         own = error = None
         try:
             own = empty_symmetric(self.nbytes, self.device).zero_()
@@ -145,8 +145,8 @@ class TorchSymmetricMemory:
 def empty_symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised bytes that `rendezvous` accepts.
 
-    From the allocator itself where torch has it (2.11 and 2.13 do): `symm_mem.empty` takes them from a memory pool,
-    which keeps a workspace's old memory after it has grown.
+    They come from the allocator itself if torch has it (2.11 and 2.13 do). `symm_mem.empty` takes them from a memory
+    pool, which would keep a workspace's old memory after it has grown.
     """
     backend = importlib.import_module(PRIVATE_MODULE)
     allocator = getattr(getattr(backend, "_SymmetricMemory", None), "empty_strided_p2p", None)
@@ -193,6 +193,7 @@ def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str | N
 
 
 def device_facts(device: torch.device) -> tuple:
+    """DeviceFacts of this rank, as a plain tuple that travels between ranks."""
     problem = None
     if sys.platform != "linux":
         return (f"its platform is {sys.platform}, not Linux", (), 0, "", "", (0, 0), False)

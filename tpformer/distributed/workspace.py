@@ -33,12 +33,12 @@ class Collective(IntEnum):
 
 
 class Workspace:
-    """Two slots per rank, used in turn (epoch parity), in memory that grows to the next power of two.
+    """Two slots for each rank, used in turn, in memory that grows to the next power of two.
 
-    Why two slots need no barrier. Operation k writes this rank's slot k % 2, signals all, waits for all, then reads
-    all slots k % 2. A rank signals k + 1 only after it has finished k, reads included. So a rank that has passed the
-    waits of k + 1 knows that everybody has finished reading k, and may write slot k % 2 again in operation k + 2.
-    It holds because every operation waits for all ranks, and all ranks run the same operations in the same order.
+    Two slots need no barrier. Operation k writes this rank's slot k % 2, signals all ranks, waits for all, and then
+    reads all ranks' slots k % 2. A rank signals k + 1 only after it has finished k, reads included. So a rank that has
+    passed the waits of k + 1 knows that all have finished reading k, and may write slot k % 2 again in operation k + 2.
+    This needs every operation to wait for all ranks, and all ranks to run the same operations in the same order.
 
     Memory: 2 * ranks * slot bytes per machine; a slot is a power of two from 1 MiB that holds the operation's input.
     """
@@ -76,7 +76,7 @@ class Workspace:
         return views
 
     def _grow(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        # Needs no drain of its own: the allocation is collective, and each rank drops only its own mapping.
+        # No need to wait for peers first: the allocation is collective, and each rank drops only its own mapping.
         self._slots.clear()
         self.capacity = slot_bytes(nbytes)
         self.memory = SharedMemory(HEADER + 2 * self.capacity, group, self.timeout)
