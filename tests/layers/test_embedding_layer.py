@@ -167,7 +167,7 @@ def test_no_ids():
     "tied, words",
     [
         (None, r"no table of its own \(weight=False\): give it one at each call"),
-        (torch.randn(32, 8), r"the output table is a Tensor \(32, 8\) in place of this rank's plain \(64, 8\)"),
+        (torch.randn(32, 8), r"the output table is a Tensor \(32, 8\), but has to be this rank's plain \(64, 8\)"),
         (torch.randn(64, 4), r"the output table is a Tensor \(64, 4\) in place"),
     ],
 )

@@ -99,7 +99,7 @@ def lengths_that_cannot_be_shared():
     layer = RowParallelLinear(K, N, sequence_dim=1, tp=TensorParallel(tp_mesh(), True))
     with pytest.raises(ValueError, match=r"\(2, 5, 4\) has 5 along sequence_dim=1, which 2 .* ranks cannot share"):
         layer(torch.zeros(2, 5, K // 2))
-    with pytest.raises(ValueError, match=r"sequence_dim=1 of x of shape \(4, 4\) is the dim of its features"):
+    with pytest.raises(ValueError, match=r"sequence_dim=1 is the dim of the features in x of shape \(4, 4\)"):
         layer(torch.zeros(4, K // 2))
 
 
@@ -187,12 +187,14 @@ def test_gathered_output_and_unsharded_input(ranks, t, sequence_parallel, sequen
 def wrong_widths():
     column, row = ColumnParallelLinear(K, N, tp=tp_mesh()), RowParallelLinear(N, K, tp=tp_mesh())
     whole = RowParallelLinear(N, K, input_is_parallel=False, tp=tp_mesh())
-    with pytest.raises(ValueError, match="x has 4 features and in_features=8, .* give gather_output=True"):
+    with pytest.raises(
+        ValueError, match="x has 4 features, but every rank needs all in_features=8: .* give it gather_output=True"
+    ):
         column(torch.ones(2, K // 2))
     for layer, width in ((row, 12), (whole, 6)):
         with pytest.raises(ValueError, match=f"x has {width} features, .* of in_features=12 has 6: set input_is_paral"):
             layer(torch.ones(2, width))
-    with pytest.raises(ValueError, match="gather_output=True of used_rows"):
+    with pytest.raises(ValueError, match="gather_output=True with used_rows"):
         ColumnParallelLinear(K, N, gather_output=True, used_rows=slice(0, 3), tp=tp_mesh())
     table = explain(nn.Sequential(ColumnParallelLinear(K, N, gather_output=True, tp=tp_mesh()), whole), 8)
     assert "; as a module it gathers its output" in table and "; as a module it takes an unsharded input" in table

@@ -48,7 +48,7 @@ def test_what_a_norm_is_not():
         LayerNorm((4, 7))
     with pytest.raises(ValueError, match="eps=-1e-05, which is added under a root"):
         RMSNorm(7, -1e-5)
-    with pytest.raises(ValueError, match="x has 6 features, and the norm is over 7"):
+    with pytest.raises(ValueError, match="x has 6 features, but the norm is over 7"):
         LayerNorm(7, elementwise_affine=False)(torch.ones(2, 6))
 
 

@@ -15,10 +15,13 @@ from .tensor_parallel import TensorParallel
 
 
 def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
-    """(..., K) -> (tokens, K), tokens starting with the dim that is sharded over ranks."""
+    """(..., K) -> (tokens, K). sequence_dim, which is sharded over ranks, becomes the first dim of the tokens."""
     if sequence_dim is not None:
         if sequence_dim % x.ndim == x.ndim - 1:
-            raise ValueError(f"sequence_dim={sequence_dim} of x of shape {tuple(x.shape)} is the dim of its features")
+            raise ValueError(
+                f"sequence_dim={sequence_dim} is the dim of the features in x of shape {tuple(x.shape)}: give that of "
+                f"the sequence"
+            )
         x = x.movedim(sequence_dim, 0)
     return flat_rows(x)
 
@@ -62,11 +65,12 @@ class ColumnParallelLinear(_Linear):
              sharded along that dim instead, as in (batch, seq / t, hidden), and y has it whole.
     Communication, per rank: that of ops.column_linear, carried by `tp.transport` (ops.choose_transport).
     tp None, or one rank: bit-identical to nn.Linear.
-    `gather_output`: y is (tokens, out_features), equal on all ranks, as its gradient has to be; forward then has an
-    all-gather of y besides. A block or MLP that fuses the layer takes this rank's features without it.
-    `used_rows` keeps weight and bias Replicate and computes only these rows (grouped-query keys and values with fewer
-    heads than ranks); their gradients are partial sums over the tp axis. `most_rows`: how many the rank with the most
-    uses, where ranks differ.
+    gather_output: y is (tokens, out_features), equal on all ranks, and its gradient has to be, too. The forward has an
+             all-gather of y besides. A block or MLP that fuses the layer takes this rank's features, ungathered.
+    used_rows: weight and bias are Replicate, and this rank computes only these rows of them (keys and values with fewer
+             heads than ranks). Their gradients are partial sums over the tp axis.
+    most_rows: if ranks use different numbers of rows, the largest of these numbers.
+    Errors:  ValueError for sizes below 1, gather_output with used_rows, and an x with other features.
     """
 
     def __init__(
@@ -87,7 +91,8 @@ class ColumnParallelLinear(_Linear):
         super().__init__(in_features, out_features, tp)
         if gather_output and used_rows is not None:
             raise ValueError(
-                "gather_output=True of used_rows: ranks compute what they use, not a part of the whole each"
+                "gather_output=True with used_rows: ranks that compute what they use have no parts of a whole to "
+                "gather; leave one of them out"
             )
         self.gather_output, self.used_rows, self.sequence_dim = gather_output, used_rows, sequence_dim
         used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
@@ -96,7 +101,7 @@ class ColumnParallelLinear(_Linear):
         self._add_parameters(bias, init_std, weight_shard=shard, bias_shard=shard, device=device, dtype=dtype)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) that this rank multiplies with."""
+        """The (weight, bias) that this rank multiplies with."""
         if self.used_rows is None:
             return self.local("weight"), self.local("bias")
         weight, bias = (self.local(name, partial=True) for name in ("weight", "bias"))
@@ -107,10 +112,11 @@ class ColumnParallelLinear(_Linear):
         self.accumulate("weight", gradient, rows=self.used_rows)
 
     def forward(self, x: Tensor, *, norm: ops.Norm | None = None) -> Tensor:
+        """y = norm(x) W^T + b, laid out as the class says."""
         if x.shape[-1] != self.in_features:
             raise ValueError(
-                f"x has {x.shape[-1]} features and in_features={self.in_features}, which every rank needs: give "
-                f"gather_output=True to a column-parallel linear that made x"
+                f"x has {x.shape[-1]} features, but every rank needs all in_features={self.in_features}: if a "
+                f"column-parallel linear made x, give it gather_output=True"
             )
         (y,), _ = project(_to_rows(x, self.sequence_dim), [self], norm)
         if self.gather_output:
@@ -118,6 +124,7 @@ class ColumnParallelLinear(_Linear):
         return _from_rows(y, x, self.sequence_dim)
 
     def extra_repr(self) -> str:
+        """Sizes and options, as repr() shows them."""
         gathered = ", gather_output=True" * self.gather_output
         return f"in_features={self.in_features}, out_features={self.out_features}{gathered}, tp={self.tp.size}"
 
@@ -130,13 +137,16 @@ def project(
     *,
     carry: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The outputs of column-parallel layers on one mesh for the same rows (tokens, K), one gather for all; and, with
-    carry, the rows themselves for the residual path (ops.column_linear)."""
+    """(outputs of column-parallel layers for the same rows (tokens, K), rows for the residual path).
+
+    The layers lie on one mesh, and one gather serves them all. The second result is None without `carry`
+    (ops.column_linear).
+    """
     parameters = [layer.local_parameters() for layer in layers]
     tp = layers[0].tp
     queue = ops.active_queue()
     if queue is not None and not all(is_own_parameter(layer, "weight") for layer in layers):
-        queue = None  # autograd takes the gradient further
+        queue = None  # the weight is computed from other parameters, so autograd needs its gradient now
     outputs = ops.column_linear(
         rows,
         [weight for weight, _ in parameters],
@@ -161,9 +171,10 @@ class RowParallelLinear(_Linear):
              ColumnParallelLinear.
     Communication, per rank: that of ops.row_linear, carried by `tp.transport` (ops.choose_transport).
     With sequence_parallel the bias gradient is a partial sum over the tp axis.
-    `input_is_parallel=False`: x (and gate) is (tokens, in_features), equal on all ranks, as its gradient then is; each
-    takes its part, and backward has an all-reduce of x besides.
+    input_is_parallel=False: x and gate are (tokens, in_features), equal on all ranks, and each rank takes its part of
+             them. The backward has an all-reduce of their gradients besides, which are then equal on all ranks.
     tp None, or one rank: bit-identical to nn.Linear.
+    Errors:  ValueError for sizes below 1, for an x with other features, and for a sequence_dim that t does not divide.
     """
 
     def __init__(
@@ -198,6 +209,7 @@ class RowParallelLinear(_Linear):
         residual: Tensor | None = None,
         dropout: ops.Dropout | None = None,
     ) -> Tensor:
+        """y = residual + dropout(reduce(act(x) W^T) + b), or with act(gate) * x; laid out as the class says."""
         if self.sequence_dim is not None and self.tp.sharded and x.shape[self.sequence_dim] % self.tp.size:
             raise ValueError(
                 f"x of shape {tuple(x.shape)} has {x.shape[self.sequence_dim]} along sequence_dim={self.sequence_dim}, "
@@ -216,8 +228,8 @@ class RowParallelLinear(_Linear):
         own = self.columns.stop - self.columns.start
         if x.shape[-1] != (own if self.input_is_parallel else self.in_features):
             raise ValueError(
-                f"x has {x.shape[-1]} features, this rank's part of in_features={self.in_features} has {own}: set "
-                f"input_is_parallel=False for an x with all of them, True for one with this rank's"
+                f"x has {x.shape[-1]} features, but this rank's part of in_features={self.in_features} has {own}: set "
+                f"input_is_parallel=False if x has all of them, True if it has this rank's"
             )
 
     def reduced(
@@ -231,7 +243,7 @@ class RowParallelLinear(_Linear):
         next_norm: ops.Norm | None = None,
         ends_region: bool = False,
     ) -> tuple[Tensor, ops.Normed | None]:
-        """(result, its norm by next_norm) of rows (tokens, in_features / t), as ops.row_linear has it."""
+        """(result, its norm by next_norm or None) for rows (tokens, in_features / t), by ops.row_linear."""
         queue = (
             ops.active_queue() if is_own_parameter(self, "weight") else None
         )  # else autograd takes its gradient further
@@ -253,5 +265,6 @@ class RowParallelLinear(_Linear):
         return (y, None) if next_norm is None else y
 
     def extra_repr(self) -> str:
+        """Sizes and options, as repr() shows them."""
         whole = ", input_is_parallel=False" * (not self.input_is_parallel)
         return f"in_features={self.in_features}, out_features={self.out_features}{whole}, tp={self.tp.size}"
