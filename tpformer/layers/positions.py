@@ -24,8 +24,8 @@ class Positions:
     needs no mask. Results at padding are finite, but not those of torch.nn; do not read them.
     unread: so many tokens at the end of every sample are padding that no real token attends to. Their positions may be
     beyond the table's.
-    sequence_shards: 1 if the rows of layers are the flattened tokens. t if each rank holds (batch, seq_length / t): rows
-    gathered from all ranks are then in the order (shard, batch, seq_length / t). Layers find out from x.
+    sequence_shards: 1 if the rows of layers are the flattened tokens; t if each rank holds (batch, seq_length / t), so
+    that rows gathered from all ranks are in the order (shard, batch, seq_length / t). Layers find out from x.
     Errors: ValueError for ids that do not count like that, have another shape or come with an offset; for padding
     between real tokens; for a negative batch, seq_length or offset. On a GPU the check waits for the device, once.
     """
@@ -78,7 +78,7 @@ class Positions:
         return self._sharded
 
     def to_samples(self, rows: Tensor) -> Tensor:
-        """All rows (tokens, ...) of the batch, one sample after another, as attention takes them. Copies if shards > 1."""
+        """All rows (tokens, ...) of the batch, one sample after another; a copy if there are several shards."""
         if self.sequence_shards == 1:
             return rows
         return rearrange(rows, "(t b s) ... -> (b t s) ...", t=self.sequence_shards, b=self.batch)
