@@ -166,7 +166,7 @@ def test_no_ids():
 @pytest.mark.parametrize(
     "tied, words",
     [
-        (None, r"no table of its own \(weight=False\): give it one at each call"),
+        (None, r"no table of its own \(weight=False\): give each call one"),
         (torch.randn(32, 8), r"the output table is a Tensor \(32, 8\), but has to be this rank's plain \(64, 8\)"),
         (torch.randn(64, 4), r"the output table is a Tensor \(64, 4\) in place"),
     ],
