@@ -102,12 +102,10 @@ class GPTConfig:
 
     @property
     def ffn_size(self) -> int:
-        """The MLP's width."""
         return self.ffn_hidden_size or default_ffn_size(self.hidden_size, self.activation)
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property

@@ -107,7 +107,6 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks of the run."""
         return self.pipeline_parallel * self.data_parallel * self.tensor_parallel
 
     @property
@@ -117,19 +116,16 @@ class Layout:
 
     @property
     def schedule(self) -> ScheduleKind:
-        """The kind of pipeline_schedule."""
         return SCHEDULES[self.pipeline_schedule]
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages on a rank; 1 without a pipeline."""
         if self.pipeline_parallel == 1:
             return 1
         return self.pipeline_stages_per_rank or self.schedule.stages_per_rank
 
     @property
     def n_stages(self) -> int:
-        """Pipeline stages on all ranks."""
         return self.pipeline_parallel * self.stages_per_rank
 
     def stages_of(self, pipeline_rank: int) -> list[int]:

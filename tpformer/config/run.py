@@ -151,7 +151,6 @@ class RunConfig:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples per forward of one data-parallel rank."""
         pipelined = self.parallel.pipeline_parallel > 1 and self.parallel.pipeline_schedule != "naive"
         share = self.train.global_batch_size // self.parallel.data_parallel
         return self.train.microbatch_size or (1 if pipelined else max(1, share))

@@ -31,8 +31,6 @@ class MeasuredRow(NamedTuple):
 
 
 class TransportTable(NamedTuple):
-    """The rows of one file."""
-
     path: str
     rows: list[MeasuredRow]
 
