@@ -168,7 +168,7 @@ def test_no_ids():
     [
         (None, r"no table of its own \(weight=False\): give each call one"),
         (torch.randn(32, 8), r"the output table is a Tensor \(32, 8\), but has to be this rank's plain \(64, 8\)"),
-        (torch.randn(64, 4), r"the output table is a Tensor \(64, 4\) in place"),
+        (torch.randn(64, 4), r"the output table is a Tensor \(64, 4\), but has to be"),
     ],
 )
 def test_a_table_that_is_not_the_ranks_is_refused(tied, words):
