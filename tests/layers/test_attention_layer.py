@@ -18,7 +18,7 @@ from tpformer.layers import (
     SelfAttention,
     TensorParallel,
     TransformerBlock,
-    initialize,
+    init_weights,
 )
 from tpformer.models import GPT, GPTConfig
 
@@ -160,7 +160,7 @@ def key_gradients(gathered: bool) -> list[torch.Tensor]:
     attention = SelfAttention(16, 4, n_kv_heads=1, tp=tp, dtype=torch.float64)
     if gathered:
         attention.k_proj = ColumnParallelLinear(16, 4, gather_output=True, tp=tp, dtype=torch.float64)
-    initialize(attention, 1)
+    init_weights(attention, 1)
     attention.k_proj.register_forward_hook(lambda _, inputs, y: 1.5 * y)
     x = torch.linspace(-1, 1, 128, dtype=torch.float64).sin().view(2, 4, 16).requires_grad_()
     attention(x).square().sum().backward()

@@ -178,7 +178,7 @@ def test_built_on_meta_then_filled_equals_built():
     meta = build(TINY, device="meta")
     assert all(p.is_meta for p in meta.parameters())
     meta.to_empty(device="cpu")
-    meta.initialize()
+    meta.init_weights()
     for (name, p), q in zip(meta.named_parameters(), build(TINY).parameters(), strict=True):
         assert torch.equal(p, q), name
 

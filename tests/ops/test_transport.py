@@ -17,7 +17,7 @@ from tpformer.kernels.cost import (
     overlapped_seconds,
 )
 from tpformer.ops import transport
-from tpformer.ops.transports.interface import ALL, GATHER, SCATTER, Request, record_transport
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Request, record_transport
 
 H100 = "NVIDIA H100 80GB HBM3"
 CUDA, CPU = device("cuda"), device("cpu")
@@ -74,15 +74,15 @@ def test_one_rank_and_cpu():
         ({"n": 806}, ("fused", "break-even 1612, yours 806: 50% hidden")),
         # the width of a reduction is its K; an all-reduce moves twice as much
         ({"op": SCATTER, "n": 4096, "k": 1792}, ("fused", "break-even 1612, yours 1792: hidden")),
-        ({"op": ALL, "n": 4096, "k": 1792}, ("fused", "break-even 3224, yours 1792: 56% hidden")),
+        ({"op": ALL_REDUCE, "n": 4096, "k": 1792}, ("fused", "break-even 3224, yours 1792: 56% hidden")),
         ({"ranks": 2}, ("fused", "break-even 921, yours 1792: hidden")),
         # far from the break-even one of the two times is all there is
         ({"n": 128}, ("sequential", "break-even 1612, yours 128: at most 8% to gain")),
         ({"n": 20000}, ("sequential", "break-even 1612, yours 20000: at most 8% to gain")),
         ({"m": 1023}, ("sequential", "1023 rows < 1024: too few to overlap")),
         ({"op": SCATTER, "m": 8, "n": 4096, "k": 1792}, ("sequential", "8 rows < 1024: too few to overlap")),
-        ({"op": ALL, "m": 16, "n": 8192}, ("fused", "one-shot: 256 KiB <= 256 KiB")),
-        ({"op": ALL, "m": 17, "n": 8192}, ("sequential", "17 rows < 1024: too few to overlap")),
+        ({"op": ALL_REDUCE, "m": 16, "n": 8192}, ("fused", "one-shot: 256 KiB <= 256 KiB")),
+        ({"op": ALL_REDUCE, "m": 17, "n": 8192}, ("sequential", "17 rows < 1024: too few to overlap")),
         ({"dtype": torch.float32}, ("sequential", "float32 is for verification, not for speed")),
         ({"dtype": torch.float64}, ("sequential", "float64 is for verification, not for speed")),
         ({"dtype": torch.float16}, ("fused", "break-even 1612, yours 1792: hidden")),
@@ -102,7 +102,7 @@ def test_auto_without_nvlink(node):
     reason = "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts"
     assert choice(m=8192) == ("pipelined", reason)
     assert choice(m=8191) == ("sequential", "1023 rows per rank < 1024; not fused: ranks 0 and 4 are on two hosts")
-    assert choice(op=ALL, m=64, n=8)[0] == "sequential"
+    assert choice(op=ALL_REDUCE, m=64, n=8)[0] == "sequential"
     assert choice(dtype=torch.float32)[0] == "sequential"
     node(fused="no peer access", backend="gloo")
     assert choice() == ("sequential", "the group's backend for cuda is gloo; not fused: no peer access")
@@ -211,10 +211,10 @@ def test_recording_ends_with_its_context():
     with ops.record_transports() as outer:
         record_transport(GATHER, "fused")
         with pytest.raises(ZeroDivisionError), ops.record_transports() as inner:
-            record_transport(ALL, "sequential")
+            record_transport(ALL_REDUCE, "sequential")
             raise ZeroDivisionError
     record_transport(SCATTER, "pipelined")
-    assert outer == [(GATHER, "fused"), (ALL, "sequential")] and inner == [(ALL, "sequential")]
+    assert outer == [(GATHER, "fused"), (ALL_REDUCE, "sequential")] and inner == [(ALL_REDUCE, "sequential")]
 
 
 def test_performance_model():
@@ -230,7 +230,7 @@ def test_performance_model():
     assert compute == 2 * 8192 * 1792 * 4096 / 700e12
     assert gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory  # one row: weights
     assert communication_bytes(GATHER, *sizes, 8, 2) == 7 * 8192 * 4096 * 2 // 8
-    assert communication_bytes(ALL, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
+    assert communication_bytes(ALL_REDUCE, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
     # at the break-even width, with enough chunks, the two times are the same
     width = break_even_width(8, h100, 2)
     assert 2 * 8192 * width * 4096 / h100.flops == pytest.approx(

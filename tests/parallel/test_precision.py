@@ -12,7 +12,7 @@ from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import Layout, apply_zero
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.step import train_step
 
@@ -26,10 +26,10 @@ def train(tp: int, low_precision: bool):
     if low_precision:
         apply_zero(model, model.layers.values(), mesh, Layout(tensor_parallel=tp), torch.bfloat16)
     model.to_empty(device="cpu")
-    model.initialize()
+    model.init_weights()
     model.layers["0"].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     optimizer = build_optimizer(model, OptimizerSection(lr=3e-3))
-    whole = ParallelModel([model], Layout(tensor_parallel=tp), mesh, microbatch_size=2)
+    whole = ModelParts([model], Layout(tensor_parallel=tp), mesh, microbatch_size=2)
     losses = []
     for step in range(1, 21):
         batch = torch.randint(60, (4, 13), generator=torch.Generator().manual_seed(step % 2))

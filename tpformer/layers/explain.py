@@ -11,7 +11,7 @@ from torch import nn
 from tpformer import ops
 from tpformer.kernels.cost import communication_bytes, gemm_seconds, machine_for
 from tpformer.ops.transport import break_even, column_request, device_name, row_request
-from tpformer.ops.transports.interface import ALL, Request
+from tpformer.ops.transports.interface import ALL_REDUCE, Request
 
 from .block import OWN, TransformerBlock
 from .children import fusable, why_called
@@ -103,7 +103,7 @@ def _column(path: str, layer: ParallelModule, where: _Place, n: int, width: int,
     request = column_request(
         rows, k, width, where.dtype, where.device, layer.tp.group, layer.tp.sequence_parallel, layer.tp.transport
     )
-    operation = "matmul" if request.op == ALL or layer.tp.size == 1 else request.op
+    operation = "matmul" if request.op == ALL_REDUCE or layer.tp.size == 1 else request.op
     shape, local = (where.tokens, n, k), (where.tokens, width, k)
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
 

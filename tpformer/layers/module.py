@@ -190,7 +190,7 @@ class ParallelModule(nn.Module):
         if self.tp.group is not None:
             seed = seed.to(self.tp.mesh.device_type)  # type: ignore[union-attr]
             dist.broadcast(seed, dist.get_global_rank(self.tp.group, 0), group=self.tp.group)
-        initialize(self, int(seed))
+        init_weights(self, int(seed))
 
 
 def _laid_out(local: Tensor, like: Tensor, placements: Sequence) -> Tensor:
@@ -204,7 +204,7 @@ def _laid_out(local: Tensor, like: Tensor, placements: Sequence) -> Tensor:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int) -> None:
     """Fill the parameters of every layer from (seed, parameter name, global element index), equal in every layout.
 
     Each rank computes only its shard. Parameters of modules that are not this library's are left alone.

@@ -23,7 +23,7 @@ from tpformer.layers import (
     TransformerBlock,
     VocabParallelEmbedding,
     explain,
-    initialize,
+    init_weights,
 )
 from tpformer.layers.block import run_region
 from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm
@@ -85,8 +85,8 @@ class GPT(ParallelModule):
     lm_head may be replaced, wrapped or hooked: it is then called for logits, as any module that computes vocab_size
     features (a whole one on every tp rank alike), and the loss is made of all of them.
     label_smoothing, z_loss (ops.vocab_parallel_cross_entropy): of the loss in training mode; in evaluation it is plain.
-    device="meta" builds without memory: shard, `to_empty(device=...)`, then `initialize()`. device, dtype: unset, as in
-    torch.nn, torch's defaults; but a mesh's kind of device where torch's default device is the CPU.
+    device="meta" builds without memory: shard, `to_empty(device=...)`, then `init_weights()`. device, dtype: unset, as
+    in torch.nn, torch's defaults; but a mesh's kind of device where torch's default device is the CPU.
     part: build these consecutive layers only, a pipeline stage. Layers keep their global index as name; the first part
     has the embeddings, the last one norm and lm_head, and its own copy of a tied embed_tokens.
     Errors: ValueError, before anything is allocated, for heads or a vocabulary that the layout cannot hold.
@@ -147,11 +147,11 @@ class GPT(ParallelModule):
         device = self.device_for(device)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
-            self.initialize()
+            self.init_weights()
 
-    def initialize(self) -> None:
+    def init_weights(self) -> None:
         """Fill the parameters from (seed, name, global index), the same values in every layout."""
-        initialize(self, self.seed)
+        init_weights(self, self.seed)
 
     def explain(self, tokens: int | None = None, dtype: torch.dtype | None = None) -> str:
         """What carries each linear and why (layers.explain); tokens in a forward, unset: one sample. On all ranks."""

@@ -15,7 +15,7 @@ from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.cost import Machine, break_even_width, machine_for
 
 from .implementation import KERNEL_DTYPES
-from .transports.interface import ALL, GATHER, REGISTRY, SCATTER, Request, Transport
+from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Request, Transport
 from .transports.pipelined import Pipelined
 from .transports.sequential import Sequential
 
@@ -55,7 +55,7 @@ def column_request(
     if sequence_parallel:
         ranks = 1 if group is None else group.size()
         return Request(GATHER, rows * ranks, n, k, dtype, device, group, transport)
-    return Request(ALL, rows, k, n, dtype, device, group, transport)
+    return Request(ALL_REDUCE, rows, k, n, dtype, device, group, transport)
 
 
 def row_request(
@@ -69,7 +69,7 @@ def row_request(
     transport: str,
 ) -> Request:
     """The request of a row_linear for x (rows, k), k input features on this rank, and n output features."""
-    return Request(SCATTER if sequence_parallel else ALL, rows, n, k, dtype, device, group, transport)
+    return Request(SCATTER if sequence_parallel else ALL_REDUCE, rows, n, k, dtype, device, group, transport)
 
 
 def open_transport(request: Request) -> Transport:
@@ -163,7 +163,7 @@ def break_even(request: Request) -> float | None:
 
 
 def _break_even(request: Request, machine: Machine) -> float:
-    return break_even_width(request.ranks, machine, request.dtype.itemsize, 2 if request.op == ALL else 1)
+    return break_even_width(request.ranks, machine, request.dtype.itemsize, 2 if request.op == ALL_REDUCE else 1)
 
 
 def _automatic(request: Request) -> Decision:
@@ -186,7 +186,7 @@ def _automatic(request: Request) -> Decision:
 def _fused_or_sequential(request: Request) -> Decision:
     """By the performance model, where both can run."""
     nbytes = request.m * request.n * request.dtype.itemsize
-    if request.op == ALL and nbytes <= ONE_SHOT_BYTES:
+    if request.op == ALL_REDUCE and nbytes <= ONE_SHOT_BYTES:
         return Decision("fused", f"one-shot: {nbytes / 1024:g} KiB <= {ONE_SHOT_BYTES >> 10} KiB")
     if request.m < FUSED_ROWS:
         return Decision("sequential", f"{request.m} rows < {FUSED_ROWS}: too few to overlap")

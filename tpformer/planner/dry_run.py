@@ -28,7 +28,7 @@ from tpformer.parallel import prepare_backward, reduce_partial_gradients
 from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
 from tpformer.torch_private import forget_meshes
 from tpformer.training.data import read_sidecar
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.resolve import resolve
 from tpformer.training.setup import build_parts, default_dtype, run_mesh
@@ -145,7 +145,7 @@ class _Rank:
         for part in parts:
             if part.lm_head is not None:
                 part.lm_head.chunk_tokens = default_chunk_tokens(part.lm_head.vocab_slice(), str(config.train.device))
-        self.model = ParallelModel(
+        self.model = ModelParts(
             parts,
             layout,
             self.mesh,

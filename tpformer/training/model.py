@@ -1,4 +1,4 @@
-"""ParallelModel: a rank's parts of a GPT, and how a batch runs through them in any layout."""
+"""ModelParts: a rank's parts of a GPT, and how a batch runs through them in any layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tpformer.parallel import (
 NO_TARGET = -1  # the tokens of samples that only fill a batch up: nothing is predicted from them
 
 
-class ParallelModel:
+class ModelParts:
     """What a rank holds of a model: one GPT, or the parts that are its pipeline stages.
 
     parts: in the order of layout.stages_of(pipeline rank), FSDP2 applied where it is wanted. mesh: the run's, None for

@@ -24,7 +24,7 @@ from .data import (
     check_vocab,
     read_sidecar,
 )
-from .model import ParallelModel
+from .model import ModelParts
 
 
 def device_type(config: RunConfig) -> str:
@@ -106,13 +106,13 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     return parts
 
 
-def build_model(config: RunConfig, mesh: DeviceMesh) -> ParallelModel:
+def build_model(config: RunConfig, mesh: DeviceMesh) -> ModelParts:
     """The model of a resolved configuration on this rank's device, with its initial values. Collective."""
     parts = build_parts(config, mesh)
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device_type)
-        part.initialize()
-    return ParallelModel(
+        part.init_weights()
+    return ModelParts(
         parts,
         config.parallel,
         mesh,

@@ -14,7 +14,7 @@ from tpformer.ops.embedding import check_ids
 from tpformer.parallel import scale_gradients
 
 from .data import Samples, TokenSamples
-from .model import NO_TARGET, ParallelModel
+from .model import NO_TARGET, ModelParts
 
 
 class StepResult(NamedTuple):
@@ -53,7 +53,7 @@ class LossScaler:
 
 
 def train_step(
-    model: ParallelModel,
+    model: ModelParts,
     optimizers: Sequence[torch.optim.Optimizer],
     batch: Tensor,
     *,
@@ -64,7 +64,7 @@ def train_step(
     scaler: LossScaler | None = None,
 ) -> StepResult:
     """One step of the optimizers, unless loss or gradients are not finite. batch and first_sample: as for
-    ParallelModel.gradients. Gradients are gone afterwards. ValueError where ids outside the vocabulary caused it."""
+    ModelParts.gradients. Gradients are gone afterwards. ValueError where ids outside the vocabulary caused it."""
     scale = 1.0 if scaler is None else scaler.scale
     loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
     norm = float(model.gradient_norm()) / scale
@@ -102,7 +102,7 @@ def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
     return torch.cat([rows[:real], torch.full((size - real, rows.shape[1]), NO_TARGET)])
 
 
-def evaluate(model: ParallelModel, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
+def evaluate(model: ModelParts, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
     """Mean loss (nats per target token) over the first n_samples of each dataset; equal on all ranks.
 
     Each data-parallel rank takes its share of them; samples without targets fill up the last round.

@@ -29,7 +29,7 @@ from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter,
 from tpformer.kernels.protocol import Channel
 
 from ..norm import Normed
-from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 
 # Copy engines send shards from this size on. They leave all SMs to the GEMM, but need large pieces: elsewhere they have
 # been seen to reach half of a link's bandwidth at about 4 MB. A prediction for NVLink: nobody has measured it here.
@@ -128,7 +128,7 @@ class Fused:
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each tile goes to its owner as it is computed; the norm has its own pass."""
-        record_transport(SCATTER if scatter else ALL, self.name)
+        record_transport(SCATTER if scatter else ALL_REDUCE, self.name)
         inputs, weights = _at_most_three(inputs, weights, transposed)
         x, world = inputs[0], self.group.size()
         m, n = len(x), weights[0].shape[0 if transposed else 1]
@@ -148,7 +148,7 @@ class Fused:
             )
         else:
             space = matmul_all_reduce_space(m, n, world, x.dtype, x.dtype, tile)
-            channel = workspace.begin(ALL, *space)
+            channel = workspace.begin(ALL_REDUCE, *space)
             y = matmul_all_reduce(
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )

@@ -21,7 +21,7 @@ from tpformer.kernels.finish import NOTHING, Finish
 from ..implementation import implementation
 from ..norm import Normed
 
-GATHER, SCATTER, ALL = OPERATIONS
+GATHER, SCATTER, ALL_REDUCE = OPERATIONS
 
 
 class Request(NamedTuple):

@@ -11,7 +11,7 @@ from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 
 
 class Pipelined:
@@ -62,7 +62,7 @@ class Pipelined:
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each chunk is on its way while the next one is multiplied."""
-        record_transport(SCATTER if scatter else ALL, self.name)
+        record_transport(SCATTER if scatter else ALL_REDUCE, self.name)
         factors = [weight.t() if transposed else weight for weight in weights]
         shape = (len(inputs[0]), factors[0].shape[1])
 

@@ -12,7 +12,7 @@ from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 
 
 class Sequential:
@@ -54,7 +54,7 @@ class Sequential:
         if self.group is None and transposed and len(inputs) == 1:
             # bias inside the GEMM: bit-identical to nn.Linear
             return finish_rows(F.linear(inputs[0], weights[0], finish.bias), Finish(None, *finish[1:]))
-        self._record(SCATTER if scatter else ALL)
+        self._record(SCATTER if scatter else ALL_REDUCE)
         first, *rest = (weight.t() if transposed else weight for weight in weights)
         y = inputs[0] @ first
         for x, weight in zip(inputs[1:], rest, strict=True):
