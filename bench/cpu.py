@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tpformer.config import OptimizerSection
-from tpformer.distributed import build_mesh, keep_freed_memory
+from tpformer.distributed import build_mesh
 from tpformer.kernels.activation.reference import activation_forward
 from tpformer.kernels.finish import Norm
 from tpformer.kernels.norm.reference import norm_forward
 from tpformer.models import GPT, GPTConfig
-from tpformer.training.model import ParallelModel
+from tpformer.processes.cpu import keep_freed_memory
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.step import StepResult, train_step
 
@@ -66,7 +67,7 @@ def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Ca
     """tpformer's training step, which returns loss and gradient norm; tp None: without a mesh."""
     mesh = None if tp is None else build_mesh("cpu", tensor_parallel=tp)
     model = GPT(shape.config, tp=None if mesh is None else mesh["tp"], dtype=dtype)
-    whole = ParallelModel([model], mesh=mesh, microbatch_size=shape.samples, dtype=dtype)
+    whole = ModelParts([model], mesh=mesh, microbatch_size=shape.samples, dtype=dtype)
     optimizers, batch = [build_optimizer(model, OPTIONS)], shape.batch()
     options: dict = {"first_sample": 0, "step": 1, "lr": OPTIONS.lr, "clip_norm": OPTIONS.clip_norm}
     return partial(train_step, whole, optimizers, batch, **options)

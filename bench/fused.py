@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from tpformer.ops.transports.interface import ALL, GATHER, SCATTER
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .gpu_timing import FULL, QUICK, Call, Effort, measure
 from .predict import MODEL, prediction_row, present_machine
@@ -32,8 +32,8 @@ NOTES = {
     "of the kernel's programs also store the shard 7 times, here to memory: transport, not flags, hence no bar.",
     SCATTER: "Flag tax: rank 1 of 8 alone, its peers' flags set and their partial sums in its slot, against the bare "
     "GEMM. It contains the reduction, a pass over M x N partial sums; beside it, the GEMM and torch.sum of the same.",
-    ALL: "Flag tax: rank 1 of 8 alone, its peers' flags set and their partial sums in its slot, against the bare GEMM. "
-    "It contains the reduction, and for two-shot sizes the second hop's stores and copies.",
+    ALL_REDUCE: "Flag tax: rank 1 of 8 alone, its peers' flags set and their partial sums in its slot, against the "
+    "bare GEMM. It contains the reduction, and for two-shot sizes the second hop's stores and copies.",
 }
 COMMON_NOTE = (
     "with bump: and the one-thread kernel before it, which moves the epoch. Virtual ranks: all ranks' GEMMs in one "
@@ -64,7 +64,7 @@ def taxed_shapes(op: str, quick: bool) -> list[Shape]:
 
 
 def virtual_shapes(op: str, quick: bool) -> list[Shape]:
-    rows = (DECODE_ROWS[1], OTHER_ROWS) if op == ALL else (OTHER_ROWS,)
+    rows = (DECODE_ROWS[1], OTHER_ROWS) if op == ALL_REDUCE else (OTHER_ROWS,)
     return [shape for t in VIRTUAL_RANKS for shape in shapes(op, rows, t) if selected(shape, quick)]
 
 
@@ -217,5 +217,5 @@ def fused_bench(op: str, what: str) -> Bench:
 BENCHES = (
     fused_bench(GATHER, "the GEMM fused with its all-gather"),
     fused_bench(SCATTER, "the GEMM fused with its reduce-scatter"),
-    fused_bench(ALL, "the GEMM fused with its all-reduce"),
+    fused_bench(ALL_REDUCE, "the GEMM fused with its all-reduce"),
 )

@@ -15,7 +15,7 @@ from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, plan
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel, bump
-from tpformer.ops.transports.interface import ALL, GATHER, SCATTER
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .accuracy import poisoned, require_accurate
 from .channels import local_channel
@@ -49,12 +49,12 @@ def build(
     """virtual: all t ranks in one launch. Otherwise rank RANK with its peers' flags set, and random numbers in its
     slots for what they would have sent."""
     op, m, n, k, t = shape.op, shape.m, shape.n, shape.k, shape.t
-    place, rows = torch.device(device), m if op == ALL else m // t
+    place, rows = torch.device(device), m if op == ALL_REDUCE else m // t
     tile = tile or select_tile(place, dtype, rows, n, chunks=m // rows)
     space = {
         GATHER: lambda: all_gather_matmul_space(rows, k, t, dtype.itemsize),
         SCATTER: lambda: matmul_reduce_scatter_space(rows, n, t, dtype, tile),
-        ALL: lambda: matmul_all_reduce_space(m, n, t, dtype, dtype, tile),
+        ALL_REDUCE: lambda: matmul_all_reduce_space(m, n, t, dtype, dtype, tile),
     }[op]()
     channel = local_channel(t, *space, place, None if virtual else RANK)
     if not virtual:
@@ -70,7 +70,7 @@ def launch(gemm: FusedGemm, *, push: bool = True, programs: int | None = None) -
     options: dict = {"tile": gemm.tile, "programs": programs}
     if gemm.shape.op == GATHER:
         return all_gather_matmul(gemm.a, [gemm.w], gemm.channel, push=push, **options)[0]
-    function = {SCATTER: matmul_reduce_scatter, ALL: matmul_all_reduce}[gemm.shape.op]
+    function = {SCATTER: matmul_reduce_scatter, ALL_REDUCE: matmul_all_reduce}[gemm.shape.op]
     return function([gemm.a], [gemm.w], gemm.channel, **options)
 
 

@@ -1,6 +1,6 @@
 """Bytes of parameters, gradients and optimizer state that a rank holds: in FSDP2's own books, and by a scan of memory.
 
-Belongs here: the counting, for any ParallelModel. Nothing about which model is counted or what should come out.
+Belongs here: the counting, for any ModelParts. Nothing about which model is counted or what should come out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tpformer.parallel.zero import parameter_groups
 from tpformer.planner.counting import local
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 
 SHARDED, GATHERED = "sharded parameters", "gathered parameters"
 WHOLE_GRADIENTS, SHARDED_GRADIENTS = "whole gradients", "sharded gradients"
@@ -46,7 +46,7 @@ def _communicated(communication: Any) -> Iterator[Tensor]:
     yield from (state.reduce_scatter_input for state in getattr(communication, "reduce_scatter_states", ()))
 
 
-def _tensors(model: ParallelModel, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor | None]]:
+def _tensors(model: ModelParts, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor | None]]:
     for part in model.parts:
         if isinstance(part, FSDPModule):
             for group in parameter_groups(part):
@@ -61,7 +61,7 @@ def _tensors(model: ParallelModel, optimizers: Iterable[torch.optim.Optimizer]) 
             yield from ((OPTIMIZER, value) for value in state.values() if isinstance(value, Tensor))
 
 
-def held(model: ParallelModel, optimizers: Iterable[torch.optim.Optimizer]) -> Held:
+def held(model: ModelParts, optimizers: Iterable[torch.optim.Optimizer]) -> Held:
     """Bytes by kind, each storage once and with its whole size; after the first forward."""
     kinds: dict[torch.UntypedStorage, str] = {}
     for kind, tensor in _tensors(model, optimizers):
@@ -85,7 +85,7 @@ def live_bytes() -> int:
 
 
 @contextmanager
-def at_layers(model: ParallelModel, sample: Callable[[], None], at_end: Callable[[], None]) -> Iterator[None]:
+def at_layers(model: ModelParts, sample: Callable[[], None], at_end: Callable[[], None]) -> Iterator[None]:
     """Call `sample` at both ends of every layer's forward and backward, and after a part's weight gradients were made
     apart; `at_end` when a part's forward is over.
 

@@ -17,7 +17,7 @@ from tpformer.kernels.cost import (
     machine_for,
     overlapped_seconds,
 )
-from tpformer.ops.transports.interface import ALL, SCATTER
+from tpformer.ops.transports.interface import ALL_REDUCE, SCATTER
 
 from .runner import Row, make_row
 from .shapes import Shape
@@ -67,16 +67,16 @@ def predict(shape: Shape, machine: Machine, compute: float | None = None, librar
     result = m * n * ITEMSIZE
     communication = communication_bytes(op, m, n, k, t, ITEMSIZE) / machine.link
     reduction = (result + result // t) / machine.memory
-    if op == ALL and result <= ONE_SHOT_BYTES:
+    if op == ALL_REDUCE and result <= ONE_SHOT_BYTES:
         tail = HOP_LATENCY + (t + 1) * result / machine.memory
         fused = overlapped_seconds(compute, (t - 1) * result / machine.link, 1, tail)
-    elif op == ALL:
+    elif op == ALL_REDUCE:
         copied = 2 * (t - 1) * result / t / machine.memory
         tail = reduction + communication / 2 + copied + 2 * HOP_LATENCY
         fused = overlapped_seconds(compute, communication / 2, t, tail)
     else:
         fused = overlapped_seconds(compute, communication, t, reduction if op == SCATTER else 0.0)
-    return Prediction(fused, library + communication + (LIBRARY_LATENCY if op == ALL else 0.0))
+    return Prediction(fused, library + communication + (LIBRARY_LATENCY if op == ALL_REDUCE else 0.0))
 
 
 def prediction_row(shape: Shape, machine: Machine, compute: float | None = None, library: float | None = None) -> Row:

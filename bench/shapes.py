@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tpformer.config import MLP_ACTIVATIONS, preset_config
 from tpformer.models import GPTConfig
-from tpformer.ops.transports.interface import ALL, GATHER, SCATTER
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 MODELS = {
     "8B": preset_config("llama3-8b"),
@@ -61,11 +61,11 @@ def shapes(op: str, rows: Sequence[int] = ROWS, t: int = RANKS) -> list[Shape]:
         for what, size in (("heads", config.kv_heads), ("MLP features", config.ffn_size)):
             if size % t:
                 raise ValueError(f"{t} ranks cannot share the {size} {what} of {model}: use a divisor of {RANKS}")
-        layers = {GATHER: column_layers, SCATTER: row_layers, ALL: row_layers}[op](config, t)
+        layers = {GATHER: column_layers, SCATTER: row_layers, ALL_REDUCE: row_layers}[op](config, t)
         result += [Shape(model, layer, op, m, n, k, t) for layer, n, k in layers for m in rows]
     return result
 
 
 def operation_shapes(op: str, t: int = RANKS) -> list[Shape]:
     """The list of an operation: training's rows, and decoding's where it does not scatter or gather them."""
-    return shapes(op, (*DECODE_ROWS, *ROWS) if op == ALL else ROWS, t)
+    return shapes(op, (*DECODE_ROWS, *ROWS) if op == ALL_REDUCE else ROWS, t)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.config import RunConfig, build_config, check_config
 from tpformer.models import GPT
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, default_dtype, run_mesh
 
@@ -223,7 +223,7 @@ def measure(parallel: Mapping[str, Any], dtype: str, model: Mapping[str, Any] = 
     return Measured(parts, plan, moves, moments, memory, counts)
 
 
-def _backward(model: ParallelModel, step: int) -> None:
+def _backward(model: ModelParts, step: int) -> None:
     length = model.config.seq_length
     generator = torch.Generator().manual_seed(step)
     batch = torch.randint(model.config.vocab_size or 0, (MICROBATCHES, length + 1), generator=generator)

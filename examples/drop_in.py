@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tpformer.distributed import build_mesh, initialize
-from tpformer.layers import ColumnParallelLinear, RowParallelLinear
-from tpformer.layers import initialize as fill
+from tpformer.layers import ColumnParallelLinear, RowParallelLinear, init_weights
 
 
 class Regressor(nn.Module):
@@ -28,7 +27,7 @@ class Regressor(nn.Module):
 def train(tp=None, steps=100):
     """The loss of the last step."""
     model = Regressor(tp)
-    fill(model, seed=0)  # the same weights whatever the mesh
+    init_weights(model, seed=0)  # the same weights whatever the mesh
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, 16, generator=generator)

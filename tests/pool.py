@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tpformer.distributed.mesh import forget_meshes
+from tpformer.torch_private import forget_meshes
 
 # a fork server imports these once for all workers; a worker itself imports what cannot be imported here
 PRELOAD = [

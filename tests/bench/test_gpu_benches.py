@@ -23,7 +23,7 @@ from bench.runner import Bench, main, mean_row  # noqa: E402
 from bench.shapes import Shape, operation_shapes  # noqa: E402
 from checks.compile import compiler  # noqa: E402
 from tpformer.kernels.cost import machine_for  # noqa: E402
-from tpformer.ops.transports.interface import ALL, GATHER, OPERATIONS, SCATTER  # noqa: E402
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, OPERATIONS, SCATTER  # noqa: E402
 
 MEMORY_BOUND = {"norm": 24, "activation": 16, "rope": 8, "dropout": 9, "cross_entropy": 5}  # rows that are predicted
 NAMES = ["matmul", *OPERATIONS, *MEMORY_BOUND, "layer", "nvlink"]
@@ -52,8 +52,8 @@ def test_shapes_are_the_models() -> None:
 
 def test_lists_have_every_number_of_rows() -> None:
     assert {s.m for s in operation_shapes(SCATTER)} == {1024, 2048, 4096, 8192, 16384}
-    assert {s.m for s in operation_shapes(ALL)} == {8, 32, 128, 1024, 2048, 4096, 8192, 16384}
-    assert len(operation_shapes(GATHER)) == 4 * 2 * 5 and len(operation_shapes(ALL)) == 4 * 2 * 8
+    assert {s.m for s in operation_shapes(ALL_REDUCE)} == {8, 32, 128, 1024, 2048, 4096, 8192, 16384}
+    assert len(operation_shapes(GATHER)) == 4 * 2 * 5 and len(operation_shapes(ALL_REDUCE)) == 4 * 2 * 8
     cases = [gemm.case for gemm in matmul.gemms(quick=False)]
     assert [cases.count(case) for case in ("forward", "dgrad", "wgrad", "decode")] == [80, 32, 32, 48]
     with pytest.raises(ValueError, match="3 ranks cannot share the 8 heads of 8B"):
@@ -74,11 +74,11 @@ def test_predictions_by_hand() -> None:
     qkv = Shape("70B", "qkv", GATHER, 8192, 1280, 8192, 8)
     assert predict.predict(qkv, h200).fused * 1e6 == pytest.approx(309.1 + 30.7, abs=0.1)
     # two-shot: half of 2 * 309.1 hides, the other half, its copies (2 * 7/8 of 134.2 MB: 54.6) and two hops do not
-    shared = predict.predict(down._replace(op=ALL), h200)
+    shared = predict.predict(down._replace(op=ALL_REDUCE), h200)
     assert shared.fused * 1e6 == pytest.approx(687.2 + 35.1 + 309.1 + 54.6 + 21.6, abs=0.1)
     assert shared.sequential * 1e6 == pytest.approx(687.2 + 2 * 309.1 + 21.8, abs=0.1)
     # one-shot: 8 rows, the weight's 58.7 MB (and 0.2 MB) at 4.3e12; 7 * 131072 bytes on the link, 9 * in memory
-    decode = predict.predict(down._replace(op=ALL, m=8), h200)
+    decode = predict.predict(down._replace(op=ALL_REDUCE, m=8), h200)
     assert decode.fused * 1e6 == pytest.approx(13.70 + 2.41 + 0.27 + 10.8, abs=0.02)
     assert decode.sequential * 1e6 == pytest.approx(13.70 + 0.60 + 21.8, abs=0.02)
     # measured: our GEMM takes 750 us, cuBLAS 700
@@ -112,7 +112,7 @@ def test_without_a_gpu_predictions_are_shown_and_nothing_is_written(
     assert "CUDA device" in lines[1]
     assert lines[3] == "PREDICTION, not a measurement"
     rows = [line for line in lines if line.startswith("prediction: ")]
-    listed = {"matmul": 128, "nvlink": 144, ALL: 64, "layer": 9, **MEMORY_BOUND}
+    listed = {"matmul": 128, "nvlink": 144, ALL_REDUCE: 64, "layer": 9, **MEMORY_BOUND}
     assert len(rows) == listed.get(name, 40) and all("H200" in row and " predicted" in row for row in rows)
     assert "kernels/cost.py" in lines[-1]
     assert list(tmp_path.iterdir()) == []
@@ -208,8 +208,8 @@ TINY = [
     Shape("tiny", "gather", GATHER, 3 * 5, 7, 3, 3),
     Shape("tiny", "gather", GATHER, 2 * 20, 35, 36, 2),
     Shape("tiny", "scatter", SCATTER, 3 * 20, 37, 9, 3),
-    Shape("tiny", "one-shot", ALL, 7, 40, 5, 3),
-    Shape("tiny", "two-shot", ALL, 1030, 70, 4, 4),  # above 256 KiB; the last chunk is shorter
+    Shape("tiny", "one-shot", ALL_REDUCE, 7, 40, 5, 3),
+    Shape("tiny", "two-shot", ALL_REDUCE, 1030, 70, 4, 4),  # above 256 KiB; the last chunk is shorter
 ]
 WIDE = (128, 64, 16, 1, 8, False)  # fewer tiles: the interpreter's time
 
@@ -295,7 +295,7 @@ def test_the_fused_benches_in_the_interpreter(interpreted: WorkerPool) -> None:
         (rows,) = interpreted(1).run(whole_benches, op, timeout=120)
         tax = [row[1:] for row in rows if row[0] == "flag tax, rank of 2"]
         pairs = [("fused", "matmul"), ("fused, with bump", "matmul"), ("matmul", "torch.matmul")]
-        pairs += {GATHER: [("fused, SM push", "matmul")], SCATTER: [("fused", "matmul, torch.sum")], ALL: []}[op]
+        pairs += {GATHER: [("fused, SM push", "matmul")], SCATTER: [("fused", "matmul, torch.sum")], ALL_REDUCE: []}[op]
         assert sorted(tax) == sorted(pairs * 2)
         assert rows.count(("2 virtual ranks", "fused", "2 x matmul")) == 2
         assert [rows.count(("fewer SMs", f"{c} SMs fewer", "all SMs")) for c in (4, 8, 16, 32)] == [2] * 4

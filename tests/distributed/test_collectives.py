@@ -15,14 +15,15 @@ from pool import RankFailure, WorkerPool
 from tpformer.distributed import (
     all_gather,
     all_reduce,
+    backend_of,
     close,
+    groups,
     record_collectives,
     reduce_scatter,
     shared_memory,
-    transport_of,
     use_backend,
-    workspace,
 )
+from tpformer.distributed.workspace import Collective, Workspace
 
 needs_shared = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -83,12 +84,12 @@ def test_gloo_equals_arithmetic_within_rounding(ranks: WorkerPool, size: int) ->
     ranks(size).run(against_arithmetic, "gloo")
 
 
-def delay_reads(space: workspace.Workspace, delay: Callable[[], None]) -> None:
+def delay_reads(space: Workspace, delay: Callable[[], None]) -> None:
     """Delay each operation between its waits and its reads, when an unsafe peer would overwrite its slots."""
     exchange = space.exchange
 
-    def delayed(operation: int, nbytes: int) -> None:
-        exchange(operation, nbytes)
+    def delayed(collective: Collective, nbytes: int) -> None:
+        exchange(collective, nbytes)
         delay()
 
     space.exchange = delayed
@@ -98,7 +99,7 @@ def back_to_back(rounds: int, probability: float) -> None:
     """Data are new in each round and ranks are late at random, so a rank that overwrites a slot too early is caught."""
     use_backend(world(), "shared", timeout=20)
     rank, size = dist.get_rank(), dist.get_world_size()
-    state, dice = workspace.state_of(world()), random.Random(rank)
+    state, dice = groups.collective_state(world()), random.Random(rank)
     for space in (state.gather, state.reduce):
         delay_reads(space, lambda: time.sleep(dice.random() * 1e-3) if dice.random() < probability else None)
     base = torch.arange(3000.0 * size)
@@ -126,7 +127,7 @@ def slow_reader(slots: int) -> str:
     """Return whether this rank's results are intact though rank 0 reads late, with two slots or with one."""
     use_backend(world(), "shared", timeout=20)
     all_gather(torch.zeros(3), world())
-    space = workspace.state_of(world()).gather
+    space = groups.collective_state(world()).gather
     if slots == 1:  # this is the mistake that the test must catch
         make_views = space._make_views
         space._make_views = lambda parity, *key: make_views(0, *key)
@@ -150,7 +151,7 @@ def growth() -> list[int]:
     for numel in (10, 1 << 18, (1 << 18) + 1, 1 << 20, 7):
         got = all_gather(torch.full((numel,), float(rank)), world())
         assert torch.equal(got, torch.arange(float(size)).repeat_interleave(numel))
-        capacities.append(workspace.state_of(world()).gather.capacity)
+        capacities.append(groups.collective_state(world()).gather.capacity)
     return capacities
 
 
@@ -232,37 +233,38 @@ def test_without_a_group_the_input_itself_comes_back() -> None:
 def choices() -> list[str]:
     seen = []
     group = dist.new_group(list(range(dist.get_world_size())))
-    seen.append(transport_of(group))
+    seen.append(backend_of(group))
     use_backend(group, "gloo")
-    seen.append(transport_of(group))
+    seen.append(backend_of(group))
     close(group)
-    original = workspace.host_key
-    workspace.host_key = lambda: (f"host {dist.get_rank()}",)
+    original = shared_memory.host_key
+    shared_memory.host_key = lambda: (f"host {dist.get_rank()}",)
     try:
-        seen.append(transport_of(group))
+        seen.append(backend_of(group))
         use_backend(group, "shared")
     except RuntimeError as error:
         seen.append(str(error))
     finally:
-        workspace.host_key = original
+        shared_memory.host_key = original
     with pytest.raises(ValueError, match="not 'nccl'"):
         use_backend(group, "nccl")
     dist.destroy_process_group(group)
     del group
-    return [*seen, str(len(workspace.REGISTRY.groups))]
+    return [*seen, str(len(groups.REGISTRY.collectives))]
 
 
 @needs_shared
 def test_choice_of_transport(ranks: WorkerPool) -> None:
     before = ranks(2).run(registered)[0]
     reason = (
-        "the shared backend cannot serve this group: ranks 0 and 1 are not on one host: ('host 0',) and ('host 1',)"
+        "the shared backend cannot serve this group: ranks 0 and 1 are not on one host: ('host 0',) and ('host 1',); "
+        'use backend="gloo"'
     )
     assert ranks(2).run(choices) == [["shared", "gloo", "gloo", reason, str(before)]] * 2
 
 
 def registered() -> int:
-    return len(workspace.REGISTRY.groups)
+    return len(groups.REGISTRY.collectives)
 
 
 def two_groups() -> float:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from pool import RankFailure, WorkerPool
 
 from tpformer.distributed import HangError, check_all, close, set_timeout
-from tpformer.distributed.kernel_workspace import KernelWorkspace, kernel_workspace, why_not, wrap
-from tpformer.distributed.workspace import REGISTRY
+from tpformer.distributed.groups import REGISTRY, kernel_workspace, why_no_kernels
+from tpformer.distributed.kernel_workspace import KernelWorkspace, wrap
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -282,7 +282,7 @@ def misuse() -> None:
     limit = channel.limit
     set_timeout(group, 40)
     assert workspace.begin("second", 0, 0).limit == 2 * limit
-    assert why_not(group, torch.device("meta")) == "there are no fused kernels for meta devices"
+    assert why_no_kernels(group, torch.device("meta")) == "there are no fused kernels for meta devices"
 
 
 def test_misuse_is_refused(interpreted: WorkerPool) -> None:

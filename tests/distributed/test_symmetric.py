@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from pool import RankFailure, WorkerPool
 
-from tpformer.distributed import shared_memory, symmetric, transport_of
-from tpformer.distributed.kernel_workspace import kernel_workspace, why_not
+from tpformer.distributed import backend_of, shared_memory, symmetric
+from tpformer.distributed.groups import kernel_workspace, why_no_kernels
 from tpformer.distributed.shared_memory import SharedMemory
 from tpformer.distributed.symmetric import DeviceFacts, TorchSymmetricMemory, why_not_peers, why_not_together
 
@@ -199,7 +199,7 @@ def without_semaphores() -> tuple[bool, str, str]:
     try:
         SharedMemory(4096, group)
     except RuntimeError as error:
-        return shared_memory.is_available(), str(error), transport_of(group)
+        return shared_memory.is_available(), str(error), backend_of(group)
     finally:
         shared_memory.SEMAPHORES = original
     return True, "no error", ""
@@ -214,7 +214,7 @@ def without_interpreter() -> str | None:
     with mock.patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
             del sys.modules[name]  # torch's compiler imports it too
-        reason = why_not(world(), torch.device("cpu"))
+        reason = why_no_kernels(world(), torch.device("cpu"))
         assert "triton" not in sys.modules
     with pytest.raises(RuntimeError, match="fused kernels cannot run for this group: on CPU"):
         kernel_workspace(world(), "gather", torch.device("cpu"))

@@ -118,11 +118,9 @@ def test_dropout_is_by_its_key_and_in_training_only():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="unknown norm 'batchnorm'; choose one of layernorm, rmsnorm"):
+    with pytest.raises(ValueError, match="norm='batchnorm': choose one of layernorm, rmsnorm"):
         TransformerBlock(8, 2, norm="batchnorm")
-    with pytest.raises(
-        ValueError, match="unknown activation 'relu'; choose one of gelu, gelu_tanh, swiglu, geglu, relu2"
-    ):
+    with pytest.raises(ValueError, match="activation='relu': choose one of gelu, gelu_tanh, swiglu, geglu, relu2"):
         TransformerBlock(8, 2, activation="relu")
 
 

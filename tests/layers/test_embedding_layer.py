@@ -158,9 +158,9 @@ def test_positions_past_the_table_are_refused(ranks, sequence_parallel):
 @pytest.mark.parametrize(
     "tied, words",
     [
-        (None, r"no table of its own \(weight=False\): give it one at each call"),
-        (torch.randn(32, 8), r"the output table is a Tensor \(32, 8\) in place of this rank's plain \(64, 8\)"),
-        (torch.randn(64, 4), r"the output table is a Tensor \(64, 4\) in place"),
+        (None, r"no table of its own \(weight=False\): give each call one"),
+        (torch.randn(32, 8), r"the output table is a Tensor \(32, 8\), but has to be this rank's plain \(64, 8\)"),
+        (torch.randn(64, 4), r"the output table is a Tensor \(64, 4\), but has to be"),
     ],
 )
 def test_a_table_that_is_not_the_ranks_is_refused(tied, words):

@@ -143,7 +143,7 @@ def foreign_children() -> None:
     x, mesh = torch.zeros(BATCH, SEQ, HIDDEN, dtype=torch.float64), build_mesh("cpu", tensor_parallel=2)["tp"]
     drops = nn.Sequential(nn.Dropout(0.1), theirs.linear(HIDDEN, HIDDEN, 1))
     for child, words in (
-        (drops, r"Sequential draws dropout \(p=0.1\) from this rank's generator, and others would"),
+        (drops, r"Sequential draws dropout \(p=0.1\) from this rank's generator, and other ranks would"),
         (theirs.linear(HIDDEN, HIDDEN // 2, 1), "Linear computes 12 features of 24: a module that is not built"),
     ):
         block = ours("layernorm", TensorParallel(mesh))

@@ -130,7 +130,7 @@ def test_adapters_of_whole_features_are_refused(ranks, path, k, n):
     "tied, head, words",
     [
         (False, lambda head: nn.Linear(24, 32), "Linear computes 32 features of 30: a module that is not built"),
-        (True, nn.Sequential, r"no table of its own \(weight=False\): give it .* tie_embeddings=False"),
+        (True, nn.Sequential, r"no table of its own \(weight=False\): give each call one, .* tie_embeddings=False"),
     ],
 )
 def test_heads_that_cannot_be(tied, head, words):

@@ -15,7 +15,7 @@ from tpformer.layers import (
     RowParallelLinear,
     TransformerBlock,
     VocabParallelEmbedding,
-    initialize,
+    init_weights,
 )
 from tpformer.models import GPT, GPTConfig
 
@@ -41,7 +41,7 @@ def build(mesh, dtype: torch.dtype) -> torch.nn.Module:
 def on_rank(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     model = build(mesh, dtype)
-    initialize(model, 5)
+    init_weights(model, 5)
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
@@ -49,7 +49,7 @@ def on_rank(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_same_bits_for_every_layout(ranks, t, dtype):
     plain = build(None, dtype)
-    initialize(plain, 5)
+    init_weights(plain, 5)
     expected = {name: p.detach() for name, p in plain.named_parameters()}
     for parameters in ranks(t).run(on_rank, dtype):
         assert parameters.keys() == expected.keys()
@@ -59,7 +59,7 @@ def test_same_bits_for_every_layout(ranks, t, dtype):
 
 def test_values_have_their_spread_and_padding_is_zero():
     model = build(None, torch.float64)
-    initialize(model, 5)
+    init_weights(model, 5)
     table = model["embedding"].weight.detach()
     assert torch.equal(table[VOCAB:], torch.zeros_like(table[VOCAB:])) and bool((table[:VOCAB] != 0).all())
     assert float(table[:VOCAB].std()) == pytest.approx(0.02, rel=0.1)
@@ -67,14 +67,14 @@ def test_values_have_their_spread_and_padding_is_zero():
     assert float(q.detach().std()) == pytest.approx(HIDDEN**-0.5, rel=0.1)
     assert not torch.equal(q[: len(k)], k), "parameters of different names must differ"
     before = q.detach().clone()
-    initialize(model, 6)
+    init_weights(model, 6)
     assert not torch.equal(q, before)
 
 
 def test_other_modules_are_left_alone():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
     before = [p.detach().clone() for p in model.parameters()]
-    initialize(model, 1)
+    init_weights(model, 1)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
@@ -112,10 +112,9 @@ def on_meta(how: str, with_mesh: bool) -> dict[str, torch.Tensor]:
             model["gpt"] = GPT(config, tp=mesh)
         assert all(p.is_meta and p.dtype == torch.float64 for p in model.parameters())
         model.to_empty(device="cpu")
-        initialize(model, 5)
-        ColumnParallelLinear(
-            4, 6, tp=mesh, device="cpu"
-        )  # its values come from torch's generator, which works on the CPU
+        init_weights(model, 5)
+        # a layer on ranks draws its values from a generator of the CPU, whatever the default device is
+        ColumnParallelLinear(4, 6, tp=mesh, device="cpu")
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(before)
@@ -126,7 +125,7 @@ def on_meta(how: str, with_mesh: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("with_mesh", [False, True])
 def test_default_device_and_dtype(ranks, how, with_mesh):
     plain = build(None, torch.float64)
-    initialize(plain, 5)
+    init_weights(plain, 5)
     for found in ranks(2).run(on_meta, how, with_mesh):
         for name, p in plain.named_parameters():
             assert torch.equal(found[name], p), name

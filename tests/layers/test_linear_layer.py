@@ -45,8 +45,8 @@ def test_bit_identical_to_linear(kind, bias, shape):
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_bias_is_positional_and_empty_sizes_are_refused(kind):
     assert kind(K, N, False).bias is None and kind(K, N, True).bias.shape == (N,)
-    for sizes in ((0, N), (K, 0), (-1, N)):
-        with pytest.raises(ValueError, match=f"in_features={sizes[0]}, out_features={sizes[1]}: a linear needs one"):
+    for sizes, refused in (((0, N), "in_features=0"), ((K, 0), "out_features=0"), ((-1, N), "in_features=-1")):
+        with pytest.raises(ValueError, match=f"{refused} must be at least 1"):
             kind(*sizes)
 
 
@@ -169,18 +169,20 @@ def refusals():
     sharded = RowParallelLinear(K, N, sequence_dim=1, tp=TensorParallel(tp_mesh(), True))
     with pytest.raises(ValueError, match=r"\(2, 5, 4\) has 5 along sequence_dim=1, which 2 .* ranks cannot share"):
         sharded(torch.zeros(2, 5, K // 2))
-    with pytest.raises(ValueError, match=r"sequence_dim=1 of x of shape \(4, 4\) is the dim of its features"):
+    with pytest.raises(ValueError, match=r"sequence_dim=1 is the dim of the features in x of shape \(4, 4\)"):
         sharded(torch.zeros(4, K // 2))
     with pytest.raises(ValueError, match="weight has 1 rows on its sharded dim, too few for 2"):
         ColumnParallelLinear(K, 1, tp=tp_mesh())
     column, row = ColumnParallelLinear(K, N, tp=tp_mesh()), RowParallelLinear(N, K, tp=tp_mesh())
     whole = RowParallelLinear(N, K, input_is_parallel=False, tp=tp_mesh())
-    with pytest.raises(ValueError, match="x has 4 features and in_features=8, .* give gather_output=True"):
+    with pytest.raises(
+        ValueError, match="x has 4 features, but every rank needs all in_features=8: .* give it gather_output=True"
+    ):
         column(torch.ones(2, K // 2))
     for layer, width in ((row, 12), (whole, 6)):
         with pytest.raises(ValueError, match=f"x has {width} features, .* of in_features=12 has 6: set input_is_paral"):
             layer(torch.ones(2, width))
-    with pytest.raises(ValueError, match="gather_output=True of used_rows"):
+    with pytest.raises(ValueError, match="gather_output=True with used_rows"):
         ColumnParallelLinear(K, N, gather_output=True, used_rows=slice(0, 3), tp=tp_mesh())
     table = explain(nn.Sequential(ColumnParallelLinear(K, N, gather_output=True, tp=tp_mesh()), whole), 8)
     assert "; as a module it gathers its output" in table and "; as a module it takes an unsharded input" in table

@@ -44,11 +44,11 @@ def test_equals_torch(kind, arguments, shape):
 
 
 def test_what_a_norm_cannot_do_is_refused():
-    with pytest.raises(ValueError, match=r"normalized_shape=\(4, 7\): a norm here is of the last dim alone"):
+    with pytest.raises(ValueError, match=r"normalized_shape=\(4, 7\): norms are over the last dim alone"):
         LayerNorm((4, 7))
-    with pytest.raises(ValueError, match="eps=-1e-05, which is added under a root"):
+    with pytest.raises(ValueError, match="eps=-1e-05 is added under a root"):
         RMSNorm(7, -1e-5)
-    with pytest.raises(ValueError, match="x has 6 features, and the norm is over 7"):
+    with pytest.raises(ValueError, match="x has 6 features, but the norm is over 7"):
         LayerNorm(7, elementwise_affine=False)(torch.ones(2, 6))
 
 

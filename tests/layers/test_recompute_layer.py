@@ -142,5 +142,5 @@ def test_regions_inside_regions():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="unknown recompute 'some'; choose one of none, mlp, full"):
+    with pytest.raises(ValueError, match="recompute='some': choose one of none, mlp, full"):
         TransformerBlock(8, 2, recompute="some")

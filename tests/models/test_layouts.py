@@ -8,7 +8,7 @@ from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer, learning_rate
 from tpformer.training.step import train_step
 
@@ -62,7 +62,7 @@ def run_training(config: dict, tp: int, sequence_parallel: bool, options: dict |
     mesh = build_mesh("cpu", tensor_parallel=tp) if tp > 1 else None
     place = TensorParallel(None if mesh is None else mesh["tp"], sequence_parallel)
     model = GPT(GPTConfig(**config), seed=7, dtype=torch.float64, tp=place, **(options or {}))
-    whole = ParallelModel([model], mesh=mesh, microbatch_size=BATCH // 2, dtype=torch.float64)
+    whole = ModelParts([model], mesh=mesh, microbatch_size=BATCH // 2, dtype=torch.float64)
     optimization = OptimizerSection(lr=LR, warmup_steps=2)
     optimizer = build_optimizer(model, optimization)
     generator = torch.Generator().manual_seed(0)

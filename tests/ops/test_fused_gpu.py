@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tpformer import ops
 from tpformer.distributed import HangError, build_mesh, check_all, close, set_timeout
-from tpformer.layers import MLP, TensorParallel, explain, initialize, linear_plans
+from tpformer.layers import MLP, TensorParallel, explain, init_weights, linear_plans
 
 TIMEOUT = 150  # seconds of one run: the first one compiles
 # (tokens per rank, K, widths per rank, norm, bias), from one of everything to padded rows, several tiles and weights
@@ -182,7 +182,7 @@ def automatic(sequence_parallel: bool, tokens: int) -> tuple[list[tuple[str, str
     options = {"tp": TensorParallel(mesh, sequence_parallel), "device": "meta"}
     mlp = MLP(256, ffn_hidden_size=4608, dtype=torch.bfloat16, **options)
     mlp.to_empty(device=Here.device)
-    initialize(mlp, 0)
+    init_weights(mlp, 0)
     plans = linear_plans(mlp, tokens)
     chosen = [(plan.request.op, plan.decision.transport) for plan in plans]
     reasons, table = "; ".join(plan.decision.reason for plan in plans), explain(mlp, tokens)

@@ -50,5 +50,5 @@ def test_both_modules_have_what_is_called(op, monkeypatch):
 
 def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(ValueError, match=r"norm of a tensor on cuda:1 while cuda:0 is .*set_device\(1\) first"):
+    with pytest.raises(ValueError, match=r"norm of a tensor on cuda:1, but .* is cuda:0: .*set_device\(1\) first"):
         implementation("norm", tensor("cuda:1", torch.float32))

@@ -18,7 +18,7 @@ from tpformer.kernels.cost import (
     overlapped_seconds,
 )
 from tpformer.ops import transport
-from tpformer.ops.transports.interface import ALL, GATHER, SCATTER, Request, record_transport
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Request, record_transport
 
 H100 = "NVIDIA H100 80GB HBM3"
 CUDA, CPU = device("cuda"), device("cpu")
@@ -35,7 +35,7 @@ def node(monkeypatch):
 
     def describe(fused: str | None = None, backend: str = "nccl", name: str = H100) -> None:
         monkeypatch.setattr(transport, "why_not_fused", lambda _: fused)
-        monkeypatch.setattr(transport, "backend_of", lambda group, kind: backend)
+        monkeypatch.setattr(transport, "torch_backend", lambda group, kind: backend)
         monkeypatch.setattr(transport, "device_name", lambda _: name)
 
     describe()
@@ -75,15 +75,15 @@ def test_one_rank_and_cpu():
         ({"n": 806}, ("fused", "break-even 1612, yours 806: 50% hidden")),
         # the width of a reduction is its K; an all-reduce moves twice as much
         ({"op": SCATTER, "n": 4096, "k": 1792}, ("fused", "break-even 1612, yours 1792: hidden")),
-        ({"op": ALL, "n": 4096, "k": 1792}, ("fused", "break-even 3224, yours 1792: 56% hidden")),
+        ({"op": ALL_REDUCE, "n": 4096, "k": 1792}, ("fused", "break-even 3224, yours 1792: 56% hidden")),
         ({"ranks": 2}, ("fused", "break-even 921, yours 1792: hidden")),
         # far from the break-even either time is small beside the other
         ({"n": 128}, ("sequential", "break-even 1612, yours 128: at most 8% to gain")),
         ({"n": 20000}, ("sequential", "break-even 1612, yours 20000: at most 8% to gain")),
         ({"m": 1023}, ("sequential", "1023 rows < 1024: too few to overlap")),
         ({"op": SCATTER, "m": 8, "n": 4096, "k": 1792}, ("sequential", "8 rows < 1024: too few to overlap")),
-        ({"op": ALL, "m": 16, "n": 8192}, ("fused", "one-shot: 256 KiB <= 256 KiB")),
-        ({"op": ALL, "m": 17, "n": 8192}, ("sequential", "17 rows < 1024: too few to overlap")),
+        ({"op": ALL_REDUCE, "m": 16, "n": 8192}, ("fused", "one-shot: 256 KiB <= 256 KiB")),
+        ({"op": ALL_REDUCE, "m": 17, "n": 8192}, ("sequential", "17 rows < 1024: too few to overlap")),
         ({"dtype": torch.float32}, ("sequential", "float32 is for verification, not for speed")),
         ({"dtype": torch.float64}, ("sequential", "float64 is for verification, not for speed")),
         ({"dtype": torch.float16}, ("fused", "break-even 1612, yours 1792: hidden")),
@@ -103,7 +103,7 @@ def test_auto_without_nvlink(node):
     reason = "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts"
     assert choice(m=8192) == ("pipelined", reason)
     assert choice(m=8191) == ("sequential", "1023 rows per rank < 1024; not fused: ranks 0 and 4 are on two hosts")
-    assert choice(op=ALL, m=64, n=8)[0] == "sequential"
+    assert choice(op=ALL_REDUCE, m=64, n=8)[0] == "sequential"
     assert choice(dtype=torch.float32)[0] == "sequential"
     node(fused="no peer access", backend="gloo")
     assert choice() == ("sequential", "the group's backend for cuda is gloo; not fused: no peer access")
@@ -122,17 +122,21 @@ def test_an_explicit_choice_that_cannot_run_raises(node):
     with pytest.raises(ValueError, match="pipelined needs a backend that sends .*: the group's backend for cuda is gl"):
         choice(choice="pipelined")
     assert choice(choice="pipelined", where=CPU)[0] == "pipelined"
-    with pytest.raises(ValueError, match="'magic' cannot run here; choose one of 'auto', 'sequential', 'pipelined'"):
+    with pytest.raises(ValueError, match="transport='magic': choose one of auto, sequential, pipelined"):
         choice(choice="magic")
 
 
 def test_what_stands_against_the_fused_kernels(node, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(transport, "why_not", lambda group, device: None if device == CUDA else "no kernels there")
+    monkeypatch.setattr(
+        transport, "why_no_kernels", lambda group, device: None if device == CUDA else "no kernels there"
+    )
     assert choice(choice="fused") == ("fused", "as asked for")
     with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1 for tests on CPU\): no kernels there; use transport"):
         choice(choice="fused", where=CPU)
-    with pytest.raises(ValueError, match="torch.float64 operands: the kernels take bfloat16, float16 and float32"):
+    with pytest.raises(
+        ValueError, match="the operands are torch.float64, and the kernels take bfloat16, float16 and float32"
+    ):
         choice(choice="fused", dtype=torch.float64)
 
 
@@ -208,10 +212,10 @@ def test_recording_ends_with_its_context():
     with ops.record_transports() as outer:
         record_transport(GATHER, "fused")
         with pytest.raises(ZeroDivisionError), ops.record_transports() as inner:
-            record_transport(ALL, "sequential")
+            record_transport(ALL_REDUCE, "sequential")
             raise ZeroDivisionError
     record_transport(SCATTER, "pipelined")
-    assert outer == [(GATHER, "fused"), (ALL, "sequential")] and inner == [(ALL, "sequential")]
+    assert outer == [(GATHER, "fused"), (ALL_REDUCE, "sequential")] and inner == [(ALL_REDUCE, "sequential")]
 
 
 def test_performance_model():
@@ -229,7 +233,7 @@ def test_performance_model():
         gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory
     )  # one row takes the time to read the weights
     assert communication_bytes(GATHER, *sizes, 8, 2) == 7 * 8192 * 4096 * 2 // 8
-    assert communication_bytes(ALL, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
+    assert communication_bytes(ALL_REDUCE, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
     # at the break-even width, with enough chunks, the two times are the same
     width = break_even_width(8, h100, 2)
     assert 2 * 8192 * width * 4096 / h100.flops == pytest.approx(

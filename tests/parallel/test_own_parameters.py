@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import Positions, TensorParallel, TransformerBlock, initialize
+from tpformer.layers import Positions, TensorParallel, TransformerBlock, init_weights
 from tpformer.parallel import reduce_partial_gradients
 
 HIDDEN, SEQ, SAMPLES = 12, 6, 2
@@ -25,7 +25,7 @@ class Between(nn.Module):
         norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
         blocks = [TransformerBlock(HIDDEN, 6, tp=tp, dtype=torch.float64) for _ in range(2)]
         self.first, self.second = blocks
-        initialize(self, 3)
+        init_weights(self, 3)
         self.second.input_layernorm = norm
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:

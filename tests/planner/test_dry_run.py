@@ -280,7 +280,6 @@ def test_microbatches_in_flight(schedule, in_flight):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_workspaces_hold_what_the_kernels_ask_for(sequence_parallel):
     pytest.importorskip("triton")
-    from tpformer.distributed.kernel_workspace import SLOT_MINIMUM, power_of_two
     from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul_space
     from tpformer.kernels.configurations import TILES
     from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce_space
@@ -294,7 +293,7 @@ def test_workspaces_hold_what_the_kernels_ask_for(sequence_parallel):
         ]
     else:
         spaces = [matmul_all_reduce_space(tokens, hidden, tp, half, half, tile)[0]]
-    slots = sum(2 * max(SLOT_MINIMUM, power_of_two(space)) for space in spaces)
+    slots = sum(2 * max(1 << 20, 1 << (space - 1).bit_length()) for space in spaces)
     flags = 4 * tp * 1024 * len(spaces)
     assert fused_workspaces(tokens, hidden, 2, tp, sequence_parallel) == slots + flags
 

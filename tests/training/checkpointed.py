@@ -30,7 +30,7 @@ def build(layout: Layout, seed: int):
         if layout.data_parallel > 1 or layout.cpu_offload:
             apply_zero(part, part.layers.values(), mesh, layout, torch.float32)
         part.to_empty(device="cpu")
-        part.initialize()
+        part.init_weights()
         parts.append(part)
     return parts, [torch.optim.AdamW(part.parameters(), lr=0.01) for part in parts]
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_built_is_named(values, words):
             ["recompute_interval=4", "recompute='mlp'", "recompute_interval to 1"],
         ),
         ({"train": {"dtype": "float8"}}, ["float8", "bfloat16"]),
-        ({"train": {"device": "tpu"}}, ["tpu", "cpu or cuda"]),
+        ({"train": {"device": "tpu"}}, ["tpu", "cpu, cuda"]),
         ({"train": {"label_smoothing": 1.0}}, ["train.label_smoothing=1.0", "[0, 1)"]),
         ({"train": {"z_loss": -1e-4}}, ["train.z_loss=-0.0001", "negative"]),
         ({"data": {"train": []}}, ["data.train", "tpformer data build"]),

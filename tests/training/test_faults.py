@@ -22,7 +22,7 @@ from pool import RankFailure
 from tpformer.config import build_config, to_toml
 from tpformer.processes.watchdog import HANG_EXIT_CODE
 from tpformer.training.metrics import read_metrics
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 from tpformer.training.trainer import Trainer
 
 TIMEOUT = 8.0  # run.timeout: a first step of four ranks on two busy cores takes a few seconds
@@ -36,7 +36,7 @@ SHARDED = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
 def faulty(folder: str, faults: list[tuple[int, int, str]], *arguments: str) -> None:
     """Run `tpformer`; in its n-th start one rank raises before or after the gradients of a step. faults[n] = (rank,
     step, when). The ranks are forks of this process, so they have its patch."""
-    original, starts = ParallelModel.gradients, Counter[str]()
+    original, starts = ModelParts.gradients, Counter[str]()
 
     def gradients(self, batch, **options):
         rank = os.environ["RANK"]
@@ -55,7 +55,7 @@ def faulty(folder: str, faults: list[tuple[int, int, str]], *arguments: str) -> 
             raise LookupError(f"injected after the gradients of step {at}")
         return loss
 
-    ParallelModel.gradients = gradients
+    ModelParts.gradients = gradients
     main(*arguments)
 
 
@@ -221,14 +221,14 @@ def test_a_rank_that_raises_is_named_and_the_restarted_job_ends_with_the_same_bi
 
 def hang(values: dict) -> None:
     """Train; the last rank hangs in step 3."""
-    original = ParallelModel.gradients
+    original = ModelParts.gradients
 
     def gradients(self, batch, **options):
         if options["step"] == 3 and dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(120)
         return original(self, batch, **options)
 
-    ParallelModel.gradients = gradients
+    ModelParts.gradients = gradients
     train(values)
 
 
@@ -276,7 +276,7 @@ def test_without_restarts_the_job_ends(start, kind, code, words):
 
 def nan_gradients(values: dict, steps: tuple[int, ...]) -> tuple[list[dict], list[dict], str]:
     """In these steps rank 1's gradient of one parameter is NaN. Return its metrics, its parameters, and its error."""
-    original = ParallelModel.gradients
+    original = ModelParts.gradients
 
     def gradients(self, batch, **options):
         loss = original(self, batch, **options)
@@ -285,14 +285,14 @@ def nan_gradients(values: dict, steps: tuple[int, ...]) -> tuple[list[dict], lis
             parameter.grad.to_local().view(-1)[-1] = float("nan")
         return loss
 
-    ParallelModel.gradients = gradients
+    ModelParts.gradients = gradients
     trainer, error = Trainer(build_config(values)), ""
     try:
         trainer.run()
     except FloatingPointError as stop:
         error = str(stop)
     finally:
-        ParallelModel.gradients = original
+        ModelParts.gradients = original
     parameters = {n: p.to_local() for part in trainer.model.parts for n, p in part.named_parameters()}
     return read_metrics(Path(values["run"]["dir"]) / "metrics.jsonl"), parameters, error
 

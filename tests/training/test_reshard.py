@@ -10,7 +10,7 @@ from checkpointed import assert_equal, everything, merged
 from tpformer.config import RunConfig, build_config
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.checkpoint import Checkpointer, load_checkpoint
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
@@ -24,7 +24,7 @@ def run_config(parallel: dict) -> RunConfig:
     return build_config({"model": MODEL, "parallel": parallel, "train": train, "data": {"train": ["none"]}})
 
 
-def train(model: ParallelModel, optimizers, first_step: int, last_step: int) -> list[tuple[float, float]]:
+def train(model: ModelParts, optimizers, first_step: int, last_step: int) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of the steps. Each rank takes its share of the same global batches."""
     share = BATCH // model.layout.data_parallel
     results = []
@@ -82,7 +82,7 @@ def in_one_process(directory):
     with torch.no_grad():
         for parameter in part.parameters():
             parameter.fill_(float("nan"))
-    model = ParallelModel([part], microbatch_size=BATCH)
+    model = ModelParts([part], microbatch_size=BATCH)
     optimizers = [build_optimizer(part, config.optimizer)]
     load_checkpoint(directory / f"step-{SAVED_AT}", [part], optimizers)
     loaded = everything([part], optimizers)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pool import RankFailure
 
 from tpformer.config import build_config
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import LossScaler, batch, evaluate, train_step
@@ -29,7 +29,7 @@ def setup(parallel: dict, dtype: str, dropout: float = 0.0):
     return model, [build_optimizer(part, config.optimizer) for part in model.parts]
 
 
-def run(model: ParallelModel, optimizers, step: int, scaler: LossScaler | None = None):
+def run(model: ModelParts, optimizers, step: int, scaler: LossScaler | None = None):
     batch = torch.randint(60, (BATCH, 13), generator=torch.Generator().manual_seed(step % 2))
     share = BATCH // model.layout.data_parallel
     first = model.data_rank * share
@@ -37,7 +37,7 @@ def run(model: ParallelModel, optimizers, step: int, scaler: LossScaler | None =
     return train_step(model, optimizers, batch[first : first + share], **options)
 
 
-def local_values(model: ParallelModel) -> list[torch.Tensor]:
+def local_values(model: ModelParts) -> list[torch.Tensor]:
     return [parameter.to_local().detach().clone() for parameter in model.parameters()]
 
 

@@ -7,12 +7,11 @@ from .architecture import (
     MLP_ACTIVATIONS,
     NORM_NAMES,
     GPTConfig,
-    check_dropout,
     check_heads,
-    check_positive,
     default_ffn_size,
 )
-from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, check_interval, selected_layers
+from .checks import check_choice, check_dropout, check_loss_terms, check_positive
+from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, recomputed_layers, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .run import (
     CheckpointSection,
@@ -47,15 +46,17 @@ __all__ = [
     "TRANSPORTS",
     "TrainSection",
     "build_config",
+    "check_choice",
     "check_config",
     "check_dropout",
     "check_heads",
-    "check_interval",
+    "check_loss_terms",
     "check_positive",
     "default_ffn_size",
     "preset",
     "preset_config",
     "read_toml",
+    "recomputed_layers",
     "selected_layers",
     "to_toml",
 ]

@@ -5,8 +5,20 @@ Belongs here: the settings of an architecture, and the plain numbers that follow
 
 from dataclasses import dataclass
 
+from .checks import check_choice, check_dropout, check_positive
+
 NORM_NAMES = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
+SIZES = (
+    "seq_length",
+    "n_layers",
+    "hidden_size",
+    "n_heads",
+    "n_kv_heads",
+    "ffn_hidden_size",
+    "vocab_size",
+    "vocab_multiple",
+)
 # name in a config -> (elementwise function, gated)
 MLP_ACTIVATIONS = {
     "gelu": ("gelu", False),
@@ -20,13 +32,6 @@ MLP_ACTIVATIONS = {
 def default_ffn_size(hidden_size: int, activation: str) -> int:
     """4 * hidden_size; for a gated MLP 8/3 * hidden_size (as many parameters), rounded up to a multiple of 128."""
     return -(-8 * hidden_size // 384) * 128 if MLP_ACTIVATIONS[activation][1] else 4 * hidden_size
-
-
-def check_positive(**sizes: int) -> None:
-    """Raise ValueError, which prints all the sizes, unless each is at least 1."""
-    if min(sizes.values()) < 1:
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"{given}: each must be at least 1")
 
 
 def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool) -> None:
@@ -43,12 +48,6 @@ def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rop
         )
     if rope and (hidden_size // n_heads) % 2:
         raise ValueError(f"RoPE needs an even head dim, not hidden_size / n_heads = {hidden_size // n_heads}")
-
-
-def check_dropout(p: float) -> None:
-    """ValueError unless p, the probability of zeroing an element, is in [0, 1): some elements have to be kept."""
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout={p} must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +94,11 @@ class GPTConfig:
                 f"attention_dropout={self.attention_dropout} is not supported: PyTorch's attention then leaves its "
                 f"fused kernel and stores seq_length x seq_length masks; use dropout (residual) instead"
             )
-        choices = {"norm": NORM_NAMES, "activation": tuple(MLP_ACTIVATIONS), "position": POSITIONS}
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}")
+        check_choice("norm", self.norm, NORM_NAMES)
+        check_choice("activation", self.activation, MLP_ACTIVATIONS)
+        check_choice("position", self.position, POSITIONS)
         check_dropout(self.dropout)
-        for field in ("seq_length", "n_layers", "hidden_size", "n_heads", "vocab_multiple"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
-        for field in ("vocab_size", "n_kv_heads", "ffn_hidden_size"):
-            if (value := getattr(self, field)) is not None and value < 1:
-                raise ValueError(f"{field}={value} must be at least 1, or unset")
+        check_positive(**{name: getattr(self, name) for name in SIZES})
 
     @property
     def ffn_size(self) -> int:

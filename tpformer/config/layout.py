@@ -5,9 +5,11 @@ Belongs here: the [parallel] settings, what follows from them alone, and their c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from .checks import check_choice, check_positive
 
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 RECOMPUTE = ("none", "mlp", "full")
@@ -38,8 +40,21 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
     "DualPipeV": ScheduleKind("DualPipeV", 2, v_shaped=True, splits_backward=True),
 }
-SPLITS = ("parameters", "time")
-REDUCE_DTYPES = ("float32", "bfloat16")
+ZERO_STAGES = (0, 1, 2, 3)
+CHOICES: dict[str, Iterable[str]] = {
+    "transport": TRANSPORTS,
+    "pipeline_schedule": SCHEDULES,
+    "pipeline_split": ("parameters", "time"),
+    "reduce_dtype": ("float32", "bfloat16"),
+    "recompute": RECOMPUTE,
+}
+SIZES = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "pipeline_stages_per_rank",
+    "data_parallel_replicate",
+    "data_parallel_shard",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,18 +136,11 @@ class Layout:
 
     def check(self) -> None:
         """ValueError, with the numbers and the remedy, for settings that contradict each other."""
-        for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_replicate", "data_parallel_shard"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"parallel.{name}={getattr(self, name)} must be at least 1")
-        for name, allowed in (
-            ("pipeline_schedule", tuple(SCHEDULES)),
-            ("pipeline_split", SPLITS),
-            ("reduce_dtype", REDUCE_DTYPES),
-            ("zero_stage", (None, 0, 1, 2, 3)),
-        ):
-            if getattr(self, name) not in allowed:
-                choices = ", ".join(str(choice) for choice in allowed if choice is not None)
-                raise ValueError(f"parallel.{name}={getattr(self, name)!r}: choose one of {choices}")
+        check_positive(**{f"parallel.{name}": getattr(self, name) for name in SIZES})
+        for name, choices in CHOICES.items():
+            check_choice(f"parallel.{name}", getattr(self, name), choices)
+        if self.zero_stage is not None:
+            check_choice("parallel.zero_stage", self.zero_stage, ZERO_STAGES)
         self._check_zero()
         if self.pipeline_parallel > 1:
             self._check_stages_per_rank()
@@ -166,8 +174,6 @@ class Layout:
                 f"parallel.pipeline_stages_per_rank={given}, but {name} has {kind.stages_per_rank} on each rank: leave "
                 f"it unset, or choose LoopedBFS, Interleaved1F1B or InterleavedZeroBubble"
             )
-        if given is not None and given < 1:
-            raise ValueError(f"parallel.pipeline_stages_per_rank={given} must be at least 1")
 
     def check_pipeline(self, n_layers: int, n_microbatches: int) -> None:
         """ValueError for a number of layers or microbatches that the schedule cannot run; never without a pipeline."""
@@ -201,15 +207,21 @@ class Layout:
             )
 
 
-def check_interval(recompute: str, interval: int) -> None:
-    """ValueError for an interval below 1, and for one above 1 unless whole layers are recomputed."""
-    if interval < 1:
-        raise ValueError(f"recompute_interval={interval} must be at least 1: it counts the layers of a region")
+def recomputed_layers(recompute: str, pattern: str, interval: int, n_layers: int) -> set[int]:
+    """The layers that are recomputed when something is: those that `pattern` (recompute_layers) selects.
+
+    ValueError for layers that are chosen while nothing is recomputed, for an interval below 1 or of several layers
+    where whole layers are not recomputed, and as selected_layers.
+    """
+    if pattern and recompute == "none":
+        raise ValueError(f"recompute_layers={pattern!r} chooses layers, but recompute is none: set it to mlp or full")
+    check_positive(recompute_interval=interval)
     if interval > 1 and recompute != "full":
         raise ValueError(
             f"recompute_interval={interval} with recompute={recompute!r}: only whole layers can form a region; set "
             f"recompute to 'full', or recompute_interval to 1"
         )
+    return selected_layers(pattern, n_layers)
 
 
 def selected_layers(pattern: str, n_layers: int) -> set[int]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import GPTConfig, check_heads
-from .layout import RECOMPUTE, TRANSPORTS, Layout, check_interval, selected_layers
+from .checks import check_choice, check_loss_terms, check_positive
+from .layout import Layout, recomputed_layers
 from .presets import preset
 from .transport_table import DTYPES, read_transport_table
 
@@ -239,65 +240,62 @@ def _toml_value(value: Any) -> str:
 
 def check_config(config: RunConfig) -> None:
     """Refuse, before any process group exists, what cannot run: ValueError with the numbers and the remedy."""
-    model, train, tp = config.model, config.train, config.parallel.tensor_parallel
-    config.parallel.check()
-    for key, value in (
-        ("train.steps", train.steps),
-        ("train.global_batch_size", train.global_batch_size),
-        ("train.microbatch_size", config.microbatch_size),
-        ("log.interval", config.log.interval),
-        ("checkpoint.keep", config.checkpoint.keep),
-        ("train.validation_interval", train.validation_interval),
-        ("train.validation_samples", train.validation_samples),
-        ("train.max_skipped_steps", train.max_skipped_steps),
-    ):
-        if value < 1:
-            raise ValueError(f"{key}={value} must be at least 1")
-    check_heads(model.hidden_size, model.n_heads, model.kv_heads, tp, rope=model.position == "rope")
-    data_parallel = config.parallel.data_parallel
-    if train.global_batch_size % (data_parallel * config.microbatch_size):
-        raise ValueError(
-            f"train.global_batch_size={train.global_batch_size} is not a multiple of {data_parallel} data-parallel "
-            f"ranks * train.microbatch_size={config.microbatch_size} = {data_parallel * config.microbatch_size}: "
-            f"change either"
-        )
-    config.parallel.check_pipeline(model.n_layers, config.n_microbatches)
+    model, parallel = config.model, config.parallel
+    parallel.check()
+    check_positive(
+        **{
+            "train.steps": config.train.steps,
+            "train.global_batch_size": config.train.global_batch_size,
+            "train.microbatch_size": config.microbatch_size,
+            "train.validation_interval": config.train.validation_interval,
+            "train.validation_samples": config.train.validation_samples,
+            "train.max_skipped_steps": config.train.max_skipped_steps,
+            "log.interval": config.log.interval,
+            "checkpoint.keep": config.checkpoint.keep,
+        }
+    )
+    rope = model.position == "rope"
+    check_heads(model.hidden_size, model.n_heads, model.kv_heads, parallel.tensor_parallel, rope=rope)
+    _check_batch(config)
+    parallel.check_pipeline(model.n_layers, config.n_microbatches)
+    recomputed_layers(parallel.recompute, parallel.recompute_layers, parallel.recompute_interval, model.n_layers)
+    if parallel.transport_table:
+        read_transport_table(parallel.transport_table)
+    _check_train(config.train)
     if not 0 < config.run.timeout < math.inf or config.run.max_restarts < 0:
         raise ValueError(
             f"run.timeout={config.run.timeout} must be a positive number of seconds, and "
             f"run.max_restarts={config.run.max_restarts} not negative"
         )
-    tokens = config.microbatch_size * model.seq_length
-    if config.parallel.sequence_parallel and tokens % tp:
-        raise ValueError(
-            f"train.microbatch_size * model.seq_length = {config.microbatch_size} * {model.seq_length} = {tokens} "
-            f"tokens cannot be split over parallel.tensor_parallel={tp} ranks: make it a multiple of {tp}, "
-            f"or set parallel.sequence_parallel = false"
-        )
-    if config.parallel.transport not in TRANSPORTS:
-        raise ValueError(f"parallel.transport={config.parallel.transport!r}: choose one of {', '.join(TRANSPORTS)}")
-    if config.parallel.transport_table:
-        read_transport_table(config.parallel.transport_table)
-    if config.parallel.recompute not in RECOMPUTE:
-        raise ValueError(f"parallel.recompute={config.parallel.recompute!r}: choose one of {', '.join(RECOMPUTE)}")
-    if config.parallel.recompute_layers and config.parallel.recompute == "none":
-        raise ValueError(
-            f"parallel.recompute_layers={config.parallel.recompute_layers!r} chooses layers, but parallel.recompute is "
-            f"none: set it to mlp or full"
-        )
-    selected_layers(config.parallel.recompute_layers, model.n_layers)
-    check_interval(config.parallel.recompute, config.parallel.recompute_interval)
-    if train.dtype is not None and train.dtype not in DTYPES:
-        raise ValueError(f"train.dtype={train.dtype!r}: choose one of {', '.join(DTYPES)}")
-    if not 0 <= train.label_smoothing < 1:
-        raise ValueError(f"train.label_smoothing={train.label_smoothing} is outside [0, 1)")
-    if not train.z_loss >= 0:
-        raise ValueError(f"train.z_loss={train.z_loss} is negative: give its coefficient, or 0 for none")
-    if train.device not in (None, "cpu", "cuda"):
-        raise ValueError(f"train.device={train.device!r}: choose cpu or cuda")
     if not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
         raise ValueError(
             f"data.weights has {len(config.data.weights)} numbers for {len(config.data.train)} datasets in data.train"
         )
+
+
+def _check_batch(config: RunConfig) -> None:
+    """Data-parallel ranks must be able to share a step's samples, tensor-parallel ranks a microbatch's tokens."""
+    samples, tp = config.microbatch_size, config.parallel.tensor_parallel
+    global_batch, data_parallel = config.train.global_batch_size, config.parallel.data_parallel
+    if global_batch % (data_parallel * samples):
+        raise ValueError(
+            f"train.global_batch_size={global_batch} is not a multiple of {data_parallel} data-parallel ranks * "
+            f"train.microbatch_size={samples} = {data_parallel * samples}: change either"
+        )
+    tokens = samples * config.model.seq_length
+    if config.parallel.sequence_parallel and tokens % tp:
+        raise ValueError(
+            f"train.microbatch_size * model.seq_length = {samples} * {config.model.seq_length} = {tokens} tokens "
+            f"cannot be split over parallel.tensor_parallel={tp} ranks: make it a multiple of {tp}, or set "
+            f"parallel.sequence_parallel = false"
+        )
+
+
+def _check_train(train: TrainSection) -> None:
+    if train.dtype is not None:
+        check_choice("train.dtype", train.dtype, DTYPES)
+    if train.device is not None:
+        check_choice("train.device", train.device, ("cpu", "cuda"))
+    check_loss_terms(train.label_smoothing, train.z_loss, "train.")

@@ -1,9 +1,9 @@
 """Collectives in pieces, so that a caller can compute on one piece while the others travel.
 
 Belongs here: the order of sends and receives, their matching, and the record of one collective per call. The callers
-bring the arithmetic. Any torch.distributed backend that can send tensors of the device; on CUDA its own stream.
+bring the arithmetic. It works with any torch.distributed backend that can send tensors of the device.
 
-Nothing outlives a call that raises: the operations under way are only held by the call.
+A call that raises leaves nothing behind: only the call holds the operations that are under way.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch.distributed as dist
 from .collectives import all_gather_single, check_divisible, combine, record
 
 ALL_REDUCE_CHUNKS = 4
-# messages match by sender and tag, in order: a gather's never a reduction's, whichever is under way
+# messages match by sender and tag, in order; with tags of its own a gather's message is never taken for a reduction's
 GATHER_TAG, REDUCE_TAG = 1 << 10, 1 << 11
 
 
 def _exchange(
     sent: torch.Tensor, destination: int, received: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int
 ) -> list[dist.Work]:
-    """Send to one rank of the group and receive from another, as one batch: the first work ends when it is received.
+    """Send to one rank of the group and receive from another. The first of the works ends when the tensor has come.
 
-    NCCL makes one work of a batch and runs batches in order; gloo makes one each and matches them by tag.
+    NCCL makes one work of both and runs batches in order; gloo makes two and matches them by tag.
     """
     return dist.batch_isend_irecv(
         [
@@ -37,9 +37,9 @@ def _exchange(
 
 
 def gather_chunks(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) -> Iterator[slice]:
-    """Gather every rank's x (n, ...) into output (ranks * n, ...), yielding the rows that are there: own first.
+    """Gather every rank's x (n, ...) into output (ranks * n, ...); yields the slice of rows that has just come.
 
-    Then rank + 1, rank + 2, ... as they arrive. x may be overwritten once the iterator is exhausted.
+    This rank's rows come first, then those of rank + 1, rank + 2, ... x may be overwritten after the last slice.
     Communicates: one all-gather's bytes, by direct sends; each rank receives (ranks - 1) * x.nbytes.
     """
     rank, size, n = group.rank(), group.size(), len(x)
@@ -63,7 +63,7 @@ def gather_chunks(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGrou
 def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Begin to concatenate every rank's x (n, ...) along dim 0; the function returned waits for (ranks * n, ...).
 
-    x must not be overwritten before. Communicates: one all-gather; each rank receives (ranks - 1) * x.nbytes.
+    x must not be overwritten until then. Communicates: one all-gather; each rank receives (ranks - 1) * x.nbytes.
     """
     x = x.detach().contiguous()
     output = x.new_empty((group.size() * len(x), *x.shape[1:]))
@@ -83,11 +83,11 @@ Fill = Callable[[slice, torch.Tensor], object]
 def reduce_scatter_chunks(
     fill: Fill, shape: tuple[int, ...], like: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The sum over ranks of a tensor of this shape (rows, ...), this rank's share of the rows; dtype, device as `like`.
+    """This rank's rows of the sum over ranks of a tensor of this shape (rows, ...); dtype and device as `like`.
 
-    fill(rows, out) writes this rank's summand of those rows. It is asked for the rows of rank + 1, rank + 2, ..., own
-    last; each is on its way to its owner while the next is made. The owner adds in rank order, floating point in at
-    least float32, and rounds once: deterministic.
+    fill(rows, out) writes this rank's summand of those rows. It is called for the rows of rank + 1, rank + 2, ..., and
+    for its own last. Each part travels to its owner while the next one is made. The owner adds in rank order, floating
+    point in at least float32, and rounds once, so the result is deterministic.
     Communicates: one reduce-scatter's bytes, by direct sends; each rank receives (ranks - 1) / ranks of them.
     Raises ValueError if the ranks do not divide the rows.
     """
@@ -109,9 +109,9 @@ def reduce_scatter_chunks(
 
 
 def all_reduce_chunks(fill: Fill, shape: tuple[int, ...], like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks of a tensor of this shape (rows, ...), any number of rows; dtype, device as `like`.
+    """The sum over ranks of a tensor of this shape (rows, ...), any number of rows; dtype and device as `like`.
 
-    fill(rows, out) writes this rank's summand of those rows; while it writes the next ones, the last ones are reduced.
+    fill(rows, out) writes this rank's summand of those rows. While it writes a chunk, the chunk before is reduced.
     Communicates: one all-reduce's bytes, in at most ALL_REDUCE_CHUNKS all-reduces.
     """
     y = like.new_empty(shape)

@@ -1,28 +1,40 @@
-"""Collectives on plain tensors, through shared memory where all ranks are CPU processes of one machine.
+"""Collectives on plain tensors, through shared memory if all ranks are CPU processes of one machine.
 
-Belongs here: all-gather, reduce-scatter, all-reduce, their recorder, and torch.distributed's renamed functions.
-Nothing differentiable (tpformer.ops), no memory management (workspace.py).
+Belongs here: all-gather, reduce-scatter and all-reduce, the record of their calls, and torch.distributed's renamed
+functions. Differentiable ones are in tpformer.ops, slots in workspace.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .workspace import REGISTRY, GroupState, state_of
+from .groups import REGISTRY, CollectiveState, collective_state
+from .workspace import Collective
 
 # torch 2.13 renamed these two; both take (output, input, group=None, async_op=False).
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE_SUM, ALL_REDUCE_MAX = range(4)  # indices into workspace.OPERATIONS
-TWO_SHOT_BYTES = 1 << 19  # measured on 4 ranks: float32 breaks even at 0.5-1 MiB, bfloat16 at 0.25 MiB
-COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
-REDUCE_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-OPERATION = {"sum": ALL_REDUCE_SUM, "max": ALL_REDUCE_MAX}
+TWO_SHOT_BYTES = 1 << 19  # measured on 4 CPU ranks: float32 breaks even at 0.5 to 1 MiB, bfloat16 at 0.25 MiB
+
+
+class Reduction(NamedTuple):
+    """One `op` of all_reduce: the function of two tensors, torch.distributed's name for it, and what ranks agree on."""
+
+    function: Callable[..., torch.Tensor]
+    torch_op: dist.ReduceOp.RedOpType
+    collective: Collective
+
+
+REDUCTIONS = {
+    "sum": Reduction(torch.add, dist.ReduceOp.SUM, Collective.ALL_REDUCE_SUM),
+    "max": Reduction(torch.maximum, dist.ReduceOp.MAX, Collective.ALL_REDUCE_MAX),
+}
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -32,7 +44,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
     Communicates: one all-gather; each rank receives (ranks - 1) * x.nbytes.
     Raises ValueError for a 0-dimensional x; RuntimeError (shared memory) if shapes differ between ranks.
     """
-    if group is None or (state := state_of(group)).size == 1:
+    if group is None or (state := collective_state(group)).size == 1:
         return x
     if x.dim() == 0:
         raise ValueError("all_gather concatenates along dim 0, which a 0-dimensional tensor lacks: use x.reshape(1)")
@@ -46,7 +58,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
         return output
     slots = state.gather.slots(group, flat.numel(), x.dtype, 1)
     slots[state.rank][0].copy_(flat)
-    state.gather.exchange(ALL_GATHER, nbytes)
+    state.gather.exchange(Collective.ALL_GATHER, nbytes)
     return torch.cat(from_all_ranks(slots, 0, flat, state)).view(shape)
 
 
@@ -58,7 +70,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     Communicates: one reduce-scatter; each rank receives (ranks - 1) / ranks * x.nbytes.
     Raises ValueError if the ranks do not divide dim 0; RuntimeError (shared memory) if shapes differ between ranks.
     """
-    if group is None or (state := state_of(group)).size == 1:
+    if group is None or (state := collective_state(group)).size == 1:
         return x
     size = state.size
     check_divisible(x.shape[0] if x.dim() else None, size)
@@ -71,7 +83,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
         reduce_scatter_single(output, flat.view(x.shape), group=group)
         return output
     slots = state.reduce.slots(group, flat.numel(), x.dtype, size)
-    return reduce_own_part(slots, flat, state, REDUCE_SCATTER, nbytes, torch.add).view(shape)
+    return reduce_own_part(slots, flat, state, Collective.REDUCE_SCATTER, nbytes, torch.add).view(shape)
 
 
 def check_divisible(rows: int | None, size: int) -> None:
@@ -92,27 +104,28 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum"
     else 2 * (ranks - 1) / ranks * x.nbytes (two-shot).
     Raises ValueError for an unknown op; RuntimeError (shared memory) if shapes differ between ranks.
     """
-    if op not in COMBINE:
-        raise ValueError(f"all_reduce knows the ops {tuple(COMBINE)}, not {op!r}")
-    if group is None or (state := state_of(group)).size == 1:
+    if op not in REDUCTIONS:
+        raise ValueError(f"all_reduce knows the ops {tuple(REDUCTIONS)}, not {op!r}")
+    function, torch_op, collective = REDUCTIONS[op]
+    if group is None or (state := collective_state(group)).size == 1:
         return x
     flat = x.detach().reshape(-1)
     nbytes = flat.numel() * x.dtype.itemsize
     record("all_reduce", nbytes)
     if not (state.shared and x.is_cpu):
         output = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(output, REDUCE_OP[op], group=group)
+        dist.all_reduce(output, torch_op, group=group)
         return output
-    if state.size == 2 or nbytes < TWO_SHOT_BYTES:  # at 2 ranks one-shot moves as much and signals once: always faster
+    if state.size == 2 or nbytes < TWO_SHOT_BYTES:  # at 2 ranks one-shot moves as much, and signals only once
         slots = state.reduce.slots(group, flat.numel(), x.dtype, 1)
         slots[state.rank][0].copy_(flat)
-        state.reduce.exchange(OPERATION[op], nbytes)
-        return combine(from_all_ranks(slots, 0, flat, state), COMBINE[op]).view(x.shape)
+        state.reduce.exchange(collective, nbytes)
+        return combine(from_all_ranks(slots, 0, flat, state), function).view(x.shape)
     slots = state.reduce.slots(group, flat.numel(), x.dtype, state.size)
-    reduced = reduce_own_part(slots, flat, state, OPERATION[op], nbytes, COMBINE[op])
-    # Nobody reads a rank's own part of its own slot before the second exchange, so the result can stand there.
+    reduced = reduce_own_part(slots, flat, state, collective, nbytes, function)
+    # Nobody reads a rank's own part of its own slot before the second exchange, so the result can be written there.
     slots[state.rank][state.rank].copy_(reduced)
-    state.reduce.exchange(OPERATION[op], nbytes)
+    state.reduce.exchange(collective, nbytes)
     parts = [slot[rank] for rank, slot in enumerate(slots)]
     parts[state.rank] = reduced
     return torch.cat(parts).view(x.shape)
@@ -121,33 +134,33 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum"
 def reduce_own_part(
     slots: list[list[torch.Tensor]],
     flat: torch.Tensor,
-    state: GroupState,
-    operation: int,
+    state: CollectiveState,
+    collective: Collective,
     nbytes: int,
     function: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Publish the parts of `flat` that other ranks reduce, and reduce this rank's own part: a new flat tensor."""
+    """Publish the parts of `flat` that other ranks reduce, and return the reduced part of this rank, a new tensor."""
     rank = state.rank
     parts = flat.tensor_split(state.size)
     for index, part in enumerate(parts):
         if index != rank:
             slots[rank][index].copy_(part)
-    state.reduce.exchange(operation, nbytes)
+    state.reduce.exchange(collective, nbytes)
     return combine(from_all_ranks(slots, rank, parts[rank], state), function)
 
 
 def from_all_ranks(
-    slots: list[list[torch.Tensor]], part: int, own: torch.Tensor, state: GroupState
+    slots: list[list[torch.Tensor]], part: int, own: torch.Tensor, state: CollectiveState
 ) -> list[torch.Tensor]:
-    """Part `part` of every rank's slot, in rank order; `own` instead of a second read of this rank's slot."""
+    """That part of every rank's slot, in rank order; `own` stands for this rank's, which need not be read again."""
     return [own if rank == state.rank else slot[part] for rank, slot in enumerate(slots)]
 
 
 def combine(parts: list[torch.Tensor], function: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """parts[0] op parts[1] op ..., left to right, rounded once; always a new tensor."""
+    """parts[0] op parts[1] op ..., from left to right, rounded once; always a new tensor."""
     dtype = parts[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    if wide == dtype or len(parts) == 2:  # two 16-bit numbers: torch computes in float32 and rounds once anyway
+    if wide == dtype or len(parts) == 2:  # torch adds two 16-bit numbers in float32, and rounds once, anyway
         total = function(parts[0], parts[1])
         for part in parts[2:]:
             function(total, part, out=total)
@@ -158,21 +171,15 @@ def combine(parts: list[torch.Tensor], function: Callable[..., torch.Tensor]) ->
     return total.to(dtype)
 
 
-@contextmanager
-def record_collectives() -> Iterator[list[tuple[str, int]]]:
-    """Yields a list that gets (name, bytes) for each collective of this process while the context is open.
+def record_collectives() -> AbstractContextManager[list[tuple[str, int]]]:
+    """A context that gives a list, which gets (name, bytes) for each collective of this process.
 
     bytes: of the full tensor, that is the gathered output, the input of reduce_scatter, or all_reduce's tensor.
     Calls without a group or with one rank communicate nothing and are not recorded.
     """
-    calls: list[tuple[str, int]] = []
-    REGISTRY.recorders.append(calls)
-    try:
-        yield calls
-    finally:
-        REGISTRY.recorders = [recorder for recorder in REGISTRY.recorders if recorder is not calls]
+    return REGISTRY.recorded.listen()
 
 
 def record(name: str, nbytes: int) -> None:
-    for calls in REGISTRY.recorders:
-        calls.append((name, nbytes))
+    """Tell whoever records collectives of one, with the bytes of its full tensor."""
+    REGISTRY.recorded.tell((name, nbytes))

@@ -1,4 +1,4 @@
-"""Whether a tensor is a DTensor, asked without importing DTensor. One function, and no more."""
+"""Whether a tensor is a DTensor, without importing DTensor for the question."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """isinstance(x, DTensor). The import takes most of a second, and nothing can be one before somebody has done it."""
+    """isinstance(x, DTensor). Importing DTensor takes most of a second, and before that nothing can be one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

@@ -1,6 +1,6 @@
-"""What a rank says when a peer does not come: the last operations of a group, and the report of an expired wait.
+"""What a rank reports when a peer does not come to a fused operation: who waited for whom, where, and what to do.
 
-Belongs here: the ring, the search for the user's line, the report's words. No workspaces, no kernels.
+Belongs here: the ring of a group's last operations, the search for the user's line, and the report's words.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ LIBRARIES = (PACKAGE, TORCH, contextlib.__file__, "<frozen", "<eval_with_key>")
 
 
 class HangError(RuntimeError):
-    """A rank waited for a peer in vain. The group's fused operations are unusable from then on; the message says who
-    waited for whom, where, and what to do."""
+    """A rank waited for a peer in vain. The group's fused operations cannot be used from then on."""
 
 
 class Operation(NamedTuple):
@@ -34,7 +33,7 @@ class Operation(NamedTuple):
     kind: str
     name: str
     epoch: int | None
-    """None once CUDA graphs move the epoch, which the host then does not know."""
+    """None if a CUDA graph holds the operation: its replays move the epoch, and the host does not see them."""
     file: str
     line: int
     began: float
@@ -42,31 +41,34 @@ class Operation(NamedTuple):
 
     @property
     def place(self) -> str:
+        """file:line of the user's call."""
         return f"{self.file}:{self.line}"
 
 
 class Ring:
-    """The last operations of a group, all kinds in one order. Costs one tuple and a walk up the stack each."""
+    """The last operations of a group, of all kinds, in their order. Each costs a tuple and a walk up the stack."""
 
     def __init__(self, size: int = RING_SIZE) -> None:
         self.operations: deque[Operation] = deque(maxlen=size)
 
     def note(self, step: int | None, kind: str, name: str, epoch: int | None) -> None:
+        """Add an operation that begins now."""
         self.operations.append(Operation(step, kind, name, epoch, *user_line(), time.monotonic()))
 
     def find(self, kind: str, epoch: int) -> Operation | None:
-        """The newest one of that kind and epoch; None if it is too long ago or a CUDA graph replayed it."""
+        """The newest operation of that kind and epoch; None if it was too long ago, or if a CUDA graph replayed it."""
         return next((one for one in reversed(self.operations) if one.kind == kind and one.epoch == epoch), None)
 
     @property
     def last(self) -> Operation | None:
+        """The operation that began last; None if there was none."""
         return self.operations[-1] if self.operations else None
 
 
 def user_line() -> tuple[str, int]:
     """File and line of the nearest caller outside of tpformer and torch.
 
-    In a backward pass on CUDA, which runs in a thread of its own, there is none: then the outermost line of tpformer.
+    A backward pass on CUDA runs in a thread of its own, which has no such caller: then the outermost line of tpformer.
     """
     frame = sys._getframe(1)
     found = frame
@@ -94,7 +96,7 @@ class Expired:
 
 
 def describe(expired: Expired, ring: Ring, global_ranks: Sequence[int], now: float | None = None) -> str:
-    """The report: one sentence, a table, and what to do. global_ranks: the group's ranks in the world."""
+    """The report: a sentence, a table, and what to do. global_ranks: the group's ranks in the world."""
     operation, last = ring.find(expired.kind, expired.wanted), ring.last
     now = time.monotonic() if now is None else now
 
@@ -123,7 +125,7 @@ def describe(expired: Expired, ring: Ring, global_ranks: Sequence[int], now: flo
     table = "\n".join(f"  {title:<{width}}{text}" for title, text in rows)
     return (
         f"{named(expired.rank)} waited in vain for {named(expired.peer)} in {name}\n{table}\n"
-        f"Look at the output of {named(expired.peer)}: it died, hangs, or called its operations in another order (a "
-        "report of its own names the one it was in). If it was only slow, give the group a longer timeout: "
+        f"Look at the output of {named(expired.peer)}: it died, hangs, or called its operations in another order (its "
+        "own report names the one it was in). If it was only slow, give the group a longer timeout with "
         "tpformer.distributed.set_timeout. The group's fused operations cannot go on: restart from the last checkpoint."
     )

@@ -1,12 +1,11 @@
 """Workspaces of the fused kernels: the symmetric memory, flags and epoch behind a Channel.
 
-Belongs here: their memory and its growth, the beginning of an operation, copy-engine transport, hang checks, the
-state of a group. No kernels (tpformer.kernels), no collectives on tensors (collectives.py).
+Belongs here: their memory and its growth, the beginning of an operation, copies to peers, and the check for expired
+waits. The kernels are in tpformer.kernels; groups.py looks a group's workspaces up.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import weakref
@@ -17,47 +16,44 @@ import torch
 import torch.distributed as dist
 
 from .hang import Expired, HangError, Ring, describe
-from .shared_memory import round_up
-from .symmetric import OVERLAPPING, SymmetricMemory, allocate, gather, why_not_symmetric
-from .workspace import REGISTRY
+from .shared_memory import gather_objects
+from .sizes import PAGE, power_of_two, round_up, slot_bytes
+from .symmetric import OVERLAPPING, SymmetricMemory, allocate
 
 if TYPE_CHECKING:
     from tpformer.kernels.protocol import Channel
 
-KINDS = ("gather", "reduce")
-SLOT_MINIMUM = 1 << 20  # bytes
 WRITER_FLAGS_MINIMUM = 1024
 FLAG_BYTES = 4
-PAGE = 4096
-# Polls of one wait per second: on CUDA an estimate (one thread's round trip to a flag in device memory), in the
-# interpreter measured with a core to itself; a timeout is as exact as these.
+# How often a wait polls in a second: on CUDA an estimate (a thread's round trip to a flag in device memory), in the
+# interpreter measured with a core to itself. A timeout is as exact as these.
 POLLS_PER_SECOND = {"cuda": 1_000_000, "cpu": 6_000}
 MAXIMUM_LIMIT = 2**31 - 1
-# Flags that no operation of this many epochs has set are half way to being taken for later ones: they are made anew.
+# A flag that has not been set for 2**31 epochs would be taken for a later one. Half way there, all flags are made anew.
 FLAG_AGE = 2**30
 
 
 class KernelWorkspace:
     """The symmetric memory of one kind of fused operation of one group, and its epoch.
 
-    Each rank's region: `world * writer_flags` int32 flags (rounded to 4096 bytes), then the slots of parity 0 and 1 of
-    `capacity` bytes each. Memory per rank: 2 * capacity + 4 * world * writer_flags; both sizes are powers of two, at
-    least 1 MiB and 1024, and grow by a collective. Every operation waits for all ranks and all ranks begin the same
-    operations in the same order, on one stream; at most one is in flight (docs/kernels.md).
-
-    epoch: the operations finished before the first one; the flags start there, so that int32 may wrap at once.
+    Each rank's region holds `world * writer_flags` int32 flags, rounded up to 4096 bytes, then two slots of `capacity`
+    bytes, for even and odd epochs. Memory per rank: 2 * capacity + 4 * world * writer_flags bytes. Capacity and
+    writer_flags are powers of two, at least 1 MiB and 1024, and grow by a collective.
+    Every operation waits for all ranks. All ranks begin the same operations in the same order, on one stream, and at
+    most one is in flight (docs/kernels.md).
+    epoch: where the count of operations starts; flags start there, too. Tests start it just before int32 wraps.
     """
 
-    def __init__(self, group: dist.ProcessGroup, state: KernelGroup, kind: str, device: torch.device, epoch: int = 0):
+    def __init__(self, group: dist.ProcessGroup, state: KernelState, kind: str, device: torch.device, epoch: int = 0):
         from tpformer.kernels.protocol import ERROR_WORDS
 
         self.kind, self.device, self.state = kind, device, state
         self.rank, self.world = group.rank(), group.size()
         self.epoch = epoch
-        """The epoch last begun from here; once `captured`, no longer the device's."""
+        """The epoch that `begin` has begun last. Once `captured`, the device's may be another."""
         self._born = epoch  # when the flags were last filled
         self.captured = False
-        """Whether a CUDA graph holds operations of this workspace: its epochs then move without `begin`."""
+        """Whether a CUDA graph holds operations of this workspace: its replays move the epoch without `begin`."""
         self.capacity = self.writer_flags = self._flag_bytes = 0
         self._group = weakref.ref(group)
         on_cuda = device.type == "cuda"
@@ -65,7 +61,7 @@ class KernelWorkspace:
             self._epoch = torch.full((1,), epoch, dtype=torch.int32, device=device)
             self._stopped = torch.zeros(1, dtype=torch.int32, device=device)
             self._error = torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
-        self._words = self._error.numpy()[0]  # reads of the host's own memory: no synchronisation, no dispatch
+        self._words = self._error.numpy()[0]  # host memory, read without synchronisation or dispatch
         self._copy_stream = torch.cuda.Stream(device) if on_cuda else None
         self._copying = False
         self._memory: SymmetricMemory | None = None
@@ -74,15 +70,16 @@ class KernelWorkspace:
 
     @property
     def limit(self) -> int:
+        """The polls after which a wait gives up."""
         return min(MAXIMUM_LIMIT, max(1, int(self.state.timeout * POLLS_PER_SECOND[self.device.type])))
 
     @property
     def copies_allowed(self) -> bool:
-        """Whether `copy_gather` may serve the next operation, else the kernel pushes itself.
+        """Whether `copy_gather` may serve the next operation; otherwise the kernel has to push.
 
-        Not under capture, nor after one: a captured copy cannot follow the parity, and the host no longer knows it.
-        Nor where ranks share a device: a copy within one device may need an SM, which a spinning grid can occupy.
-        Nor on a CPU that may reorder the flag's store with the payload's.
+        It may not under CUDA-graph capture or after one: a captured copy's target cannot change with the epoch.
+        It may not if ranks share a device: a copy within a device may need an SM, and a waiting grid can hold them all.
+        It may not on a CPU that could store the flag before the payload.
         """
         on_cuda = self.device.type == "cuda"
         possible = os.environ.get(OVERLAPPING) != "1" if on_cuda else platform.machine() == "x86_64"
@@ -92,12 +89,12 @@ class KernelWorkspace:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def begin(self, operation: str, nbytes: int, flags: int) -> Channel:
-        """Begin the next operation: its epoch is moved on the current stream; launch its kernel there next.
+        """Begin the next operation: moves the epoch on the current stream. Launch the operation's kernel there next.
 
-        nbytes: what a rank's slot must hold, from all writers together; flags: how many each writer sets. Equal on
-        all ranks. Collective over the group if one of them exceeds what earlier operations needed.
-        Raises HangError if a peer did not come to an earlier operation, RuntimeError if the memory had to grow under
-        CUDA-graph capture or the ranks began different operations where it grew.
+        nbytes: what a rank's slot must hold, from all writers together. flags: how many flags each writer sets. Both
+        are equal on all ranks. Collective over the group if one of them exceeds what earlier operations needed.
+        Raises HangError if a peer did not come to an earlier operation; RuntimeError if the memory would have to grow
+        under CUDA-graph capture, or if it grows and the ranks began different operations.
         """
         from tpformer.kernels.protocol import bump
 
@@ -114,7 +111,7 @@ class KernelWorkspace:
             self._grow(operation, nbytes, flags)
         self.captured |= capturing
         self.epoch = wrap(self.epoch + 1)
-        self.state.ring.note(REGISTRY.step, self.kind, operation, None if self.captured else self.epoch)
+        self.state.ring.note(self.state.step, self.kind, operation, None if self.captured else self.epoch)
         assert self._channel is not None
         bump(self._channel)
         return self._channel
@@ -126,8 +123,8 @@ class KernelWorkspace:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.state.check()
-        # Past this exchange all ranks have finished all earlier operations: nobody writes to the old memory any more.
-        wants = gather((operation, nbytes, flags, int(self._epoch.item())), group)
+        # After this exchange all ranks have finished all earlier operations, and nobody writes to the old memory.
+        wants = gather_objects((operation, nbytes, flags, int(self._epoch.item())), group)
         if any(want != wants[0] for want in wants):
             calls = ", ".join(
                 f"rank {rank}: {name} of {size} bytes and {count} flags at epoch {epoch}"
@@ -139,18 +136,18 @@ class KernelWorkspace:
             )
         self.epoch = wants[0][3]
         if self.captured and self._memory is not None and self._channel is not None:
-            self._kept.append((self._memory, self._channel))  # graphs hold its addresses
-        capacity = max(SLOT_MINIMUM, self.capacity, power_of_two(nbytes))
+            self._kept.append((self._memory, self._channel))  # CUDA graphs hold its addresses
+        capacity = max(self.capacity, slot_bytes(nbytes))
         writer_flags = max(WRITER_FLAGS_MINIMUM, self.writer_flags, power_of_two(flags))
         self._memory = self._channel = None
         self._born = self.epoch
-        self.capacity = self.writer_flags = 0  # holds if the allocation raises
+        self.capacity = self.writer_flags = 0  # stays so if the allocation raises
         with torch.inference_mode(False):
             self._memory, self._channel = self._allocate(group, capacity, writer_flags)
         self.capacity, self.writer_flags = capacity, writer_flags
 
     def _allocate(self, group: dist.ProcessGroup, capacity: int, writer_flags: int) -> tuple[SymmetricMemory, Channel]:
-        """Flags start at the present epoch, which is not yet that of any operation to come, whatever its sign."""
+        """New memory and its channel. All flags start at the present epoch, before that of any operation to come."""
         from tpformer.kernels.protocol import Channel
 
         flag_bytes = self._flag_bytes = round_up(self.world * writer_flags * FLAG_BYTES, PAGE)
@@ -178,11 +175,11 @@ class KernelWorkspace:
         return memory, channel
 
     def copy_gather(self, shard: torch.Tensor) -> None:
-        """Send the contiguous `shard` to every peer by copies, at the epoch just begun; call `join` after the kernel.
+        """Copy the contiguous `shard` to every peer, for the operation just begun; call `join` after its kernel.
 
-        At each peer it lands at byte rank * shard.nbytes of the slot, then flag 0 of this writer is set: by a copy of
-        the device's epoch, which the same stream orders after the payload (on CPU: x86 keeps stores in order).
-        Before all peers' flags have come, `shard` must not be written. The own slot is left alone.
+        At each peer it goes to byte rank * shard.nbytes of the slot. Then flag 0 of this writer is set, by a copy of
+        the device's epoch. The stream orders it behind the payload; on CPU x86 keeps stores in order.
+        `shard` must not be written before all peers' flags have come. This rank's own slot is left as it is.
         """
         assert self._memory is not None and self._channel is not None
         if self.captured or self._capturing():
@@ -203,48 +200,53 @@ class KernelWorkspace:
             self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copy_stream):  # None: no change
             for step in range(1, self.world):
-                peer = (self.rank - step) % self.world  # each link carries one transfer at a time
+                peer = (self.rank - step) % self.world  # in this order each rank receives from one peer at a time
                 self._memory.peer(peer, (nbytes,), torch.uint8, offset).copy_(payload, non_blocking=True)
                 self._memory.peer(peer, (1,), torch.int32, flag).copy_(self._epoch, non_blocking=True)
 
     def join(self) -> None:
-        """The current stream waits for the copies: at the end of an operation, before its input may be reused.
+        """Make the current stream wait for the copies: at the end of an operation, before its input may be reused.
 
-        Without copies it does nothing: a stream that is captured must not wait for one that is not.
+        It does nothing if there were no copies: a stream under capture must not wait for one that is not.
         """
         if self._copy_stream is not None and self._copying:
             torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)
         self._copying = False
 
     def expired(self) -> Expired | None:
-        """What the error word says. Host memory: no synchronisation; a kernel still running may yet set it."""
+        """What the error word says, without synchronisation: a kernel that still runs may set it later."""
         if not self._words[0]:
             return None
         _, peer, seen, wanted = (int(word) for word in self._words)
         return Expired(self.kind, self.rank, peer, seen, wanted, self.limit, self.state.timeout)
 
     def check(self) -> None:
-        """Raise HangError if a wait of this group has expired. Exact for finished kernels; no synchronisation."""
+        """Raise HangError if a wait of this group has expired in a kernel that has finished; no synchronisation."""
         self.state.check()
 
     def update_limit(self) -> None:
+        """Let kernels that are launched from now on wait as long as the group's timeout says."""
         if self._channel is not None:
             self._channel = self._channel._replace(limit=self.limit)
 
 
 @dataclass
-class KernelGroup:
-    """How one process group runs fused kernels; holds no reference to the group, which is the registry's weak key."""
+class KernelState:
+    """What the fused kernels of one process group have in common; it holds no reference to the group."""
 
     global_ranks: tuple[int, ...]
     timeout: float
+    """Seconds that an operation waits for a peer."""
+    step: int | None = None
+    """The step that operations begin in, for reports."""
     ring: Ring = field(default_factory=Ring)
     reasons: dict[torch.device, str | None] = field(default_factory=dict)
     workspaces: dict[tuple[str, torch.device], KernelWorkspace] = field(default_factory=dict)
     report: str | None = None
-    """The first HangError's message: the group is poisoned."""
+    """The first HangError's message; every later check raises it again."""
 
     def check(self) -> None:
+        """Raise HangError if a wait in one of the group's workspaces has expired."""
         if self.report is None:
             for workspace in self.workspaces.values():
                 expired = workspace.expired()
@@ -255,106 +257,13 @@ class KernelGroup:
             raise HangError(self.report)
 
 
-def state_of(group: dist.ProcessGroup) -> KernelGroup:
-    """The group's state, made at first use; no communication."""
-    state = REGISTRY.kernels.get(group)
-    if state is None:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        state = REGISTRY.kernels[group] = KernelGroup(ranks, REGISTRY.timeout)
-    return state
-
-
 def check_current_device(what: str, device: torch.device) -> None:
-    """ValueError for another GPU than the current one: there, and on its stream, Triton would launch the kernel."""
+    """ValueError for another GPU than the current one, because Triton launches on the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
-            f"{what} on {device} while cuda:{torch.cuda.current_device()} is the current device, where Triton would "
-            f"launch: call torch.cuda.set_device({device.index}) first"
+            f"{what} on {device}, but Triton launches on the current device, which is cuda:"
+            f"{torch.cuda.current_device()}: call torch.cuda.set_device({device.index}) first"
         )
-
-
-def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, epoch: int = 0) -> KernelWorkspace:
-    """The group's workspace of that kind ("gather" or "reduce"), made at first use: then collective over the group.
-
-    epoch: where a new workspace starts to count (int32), for tests.
-    Raises RuntimeError with `why_not`'s reason if fused kernels cannot run, ValueError if the device is not current.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
-    state, device = state_of(group), indexed(device)
-    check_current_device(f"the {kind} workspace's tensors", device)
-    workspace = state.workspaces.get((kind, device))
-    if workspace is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the {kind} workspace does not exist yet and cannot be made while a CUDA graph is captured: run the "
-                "operation once outside of the capture, with its largest size"
-            )
-        reason = why_not(group, device)
-        if reason is not None:
-            raise RuntimeError(f"fused kernels cannot run for this group: {reason}")
-        workspace = state.workspaces[kind, device] = KernelWorkspace(group, state, kind, device, epoch)
-    return workspace
-
-
-def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why fused kernels cannot run for the group on this device, None if they can; the same on all ranks.
-
-    Collective over the group at its first use per device (see `why_not_symmetric`), cached afterwards.
-    """
-    reasons, device = state_of(group).reasons, indexed(device)
-    if device not in reasons:
-        reasons[device] = find_reason(group, device)
-    return reasons[device]
-
-
-def find_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    if device.type not in POLLS_PER_SECOND:
-        return f"there are no fused kernels for {device.type} devices"
-    local = why_not_here(device)
-    if local is not None:  # by the environment, which is the same on all ranks
-        return local
-    return why_not_symmetric(group, device)
-
-
-def why_not_here(device: torch.device) -> str | None:
-    """The reason that needs no peers: whether Triton can run kernels on such a device in this process."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (it exists for Linux): pip install triton"
-    interpreted = "TRITON_INTERPRET" in os.environ  # without it, a CPU run hears its answer without importing triton
-    if interpreted:
-        from tpformer.kernels.launch import is_interpreted
-
-        interpreted = is_interpreted()
-    if device.type == "cpu" and not interpreted:
-        return "on CPU Triton has only its interpreter, which is for tests (TRITON_INTERPRET=1)"
-    if device.type == "cuda" and interpreted:
-        return "TRITON_INTERPRET=1 copies CUDA tensors to the host, where peers' memory is not: unset it"
-    return None
-
-
-def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """How long a fused operation of this group waits for a peer before the group is given up (default 600 s).
-
-    Counted in polls, so approximate. Not collective, but use the same everywhere.
-    """
-    if seconds <= 0:
-        raise ValueError(f"a timeout must be positive, not {seconds}")
-    state = state_of(group)
-    state.timeout = seconds
-    for workspace in state.workspaces.values():
-        workspace.update_limit()
-
-
-def check_all(step: int | None = None) -> None:
-    """Raise HangError if a wait of any group has expired; no synchronisation, no communication.
-
-    step: operations begun from now on are reported as those of this step. The trainer calls it once per step.
-    """
-    for state in list(REGISTRY.kernels.values()):
-        state.check()
-    if step is not None:
-        REGISTRY.step = step
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -362,11 +271,6 @@ def indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def power_of_two(value: int) -> int:
-    """The smallest power of two that is not below value."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def wrap(value: int) -> int:

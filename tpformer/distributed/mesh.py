@@ -11,17 +11,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from .workspace import REGISTRY
+from tpformer.torch_private import set_group_timeout
+
+from .groups import REGISTRY
+from .shared_memory import TIMEOUT_SECONDS
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outer to inner: tp ranks are neighbours
-DEFAULT_TIMEOUT = timedelta(minutes=10)
+DEFAULT_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Join the world that torchrun's environment describes, or, without RANK and WORLD_SIZE, be a world of one.
+    """Join the world that torchrun's environment describes; without RANK and WORLD_SIZE start a world of one rank.
 
     device_type: "cpu" (gloo) or "cuda" (nccl for CUDA tensors, gloo for CPU ones; the device LOCAL_RANK is selected).
     timeout: how long an operation of the group waits for its peers. An existing process group is kept as it is.
@@ -57,10 +59,10 @@ def build_mesh(
     pipeline_parallel: int = 1,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> DeviceMesh:
-    """The mesh with the axes ("pp", "dp_replicate", "dp_shard", "tp"), size 1 included, over all ranks in order.
+    """The mesh with the axes ("pp", "dp_replicate", "dp_shard", "tp") over all ranks in order; sizes may be 1.
 
-    Collective over the world: one process group per axis and slice. They wait `timeout`, but an axis as large as
-    the world uses the world's group and its timeout; operations through memory that ranks share wait `timeout` always.
+    Collective over the world: one process group for each axis and slice. Operations wait `timeout` for their peers,
+    except that an axis as large as the world uses the world's group, which keeps its own timeout in torch.distributed.
     Raises RuntimeError before `initialize`, ValueError if a size is below 1 or the world size is not their product.
     """
     sizes = (pipeline_parallel, data_parallel_replicate, data_parallel_shard, tensor_parallel)
@@ -81,19 +83,5 @@ def build_mesh(
     for axis in AXES:
         group = mesh.get_group(axis)
         if group is not dist.group.WORLD and dist.get_backend(group) != "fake":
-            _set_pg_timeout(timeout, group)  # new groups do not inherit the world's: torch gives them 10 to 30 minutes
+            set_group_timeout(group, timeout)  # new groups do not inherit the world's
     return mesh
-
-
-def forget_meshes() -> None:
-    """Empty DTensor's caches, to be called when the process group has been destroyed and another one follows.
-
-    They keep layouts by their mesh. A mesh of the next process group can be equal to an earlier one, and would be taken
-    for it, with groups that are gone.
-    """
-    from torch.distributed.tensor import DTensor, debug
-
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13
-    if clear is None:
-        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
-    clear()

@@ -1,7 +1,7 @@
 """Symmetric memory's backend `shared`: CPU processes on one machine, Linux.
 
-Belongs here: the mapping, peer addresses and views, signals and bounded waits. No slots, no reductions, no policy
-(workspace.py and collectives.py); CUDA's backend and the choice between the two are in symmetric.py.
+Belongs here: whether a group can share memory, the mapping, peer addresses and views, signals and bounded waits. Slots
+are in workspace.py, reductions in collectives.py; CUDA's backend, and the choice between the two, in symmetric.py.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DEFAULT_TIMEOUT = 600.0  # seconds
+from .sizes import PAGE, round_up
+
+TIMEOUT_SECONDS = 600.0  # how long any operation waits for a peer unless the caller says otherwise
 SEMAPHORE_BYTES = 64  # a cache line each; sem_t itself has 32 bytes (glibc) or fewer
-SPINS = 100  # tries (about 25 us) before sleeping. Small op, 2 cores: 2 ranks 36 -> 10 us, 4 ranks 62 -> 56; 400: 109
-MAXIMUM_SLEEP = 1.0  # seconds: sem_timedwait follows the wall clock, so sleep in pieces and count monotonic time
+# Tries (about 25 us) before a wait sleeps. A small operation on 2 cores, without and with them: 2 ranks 36 and 10 us,
+# 4 ranks 62 and 56 us; with 400 tries 109 us.
+SPINS = 100
+MAXIMUM_SLEEP = 1.0  # seconds; sem_timedwait follows the wall clock, so waits sleep in pieces and count monotonic time
 
 
 class Timespec(ctypes.Structure):
+    """C's struct timespec, which sem_timedwait takes."""
+
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
 def load_semaphores() -> tuple[Any, Any, Any, Any] | None:
-    """sem_init, sem_post, sem_trywait, sem_timedwait; None where unnamed process-shared semaphores do not exist.
+    """sem_init, sem_post, sem_trywait, sem_timedwait; None if the system lacks unnamed process-shared semaphores.
 
-    They synchronise memory (POSIX 4.12), sleep in a futex and need no compiler. Only the call that can sleep
-    releases the GIL (CDLL): a handover costs more than the others take (PyDLL).
+    They synchronise memory (POSIX 4.12), sleep in a futex and need no compiler. Only sem_timedwait releases the GIL
+    (CDLL), because it can sleep; the others take less time than a handover of the GIL (PyDLL).
     """
     if sys.platform != "linux":
         return None
@@ -54,38 +60,71 @@ def is_available() -> bool:
 
 
 def host_key() -> tuple[str, ...]:
-    """Equal on two ranks exactly if they can map each other's memory: same machine, boot and process namespace."""
+    """A key that is equal on two ranks if, and only if, they can map each other's memory.
+
+    It holds the machine, its boot, the process namespace and the user.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return os.uname().nodename, boot, os.readlink("/proc/self/ns/pid"), str(os.getuid())
 
 
+def torch_backend(group: dist.ProcessGroup, device_type: str) -> str:
+    """The group's torch.distributed backend for that device: "gloo", "nccl", ..., or "none"."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return dict(pair if len(pair) == 2 else (device_type, pair[0]) for pair in pairs).get(device_type, "none")
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's small object, in rank order. No rank returns before all have called this."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def why_not_shared(group: dist.ProcessGroup) -> str | None:
+    """Why the group's CPU tensors cannot go through shared memory, None if they can; the same on all ranks.
+
+    Collective over the group if its CPU backend is gloo: one all-gather of a small object.
+    """
+    backend = torch_backend(group, "cpu")
+    if backend != "gloo":
+        return f"the group's CPU backend is {backend}, not gloo"
+    keys = gather_objects(host_key() if is_available() else None, group)
+    if None in keys:
+        return f"rank {keys.index(None)} does not run Linux with POSIX semaphores"
+    other = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
+    if other is not None:
+        return f"ranks 0 and {other} are not on one host: {keys[0]} and {keys[other]}"
+    return None
+
+
 class SharedMemory:
     """`nbytes` bytes for each rank of a CPU process group on one machine, mapped by all of them.
 
-    Construction is collective over `group`: a broadcast and an all-gather of small objects. The memory, zeros at
-    first, is an anonymous file (memfd) which peers open through /proc: it has no name, so nothing is left behind
-    however a rank ends, and /dev/shm's size does not bound it. It costs `nbytes * ranks` bytes, reserved here.
+    Construction is collective over `group`: a broadcast and an all-gather of small objects. The memory starts as zeros.
+    It is an anonymous file (memfd) that peers open through /proc. It has no name, so nothing is left behind however a
+    rank ends, and the size of /dev/shm does not bound it. It costs `nbytes * ranks` bytes, reserved here.
 
     Attributes: rank, size (ranks), nbytes, timeout (seconds), pointers (int64 CPU tensor of shape (size,): the
     address of each rank's region in this process, 4096-byte aligned).
     Raises RuntimeError on every rank if one of them cannot reserve or map the memory.
     """
 
-    def __init__(self, nbytes: int, group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, timeout: float = TIMEOUT_SECONDS) -> None:
         if SEMAPHORES is None:
             raise RuntimeError("shared symmetric memory needs Linux with POSIX semaphores: use the gloo backend here")
         self._initialize, self._post, self._trywait, self._timedwait = SEMAPHORES
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
-        self.nbytes = round_up(nbytes, mmap.PAGESIZE)
-        self._header = round_up(self.size * self.size * SEMAPHORE_BYTES, mmap.PAGESIZE)
+        self.nbytes = round_up(nbytes, PAGE)
+        self._header = round_up(self.size * self.size * SEMAPHORE_BYTES, PAGE)
         self.buffer = self._map(group)
         with torch.inference_mode(False):  # or the views could not be written outside of it
             self._bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
         base = self._bytes.data_ptr()
         addresses = [base + self.region_offset(rank) for rank in range(self.size)]
         self.pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-        # One semaphore per (receiver, sender): a wait is for one peer, and a fast peer cannot stand in for a slow one.
+        # One semaphore for each (receiver, sender), so that a fast peer's signal is not taken for a slow one's.
         self._outgoing = [ctypes.c_void_p(base + self._semaphore(peer, self.rank)) for peer in range(self.size)]
         self._incoming = [ctypes.c_void_p(base + self._semaphore(self.rank, peer)) for peer in range(self.size)]
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -118,12 +157,11 @@ class SharedMemory:
                 descriptor = os.open(shared[0], os.O_RDWR)
                 memory = mmap.mmap(descriptor, total)
             assert descriptor is not None
-            # Reserving now turns a lack of memory into an error here instead of a SIGBUS at the first write.
+            # Reserved now, a lack of memory is an error here; otherwise it would be a SIGBUS at the first write.
             os.posix_fallocate(descriptor, self._header + self.rank * self.nbytes, self.nbytes)
         except OSError as exception:
             error = f"rank {self.rank}: {exception}"
-        errors: list[Any] = [None] * self.size
-        dist.all_gather_object(errors, error, group=group)  # past it, all have mapped the file: it can lose its owner
+        errors = gather_objects(error, group)  # all have mapped the file now: the descriptor can be closed
         if descriptor is not None:
             os.close(descriptor)
         if any(errors):
@@ -153,7 +191,7 @@ class SharedMemory:
         return self._bytes[start : start + nbytes].view(dtype).view(shape)
 
     def signal(self, dst_rank: int) -> None:
-        """Let one `wait(this rank)` of dst_rank pass; all that this rank wrote before is visible after that wait."""
+        """Let one `wait` of dst_rank for this rank pass; after it, dst_rank sees all that this rank wrote before."""
         self._check()
         self._post(self._outgoing[dst_rank])
 
@@ -195,12 +233,12 @@ class SharedMemory:
             f"(wait {self._waits[src_rank] + 1} for that rank)"
         )
         raise TimeoutError(
-            f"{self._failure}: look at rank {src_rank}'s output, it died, hangs, or called its collectives in another "
-            "order; if it was only slow, give the backend a longer timeout"
+            f"{self._failure}: look at rank {src_rank}'s output; it died, hangs, or called its collectives in another "
+            "order. If it was only slow, give the backend a longer timeout"
         )
 
     def exchange(self, operation: str = "barrier") -> None:
-        """Signal every other rank, then wait for every other rank; all earlier writes of all ranks become visible."""
+        """Signal every other rank, then wait for every other rank; then all earlier writes are visible to all."""
         self._check()
         for peer in self._peers:
             self._post(self._outgoing[peer])
@@ -222,14 +260,10 @@ class SharedMemory:
 
 
 def view_bytes(shape: Sequence[int], dtype: torch.dtype, byte_offset: int, region: int) -> int:
-    """Bytes of such a view; ValueError if it does not fit a region of that many bytes or is not aligned."""
+    """The bytes of such a view; ValueError if it does not fit a region of that many bytes, or is not aligned."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if byte_offset < 0 or byte_offset + nbytes > region:
         raise ValueError(f"{nbytes} bytes at offset {byte_offset} do not fit a region of {region} bytes")
     if byte_offset % dtype.itemsize:
         raise ValueError(f"byte offset {byte_offset} is not a multiple of {dtype.itemsize}, the size of {dtype}")
     return nbytes
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -1,7 +1,7 @@
 """Symmetric memory: one region per rank of a group, which every rank of the group can address.
 
 Belongs here: what both backends offer, the choice between them, and the backend `torch` (CUDA devices of one host).
-Private names of torch's symmetric memory stand in this file only. The backend `shared` is in shared_memory.py.
+Private names of torch's symmetric memory are in this file only. The backend `shared` is in shared_memory.py.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from .shared_memory import DEFAULT_TIMEOUT, SharedMemory, host_key, round_up, view_bytes
-from .workspace import backend_of, why_not_shared
+from .shared_memory import (
+    TIMEOUT_SECONDS,
+    SharedMemory,
+    gather_objects,
+    host_key,
+    torch_backend,
+    view_bytes,
+    why_not_shared,
+)
+from .sizes import PAGE, round_up
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable: several ranks may share one device
 PRIVATE_MODULE = "torch.distributed._symmetric_memory"
 CAPABILITY = (8, 0)  # system-scope release and acquire on 32-bit flags, and the tile sizes of the kernels
-PAGE = 4096
 
 
 class SymmetricMemory(Protocol):
-    """What a workspace needs of either backend. Construction is collective over the group; the memory is zeros.
+    """What a workspace needs of either backend. Construction is collective over the group; the memory starts as zeros.
 
     rank and size are the group's, nbytes is that of one region, pointers (int64 CPU tensor of shape (size,)) holds
     the address of each rank's region in this process.
@@ -49,7 +56,7 @@ class SymmetricMemory(Protocol):
 
 
 def allocate(
-    nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = DEFAULT_TIMEOUT
+    nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = TIMEOUT_SECONDS
 ) -> SymmetricMemory:
     """`nbytes` of zeros per rank, by the backend that serves the device; collective over the group.
 
@@ -64,13 +71,13 @@ class TorchSymmetricMemory:
     """`nbytes` bytes of device memory for each rank of a group on one host, through torch's symmetric memory.
 
     Every rank maps every region (CUDA virtual memory), so kernels store to peers over NVLink and plain copies to a
-    peer's view run on the copy engine. Costs `nbytes` rounded up to 2 MiB on each device. Same interface as
-    SharedMemory but for signals: flags are the kernels' business here.
+    peer's view run on the copy engine. It costs `nbytes`, rounded up to 2 MiB, on each device. It has SharedMemory's
+    interface without the signals: here kernels set and read flags themselves.
     Raises RuntimeError on every rank if one of them cannot allocate.
     """
 
     def __init__(
-        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = DEFAULT_TIMEOUT
+        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout: float = TIMEOUT_SECONDS
     ) -> None:
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
         self.nbytes, self.device = round_up(nbytes, PAGE), device
@@ -78,7 +85,7 @@ class TorchSymmetricMemory:
         with torch.cuda.device(device), torch.inference_mode(False):
             own = self._allocate()
             self._handle = rendezvous(own, group)
-            offsets = gather(own.data_ptr() - self._handle.buffer_ptrs[self.rank], group)
+            offsets = gather_objects(own.data_ptr() - self._handle.buffer_ptrs[self.rank], group)
             starts = [base + offset for base, offset in zip(self._handle.buffer_ptrs, offsets, strict=True)]
             self._regions = [self._view(rank, offset) for rank, offset in enumerate(offsets)]
         self._regions[self.rank] = own
@@ -92,7 +99,7 @@ class TorchSymmetricMemory:
         self.barrier()
 
     def _allocate(self) -> torch.Tensor:
-        """This rank's region, zeroed; an error of one rank is raised by all, before they would wait for it."""
+        """This rank's region, zeroed. If one rank fails, all raise, so that none waits for it."""
         own = error = None
         try:
             own = empty_symmetric(self.nbytes, self.device).zero_()
@@ -101,7 +108,7 @@ class TorchSymmetricMemory:
             error = f"rank {self.rank}: {exception}"
         group = self._group()
         assert group is not None
-        errors = [text for text in gather(error, group) if text is not None]
+        errors = [text for text in gather_objects(error, group) if text is not None]
         if errors:
             raise RuntimeError(
                 f"cannot allocate {self.nbytes} bytes of symmetric memory on each of {self.size} ranks "
@@ -127,7 +134,7 @@ class TorchSymmetricMemory:
         group = self._group()
         if group is None:
             raise RuntimeError("the process group of this symmetric memory is gone")
-        gather(None, group)
+        gather_objects(None, group)
 
     def close(self) -> None:
         """Drop the mappings; the memory is freed when the last rank has dropped it. Not collective."""
@@ -138,8 +145,8 @@ class TorchSymmetricMemory:
 def empty_symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised bytes that `rendezvous` accepts.
 
-    From the allocator itself where torch has it (2.11 and 2.13 do): `symm_mem.empty` takes them from a memory pool,
-    which keeps a workspace's old memory after it has grown.
+    They come from the allocator itself if torch has it (2.11 and 2.13 do). `symm_mem.empty` takes them from a memory
+    pool, which would keep a workspace's old memory after it has grown.
     """
     backend = importlib.import_module(PRIVATE_MODULE)
     allocator = getattr(getattr(backend, "_SymmetricMemory", None), "empty_strided_p2p", None)
@@ -151,13 +158,6 @@ def empty_symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
 def rendezvous(own: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """torch's handle on all ranks' regions. Its buffer_ptrs and get_buffer count from each allocation's start."""
     return importlib.import_module(PRIVATE_MODULE).rendezvous(own, group)
-
-
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's small object, in rank order; also a barrier of the hosts."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 class DeviceFacts(NamedTuple):
@@ -175,23 +175,25 @@ class DeviceFacts(NamedTuple):
 def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why `allocate` cannot serve the group on this device, None if it can. All ranks get the same answer.
 
-    Collective over the group: one (CPU) or two (CUDA) all-gathers of small objects. kernel_workspace.why_not caches it.
+    Collective over the group: one (CPU) or two (CUDA) all-gathers of small objects. groups.why_no_kernels keeps the
+    answer.
     """
     if device.type == "cpu":
         return why_not_shared(group)
     if device.type != "cuda":
         return f"symmetric memory exists for CPU and CUDA devices, not for {device.type}"
-    if backend_of(group, "cuda") == "fake":
+    if torch_backend(group, "cuda") == "fake":
         return "the group's backend is fake: it has no peers"
-    facts = [DeviceFacts(*values) for values in gather(device_facts(device), group)]
+    facts = [DeviceFacts(*values) for values in gather_objects(device_facts(device), group)]
     reason = why_not_together(facts)
     if reason is not None:
         return reason
-    reasons = gather(why_not_peers(facts, group.rank()), group)
+    reasons = gather_objects(why_not_peers(facts, group.rank()), group)
     return next((text for text in reasons if text is not None), None)
 
 
 def device_facts(device: torch.device) -> tuple:
+    """DeviceFacts of this rank, as a plain tuple that travels between ranks."""
     problem = None
     if sys.platform != "linux":
         return (f"its platform is {sys.platform}, not Linux", (), 0, "", "", (0, 0), False)

@@ -11,7 +11,7 @@ from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from .explain import LinearPlan, explain, linear_plans
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
-from .module import ParallelModule, initialize
+from .module import ParallelModule, init_weights
 from .norm import LayerNorm, RMSNorm
 from .positions import Positions
 from .tensor_parallel import TensorParallel
@@ -34,7 +34,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabSlice",
     "explain",
-    "initialize",
+    "init_weights",
     "linear_cross_entropy",
     "linear_plans",
     "vocab_parallel_cross_entropy",

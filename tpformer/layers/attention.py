@@ -19,22 +19,20 @@ from .tensor_parallel import TensorParallel
 
 
 class SelfAttention(ParallelModule):
-    """Attention: one gather, q/k/v projections of this rank's heads, SDPA, output projection.
+    """Self-attention: one gather, q/k/v projections for this rank's heads, attention, output projection.
 
-    Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
-             on all ranks; leading dims are flattened batch-major. With sequence_parallel x may also be
-             (batch, seq / t, hidden_size), a slice of every sample: attention then copies q, k, v and its result into
-             the order of samples and back. q_proj, k_proj, v_proj are Shard(0) by heads, o_proj Shard(1).
-             When t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key and value
+    Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size), equal on all
+             ranks; leading dims are flattened, batch first. With sequence_parallel x may also be
+             (batch, seq / t, hidden_size), a slice of every sample; q, k, v and the result are then copied into the
+             order of samples and back. q_proj, k_proj, v_proj are Shard(0) by heads, o_proj is Shard(1).
+             If t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key and value
              heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
-    is_causal=False: every token attends to all of its sample or document, as in BERT. sliding_window: to itself and the
-    sliding_window - 1 tokens before it, as in Mistral; a CPU then makes a mask of seq^2 bytes in every call.
-    `positions` is needed when x is not (batch, seq, hidden_size) or, with sequence_parallel, (batch, seq / t,
-    hidden_size), and for packed documents. `key_padding_mask` (batch, seq) bool, equal on all ranks, is that of
-    Positions, which should hold it where several layers need it.
-    Errors:  ValueError when heads do not divide over ranks or key-value heads, a position is asked for twice, x
-             holds other tokens than `positions` says, or a window is empty or not causal.
+    is_causal=False: every token attends to all of its sample or document, as in BERT.
+    sliding_window: a token attends to itself and the sliding_window - 1 tokens before it, as in Mistral. A CPU then
+             makes a mask of seq^2 bytes in every call.
+    Errors:  ValueError if heads cannot be split over ranks or key-value heads, if `positions` does not fit x, and for a
+             window below 1 or without is_causal.
     """
 
     def __init__(
@@ -87,8 +85,10 @@ class SelfAttention(ParallelModule):
         return first // group, (first + queries - 1) // group + 1
 
     def _own_kv_order(self) -> list[int] | None:
-        """The key-value head, among those needed here, of each query head of this rank; None where each serves equally
-        many in a row, as SDPA has it."""
+        """The key-value head of each query head of this rank, counted among those that the rank needs.
+
+        None if each key-value head serves equally many query heads in a row: SDPA then pairs them by itself.
+        """
         queries, group = self.n_heads // self.tp.size, self.n_heads // self.n_kv_heads
         first, last = self.kv_heads_needed(self.tp.rank)
         wanted, heads = [(self.tp.rank * queries + q) // group - first for q in range(queries)], last - first
@@ -96,12 +96,17 @@ class SelfAttention(ParallelModule):
         return None if even else wanted
 
     def _spread(self, kv: Tensor) -> Tensor:
-        """Key or value heads in a form whose head count divides the queries', each serving equally many in a row."""
+        """Key or value heads, repeated where needed, so that each serves equally many query heads in a row."""
         return kv if self._kv_order is None else kv[:, :, torch.tensor(self._kv_order, device=kv.device)]
 
     def forward(
         self, x: Tensor, *, positions: Positions | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
+        """Attention of x, laid out as the class says; result like x.
+
+        positions: needed for packed documents, and if x has no batch dim. key_padding_mask (batch, seq) bool, equal on
+        all ranks: that of Positions; if several layers need it, give it to Positions once.
+        """
         positions = positions_of(x, positions, self.tp, key_padding_mask)
         y, _ = self.branch(flat_rows(x), positions)
         return y.view(x.shape)
@@ -116,7 +121,10 @@ class SelfAttention(ParallelModule):
         dropout: ops.Dropout | None = None,
         next_norm: nn.Module | None = None,
     ) -> tuple[Tensor, ops.Normed | None]:
-        """([rows + dropout of] attention of norm(rows), its norm by next_norm where that was made on the way)."""
+        """Attention of norm(rows), with residual rows + dropout(attention(norm(rows))); and that, normed by next_norm.
+
+        The second result is None if next_norm is, or if it could not be made in the same pass.
+        """
         queries, keys = self._features
         columns = {self.q_proj: queries, self.k_proj: keys, self.v_proj: keys}
         (q, k, v), carried = enter(rows, norm, columns, self.tp, carry=residual)

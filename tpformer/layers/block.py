@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import RECOMPUTE, check_dropout
+from tpformer.config import RECOMPUTE, check_choice, check_dropout
 from tpformer.ops.sequence import flat_rows
+from tpformer.torch_private import forward_hooks, forward_pre_hooks
 
 from .attention import SelfAttention
 from .children import call_rows, fusable, keeps_forward, others_hook, why_called
@@ -24,24 +25,27 @@ OWN = (SelfAttention, MLP, ColumnParallelLinear, RowParallelLinear, *NORMS.value
 
 
 class TransformerBlock(ParallelModule):
-    """x + dropout(attention(norm(x))), then the same with the MLP.
+    """x + dropout(attention(norm(x))), and then the same with the MLP in place of the attention.
 
     Layout:  x and result (tokens / t, hidden_size) or (batch, seq / t, hidden_size) with sequence_parallel, else
              (tokens, hidden_size) or (batch, seq, hidden_size), equal on all ranks.
     Communication, per rank, B = tokens * hidden_size * itemsize: with sequence_parallel forward 2 all-gathers and
-             2 reduce-scatters of B, backward the same plus 2 all-gathers (column inputs gathered again); otherwise
-             forward 2 all-reduces, backward 2 all-reduces of B.
-    Keeps for the backward, in 16 bits with MHA, GELU and ffn = 4 * hidden, in bytes / (tokens * hidden / t), besides
-             statistics of each row (16 / hidden + 4 / head_dim): 20, with no GEMM done twice; recompute="mlp" 12, with
-             one more fc1 GEMM and its all-gather; recompute="full" 2, with the forward again but for its last GEMM
-             and reduction. `python -m bench memory` counts them. With x (batch, seq / t, hidden_size) the first two
-             keep 2 more: the attention's result in both orders.
-    Dropout (in training, p > 0) is by `dropout_key` the same in every layout; without one, which takes a single rank,
+             2 reduce-scatters of B, backward the same and 2 all-gathers more (column inputs are gathered again);
+             otherwise forward 2 all-reduces and backward 2 all-reduces of B.
+    Memory:  what it keeps for the backward, in bytes / (tokens * hidden / t), in 16 bits with MHA, GELU and
+             ffn = 4 * hidden, not counting the statistics of each row (16 / hidden + 4 / head_dim):
+             recompute="none"  20, and no GEMM is done twice
+             recompute="mlp"   12, with one more fc1 GEMM and its all-gather
+             recompute="full"   2, with the forward again, except its last GEMM and reduction
+             With x (batch, seq / t, hidden_size) the first two keep 2 more, the attention's result in both orders.
+             `python -m bench memory` counts these.
+    Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.
-    `positions`, `key_padding_mask`, is_causal and sliding_window are those of SelfAttention.
-    A child with a hook, a parametrization or a forward of its own, or of another class, is called as a module, with
-    rows (tokens, hidden_size), an attention with positions=Positions besides; other children stay fused (explain).
-    A module of other people gets all rows and features on every rank, and gives all of them.
+    is_causal, sliding_window, and forward's `positions` and `key_padding_mask` are those of SelfAttention.
+    A child is called as a module, not fused, if it has a hook, a parametrization or a forward of its own, or is of
+    another class; explain() lists such children, and the others stay fused. It is called with rows
+    (tokens, hidden_size), and an attention with positions=Positions, too. A module that is not of this library gets all
+    rows and features on every rank, and returns all of them.
     """
 
     def __init__(
@@ -68,10 +72,8 @@ class TransformerBlock(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
-        if norm not in NORMS:
-            raise ValueError(f"unknown norm {norm!r}; choose one of {', '.join(NORMS)}")
-        if recompute not in RECOMPUTE:
-            raise ValueError(f"unknown recompute {recompute!r}; choose one of {', '.join(RECOMPUTE)}")
+        check_choice("norm", norm, NORMS)
+        check_choice("recompute", recompute, RECOMPUTE)
         check_dropout(dropout)
         self.dropout, self.recompute = dropout, recompute
         tp = self.tp
@@ -113,7 +115,7 @@ class TransformerBlock(ParallelModule):
         dropout_key: DropoutKey | None = None,
         ends_region: bool = False,
     ) -> Tensor:
-        """ends_region: the block is the last of a region that its caller recomputes (ops.row_linear)."""
+        """The block's result, like x. ends_region: it is the last of a region that its caller recomputes."""
         positions = positions_of(x, positions, self.tp, key_padding_mask)
         rows = flat_rows(x)
         sites = self._dropout_sites(rows, positions, dropout_key)
@@ -129,12 +131,12 @@ class TransformerBlock(ParallelModule):
 
     @property
     def _composed(self) -> bool:
-        """Whether a part is not ours, or touched: what it draws has to be drawn again when it is recomputed."""
+        """Whether a part is not this library's, or has been changed: a second run must then draw the same numbers."""
         return any(why_called(part, *OWN) for part in self.modules() if part is not self)
 
     def _dropout_sites(self, rows: Tensor, positions: Positions, key: DropoutKey | None) -> list[ops.Dropout | None]:
-        """Of the attention's branch and of the MLP's."""
-        if not self.training or self.dropout == 0 or rows.is_meta:  # shapes alone have nothing to drop
+        """The dropout of the attention's branch and of the MLP's."""
+        if not self.training or self.dropout == 0 or rows.is_meta:  # meta tensors have no values to drop
             return [None, None]
         if key is None:
             needed = "dropout_key=DropoutKey(seed, step, sample_index, model)"
@@ -153,26 +155,28 @@ class TransformerBlock(ParallelModule):
     def _add_attention(
         self, x: Tensor, positions: Positions, site: ops.Dropout | None, next_norm: nn.Module | None
     ) -> tuple[Tensor, ops.Normed | None]:
-        """(x + dropout(attention(norm(x))), its norm by next_norm where that is made in the same pass)."""
+        """x + dropout(attention(norm(x))), and its norm by next_norm; None if that is not made in the same pass."""
         norm, attention = self.input_layernorm, self.self_attn
         if not fusable(SelfAttention, attention):
             return x + ops.dropout(self._called_attention(call_rows(norm, x, self.tp), positions), site), None
-        # The same in fewer passes: norm and gather are the projections' prologue, so that neither's output is kept, and
-        # one pass over the reduced rows adds bias, dropout and x, and makes the next norm.
+        # The same in fewer passes. The projections do the norm and the gather, and keep neither's output. One pass over
+        # the reduced rows adds bias, dropout and x, and makes the next norm.
         return attention.branch(x, positions, norm, residual=True, dropout=site, next_norm=next_norm)
 
     def _add_mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None, ends_region: bool) -> Tensor:
-        """x + dropout(mlp(norm(x))); normed: norm(x), where it was made with x."""
+        """x + dropout(mlp(norm(x))). normed: norm(x), if it was made together with x."""
         norm, mlp = self.post_attention_layernorm, self.mlp
         if not fusable(MLP, mlp):
             return x + ops.dropout(call_rows(mlp, call_rows(norm, x, self.tp), self.tp), site)
-        # The same in fewer passes, as above; nor is act(fc1(...)) kept. A recomputed region that ends here leaves out
-        # its last GEMM: nothing reads what it would give.
+        # The same in fewer passes, as above; act(fc1(...)) is not kept, either. The second run of a region that ends
+        # here leaves out its last GEMM, whose result nothing reads.
         return mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
 
     def _called_attention(self, x: Tensor, positions: Positions) -> Tensor:
-        """The attention as a module. One that knows of no sequence shards gets its rows in the order of samples:
-        communication then, besides its own: forward and backward two all-gathers of x."""
+        """The attention, called as a module. If it is not this library's, it gets its rows in the order of samples.
+
+        With slices of samples that takes two more all-gathers of x in the forward, and two in the backward.
+        """
         if positions.sequence_shards == 1 or any(isinstance(part, SelfAttention) for part in self.self_attn.modules()):
             return call_rows(self.self_attn, x, self.tp, positions=positions)
         group, plain = self.tp.group, positions.sequence_sharded(1)
@@ -182,20 +186,20 @@ class TransformerBlock(ParallelModule):
 
 
 def run_region(layers: Sequence[nn.Module], x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:
-    """Layers one after another as one recomputed region, which keeps x only; blocks among them have recompute="none".
+    """Run layers one after another as one recomputed region, which keeps only x. Their blocks have recompute="none".
 
-    The second run leaves out the last GEMM and its reduction where the last layer is a block whose result no hook sees.
+    If the last layer is a block whose result no hook sees, the second run leaves out the last GEMM and its reduction.
     """
     last = layers[-1]
     options: dict = {"positions": positions, "dropout_key": dropout_key}
     ours = [keeps_forward(layer, TransformerBlock) for layer in layers]
-    ends: dict = {"ends_region": True} if ours[-1] and not others_hook(last._forward_hooks) else {}
+    ends: dict = {"ends_region": True} if ours[-1] and not others_hook(forward_hooks(last)) else {}
 
     def region(x: Tensor) -> Tensor:
         for layer in layers[:-1]:
             x = layer(x, **options)
         return last(x, **options, **ends)
 
-    hooked = any(others_hook(hooks) for layer in layers for hooks in (layer._forward_pre_hooks, layer._forward_hooks))
+    hooked = any(others_hook(hooks) for layer in layers for hooks in (forward_pre_hooks(layer), forward_hooks(layer)))
     draws = hooked or not all(ours) or any(layer.draws(dropout_key) for layer in layers)
     return ops.recompute(region, x, keep_random_state=draws)

@@ -1,64 +1,73 @@
-"""How a layer uses its children: in one fused pass while they are this library's own and untouched, else as modules.
+"""How a layer uses its children: fused, if they are this library's and unchanged; otherwise called as modules.
 
-Belongs here: when a child has to be called, and how. A call gives the result of the plain composition on any number of
-ranks.
+Belongs here: when a child has to be called, and how. On any number of ranks a call gives what the plain composition of
+modules gives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from tpformer import ops
+from tpformer.torch_private import (
+    forward_hooks,
+    forward_pre_hooks,
+    has_backward_hooks,
+    has_global_hooks,
+    is_compiled_in_place,
+)
 
 from .linear import ColumnParallelLinear, RowParallelLinear, project
 from .module import ParallelModule
 from .norm import LayerNorm, RMSNorm
 from .tensor_parallel import TensorParallel
 
-RUNS_WHOLE = "_runs_whole_on_every_rank"  # set on a child whose inputs, and so gradients, are equal on all ranks
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+RUNS_WHOLE = "_runs_whole_on_every_rank"  # set on a child that every rank computes whole: its gradients are equal
 
 
 class Features(NamedTuple):
-    """The output features of a column-parallel linear: those that this rank uses, of how many."""
+    """The output features of a column-parallel linear: those that this rank uses, and how many there are."""
 
     used: slice
     total: int
 
 
 def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
-    """Why a child is called as a module; None where it is of these kinds and nobody has touched it: it may be fused."""
+    """Why a child has to be called as a module; None if it may be fused: it is of these kinds, and unchanged."""
     if type(child) not in kinds:
         return f"it is a {type(child).__name__}"
-    if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+    if forward_hooks(child) or forward_pre_hooks(child) or has_backward_hooks(child):
         return "it has hooks"
-    if "forward" in child.__dict__ or child._compiled_call_impl is not None:
+    if "forward" in child.__dict__ or is_compiled_in_place(child):
         return "its forward has been replaced"
-    if torch_module._has_any_global_hook():
+    if has_global_hooks():
         return "hooks are registered for all modules"
     return None
 
 
 def others_hook(hooks: Mapping[int, Callable]) -> bool:
-    """Whether some of a module's hooks are not FSDP2's, which hand on what they get whatever its values."""
+    """Whether some of a module's hooks are not FSDP2's, which return what they get without reading its values."""
     fsdp = (getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.") for hook in hooks.values())
-    return not all(fsdp) or torch_module._has_any_global_hook()
+    return not all(fsdp) or has_global_hooks()
 
 
 def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether it is of this kind, or of a class made of it such as FSDP2's, and its forward is the kind's own."""
+    """Whether a module's forward is that of this kind, though its class may be a subclass, as FSDP2 makes them."""
     return type(module).forward is kind.forward and "forward" not in module.__dict__
 
 
 def fusable(kind: type[nn.Module], *children: nn.Module) -> bool:
-    for child in children:  # a loop: all() over a generator takes twice the time, in every forward
+    """Whether all these children are of this kind and unchanged."""
+    for child in children:  # every forward asks, and all() over a generator takes twice the time
         if why_called(child, kind) is not None:
             return False
     return True
 
 
 def fusable_norm(norm: nn.Module) -> bool:
+    """Whether a norm is this library's and unchanged."""
     return why_called(norm, LayerNorm, RMSNorm) is None
 
 
@@ -71,10 +80,10 @@ def enter(
     normed: ops.Normed | None = None,
     carry: bool = False,
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """Column-parallel children of norm(rows), and rows for the residual path.
+    """(outputs of column-parallel children for norm(rows), rows for the residual path).
 
-    Fused, the norm's output is not kept, one gather serves all children, and the residual path's gradient is added in
-    the norm's backward.
+    Fused, one gather serves all children, the norm's output is not kept, and the norm's backward adds the residual
+    path's gradient.
     """
     ours = fusable(ColumnParallelLinear, *columns)
     if ours and (norm is None or fusable_norm(norm)):
@@ -98,14 +107,14 @@ def leave(
     next_norm: nn.Module | None = None,
     ends_region: bool = False,
 ) -> tuple[Tensor, ops.Normed | None]:
-    """residual + dropout(row(act(x))), and its norm by next_norm where that could be made in the same pass.
+    """residual + dropout(row(act(x))), and its norm by next_norm; None if that is not made in the same pass.
 
     x (tokens, k / t): this rank's features. Fused, act(x) is not kept, and one pass over the reduced rows adds bias,
-    dropout and residual and makes the norm.
+    dropout and residual, and makes the norm.
     """
     if fusable(RowParallelLinear, row):
         if next_norm is not None and (not fusable_norm(next_norm) or ops.autocast_dtype(x) is not None):
-            next_norm = None  # under autocast its rows are float32, this linear's not
+            next_norm = None  # under autocast the norm's rows are float32, and this linear's are not
         return row.reduced(
             x, activation, gate=gate, residual=residual, dropout=dropout,
             next_norm=None if next_norm is None else next_norm.prologue(), ends_region=ends_region,
@@ -116,10 +125,10 @@ def leave(
 
 
 def call_rows(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -> Tensor:
-    """child(x) of a child from rows to rows: a norm, an attention, an MLP.
+    """child(x) for a child that turns rows into rows: a norm, an attention, an MLP.
 
-    One that knows of no ranks gets all rows on every rank alike, so that its gradients are equal on all of them.
-    Communication then, with sequence parallelism: forward and backward an all-gather of x.
+    A child that is not of parallel layers gets all rows on every rank, so that its gradients are equal on all ranks.
+    With sequence parallelism that takes an all-gather of x in the forward, and one in the backward.
     """
     if _works_on_shards(child, tp) or not tp.sharded:
         return child(x, **options)
@@ -128,11 +137,11 @@ def call_rows(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -
 
 
 def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Features, **options: Any) -> Tensor:
-    """child(x) with the output features that this rank uses, (tokens, used).
+    """The output features of child(x) that this rank uses, (tokens, used).
 
-    A child that knows of no ranks computes all features on every rank alike, and one of ours may gather its output.
-    ValueError where it computes fewer.
-    Communication then, besides the rows' all-gather: backward an all-reduce of the output's gradient.
+    A child that is not of parallel layers computes all features on every rank; one of ours may gather its output. Both
+    take an all-reduce of the output's gradient in the backward, besides the all-gather of the rows.
+    Errors: ValueError if it computes another number of features.
     """
     used = features.used.stop - features.used.start
     if _works_on_shards(child, tp):
@@ -145,16 +154,15 @@ def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Featu
     if y.shape[-1] != features.total:
         raise ValueError(
             f"{type(child).__name__} computes {y.shape[-1]} features of {features.total}: a module that is not built "
-            f"of this library's layers computes all of them, on every tensor-parallel rank"
+            f"of this library's layers has to compute all of them, on every tensor-parallel rank"
         )
     return ops.take_columns(y, features.used, tp.group)
 
 
 def call_row(child: nn.Module, x: Tensor, tp: TensorParallel, k: int) -> Tensor:
-    """child(x), x (tokens, k / t) being this rank's features; the result is a sequence shard, or equal on all ranks.
+    """child(x) for this rank's features x (tokens, k / t). The result is a sequence shard, or equal on all ranks.
 
-    A child that knows of no ranks gets all features on every rank alike.
-    Communication then: forward an all-gather of x.
+    A child that is not of parallel layers gets all features on every rank: an all-gather of x in the forward.
     """
     if _works_on_shards(child, tp):
         return _of_shards(child, x, tp)
@@ -164,23 +172,23 @@ def call_row(child: nn.Module, x: Tensor, tp: TensorParallel, k: int) -> Tensor:
 
 
 def _works_on_shards(child: nn.Module, tp: TensorParallel) -> bool:
-    """Whether it is, or is made of, parallel layers, which do their own communication; or there is one rank.
+    """Whether a child is, or contains, parallel layers, which communicate themselves; or there is one rank.
 
-    ValueError where its masks would differ between ranks that hold the same values.
+    Errors: ValueError if it draws dropout, because ranks with the same values would draw different masks.
     """
     if tp.size == 1:
         return True
     for part in child.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+        if isinstance(part, DROPOUTS) and part.training and part.p > 0:
             raise ValueError(
-                f"{type(child).__name__} draws dropout (p={part.p}) from this rank's generator, and others would draw "
-                f"another mask for the same values: set p=0, or draw it with ops.dropout and a DropoutKey's site"
+                f"{type(child).__name__} draws dropout (p={part.p}) from this rank's generator, and other ranks would "
+                f"draw other masks for the same values: set p=0, or use ops.dropout with a DropoutKey's site"
             )
     return any(isinstance(part, ParallelModule) for part in child.modules())
 
 
 def _of_shards(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -> Tensor:
-    """child(x). ValueError where modules that know of no ranks do not fit the parallel layers beside them."""
+    """child(x). ValueError if modules of whole features stand beside layers of one rank's features and do not fit."""
     try:
         return child(x, **options)
     except RuntimeError as error:

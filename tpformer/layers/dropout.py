@@ -1,4 +1,4 @@
-"""The dropout key that travels with a microbatch: which elements a site drops, whatever the layout."""
+"""The dropout key that travels with a microbatch: it fixes which elements are dropped, in any layout."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 from tpformer import ops
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.ops.uncompiled import uncompiled
+from tpformer.torch_private import WRAPPERS
 
 from .module import ParallelModule
 from .positions import Positions
-
-# what torch.compile, activation checkpointing and FSDP1 put into the names of what they wrap
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 _NAMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str]] = WeakKeyDictionary()
 
 
 def module_name(model: nn.Module, module: nn.Module) -> str:
-    """The name of a module in the tree of `model`, wrappers left out, so that it does not depend on the layout.
+    """The name of a module in the tree of `model`, without those of wrappers, so that no layout changes it.
 
-    Names are read off once, and again when the tree has a module that they do not know.
+    Names are kept, and read again if the tree has a module that is not among them.
+    Errors: ValueError if the module is not in the tree.
     """
     if module not in _NAMES.get(model, ()):
         _NAMES[model] = WeakKeyDictionary(
@@ -41,12 +40,12 @@ def module_name(model: nn.Module, module: nn.Module) -> str:
 
 
 class DropoutKey:
-    """What fixes a step's dropout in any layout: the run's seed, the step, a sample's global index (batch,) int64, and
-    the model, in whose tree each layer has its own name.
+    """What fixes a step's dropout in any layout: seed, step, the samples' global indices and the layers' names.
 
-    model: the module that holds all layers, or a pipeline part of it with their global names. A layer that is called
+    sample_index: the global index of each sample, (batch,) int64. model: the module that holds all layers, or a
+    pipeline part of it with their global names; a layer's name in it makes its dropout its own. A layer that is called
     twice with one key drops the same elements twice.
-    Not a dataclass, as Positions is none: FSDP2 would take it apart and make another one for every layer.
+    It is no dataclass, because FSDP2 would take one apart and build another for every layer; nor is Positions.
     """
 
     def __init__(self, seed: int, step: int, sample_index: Tensor, model: nn.Module) -> None:
@@ -57,10 +56,11 @@ class DropoutKey:
     @classmethod
     @uncompiled
     def drawn(cls, model: ParallelModule, p: float, x: Tensor, batch: int, *, instead: str) -> DropoutKey:
-        """For one forward without a key, as nn.Dropout has it: the seed is drawn from torch's generator of the CPU.
+        """A key for one forward that was given none: its seed is drawn from torch's CPU generator.
 
-        What restores that generator, as torch.utils.checkpoint does, repeats the bits; nothing waits for x's device.
-        Errors: ValueError on several ranks, where `instead` is to be given.
+        So whoever restores that generator, as torch.utils.checkpoint does, gets the same bits, and nothing waits for
+        x's device.
+        Errors: ValueError on several ranks; it asks for `instead`.
         """
         if model.tp.size > 1:
             raise ValueError(
@@ -72,9 +72,9 @@ class DropoutKey:
 
     @uncompiled
     def site(self, p: float, layer: nn.Module, name: str, x: Tensor, positions: Positions, shard: int) -> ops.Dropout:
-        """The dropout of one site of a layer for rows x (rows, hidden), the shard-th such slice of the batch's tokens.
+        """The dropout of one site of a layer, for rows x (rows, hidden): slice number `shard` of the batch's tokens.
 
-        Sites of rows of one shape share the starts: 8 bytes a row, once for a model.
+        Sites with rows of one shape share the starts, which take 8 bytes a row, once for a model.
         Errors: ValueError for a layer that is not in the model, and for a sample_index of another batch.
         """
         rows, hidden = x.shape
@@ -85,11 +85,11 @@ class DropoutKey:
                     f"sample_index of shape {tuple(self.sample_index.shape)} for a batch of {positions.batch} samples: "
                     f"give the global index of each, ({positions.batch},)"
                 )
-            with torch.inference_mode(False):  # a key that is kept serves training, too
+            with torch.inference_mode(False):  # a key may be kept, and then used in training
                 index = self.sample_index.to(x.device, torch.int64)
                 tokens = slice(0, positions.batch * positions.seq_length)
                 starts = positions.to_rows(ops.dropout_starts(index, positions.seq_length, hidden, tokens))
                 self._starts[key] = starts[shard * rows : (shard + 1) * rows].clone()
-        # starts count elements of samples of one length: each length has its own stream, so that none meet
+        # starts count elements of samples of one length, so each length draws from a stream of its own
         length, layer_name = positions.seq_length, module_name(self.model, layer)
         return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, length, layer_name, name), p)

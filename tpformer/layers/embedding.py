@@ -11,13 +11,18 @@ from tpformer.config import check_positive
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
+from tpformer.torch_private import (
+    WEIGHT_NORMS,
+    forward_hooks,
+    forward_pre_hooks,
+    has_backward_hooks,
+    is_own_parameter,
+)
 
 from .children import keeps_forward, others_hook
 from .module import Normal, ParallelModule
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
-
-WEIGHT_NORMS = ("_WeightNorm", "WeightNorm")  # of torch.nn.utils.parametrizations and torch.nn.utils
 
 
 def padded_vocab(vocab_size: int, multiple: int) -> int:
@@ -26,13 +31,13 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
 
 
 def _divides_by_rows(table: nn.Module) -> bool:
-    """Whether torch's weight_norm, the parametrization or the hook, norms each row of a table's weight."""
-    found: list = [*table.modules(), *table._forward_pre_hooks.values()]
+    """Whether torch's weight_norm, as parametrization or hook, divides each row of a table's weight by its norm."""
+    found: list = [*table.modules(), *forward_pre_hooks(table).values()]
     return any(type(each).__name__ in WEIGHT_NORMS and each.dim == 0 for each in found)
 
 
 class _VocabParallel(ParallelModule):
-    """A (padded vocabulary, hidden) table, Shard(0) on the tp axis; rows from vocab_size on stay zero."""
+    """A table (padded vocabulary, hidden), Shard(0) on the tp axis; rows from vocab_size on are zero."""
 
     def __init__(
         self,
@@ -60,7 +65,7 @@ class _VocabParallel(ParallelModule):
             self.register_parameter("weight", None)
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
-        if name not in self._parameters and self.rows > self.vocab_size and _divides_by_rows(self):
+        if not is_own_parameter(self, name) and self.rows > self.vocab_size and _divides_by_rows(self):
             raise ValueError(
                 f"weight_norm divides each row by its norm, which is 0 in the {self.rows - self.vocab_size} rows that "
                 f"pad this table of vocab_size={self.vocab_size}: build it with a vocab_multiple that divides "
@@ -81,8 +86,8 @@ class VocabParallelEmbedding(_VocabParallel):
              (..., hidden_size), equal on all ranks.
     Communication, per rank, B = tokens * hidden_size * itemsize: forward reduce-scatter B, backward all-gather B;
              without sequence_parallel forward all-reduce B, backward none.
-    padding_idx: as in nn.Embedding, an entry whose row starts at zero and gets no gradient; negative from the end.
-    Errors:  ValueError for a padding_idx outside of the vocabulary; for an id, those of ops.vocab_parallel_embedding.
+    padding_idx: as in nn.Embedding, an entry whose row starts at zero and gets no gradient; negative: from the end.
+    Errors:  ValueError for a padding_idx outside the vocabulary; for ids, those of ops.vocab_parallel_embedding.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, padding_idx: int | None = None, **options: Any) -> None:
@@ -92,6 +97,7 @@ class VocabParallelEmbedding(_VocabParallel):
         super().__init__(vocab_size, hidden_size, zero_row=self.padding_idx, **options)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """The rows of ids (...): (tokens / t, hidden_size) with sequence_parallel, else (..., hidden_size)."""
         rows = ops.vocab_parallel_embedding(
             ids.reshape(-1),
             self.local("weight"),
@@ -108,7 +114,7 @@ class PositionEmbedding(ParallelModule):
 
     Layout:  weight (seq_length, hidden_size) is Replicate on the tp axis; x as for SelfAttention.
              No communication; with sequence_parallel the gradient is partial.
-    Errors:  ValueError when x holds other tokens than `positions` says, or a position is past the last one here.
+    Errors:  ValueError if `positions` does not fit x, or has a position for which the table has no row.
     """
 
     def __init__(
@@ -128,6 +134,7 @@ class PositionEmbedding(ParallelModule):
         self.reset_parameters()
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        """x plus the table's row for the position of each of its tokens; result like x."""
         weight: Tensor = self.local("weight", partial=self.tp.sequence_parallel)
         positions = positions_of(x, positions, self.tp)
         beyond = positions.offset + positions.seq_length > len(weight)
@@ -148,16 +155,16 @@ class PositionEmbedding(ParallelModule):
 class LMHead(_VocabParallel):
     """The output projection onto a sharded vocabulary, preceded by the final norm.
 
-    Layout:  weight as VocabParallelEmbedding's, or none of its own (`weight=False`): tied, given at each call.
-             x (tokens / t, hidden_size) with sequence_parallel, else (..., hidden_size). Without targets the result is
-             this rank's logits (..., V_local), without columns of padding: V_local is vocab_slice().valid, and 0 on a
-             rank that holds nothing else; with targets (...), ignore_index where no loss is wanted, it is the loss, a
-             scalar equal on all ranks: reduction "sum" or "mean", label_smoothing and z_loss are those of
-             ops.linear_cross_entropy.
-    Communication, per rank: that of ops.column_linear (logits, carried by `tp.transport`) or ops.linear_cross_entropy
-             (loss, whose collectives are its own).
-    Errors:  those of ops.linear_cross_entropy; ValueError for a table that is missing, or not this rank's rows, and for
-             a sequence shard that is not rows.
+    Layout:  weight as in VocabParallelEmbedding; with `weight=False` there is none, and each call gives a `tied` one.
+             x (tokens / t, hidden_size) with sequence_parallel, else (..., hidden_size).
+             Without targets the result is this rank's logits (..., V_local), without columns of padding: V_local is
+             vocab_slice().valid, which is 0 on a rank that holds only padding.
+             With targets (...) it is the loss, a scalar that is equal on all ranks. ignore_index, reduction,
+             label_smoothing and z_loss are those of ops.linear_cross_entropy.
+    Communication, per rank: that of ops.column_linear for logits, carried by `tp.transport`; that of
+             ops.linear_cross_entropy for the loss.
+    Errors:  those of ops.linear_cross_entropy; ValueError for a table that is missing, or is not this rank's rows, and
+             for a sequence shard that is not rows.
     `chunk_tokens`: that of ops.linear_cross_entropy, equal on all ranks; None for its default.
     """
 
@@ -175,14 +182,16 @@ class LMHead(_VocabParallel):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> Tensor:
+        """Logits of norm(x), or with targets their loss. tied: this rank's rows of a table, instead of the own one."""
         if x.ndim != 2 and self.tp.sharded:
             raise ValueError(
-                f"x is {tuple(x.shape)}, but a sequence shard is rows of flattened tokens: (tokens / t, K)"
+                f"x is {tuple(x.shape)}, but with sequence_parallel a rank has a slice of the flattened tokens: give "
+                f"x.reshape(-1, {x.shape[-1]}) where it is such a slice, or build the layers without sequence_parallel"
             )
         weight, rows = self._table(tied), flat_rows(x)
         where: dict = {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if targets is None:
-            # all rows of the table are multiplied: its padding keeps the GEMMs aligned
+            # the table's padding rows are multiplied, too: they keep the GEMM aligned
             (logits,) = ops.column_linear(rows, [weight], transport=self.tp.column_transport(rows, self.width), **where)
             logits = logits[:, : self.vocab_slice().valid]
             return logits if x.ndim == 2 else logits.view(*x.shape[:-1], logits.shape[1])
@@ -196,20 +205,22 @@ class LMHead(_VocabParallel):
         weight = self.local("weight") if tied is None else tied
         if weight is None:
             raise ValueError(
-                "this LMHead has no table of its own (weight=False): give it one at each call, tied=..., or "
-                "build it with weight=True (a GPT: tie_embeddings=False)"
+                "this LMHead has no table of its own (weight=False): give each call one, tied=..., or build it with "
+                "weight=True (a GPT: tie_embeddings=False)"
             )
         shape = (min(self.width, self.rows - self.vocab_slice().first), self.hidden_size)
         if is_dtensor(weight) or weight.shape != shape:
             raise ValueError(
-                f"the output table is a {type(weight).__name__} {tuple(weight.shape)} in place of this rank's plain "
-                f"{shape}: where FSDP2 shards it, unshard() its module before"
+                f"the output table is a {type(weight).__name__} {tuple(weight.shape)}, but has to be this rank's plain "
+                f"{shape}: if FSDP2 shards it, call unshard() of its module first"
             )
         return weight
 
 
 def makes_loss(head: nn.Module) -> bool:
-    """Whether a GPT's lm_head may make the loss itself, without ever having all logits: it is an LMHead, nobody has
-    replaced its forward, and nobody's hooks see its output."""
-    hooked = others_hook(head._forward_hooks) or head._backward_hooks or head._backward_pre_hooks
+    """Whether a GPT's lm_head may make the loss itself, without ever making all logits.
+
+    It may if it is an LMHead, nobody has replaced its forward, and no hook sees its output.
+    """
+    hooked = others_hook(forward_hooks(head)) or has_backward_hooks(head)
     return keeps_forward(head, LMHead) and not hooked

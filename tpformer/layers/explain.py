@@ -11,7 +11,7 @@ from torch import nn
 from tpformer import ops
 from tpformer.kernels.cost import communication_bytes, gemm_seconds, machine_for
 from tpformer.ops.transport import break_even, column_request, device_name, row_request
-from tpformer.ops.transports.interface import ALL, Request
+from tpformer.ops.transports.interface import ALL_REDUCE, Request
 
 from .block import OWN, TransformerBlock
 from .children import fusable, why_called
@@ -42,10 +42,10 @@ UNSHARDED = "; as a module it takes an unsharded input, an all-reduce in the bac
 class LinearPlan(NamedTuple):
     """One linear operation of a model: a layer, or layers that share a gather ("mlp.gate_proj+up_proj").
 
-    operation: what it runs in the forward: one of the transports' operations (ops.record_transports), "matmul" where
-    only the backward communicates, or a loss ("linear_cross_entropy"; of all logits "vocab_parallel_cross_entropy").
-    request: the GEMM that communicates. shape: M, N, K of the forward's whole GEMM; local: of one rank's (where ranks
-    differ, of the one with most).
+    operation: what the forward runs: one of the transports' operations (ops.record_transports), "matmul" if only the
+    backward communicates, or a loss ("linear_cross_entropy", or "vocab_parallel_cross_entropy" of all logits).
+    request: the GEMM that communicates. shape: M, N, K of the forward's whole GEMM. local: those of one rank's GEMM;
+    if ranks differ, of the largest.
     """
 
     path: str
@@ -59,8 +59,9 @@ class LinearPlan(NamedTuple):
 def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) -> list[LinearPlan]:
     """Every linear operation in a module tree, for `tokens` rows in a forward, in the order of registration.
 
-    dtype: that of the computation; unset: that of the parameters. Communicates only if a group's first use does.
-    ValueError where a transport was asked for that cannot run.
+    dtype: that of the computation; unset: that of the parameters.
+    Collective over a group whose transport nobody has asked about before. Errors: ValueError for a transport that was
+    asked for and cannot run.
     """
     parameter = next(module.parameters())
     dtype, device = dtype or parameter.dtype, parameter.device
@@ -85,7 +86,7 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
 
 
 def _noted(plan: LinearPlan, note: str) -> LinearPlan:
-    """With what the edges of a layer add to the reason; on one rank they add nothing."""
+    """The plan with a note added to its reason; on one rank there is nothing to note."""
     reason = plan.decision.reason + note * (plan.request.ranks > 1)
     return plan._replace(decision=plan.decision._replace(reason=reason))
 
@@ -97,12 +98,12 @@ class _Place(NamedTuple):
 
 
 def _column(path: str, layer: ParallelModule, where: _Place, n: int, width: int, k: int) -> LinearPlan:
-    """The plan of column-parallel GEMMs of n output features together, `width` of them on one rank."""
+    """The plan of column-parallel GEMMs with n output features together, `width` of them on one rank."""
     rows = where.tokens // layer.tp.size if layer.tp.sequence_parallel else where.tokens
     request = column_request(
         rows, k, width, where.dtype, where.device, layer.tp.group, layer.tp.sequence_parallel, layer.tp.transport
     )
-    operation = "matmul" if request.op == ALL or layer.tp.size == 1 else request.op
+    operation = "matmul" if request.op == ALL_REDUCE or layer.tp.size == 1 else request.op
     shape, local = (where.tokens, n, k), (where.tokens, width, k)
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
 
@@ -130,7 +131,7 @@ def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
 
 
 def _head(path: str, layer: LMHead, where: _Place, why_all_logits: str | None) -> list[LinearPlan]:
-    """Logits, and the loss, which never makes them all at once, unless somebody wants to see or change them."""
+    """The plans of the logits and of the loss. The loss makes all logits only if a module has to be called for them."""
     logits = _column(f"{path} (logits)".lstrip(), layer, where, layer.rows, layer.width, layer.hidden_size)
     operation, decision = "linear_cross_entropy", logits.decision
     if why_all_logits is not None:
@@ -142,7 +143,7 @@ def _head(path: str, layer: LMHead, where: _Place, why_all_logits: str | None) -
 
 
 def _why_all_logits(module: nn.Module, path: str, head: LMHead) -> str | None:
-    """Why a GPT calls its head for logits; None where the head makes the loss."""
+    """Why a GPT calls its head for logits; None if the head makes the loss."""
     if not makes_loss(head):
         return why_called(head, LMHead)
     names = path.split(".")[:-1]
@@ -155,11 +156,11 @@ def _why_all_logits(module: nn.Module, path: str, head: LMHead) -> str | None:
 def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) -> str:
     """A table of every tensor-parallel linear in a module: shapes, transport and its reason, predicted times.
 
-    One line per linear operation; equal lines of numbered layers are one ("layers.0-23.mlp.fc1"). tokens, dtype as in
-    `linear_plans`. The times are the model's (kernels/cost.py), not measured: "-" where it does not know the device.
-    Below it, the parts of layers that are called as modules, and why (children.py).
-    break-even: the width from which the communication hides under the GEMM, beside the layer's own.
-    All ranks call it: the first question about a group may communicate.
+    One line for each linear operation; equal lines of numbered layers become one ("layers.0-23.mlp.fc1"). tokens and
+    dtype as in `linear_plans`. The times are predictions of the performance model (kernels/cost.py), and "-" if it does
+    not know the device. break-even: the width from which the communication hides under the GEMM; width: the layer's.
+    Below the table: the parts of layers that are called as modules, and why.
+    Call it on all ranks: the first question about a group communicates.
     """
     plans = linear_plans(module, tokens, dtype)
     lines = [(plan.path, _cells(plan)) for plan in plans]
@@ -176,7 +177,7 @@ def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) ->
 
 
 def called_modules(module: nn.Module) -> list[str]:
-    """One line for each part of a layer that runs as a module of its own, where a pass would be fused with it."""
+    """One line for each part of a layer that is called as a module, though this library would fuse its own."""
     return [
         f"{path}.{name}".removeprefix(".") + f" is called as a module, not fused: {reason}"
         for path, parent in module.named_modules()
@@ -208,7 +209,7 @@ def _cells(plan: LinearPlan) -> tuple[str, ...]:
 
 
 def _fold(lines: list[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Lines that differ only in the first number of their path as one, at the place of the first."""
+    """Joins lines that differ only in the first number of their path; the joined line stands where the first was."""
     folded: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
     for path, cells in lines:
         found = re.search(r"(?<![^.])\d+(?![^.])", path)

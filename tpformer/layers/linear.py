@@ -6,17 +6,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
+from tpformer.config import check_positive
 from tpformer.ops.sequence import flat_rows, with_leading_dims
+from tpformer.torch_private import is_own_parameter
 
 from .module import Constant, Normal, ParallelModule
 from .tensor_parallel import TensorParallel
 
 
 def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
-    """(..., K) -> (tokens, K), tokens starting with the dim that is sharded over ranks."""
+    """(..., K) -> (tokens, K). sequence_dim, which is sharded over ranks, becomes the first dim of the tokens."""
     if sequence_dim is not None:
         if sequence_dim % x.ndim == x.ndim - 1:
-            raise ValueError(f"sequence_dim={sequence_dim} of x of shape {tuple(x.shape)} is the dim of its features")
+            raise ValueError(
+                f"sequence_dim={sequence_dim} is the dim of the features in x of shape {tuple(x.shape)}: give that of "
+                f"the sequence"
+            )
         x = x.movedim(sequence_dim, 0)
     return flat_rows(x)
 
@@ -29,14 +34,29 @@ def _from_rows(y: Tensor, x: Tensor, sequence_dim: int | None) -> Tensor:
     return y.view(-1, *others, y.shape[-1]).movedim(0, sequence_dim)
 
 
-def positive_sizes(in_features: int, out_features: int) -> tuple[int, int]:
-    """Both, or a ValueError."""
-    if in_features < 1 or out_features < 1:
-        raise ValueError(f"in_features={in_features}, out_features={out_features}: a linear needs one or more of both")
-    return in_features, out_features
+class _Linear(ParallelModule):
+    """What both linears have in common: a weight (out_features, in_features), and maybe a bias (out_features,)."""
+
+    def __init__(self, in_features: int, out_features: int, tp: TensorParallel | DeviceMesh | None) -> None:
+        super().__init__(tp)
+        check_positive(in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
+
+    def _add_parameters(
+        self, bias: bool, init_std: float | None, *, weight_shard: int | None, bias_shard: int | None, device, dtype
+    ) -> None:
+        """Make and fill the parameters, each sharded on that dim over the tp axis (None: replicated)."""
+        initial = Normal(self.in_features**-0.5 if init_std is None else init_std)
+        shape = (self.out_features, self.in_features)
+        self.add_parameter("weight", shape, initial, shard=weight_shard, device=device, dtype=dtype)
+        if bias:
+            self.add_parameter("bias", shape[:1], Constant(0.0), shard=bias_shard, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
 
 
-class ColumnParallelLinear(ParallelModule):
+class ColumnParallelLinear(_Linear):
     """y = x W^T + b with the output features sharded: every rank computes its slice of them.
 
     Layout:  weight (out_features, in_features) and bias are Shard(0) on the tp axis; x is (tokens / t, in_features), a
@@ -45,11 +65,12 @@ class ColumnParallelLinear(ParallelModule):
              sharded along that dim instead, as in (batch, seq / t, hidden), and y has it whole.
     Communication, per rank: that of ops.column_linear, carried by `tp.transport` (ops.choose_transport).
     tp None, or one rank: bit-identical to nn.Linear.
-    `gather_output`: y is (tokens, out_features), equal on all ranks, as its gradient has to be; forward then has an
-    all-gather of y besides. A block or MLP that fuses the layer takes this rank's features without it.
-    `used_rows` keeps weight and bias Replicate and computes only these rows (grouped-query keys and values with fewer
-    heads than ranks); their gradients are partial sums over the tp axis. `most_rows`: how many the rank with the most
-    uses, where ranks differ.
+    gather_output: y is (tokens, out_features), equal on all ranks, and its gradient has to be, too. The forward has an
+             all-gather of y besides. A block or MLP that fuses the layer takes this rank's features, ungathered.
+    used_rows: weight and bias are Replicate, and this rank computes only these rows of them (keys and values with fewer
+             heads than ranks). Their gradients are partial sums over the tp axis.
+    most_rows: if ranks use different numbers of rows, the largest of these numbers.
+    Errors:  ValueError for sizes below 1, gather_output with used_rows, and an x with other features.
     """
 
     def __init__(
@@ -67,26 +88,20 @@ class ColumnParallelLinear(ParallelModule):
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp)
-        self.in_features, self.out_features = positive_sizes(in_features, out_features)
+        super().__init__(in_features, out_features, tp)
         if gather_output and used_rows is not None:
             raise ValueError(
-                "gather_output=True of used_rows: ranks compute what they use, not a part of the whole each"
+                "gather_output=True with used_rows: ranks that compute what they use have no parts of a whole to "
+                "gather; leave one of them out"
             )
         self.gather_output, self.used_rows, self.sequence_dim = gather_output, used_rows, sequence_dim
         used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
         self.width = most_rows or used  # output features of the rank that computes most
         shard = 0 if used_rows is None else None
-        std = in_features**-0.5 if init_std is None else init_std
-        self.add_parameter("weight", (out_features, in_features), Normal(std), shard=shard, device=device, dtype=dtype)
-        if bias:
-            self.add_parameter("bias", (out_features,), Constant(0.0), shard=shard, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self._add_parameters(bias, init_std, weight_shard=shard, bias_shard=shard, device=device, dtype=dtype)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) that this rank multiplies with."""
+        """The (weight, bias) that this rank multiplies with."""
         if self.used_rows is None:
             return self.local("weight"), self.local("bias")
         weight, bias = (self.local(name, partial=True) for name in ("weight", "bias"))
@@ -97,10 +112,11 @@ class ColumnParallelLinear(ParallelModule):
         self.accumulate("weight", gradient, rows=self.used_rows)
 
     def forward(self, x: Tensor, *, norm: ops.Norm | None = None) -> Tensor:
+        """y = norm(x) W^T + b, laid out as the class says."""
         if x.shape[-1] != self.in_features:
             raise ValueError(
-                f"x has {x.shape[-1]} features and in_features={self.in_features}, which every rank needs: give "
-                f"gather_output=True to a column-parallel linear that made x"
+                f"x has {x.shape[-1]} features, but every rank needs all in_features={self.in_features}: if a "
+                f"column-parallel linear made x, give it gather_output=True"
             )
         (y,), _ = project(_to_rows(x, self.sequence_dim), [self], norm)
         if self.gather_output:
@@ -108,6 +124,7 @@ class ColumnParallelLinear(ParallelModule):
         return _from_rows(y, x, self.sequence_dim)
 
     def extra_repr(self) -> str:
+        """Sizes and options, as repr() shows them."""
         gathered = ", gather_output=True" * self.gather_output
         return f"in_features={self.in_features}, out_features={self.out_features}{gathered}, tp={self.tp.size}"
 
@@ -120,13 +137,16 @@ def project(
     *,
     carry: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The outputs of column-parallel layers on one mesh for the same rows (tokens, K), one gather for all; and, with
-    carry, the rows themselves for the residual path (ops.column_linear)."""
+    """(outputs of column-parallel layers for the same rows (tokens, K), rows for the residual path).
+
+    The layers lie on one mesh, and one gather serves them all. The second result is None without `carry`
+    (ops.column_linear).
+    """
     parameters = [layer.local_parameters() for layer in layers]
     tp = layers[0].tp
     queue = ops.active_queue()
-    if queue is not None and not all("weight" in layer._parameters for layer in layers):
-        queue = None  # autograd takes the gradient further
+    if queue is not None and not all(is_own_parameter(layer, "weight") for layer in layers):
+        queue = None  # the weight is computed from other parameters, so autograd needs its gradient now
     outputs = ops.column_linear(
         rows,
         [weight for weight, _ in parameters],
@@ -142,7 +162,7 @@ def project(
     return (outputs[:-1], outputs[-1]) if carry else (outputs, None)
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(_Linear):
     """y = residual + dropout(reduce(act(x) W^T) + b) with the input features sharded.
 
     Layout:  weight (out_features, in_features) is Shard(1) on the tp axis, bias Replicate, added once after the
@@ -151,9 +171,10 @@ class RowParallelLinear(ParallelModule):
              ColumnParallelLinear.
     Communication, per rank: that of ops.row_linear, carried by `tp.transport` (ops.choose_transport).
     With sequence_parallel the bias gradient is a partial sum over the tp axis.
-    `input_is_parallel=False`: x (and gate) is (tokens, in_features), equal on all ranks, as its gradient then is; each
-    takes its part, and backward has an all-reduce of x besides.
+    input_is_parallel=False: x and gate are (tokens, in_features), equal on all ranks, and each rank takes its part of
+             them. The backward has an all-reduce of their gradients besides, which are then equal on all ranks.
     tp None, or one rank: bit-identical to nn.Linear.
+    Errors:  ValueError for sizes below 1, for an x with other features, and for a sequence_dim that t does not divide.
     """
 
     def __init__(
@@ -170,18 +191,11 @@ class RowParallelLinear(ParallelModule):
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(tp)
-        self.in_features, self.out_features = positive_sizes(in_features, out_features)
+        super().__init__(in_features, out_features, tp)
         self.input_is_parallel, self.activation, self.sequence_dim = input_is_parallel, activation, sequence_dim
         self.width = -(-in_features // self.tp.size)  # input features of the rank that has most
         self.columns = slice(self.tp.rank * self.width, min((self.tp.rank + 1) * self.width, in_features))
-        std = in_features**-0.5 if init_std is None else init_std
-        self.add_parameter("weight", (out_features, in_features), Normal(std), shard=1, device=device, dtype=dtype)
-        if bias:
-            self.add_parameter("bias", (out_features,), Constant(0.0), shard=None, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self._add_parameters(bias, init_std, weight_shard=1, bias_shard=None, device=device, dtype=dtype)
 
     def take_weight_gradient(self, gradient: Tensor) -> None:
         """Add this rank's gradient of its shard of the weight."""
@@ -195,6 +209,7 @@ class RowParallelLinear(ParallelModule):
         residual: Tensor | None = None,
         dropout: ops.Dropout | None = None,
     ) -> Tensor:
+        """y = residual + dropout(reduce(act(x) W^T) + b), or with act(gate) * x; laid out as the class says."""
         if self.sequence_dim is not None and self.tp.sharded and x.shape[self.sequence_dim] % self.tp.size:
             raise ValueError(
                 f"x of shape {tuple(x.shape)} has {x.shape[self.sequence_dim]} along sequence_dim={self.sequence_dim}, "
@@ -213,8 +228,8 @@ class RowParallelLinear(ParallelModule):
         own = self.columns.stop - self.columns.start
         if x.shape[-1] != (own if self.input_is_parallel else self.in_features):
             raise ValueError(
-                f"x has {x.shape[-1]} features, this rank's part of in_features={self.in_features} has {own}: set "
-                f"input_is_parallel=False for an x with all of them, True for one with this rank's"
+                f"x has {x.shape[-1]} features, but this rank's part of in_features={self.in_features} has {own}: set "
+                f"input_is_parallel=False if x has all of them, True if it has this rank's"
             )
 
     def reduced(
@@ -228,8 +243,10 @@ class RowParallelLinear(ParallelModule):
         next_norm: ops.Norm | None = None,
         ends_region: bool = False,
     ) -> tuple[Tensor, ops.Normed | None]:
-        """(result, its norm by next_norm) of rows (tokens, in_features / t), as ops.row_linear has it."""
-        queue = ops.active_queue() if "weight" in self._parameters else None  # else autograd takes its gradient further
+        """(result, its norm by next_norm or None) for rows (tokens, in_features / t), by ops.row_linear."""
+        queue = (
+            ops.active_queue() if is_own_parameter(self, "weight") else None
+        )  # else autograd takes its gradient further
         y = ops.row_linear(
             rows,
             self.local("weight"),
@@ -248,5 +265,6 @@ class RowParallelLinear(ParallelModule):
         return (y, None) if next_norm is None else y
 
     def extra_repr(self) -> str:
+        """Sizes and options, as repr() shows them."""
         whole = ", input_is_parallel=False" * (not self.input_is_parallel)
         return f"in_features={self.in_features}, out_features={self.out_features}{whole}, tp={self.tp.size}"

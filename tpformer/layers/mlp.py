@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import MLP_ACTIVATIONS, default_ffn_size
+from tpformer.config import MLP_ACTIVATIONS, check_choice, default_ffn_size
 from tpformer.ops.sequence import flat_rows
 
 from .children import Features, enter, leave
@@ -18,8 +18,8 @@ from .tensor_parallel import TensorParallel
 class MLP(ParallelModule):
     """fc2(act(fc1(x))), or down_proj(act(gate_proj(x)) * up_proj(x)).
 
-    Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size) equal
-             on all ranks; leading dims are flattened. fc1, gate_proj, up_proj are Shard(0); fc2, down_proj Shard(1).
+    Layout:  x and result (tokens / t, hidden_size) with sequence_parallel, else (tokens, hidden_size), equal on all
+             ranks; leading dims are flattened. fc1, gate_proj and up_proj are Shard(0); fc2 and down_proj Shard(1).
     Communication, per rank: one ops.column_linear (one gather for gate and up) and one ops.row_linear.
     Errors:  ValueError for an unknown activation.
     """
@@ -38,8 +38,7 @@ class MLP(ParallelModule):
         dtype=None,
     ) -> None:
         super().__init__(tp)
-        if activation not in MLP_ACTIVATIONS:
-            raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(MLP_ACTIVATIONS)}")
+        check_choice("activation", activation, MLP_ACTIVATIONS)
         self.activation, self.gated = MLP_ACTIVATIONS[activation]
         if ffn_hidden_size is None:
             ffn_hidden_size = default_ffn_size(hidden_size, activation)
@@ -60,6 +59,7 @@ class MLP(ParallelModule):
             self.fc1, self.fc2 = column(), row()
 
     def forward(self, x: Tensor) -> Tensor:
+        """The MLP of x (..., hidden_size); result like x."""
         y = self.branch(flat_rows(x))
         return y if y.shape == x.shape else y.view(x.shape)
 
@@ -73,7 +73,10 @@ class MLP(ParallelModule):
         dropout: ops.Dropout | None = None,
         ends_region: bool = False,
     ) -> Tensor:
-        """[rows + dropout of] the MLP of norm(rows). normed: norm(rows), where it has been made with them."""
+        """The MLP of norm(rows), or with `residual` rows + dropout(mlp(norm(rows))).
+
+        normed: norm(rows), if it has been made together with rows.
+        """
         columns = dict.fromkeys([self.gate_proj, self.up_proj] if self.gated else [self.fc1], self._features)
         outputs, carried = enter(rows, norm, columns, self.tp, normed=normed, carry=residual)
         y, _ = leave(

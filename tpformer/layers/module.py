@@ -1,7 +1,6 @@
-"""The base of every layer: parameters that are DTensors on the tp axis (plain tensors without a mesh), and their
-layout-invariant initial values.
+"""The base of every layer: parameters that are DTensors on the tp axis, and initial values that no layout changes.
 
-DTensor is imported where a mesh is given, because a plain layer is ready a second sooner without it.
+Without a mesh parameters are plain tensors, and DTensor is not imported: a plain layer is then ready a second sooner.
 """
 
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.kernels.philox.reference import philox_key, random_normal
+from tpformer.torch_private import is_own_parameter, own_part
 
 from .optimizers import watch_optimizers
 from .tensor_parallel import TensorParallel
@@ -23,8 +23,10 @@ from .tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal values of this standard deviation by global element index; rows from `valid_rows` on, and `zero_row`, are
-    zero."""
+    """Initial values from a normal distribution, drawn by global element index.
+
+    Rows from `valid_rows` on, and row `zero_row`, are zero.
+    """
 
     std: float
     valid_rows: int | None = None
@@ -33,6 +35,8 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
+    """An initial value that all elements have."""
+
     value: float
 
 
@@ -45,7 +49,7 @@ class ParallelModule(nn.Module):
     def __init__(self, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.tp = TensorParallel.of(tp, sequence_parallel=sequence_parallel)
-        _ = self.tp.sharded, self.tp.group  # kept from now on: a compiler cannot enter the lock of cached_property
+        _ = self.tp.sharded, self.tp.group  # cached now, because a compiler cannot enter cached_property's lock
         self.initial: dict[str, Initializer] = {}
         self.placements: dict[str, Any] = {}  # of the parameters, on the tp axis
         self.shares_gather: tuple[str, ...] = ()  # its column-parallel layers that one gather serves
@@ -56,8 +60,11 @@ class ParallelModule(nn.Module):
         super().__setattr__(name, value)
 
     def _check_ranks(self, name: str, child: nn.Module) -> None:
-        """ValueError for a layer that is put here, wrapped or not, and lies on ranks in another way: it would take
-        sequence shards for all rows, or a part of the features for all of them. Wrapped, it may be on one rank."""
+        """ValueError for a child, or a layer within it, that lies on ranks in another way than this module.
+
+        It would take sequence shards for all rows, or a part of the features for all of them. Within a child of another
+        class a layer may be on one rank.
+        """
         for part in child.modules():
             if not isinstance(part, ParallelModule) or part.tp is self.tp or (part is not child and part.tp.size == 1):
                 continue
@@ -85,7 +92,7 @@ class ParallelModule(nn.Module):
                 f"at least one would hold none; lower tensor_parallel"
             )
         placement = self.placements[name] = Replicate() if shard is None else Shard(shard)
-        local_shape, _ = _own_part(shape, self.tp.mesh, [placement])
+        local_shape, _ = own_part(shape, self.tp.mesh, [placement])
         local = torch.empty(local_shape, device=self.device_for(device), dtype=dtype)
         strides = torch.empty(shape, device="meta").stride()
         value = DTensor.from_local(
@@ -103,21 +110,21 @@ class ParallelModule(nn.Module):
     def local(self, name: str, partial: bool = False) -> Tensor | None:
         """This rank's part of a parameter. partial: each rank's gradient will be a partial sum over the tp axis.
 
-        Where it is computed from other parameters, as parametrizations and pruning have it, its present value.
-        ValueError on several ranks for a plain tensor in its place.
+        If the parameter is computed from others (parametrizations, pruning), it is computed now.
+        Errors: ValueError on several ranks if it is a plain tensor.
         """
-        computed = name not in self._parameters
+        computed = not is_own_parameter(self, name)
         parameter = getattr(self, name) if computed else self._parameters[name]
         if self.tp.mesh is None or parameter is None:
             return parameter
         if not is_dtensor(parameter):
             if self.tp.size == 1:
                 return parameter
-            raise ValueError(  # it may be the whole or a part, and its gradient a partial sum or not
+            raise ValueError(  # nobody knows whether it is whole, or whether its gradient is a partial sum
                 f"{name} is a plain tensor {tuple(parameter.shape)}, or one inside of torch.func, on {self.tp.size} "
                 f"tensor-parallel ranks: give it as distribute_tensor(whole, tp.mesh, [{self.placements[name]!r}])"
             )
-        if computed:  # a norm of it, say, is computed wherever DTensor finds best
+        if computed:  # DTensor may have laid the result out in another way
             parameter = parameter.redistribute(placements=[self.placements[name]])
         from torch.distributed.tensor import Partial
 
@@ -125,10 +132,10 @@ class ParallelModule(nn.Module):
 
     @torch.no_grad()
     def accumulate(self, name: str, gradient: Tensor, rows: slice | None = None) -> None:
-        """Add to a parameter's .grad what autograd would have, had `local` been read and this been its gradient.
+        """Add a gradient of `local(name)` to the parameter's .grad, as autograd would.
 
-        rows: the gradient is of these rows only, and a partial sum over the tp axis. RuntimeError if the parameter is
-        not laid out as it was in the forward.
+        rows: the gradient is of these rows only, and a partial sum over the tp axis.
+        Errors: RuntimeError if the parameter is not laid out as it was in the forward.
         """
         parameter = self._parameters[name]
         assert parameter is not None
@@ -153,7 +160,7 @@ class ParallelModule(nn.Module):
             parameter.grad = _laid_out(gradient, parameter, parameter.placements if rows is None else [Partial()])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """As nn.Module's; whole tensors, which each rank is to hold, are cut to its shard. No communication."""
+        """As nn.Module's, but a whole tensor is cut to this rank's shard. No communication."""
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)
             if not is_dtensor(parameter) or not isinstance(value, Tensor) or is_dtensor(value):
@@ -162,37 +169,32 @@ class ParallelModule(nn.Module):
                 continue  # torch tells which do not fit
             if parameter.device_mesh != self.tp.mesh:
                 raise RuntimeError(
-                    f"{prefix}{name} is laid out by FSDP2, too, and the state_dict has it whole: load that with "
+                    f"{prefix}{name} is laid out by FSDP2, too, and the state_dict has it whole: load it with "
                     f"torch.distributed.checkpoint.state_dict.set_model_state_dict and "
                     f"StateDictOptions(full_state_dict=True)"
                 )
-            shape, offset = _own_part(parameter.shape, parameter.device_mesh, parameter.placements)
+            shape, offset = own_part(parameter.shape, parameter.device_mesh, parameter.placements)
             held = value.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
-            # a copy: with assign=True it becomes the parameter, and the whole tensor can be freed
+            # a copy, so that the whole tensor can be freed though with assign=True this becomes the parameter
             state_dict[prefix + name] = _laid_out(held.clone(), parameter, parameter.placements)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
-        """Fresh random values from torch's global generator: drawn on tp rank 0 and shared, so any layout agrees."""
+        """Fresh random values. tp rank 0 draws their seed from torch's generator, so that all layouts agree.
+
+        Communicates: one broadcast of 8 bytes over the tp axis.
+        """
         if any(parameter.is_meta for parameter in self.parameters(recurse=False)):
             return
         seed = torch.randint(2**62, (), device="cpu")
         if self.tp.group is not None:
             seed = seed.to(self.tp.mesh.device_type)  # type: ignore[union-attr]
             dist.broadcast(seed, dist.get_global_rank(self.tp.group, 0), group=self.tp.group)
-        initialize(self, int(seed))
-
-
-def _own_part(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of what this rank holds of a tensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    with torch.device("cpu"):  # torch computes with small tensors, which have no values where the default is meta
-        return compute_local_shape_and_global_offset(shape, mesh, placements)
+        init_weights(self, int(seed))
 
 
 def _laid_out(local: Tensor, like: Tensor, placements: Sequence) -> Tensor:
-    """This rank's part of a DTensor of the shape and on the mesh of another one."""
+    """A DTensor with this local part, and the shape and mesh of another one."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(like, DTensor)
@@ -202,15 +204,15 @@ def _laid_out(local: Tensor, like: Tensor, placements: Sequence) -> Tensor:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
-    """Fill every layer's parameters: a pure function of (seed, parameter name, global element index), any layout.
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Fill the parameters of every layer from (seed, parameter name, global element index), equal in every layout.
 
-    Each rank computes only its shard. Parameters of other modules are left alone.
+    Each rank computes only its shard. Parameters of modules that are not this library's are left alone.
     """
     for path, module in model.named_modules():
         if isinstance(module, ParallelModule):
             for name, initial in module.initial.items():
-                parameter = module._parameters.get(name)
+                parameter = getattr(module, name) if is_own_parameter(module, name) else None
                 if parameter is not None:
                     _fill(parameter, initial, philox_key(seed, f"{path}.{name}" if path else name))
 
@@ -219,7 +221,7 @@ def _fill(parameter: Tensor, initial: Initializer, key: int, chunk: int = 2**22)
     local, offset = parameter, (0,) * parameter.ndim
     if is_dtensor(parameter):
         local = parameter.to_local()
-        _, offset = _own_part(parameter.shape, parameter.device_mesh, parameter.placements)
+        _, offset = own_part(parameter.shape, parameter.device_mesh, parameter.placements)
     if isinstance(initial, Constant):
         local.fill_(initial.value)
         return

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on full rows or on sequence shards; a linear can take them as a prologue."""
+"""LayerNorm and RMSNorm on all rows or on sequence shards. A linear can apply them while it reads its input."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,8 @@ from .tensor_parallel import TensorParallel
 
 
 class _Norm(ParallelModule):
+    """What LayerNorm and RMSNorm have in common."""
+
     kind: str
 
     def __init__(
@@ -29,10 +31,10 @@ class _Norm(ParallelModule):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1 or shape[0] < 1:
             raise ValueError(
-                f"normalized_shape={normalized_shape}: a norm here is of the last dim alone, one positive size"
+                f"normalized_shape={normalized_shape}: norms are over the last dim alone, so give one positive size"
             )
         if eps is not None and not eps >= 0:
-            raise ValueError(f"eps={eps}, which is added under a root: give a number that is not negative")
+            raise ValueError(f"eps={eps} is added under a root: give a number that is not negative")
         self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine
         for name, value, wanted in (("weight", 1.0, elementwise_affine), ("bias", 0.0, elementwise_affine and bias)):
             if wanted:
@@ -48,11 +50,15 @@ class _Norm(ParallelModule):
         return ops.Norm(self.kind, weight, bias, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
+        """norm(x) over the last dim of x (..., size); result like x."""
         if x.shape[-1:] != self.normalized_shape:
-            raise ValueError(f"x has {x.shape[-1]} features, and the norm is over {self.normalized_shape[0]}")
+            raise ValueError(
+                f"x has {x.shape[-1]} features, but the norm is over {self.normalized_shape[0]}: build it for x's"
+            )
         return ops.norm(x, self.prologue())
 
     def extra_repr(self) -> str:
+        """Size and options, as repr() shows them."""
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
@@ -82,7 +88,7 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """nn.RMSNorm over the last dim; layout, communication and errors as for LayerNorm; no bias.
 
-    eps None: the machine epsilon of the dtype that it computes in, promote_types(x.dtype, float32).
+    eps=None is the machine epsilon of promote_types(x.dtype, float32), the dtype that it computes in.
     """
 
     kind = "rmsnorm"

@@ -1,4 +1,4 @@
-"""Optimizers that go wrong on shards are refused at their step, whoever made them."""
+"""Optimizers that compute wrong steps on shards are refused when they step, whoever made them."""
 
 from functools import cache
 from typing import Any
@@ -11,10 +11,10 @@ from tpformer.distributed.dtensor import is_dtensor
 
 @cache
 def watch_optimizers() -> None:
-    """Have every later step of an Adafactor refused on sharded parameters. Nothing happens from the second call on.
+    """From now on, refuse every step of an Adafactor on sharded parameters. Later calls do nothing.
 
-    Its step sizes and factored statistics are of whole tensors. torch's takes a shard's own for a vector, without a
-    word, and raises from within for a matrix. Optimizers that work by elements, such as AdamW, are exact on shards.
+    Adafactor's step sizes and factored statistics are of whole tensors. On shards torch's silently takes those of a
+    shard for a vector, and raises from within for a matrix. Optimizers that work on elements, as AdamW does, are exact.
     """
     register_optimizer_step_pre_hook(_refuse)
 
@@ -26,6 +26,6 @@ def _refuse(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         for parameter in group["params"]:
             if is_dtensor(parameter) and any(place.is_shard() for place in parameter.placements):
                 raise ValueError(
-                    f"Adafactor cannot step a parameter of {tuple(parameter.shape)} of which each rank holds a shard: "
+                    f"Adafactor cannot step a parameter of {tuple(parameter.shape)} that is sharded over ranks: "
                     f"its statistics are of whole tensors; use AdamW"
                 )

@@ -1,4 +1,4 @@
-"""Where each token of a batch stands in its sample or document: what attention and position embeddings need."""
+"""Where each token of a batch is in its sample or document: attention and position embeddings need to know it."""
 
 import copy
 import math
@@ -13,21 +13,21 @@ from .tensor_parallel import TensorParallel
 
 
 class Positions:
-    """A batch's shape and positions; made once per forward, shared by all layers.
+    """A batch's shape and positions; made once in a forward, shared by all layers.
 
-    batch, seq_length: the flattened tokens are (batch * seq_length,), batch-major.
-    ids (batch, seq_length) int64: position of each token in its document, restarting at 0 where a packed document
-    begins; None when every sample is one document. Its first token is at position `offset`: the rest of a longer text.
-    key_padding_mask (batch, seq_length) bool: True where a token is padding, left or right of a sample's real tokens.
-    Instead of ids, which follow from it: the real tokens are one document, each run of padding is another, so that
-    attention needs no mask. Results at padding are finite, and not those of torch.nn: nobody should read them.
-    unread: this many tokens at the end of every sample are padding, too, behind all that attends to them: their
-    positions may be past the last that a table holds.
-    sequence_shards: 1 where the rows of layers are the flattened tokens, or t where ranks hold (batch, seq_length / t):
-    rows gathered from them stand in the order (shard, batch, seq_length / t). Layers find out from x.
-    Errors: ValueError when ids do not count up from 0 in that way, or come with an offset or in another shape; when
-    there is padding between real tokens; for a negative batch, seq_length or offset. On a GPU
-    this check waits for it, once.
+    batch, seq_length: the flattened tokens are (batch * seq_length,), one sample after another.
+    ids: (batch, seq_length) int64, the position of each token in its document. They count up by 1, and start again at 0
+    where a packed document begins. None: every sample is one document.
+    offset: without ids, the position of each sample's first token, if the sample continues a longer text.
+    key_padding_mask: (batch, seq_length) bool, True where a token is padding, left or right of a sample's real tokens.
+    It takes the place of ids: the real tokens are one document, and each run of padding is another, so that attention
+    needs no mask. Results at padding are finite, but not those of torch.nn; do not read them.
+    unread: so many tokens at the end of every sample are padding that no real token attends to. Their positions may be
+    beyond the table's.
+    sequence_shards: 1 if the rows of layers are the flattened tokens; t if each rank holds (batch, seq_length / t), so
+    that rows gathered from all ranks are in the order (shard, batch, seq_length / t). Layers find out from x.
+    Errors: ValueError for ids that do not count like that, have another shape or come with an offset; for padding
+    between real tokens; for a negative batch, seq_length or offset. On a GPU the check waits for the device, once.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Positions:
         self._sharded: Positions | None = None
 
     def sequence_sharded(self, shards: int) -> "Positions":
-        """The same for rows of this many shards (batch, seq_length / shards); made once, shared by all layers."""
+        """The same positions for rows in so many shards (batch, seq_length / shards); made once for all layers."""
         if self.batch < 2 or shards == self.sequence_shards:
             return self  # shards of one sample are slices of the flattened tokens
         if self._sharded is None or self._sharded.sequence_shards != shards:
@@ -78,21 +78,21 @@ class Positions:
         return self._sharded
 
     def to_samples(self, rows: Tensor) -> Tensor:
-        """All rows (tokens, ...) of the batch, batch-major: what attention takes. A copy where shards interleave."""
+        """All rows (tokens, ...) of the batch, one sample after another; a copy if there are several shards."""
         if self.sequence_shards == 1:
             return rows
         return rearrange(rows, "(t b s) ... -> (b t s) ...", t=self.sequence_shards, b=self.batch)
 
     def to_rows(self, tokens: Tensor) -> Tensor:
-        """Undo to_samples."""
+        """The rows in the layers' order again: undoes to_samples."""
         if self.sequence_shards == 1:
             return tokens
         return rearrange(tokens, "(b t s) ... -> (t b s) ...", t=self.sequence_shards, b=self.batch)
 
     def flat_ids(self, device: torch.device) -> Tensor:
-        """(tokens,) int64 positions, batch-major, one storage for all layers."""
+        """(tokens,) int64 positions, one sample after another, in one storage for all layers."""
         if device not in self._flat_ids:
-            with torch.inference_mode(False):  # what is kept serves training, too; so below
+            with torch.inference_mode(False):  # the tensor is kept, and may be used in training; so below
                 if self.ids is not None:
                     flat = self.ids.reshape(-1).to(device)
                 else:
@@ -101,7 +101,7 @@ class Positions:
         return self._flat_ids[device]
 
     def documents(self, device: torch.device) -> tuple[Tensor, int] | None:
-        """(boundaries (n + 1,) int32, longest), or None when every sample is one document, or there is none."""
+        """(boundaries (n + 1,) int32, longest) of n documents; None if every sample is one document."""
         if self.ids is None or not self.ids.numel():
             return None
         if self._documents is None:
@@ -114,14 +114,14 @@ class Positions:
         return self._documents
 
     def needed(self, device: torch.device) -> int:
-        """How many positions a table has to hold: up to the last that somebody reads. A GPU's ids are waited for."""
+        """How many positions a table needs for all that is read. Waits for a GPU if the ids are there."""
         documents = self.documents(device)
         return self.offset + self.seq_length - self.unread if documents is None else documents[1]
 
     def rope(
         self, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """What ops.rope takes: (cos, sin) of all positions up to the last, and flat_ids; shared by all layers."""
+        """What ops.rope takes: (cos, sin) for all positions, each (positions, head_dim / 2), and flat_ids; kept."""
         key = (head_dim, base, device, dtype)
         if key not in self._tables:
             with torch.inference_mode(False):
@@ -130,7 +130,7 @@ class Positions:
 
 
 def padded_ids(padding: Tensor, batch: int, seq_length: int) -> Tensor:
-    """Position ids (batch, seq_length) int64 of the documents that a key_padding_mask stands for."""
+    """Position ids (batch, seq_length) int64 for a key_padding_mask: real tokens are one document, padding others."""
     if tuple(padding.shape) != (batch, seq_length) or padding.dtype != torch.bool:
         raise ValueError(
             f"key_padding_mask is {tuple(padding.shape)} {padding.dtype}: give (batch, seq_length) = "
@@ -147,10 +147,11 @@ def padded_ids(padding: Tensor, batch: int, seq_length: int) -> Tensor:
 def positions_of(
     x: Tensor, positions: Positions | None, tp: TensorParallel, key_padding_mask: Tensor | None = None
 ) -> Positions:
-    """Positions of the tokens of x in the order of its rows: those given, or without them those that x shows, being
-    (batch, seq, hidden), or (batch, seq / t, hidden) with sequence parallelism, and the padding besides.
+    """The positions of x's tokens, in the order of its rows.
 
-    ValueError when x does not show its batch and length, or holds other tokens than the positions say.
+    Without `positions` they follow from the shape of x, which is (batch, seq, hidden), or (batch, seq / t, hidden) with
+    sequence parallelism, and from the key_padding_mask.
+    Errors: ValueError for an x that does not tell its batch and length, or does not fit the positions.
     """
     t, shape = tp.size if tp.sharded else 1, tuple(x.shape[:-1])
     if positions is None:
@@ -165,7 +166,7 @@ def positions_of(
     batch, seq = positions.batch, positions.seq_length
     if t > 1 and x.ndim == 3 and (shape[0], shape[1] * t) == (batch, seq):
         return positions.sequence_sharded(t)
-    whole = (shape[0] * t, *shape[1:]) if shape else (t,)  # what ranks hold together, were x a slice of the tokens
+    whole = (shape[0] * t, *shape[1:]) if shape else (t,)  # of all ranks, if x is a slice of the flattened tokens
     if x.ndim == 3:
         fits = whole == (batch, seq)
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import TRANSPORTS
+from tpformer.config import TRANSPORTS, check_choice
 from tpformer.ops.autocast import autocast_dtype
 from tpformer.ops.transport import LOCAL, column_request, open_transport, row_request
 from tpformer.ops.transports.interface import Request, Transport
@@ -19,12 +19,12 @@ from tpformer.ops.transports.interface import Request, Transport
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """Where the weights and the activations of layers lie.
+    """Which ranks layers lie on, and how rows and weights are divided among them.
 
-    mesh: the tensor-parallel ranks, a 1-D DeviceMesh. None is one rank: plain parameters, no process group.
-    sequence_parallel: between linears, rows are sequence shards (tokens / t, hidden), and each rank has its own. It is
-             off unless asked for: a layer that is given whole rows would compute the right result, and gradients t
-             times too large, without an error.
+    mesh: the tensor-parallel ranks, a 1-D DeviceMesh. None: one rank, with plain parameters and no process group.
+    sequence_parallel: between linears each rank has rows of its own, a sequence shard (tokens / t, hidden). It is off
+             unless asked for, because a layer that is then given all rows computes the right result, but gradients that
+             are t times too large, without an error.
     transport: what carries the linears between the ranks (ops.choose_transport).
     Errors:  ValueError for a mesh of several axes or an unknown transport, TypeError for another kind of mesh.
     """
@@ -34,8 +34,7 @@ class TensorParallel:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"unknown transport {self.transport!r}; choose one of {', '.join(map(repr, TRANSPORTS))}")
+        check_choice("transport", self.transport, TRANSPORTS)
         if self.mesh is None:
             return
         if not isinstance(self.mesh, DeviceMesh):
@@ -50,16 +49,17 @@ class TensorParallel:
 
     @classmethod
     def of(cls, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> TensorParallel:
-        """The placement that a constructor's `tp` asks for. sequence_parallel is used where `tp` is a mesh, or None."""
+        """The TensorParallel of a constructor's `tp`. sequence_parallel is for a `tp` that is a mesh or None."""
         return tp if isinstance(tp, cls) else cls(tp, sequence_parallel)
 
     @cached_property
     def size(self) -> int:
-        """t, the tensor-parallel ranks."""
+        """t, the number of tensor-parallel ranks."""
         return 1 if self.mesh is None else self.mesh.size()
 
     @cached_property
     def rank(self) -> int:
+        """This rank among the tensor-parallel ranks."""
         return 0 if self.mesh is None else self.mesh.get_local_rank()
 
     @cached_property
@@ -77,14 +77,14 @@ class TensorParallel:
         return {}
 
     def column_transport(self, x: Tensor, width: int) -> Transport:
-        """What carries ops.column_linear of x (..., K) to `width` output features of a rank.
+        """The transport of an ops.column_linear from x (..., K) to `width` output features of one rank.
 
-        Decided once for a shape. ValueError for a transport that cannot run.
+        It is chosen once for each shape. Errors: ValueError for a transport that cannot run.
         """
         return self._transport(column_request, x, x.shape[-1], width)
 
     def row_transport(self, x: Tensor, width: int, n: int) -> Transport:
-        """What carries ops.row_linear of rows x with `width` input features of a rank to n outputs; as above."""
+        """The transport of an ops.row_linear from rows x, `width` input features of one rank, to n output features."""
         return self._transport(row_request, x, width, n)
 
     def _transport(self, request: Callable[..., Request], x: Tensor, k: int, n: int) -> Transport:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import GPTConfig, check_heads, check_interval, selected_layers
+from tpformer.config import GPTConfig, check_heads, recomputed_layers
 from tpformer.layers import (
     DropoutKey,
     LMHead,
@@ -23,7 +23,7 @@ from tpformer.layers import (
     TransformerBlock,
     VocabParallelEmbedding,
     explain,
-    initialize,
+    init_weights,
 )
 from tpformer.layers.block import run_region
 from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm
@@ -88,7 +88,7 @@ class GPT(ParallelModule):
     has the embeddings; the last one has norm, lm_head and its own copy of a tied embed_tokens.
     seed: of the initial values and the dropout.
     device, dtype: unset, torch's defaults; but the mesh's kind of device where torch's default device is the CPU.
-    device="meta" builds without memory: then shard, call `to_empty(device=...)` and `initialize()`.
+    device="meta" builds without memory: then shard, call `to_empty(device=...)` and `init_weights()`.
     lm_head may be replaced, wrapped or hooked. It is then called for logits, and the loss is made from all of them; a
     module that knows no ranks computes all vocab_size features on every tp rank.
     Errors: ValueError, before anything is allocated, for an unset vocabulary, for heads that the layout cannot split,
@@ -118,10 +118,7 @@ class GPT(ParallelModule):
         self.config, self.seed = config, seed
         self.offload: Callable[[], Any] | None = ops.Offload if offload_activations else None
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        if recompute_layers and recompute == "none":
-            raise ValueError(f'recompute_layers={recompute_layers!r} with recompute="none": set it to "mlp" or "full"')
-        check_interval(recompute, recompute_interval)
-        recomputed = selected_layers(recompute_layers, config.n_layers)
+        recomputed = recomputed_layers(recompute, recompute_layers, recompute_interval, config.n_layers)
         part = range(config.n_layers) if part is None else part
         self.regions = _regions(part, recomputed, recompute_interval) if recompute_interval > 1 else {}
         self.is_first, self.is_last = part.start == 0, part.stop == config.n_layers
@@ -153,11 +150,11 @@ class GPT(ParallelModule):
         device = self.device_for(device)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
-            self.initialize()
+            self.init_weights()
 
-    def initialize(self) -> None:
+    def init_weights(self) -> None:
         """Fill the parameters from (seed, name, global index), the same values in every layout."""
-        initialize(self, self.seed)
+        init_weights(self, self.seed)
 
     def explain(self, tokens: int | None = None, dtype: torch.dtype | None = None) -> str:
         """The table of layers.explain: each linear's transport and the reason. All ranks call it.

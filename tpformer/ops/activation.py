@@ -1,4 +1,4 @@
-"""The activation between two linears as an operation of its own, for when it is not part of the second one's pass."""
+"""The activation between two linears as an operation of its own, where the second linear does not apply it."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,11 @@ from .uncompiled import uncompiled
 
 
 class ActivationFunction(torch.autograd.Function):
-    """a = act(x), dx = da * act'(x); gated: a = act(gate) * x, dx = da * act(gate), dgate = da * x * act'(gate)."""
+    """a = act(x), or with a gate a = act(gate) * x; all tensors are (tokens, N).
+
+    forward   a = act(x)                                    gated: a = act(gate) * x
+    backward  dx = da * act'(x)                             gated: dx = da * act(gate), dgate = da * x * act'(gate)
+    """
 
     @staticmethod
     def forward(ctx, x, gate, name: str):
@@ -21,12 +25,12 @@ class ActivationFunction(torch.autograd.Function):
     @first_derivative
     def backward(ctx, da):
         x, gate = ctx.saved_tensors
-        # the gradient is made in the memory of the one that is given, which others may still read
+        # activation_backward writes dx over da, which others may still read
         dx, dgate, _ = implementation("activation", x).activation_backward(da.clone(), x, ctx.name, gate)
         return dx, dgate, None
 
 
 @uncompiled
 def activation(x: Tensor, name: str, gate: Tensor | None = None) -> Tensor:
-    """act(x) of rows x (tokens, N), or act(gate) * x for a gate like x. Saves x and gate; no communication."""
+    """act(x), or act(gate) * x. x, gate and the result are (tokens, N). Saves x and gate; no communication."""
     return ActivationFunction.apply(x, gate, name)

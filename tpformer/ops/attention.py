@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 def check_window(window: int | None, is_causal: bool) -> None:
-    """ValueError for a window of no token, or of attention that is not causal."""
+    """ValueError for a window below 1, or one of attention that is not causal."""
     if window is not None and (window < 1 or not is_causal):
         raise ValueError(
             f"a sliding window of {window} with is_causal={is_causal}: it has at least 1 token, the query itself, and "
-            f"reaches back from it, so it is causal"
+            f"the tokens before it; give sliding_window >= 1 and is_causal=True, or no window"
         )
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, window: int | None) -> Tensor:
-    """(batch, seq, heads, head_dim) -> same. The output's storage is SDPA's own, so it is saved once."""
+    """torch's attention of (batch, seq, heads, head_dim). The result is a view of what SDPA saves: it is saved once."""
     seq, grouped, mask = q.shape[1], q.shape[2] != k.shape[2], None
     if window is not None and window < seq:
         mask = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril().triu(1 - window)
@@ -31,8 +31,7 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch renamed the way to ask for causal attention between 2.10 and 2.12, and windows and grouped heads came with
-    # the new one
+    # between 2.10 and 2.12 torch replaced is_causal by window_size
     if "is_causal" not in inspect.signature(varlen_attn).parameters:
         options: dict = {"window_size": (-1 if window is None else window - 1, 0 if is_causal else -1)}
     elif window is None:
@@ -59,14 +58,14 @@ def attention(
 
     Shapes:  q (batch, seq, heads, head_dim); k, v (batch, seq, kv_heads, head_dim), kv_heads dividing heads (each
              serves heads / kv_heads consecutive query heads); result like q.
-             documents: boundaries (n_documents + 1,) int32 of the batch * seq tokens, from 0 to their number, and the
-             longest document's length; None when every sample is one document.
-    is_causal: a token attends to itself and earlier ones; else to all of its document. window: to itself and the
-    window - 1 tokens before it; causal only.
-    CUDA uses PyTorch's variable-length kernel for documents and windows in 16 bits. Elsewhere a loop runs over the
-    documents, and one longer than the window gets a bool mask of its length squared.
+             documents: where they begin and end among the batch * seq tokens, (n_documents + 1,) int32 from 0 to the
+             last token's end, and the longest document's length. None: every sample is one document.
+    is_causal: a token attends to itself and to earlier ones; otherwise to all of its document.
+    window: a token attends to itself and to the window - 1 tokens before it.
+    On CUDA, documents and windows in 16 bits take PyTorch's variable-length kernel. Elsewhere a loop runs over the
+    documents, and a document longer than the window gets a bool mask of its length squared.
     No communication.
-    Errors: ValueError for a window of no token or of attention that is not causal; for one on CUDA with torch < 2.12.
+    Errors: ValueError for a window below 1, without is_causal, or on CUDA with torch older than 2.12.
     """
     check_window(window, is_causal)
     fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""torch.autocast as modules of torch.nn have it: GEMMs in its 16 bits; norms, the residual stream and losses in
-float32.
+"""torch.autocast, with the dtypes that torch.nn's modules have under it.
 
-An operation casts what it is given, and autograd casts the gradients back.
+GEMMs run in autocast's 16 bits; norms, the residual stream and losses in float32. An operation casts its inputs, and
+autograd casts their gradients back.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tpformer.torch_private import any_autocast
+
 from .weight_gradients import Deferred, GradientSink
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of GEMMs with x under the autocast of its device; None where that is off, or x float64, which autocast
-    leaves alone."""
-    if not torch._C._is_any_autocast_enabled() or x.dtype == torch.float64:  # private, but a tenth of the other's time
+    """The dtype that autocast gives to GEMMs with x; None if autocast is off on x's device, or if x is float64."""
+    if not any_autocast() or x.dtype == torch.float64:
         return None
     device = x.device.type
     available = torch.amp.is_autocast_available(device)  # not for meta tensors
@@ -24,12 +25,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """x in this dtype, None and float64 as they are."""
+    """x in this dtype; None and float64 tensors are returned as they are."""
     return x if x is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 def cast_back(deferred: Deferred | None, weights: Sequence[Tensor]) -> Deferred | None:
-    """Deferred gradients of casts of these weights, given to the sinks in the weights' own dtypes."""
+    """The same queue for weights that are cast before use; its sinks cast each gradient to the weight's dtype."""
     if deferred is None:
         return None
     sinks = [partial(_sink, sink, weight.dtype) for sink, weight in zip(deferred.sinks, weights, strict=True)]

@@ -20,6 +20,8 @@ from .weight_gradients import Deferred
 
 
 class _Layout(NamedTuple):
+    """What a call of column_linear is given besides tensors."""
+
     transport: Transport
     sequence_parallel: bool
     norm: Norm | None
@@ -28,25 +30,25 @@ class _Layout(NamedTuple):
 
     @property
     def gathering(self) -> Transport:
-        """Carries the gathers; without sequence parallelism there are none."""
+        """The transport of the gathers; LOCAL without sequence parallelism, where rows are not gathered."""
         return self.transport if self.sequence_parallel else LOCAL
 
 
 class ColumnLinearFunction(torch.autograd.Function):
-    """Y_i = G(norm(X)) W_i^T + b_i for weights i, G the gather of all ranks' rows; R is its transpose, the reduction.
+    """Y_i = G(norm(X)) W_i^T + b_i for each weight i. G gathers all ranks' rows; its transpose R reduces gradients.
 
-    With sequence parallelism, t ranks, M rows of all of them, N_i output features of this rank:
+    t ranks, M rows in total, K input features, N_i output features on this rank. With sequence parallelism:
         X (M / t, K), norm(X) and its gradient like X; W_i (N_i, K); b_i (N_i,); Y_i and dY_i (M, N_i)
         forward  Y_i = G(norm(X)) W_i^T + b_i                     G: all-gather, (M / t, K) -> (M, K)
         dgrad    dnorm(X) = R(sum_i dY_i W_i)                     R: reduce-scatter, (M, K) -> (M / t, K)
-        wgrad    dW_i = dY_i^T G(norm(X)), db_i = dY_i^T 1        G again: the gathered rows were not kept
-    Y_i depends on the rows of every rank, so each one's gradient is summed over all ranks' features: that is R.
-    Without it, X and norm(X) are (M, K) and equal on all ranks:
-        forward  Y_i = norm(X) W_i^T + b_i                        G: nothing
-        dgrad    dnorm(X) = R(sum_i dY_i W_i)                     R: all-reduce, (M, K): ranks share X, not features
+        wgrad    dW_i = dY_i^T G(norm(X)), db_i = dY_i^T 1        G again: the forward did not keep the gathered rows
+    Every rank's features use the rows of all ranks, so a row's gradient is a sum over ranks: that is R.
+    Without sequence parallelism X and norm(X) are (M, K), equal on all ranks:
+        forward  Y_i = norm(X) W_i^T + b_i                        no gather
+        dgrad    dnorm(X) = R(sum_i dY_i W_i)                     R: all-reduce of (M, K)
         wgrad    dW_i = dY_i^T norm(X), db_i = dY_i^T 1
-    Then dX = norm'(X)^T dnorm(X), or dnorm(X) without a norm; plus dX', if X was carried as the last output X'.
-    norm(X) is made again from X and its statistics. A norm's parameters are inputs so that autograd sees them.
+    Then dX = norm'(X)^T dnorm(X), or dnorm(X) without a norm. If X was carried, its output's gradient is added.
+    The backward rebuilds norm(X) from X and its statistics. The norm's parameters are inputs: autograd has to see them.
     """
 
     @staticmethod
@@ -73,7 +75,7 @@ class ColumnLinearFunction(torch.autograd.Function):
         dys, dcarried = (dys[:-1], dys[-1]) if layout.carry else (dys, None)
         rows = x
         if norm is not None:
-            # the norm's output was not kept: one cheap pass over x against 2 bytes per element held since the forward
+            # one cheap pass over x instead of 2 bytes for each element, kept since the forward
             rows = implementation("norm", x).norm_rebuilt(x, (mean, rstd), norm)
         n, needed = 5 + len(weights), ctx.needs_input_grad
         wanted, wanted_biases = needed[5:n], needed[n:]
@@ -97,7 +99,7 @@ class ColumnLinearFunction(torch.autograd.Function):
 
 
 def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-    """Queue the weight gradients; the gather they need waits with them."""
+    """Queue the weight gradients, together with the gather that they need."""
     assert layout.deferred is not None
     queue, sinks = layout.deferred
     gather = layout.gathering.start_gather
@@ -129,23 +131,24 @@ def column_linear(
     """Y = gather(norm(x)) W^T + b for weights sharded by output feature: one gather, one GEMM per weight.
 
     Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K) and equal on all ranks; weight (N / t, K), or a
-             sequence of such weights sharing the gather; bias (N / t,) or None, one per weight; result (tokens, N / t),
-             or a tuple. t = group.size(); group None is one rank. Leading dims of x are flattened to rows, and given
-             back where the result has as many rows.
-             normed: norm(x), where row_linear has made it with x. carry: x is one more output, the last, for the
-             residual path around the linears: its gradient is then added inside the norm's backward.
-    Saves:   x before the norm and two statistics a row. The norm's output and the gathered input are rebuilt.
+             sequence of such weights, which share the gather; bias (N / t,) or None, one per weight; result
+             (tokens, N / t), or a tuple. t = group.size(); group None is one rank. Leading dims of x are flattened to
+             rows; the result has them again if it has as many rows.
+             normed: norm(x), if row_linear has made it together with x.
+             carry: return x as the last output, too, for the residual path. The norm's backward then adds that
+             output's gradient in its own pass.
+    Saves:   x before the norm, and two statistics a row. The backward rebuilds norm(x) and gathers it again.
     Communication, per rank, B = tokens * K * itemsize:
              sequence parallel: forward all-gather B; backward reduce-scatter B (dx), all-gather B (x again, for dW)
              otherwise:         forward none; backward all-reduce B (dx)
-             transport: how (choose_transport), or the Transport that was opened for this shape, whose group counts
-             then. Where ranks differ in N / t, open it for the largest, so that "auto" chooses alike on all.
-             deferred: weight gradients are queued, one sink per weight, and the second all-gather with them.
-    Gradients of the norm's parameters are partial sums over this rank's rows under sequence_parallel.
+             transport: a name (choose_transport), or a Transport that was opened for this shape; its group is then
+             used. If ranks differ in N / t, open it for the largest, so that "auto" chooses alike on all ranks.
+             deferred: weight gradients, and the second all-gather, wait in its queue; one sink per weight.
+    With sequence_parallel the gradients of the norm's parameters are partial sums, over this rank's rows.
     At t = 1 every output and gradient is bit-identical to F.linear's.
-    Under torch.autocast the norm is made in float32, and saved; gather and GEMMs have autocast's dtype.
-    Errors:  ValueError for a transport that cannot run, a bias sequence of another length than weight's, or `normed`
-             without `norm`.
+    Under torch.autocast the norm runs in float32 and its output is saved; gather and GEMMs have autocast's dtype.
+    Errors:  ValueError for a transport that cannot run, for a bias sequence of another length than weight's, and for
+             `normed` without `norm`.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism
     """
     several = not isinstance(weight, Tensor)
@@ -154,7 +157,7 @@ def column_linear(
     if len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
     if normed is not None and norm is None:
-        raise ValueError("normed rows need their norm as well: its gradients are made here")
+        raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
     rows = flat_rows(x)
     autocast = autocast_dtype(x)
     if autocast is not None:

@@ -1,5 +1,8 @@
-"""Cross entropy with the vocabulary sharded over the tensor-parallel group: from logits, and fused with the output
-projection so that logits exist only a chunk of tokens at a time."""
+"""Cross entropy with the vocabulary sharded over the tensor-parallel group.
+
+One operation takes logits. The other takes the rows before the output projection, and makes logits of a chunk of
+tokens at a time, so that all of them never exist.
+"""
 
 from typing import NamedTuple
 
@@ -7,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.config import check_loss_terms
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.cross_entropy.reference import IGNORE_INDEX, LossTerms, VocabSlice
 
@@ -19,26 +23,25 @@ from .norm import norm as normalise
 from .transports.interface import record_transport
 from .uncompiled import uncompiled
 
-# Logits that linear_cross_entropy holds at once. On a GPU every chunk reads and writes the float32 gradient of W: by an
-# H200's bandwidth and arithmetic, a tenth of what the GEMMs of 2048 tokens take.
+# How many logits linear_cross_entropy holds at once, and the fewest tokens. Each chunk reads and writes the float32
+# gradient of W: on an H200, by its data sheet, that is a tenth of the time that the GEMMs of 2048 tokens take.
 CPU_LOGITS, CPU_TOKENS = 2**22, 64
 GPU_LOGITS, GPU_TOKENS = 2**26, 2048
 REDUCTIONS = ("sum", "mean", "none")  # those of torch.nn.functional.cross_entropy
-ROW_MULTIPLE = 16  # columns of a chunk's logits: padding that the table has anyway keeps rows aligned
+ROW_MULTIPLE = 16  # a chunk's logits have a multiple of so many columns, some of them padding: rows stay aligned
 
 
 def loss_terms(ignore_index: int, label_smoothing: float, z_loss: float) -> LossTerms:
-    """ValueError unless label_smoothing is in [0, 1) and z_loss is not negative."""
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
-    if not z_loss >= 0:
-        raise ValueError(f"z_loss={z_loss} is negative: give the coefficient of logsumexp squared, or 0 for none")
+    """The terms of a loss. ValueError unless label_smoothing is in [0, 1) and z_loss is not negative."""
+    check_loss_terms(label_smoothing, z_loss)
     return LossTerms(ignore_index, label_smoothing, z_loss)
 
 
 def check_shapes(x: Tensor, rows: int, columns: int, targets: Tensor, vocab: VocabSlice, ignore_index: int) -> None:
-    """ValueError unless x has rows, there is one int64 target for each of `rows` tokens, and a column for each of this
-    slice's entries; on a CPU also for a target outside the vocabulary."""
+    """ValueError unless x is rows, targets are (rows,) int64 and there is a column for each entry of this slice.
+
+    On a CPU also for a target outside the vocabulary.
+    """
     if x.ndim != 2 or targets.shape != (rows,) or targets.dtype != torch.int64:
         raise ValueError(
             f"targets are {tuple(targets.shape)} {targets.dtype} for a {tuple(x.shape)} input of {rows} tokens: "
@@ -50,7 +53,10 @@ def check_shapes(x: Tensor, rows: int, columns: int, targets: Tensor, vocab: Voc
 
 
 def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Losses, or their sum; "mean": over the targets that count, NaN, with gradients of 0, where none does."""
+    """The losses (tokens,), their sum, or their mean over the targets that are not ignore_index.
+
+    If all are ignored, the mean is NaN and its gradients are 0.
+    """
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -61,7 +67,12 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 class VocabParallelCrossEntropyFunction(torch.autograd.Function):
-    """loss = lse(x) - x_target (LossTerms has the rest); dx = dloss (softmax(x) - 1 at the target)."""
+    """loss = logsumexp(x) - x_target for logits x (tokens, V_local); LossTerms has label smoothing and the z-loss.
+
+    forward   each rank finds its slice's maximum, sum of exponentials and target logit; an all-gather of these numbers
+              gives every rank the normalisers and the losses (tokens,)
+    backward  dx = dloss * (softmax(x) - onehot(target)), from the logits and the normalisers; no communication
+    """
 
     @staticmethod
     def forward(ctx, logits, targets, vocab: VocabSlice, terms: LossTerms, group, in_place: bool):
@@ -102,20 +113,21 @@ def vocab_parallel_cross_entropy(
 
     Math:    kernels.cross_entropy.reference.LossTerms: label smoothing as in torch.nn.functional.cross_entropy, over
              the whole vocabulary; z_loss * logsumexp**2 is added (PaLM, arXiv:2204.02311, with 1e-4).
-             reduction "mean": the sum divided by the number of targets that are not ignore_index, NaN where none is
-    Shapes:  logits (tokens, V_local), of any row stride, columns from vocab.valid on are padding, whose gradient is 0;
-             targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is wanted (0 there, no gradient);
+             reduction "mean": the sum divided by the number of targets that are not ignore_index; NaN if there are none
+    Shapes:  logits (tokens, V_local), of any row stride; columns from vocab.valid on are padding, and get gradient 0;
+             targets (tokens,) int64, equal on all ranks; a target of `ignore_index` has loss 0 and no gradient;
              result in promote_types(logits.dtype, float32), equal on all ranks.
-    Saves:   the logits as given and two numbers a token; the softmax is rebuilt. in_place: the gradient takes the
-             logits' memory: nothing else may read them after the loss, and a second backward raises RuntimeError.
+    Saves:   the logits as given, and two numbers a token; the backward rebuilds the softmax. in_place: the gradient is
+             written over the logits. Nothing else may read them after the loss, and a second backward raises
+             RuntimeError.
     Communication, per rank: forward one all-gather of 3 numbers per token and rank, 4 with label smoothing; backward
              none.
-    Errors:  ValueError for another reduction, a label_smoothing outside of [0, 1) or a negative z_loss, for targets of
-             another shape or dtype, for fewer columns than entries, and on a CPU for a target outside the vocabulary.
-             A GPU is not waited for: there such a target's loss and gradient are NaN.
+    Errors:  ValueError for another reduction, a label_smoothing outside [0, 1), a negative z_loss, targets of another
+             shape or dtype, fewer columns than entries, and on a CPU a target outside the vocabulary. The check would
+             make a GPU wait, so there such a target's loss and gradient are NaN.
     """
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is none of {REDUCTIONS}")
+        raise ValueError(f"reduction={reduction!r} is none of {REDUCTIONS}: choose one")
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
     check_shapes(logits, len(logits), logits.shape[-1], targets, vocab, ignore_index)
     losses = VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, terms, group, in_place)
@@ -123,18 +135,27 @@ def vocab_parallel_cross_entropy(
 
 
 class _Head(NamedTuple):
+    """What a call of linear_cross_entropy is given besides tensors."""
+
     vocab: VocabSlice
     terms: LossTerms
     group: ProcessGroup | None
     sequence_parallel: bool
     norm: Norm | None
     chunk_tokens: int
-    gradients: bool  # whether grad mode is on: inside of a Function it never is
+    gradients: bool  # whether grad mode was on; inside a Function it is always off
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """L = sum of losses of G(norm(x)) W^T; dlogits = dL (softmax - target), dnorm(x) = R(dlogits W), dW = dlogits^T
-    G(norm(x)). These gradients, for dL = 1, are made in the forward, while each chunk's logits exist."""
+    """L = the sum of the losses of logits = G(norm(X)) W^T. G gathers all rows; its transpose R reduces gradients.
+
+    t ranks, M tokens in total, V entries on this rank; X (M / t, K) with sequence parallelism, else (M, K); W (V, K):
+        forward  L, and for dL = 1, a chunk of tokens at a time while its logits (chunk, V) exist:
+                 dlogits = softmax(logits) - onehot(target), dnorm(X) = R(dlogits W), dW = dlogits^T G(norm(X))
+        backward dX = norm'(X)^T dnorm(X) dL, and dW dL; no communication
+    With sequence parallelism G is an all-gather and R a reduce-scatter; without it nothing is gathered, and R is an
+    all-reduce.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, norm_weight, norm_bias, targets, head: _Head, *traces):
@@ -147,7 +168,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         gathered = all_gather(normed, head.group) if head.sequence_parallel else normed
         wide = torch.promote_types(x.dtype, torch.float32)
         losses = torch.zeros(len(targets), dtype=wide, device=x.device)
-        entries = weight[: -(-vocab.valid // ROW_MULTIPLE) * ROW_MULTIPLE]  # the other rows have no gradient
+        entries = weight[: -(-vocab.valid // ROW_MULTIPLE) * ROW_MULTIPLE]  # padding rows after it get no gradient
         chunk = gathered.new_empty(min(head.chunk_tokens, len(targets)), len(entries))
         x_wants, weight_wants, *norm_wants = (head.gradients and wants for wants in ctx.needs_input_grad[:4])
         x_wants |= any(norm_wants)
@@ -172,7 +193,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             reduce = reduce_scatter if head.sequence_parallel else all_reduce
             dnormed = None if dgathered is None else reduce(dgathered, head.group)
             kept = x if head.norm is not None and x_wants else None  # without a norm the gradient is ready
-            if dweight is not None and weight.dtype != torch.float16:  # there its sum would overflow before any scale
+            if dweight is not None and weight.dtype != torch.float16:  # float16 overflows before dL scales it
                 dweight = dweight.to(weight.dtype)
             ctx.save_for_backward(kept, norm_weight, norm_bias, mean, rstd, dnormed, dweight, *traces)
             ctx.norm, ctx.weight_dtype = head.norm, weight.dtype
@@ -192,18 +213,18 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += A B, added inside of the GEMM, so that 16-bit products are not rounded before."""
+    """total += A B. The GEMM adds, so that 16-bit products are not rounded first."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # no such GEMM: the product is rounded to 16 bits
+    else:  # a CPU has no such GEMM: the product is rounded to 16 bits
         total += a @ b
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x * factor, a scalar tensor of at least x's precision, rounded once."""
-    if x.is_cuda:  # there torch rounds a scalar tensor to x's dtype first, but not one of one dim
+    """x * factor, rounded once. factor is a scalar tensor of at least x's precision."""
+    if x.is_cuda:  # torch would round a factor without dims to x's dtype first, and does not round one of one dim
         return torch.mul(x, factor.reshape(1), out=torch.empty_like(x))
     return x * factor
 
@@ -211,7 +232,8 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
 def default_chunk_tokens(vocab: VocabSlice, device_type: str) -> int:
     """Tokens whose logits linear_cross_entropy holds at once.
 
-    Ranks exchange once per chunk, so it is the same on all: by the width, not by a rank's own, maybe smaller shard.
+    Ranks exchange numbers once per chunk, so all need the same answer: it follows from vocab.width, which is equal on
+    all ranks, though the last rank's shard may be smaller.
     """
     logits, tokens = (GPU_LOGITS, GPU_TOKENS) if device_type == "cuda" else (CPU_LOGITS, CPU_TOKENS)
     return max(tokens, logits // vocab.width)
@@ -233,23 +255,24 @@ def linear_cross_entropy(
     reduction: str = "sum",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Cross entropy of norm(x) W^T against targets, a scalar; neither all logits nor the whole vocabulary ever exist.
+    """Cross entropy of norm(x) W^T against targets, a scalar. Logits exist for a chunk of tokens at a time.
 
     Math:    vocab_parallel_cross_entropy of norm(x) W^T, with reduction "sum" or "mean"
-    Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K); weight (V_local, K), finite also where padding;
+    Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K); weight (V_local, K), finite in padding rows;
              targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is wanted; result a scalar in
-             promote_types(x.dtype, float32), equal on all ranks. chunk_tokens, equal on all ranks: tokens whose logits
-             are held at once, in x's dtype (default: those of about 4 million logits, at least 64; on a GPU 67 million
-             and 2048).
-    Numerics: gradients of logits rounded to x's dtype; the gradient of W summed over chunks in at least float32 (on a
-             CPU a chunk's part of it is rounded to x's dtype before). With float16 scale the loss, not x. Under
-             torch.autocast the norm is made in float32, and logits have autocast's dtype.
-    Saves:   the gradient of x and of W (made in the forward, each only where it is wanted: a frozen W costs no GEMM and
-             no memory), and x where a norm needs it. No second derivative.
-    Communication, per rank, B = tokens * K * itemsize: sequence parallel: all-gather B, reduce-scatter B; otherwise
-             all-reduce B; and per chunk one all-gather of 3 numbers per token and rank, 4 with label smoothing. All of
-             it in the forward, which without gradients skips the reductions.
-    Errors:  as vocab_parallel_cross_entropy, and ValueError for reduction "none"
+             promote_types(x.dtype, float32), equal on all ranks.
+             chunk_tokens, equal on all ranks: how many tokens' logits are held at once, in x's dtype. Default: about
+             4 million logits and at least 64 tokens; on a GPU 67 million and 2048.
+    Numerics: the gradients of logits are rounded to x's dtype. The gradient of W is summed over chunks in at least
+             float32; on a CPU each chunk's part is rounded to x's dtype first. With float16, scale the loss, not x.
+             Under torch.autocast the norm runs in float32, and logits have autocast's dtype.
+    Saves:   the gradients of x and W, which the forward makes if they are wanted (a frozen W costs no GEMM and no
+             memory), and x if there is a norm. There is no second derivative.
+    Communication, per rank, B = tokens * K * itemsize, all of it in the forward:
+             sequence parallel: all-gather B, reduce-scatter B; otherwise all-reduce B
+             per chunk one all-gather of 3 numbers per token and rank, 4 with label smoothing
+             Without gradients the reductions are left out.
+    Errors:  as vocab_parallel_cross_entropy, and ValueError for reduction "none" or chunk_tokens below 1
     Source:  the chunked loss of Liger-Kernel (arXiv:2410.10989), made vocab-parallel
     """
     if reduction not in REDUCTIONS[:2]:
@@ -264,10 +287,10 @@ def linear_cross_entropy(
         x, weight = cast(x if norm is None else normalise(x, norm), dtype), cast(weight, dtype)
         norm = None
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: at least 1 token's logits are held at once")
+        raise ValueError(f"chunk_tokens={chunk_tokens}: at least 1 token's logits are held at once; leave it unset")
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(vocab, x.device.type)
     head = _Head(vocab, terms, group, sequence_parallel, norm, chunk_tokens, torch.is_grad_enabled())
-    traces = trace(x), trace(weight)  # neither is saved itself
+    traces = trace(x), trace(weight)  # neither is saved, and a second derivative has to be refused
     total = LinearCrossEntropyFunction.apply(x, weight, *parameters(norm), targets, head, *traces)
     return reduced(total, targets, ignore_index, reduction)

@@ -1,4 +1,4 @@
-"""Dropout without a stored mask: where its random bits come from, and the stand-alone operation."""
+"""Dropout without a stored mask, as an operation of its own, and where its random bits come from."""
 
 import torch
 from torch import Tensor
@@ -12,17 +12,21 @@ from .uncompiled import uncompiled
 
 
 def dropout_starts(sample_index: Tensor, seq_length: int, hidden: int, rows: slice) -> Tensor:
-    """Dropout.start of some rows of a batch: the global index of each one's first element, the same in every layout.
+    """Dropout.start of some rows of a batch: the global index of each row's first element, the same in every layout.
 
-    sample_index (batch,) int64: the global index of each sample; rows: which of the batch's flattened tokens, each of
-    `hidden` elements. Result (rows.stop - rows.start,) int64.
+    sample_index (batch,) int64: the global index of each sample. rows: a slice of the batch's flattened tokens; each
+    token is a row of `hidden` elements. Result (rows.stop - rows.start,) int64.
     """
     token = torch.arange(rows.start, rows.stop, device=sample_index.device)
     return (sample_index[token // seq_length] * seq_length + token % seq_length) * hidden
 
 
 class DropoutFunction(torch.autograd.Function):
-    """y = mask * x / (1 - p), dx = mask * dy / (1 - p)."""
+    """y = mask * x / (1 - p) for x, y (tokens, hidden), mask drawn from (key, element index) with probability 1 - p.
+
+    forward   y = mask * x / (1 - p)
+    backward  dx = mask * dy / (1 - p), with the mask drawn again
+    """
 
     @staticmethod
     def forward(ctx, x, site: Dropout):
@@ -37,7 +41,7 @@ class DropoutFunction(torch.autograd.Function):
 
 @uncompiled
 def dropout(x: Tensor, site: Dropout | None) -> Tensor:
-    """Dropout of rows x (tokens, hidden), or x itself for None. Saves nothing; no communication.
+    """Dropout of rows x (tokens, hidden), or x itself if site is None. Saves nothing; no communication.
 
     Errors: ValueError for a probability outside [0, 1).
     """

@@ -12,8 +12,10 @@ from .uncompiled import uncompiled
 
 
 def check_ids(ids: Tensor, entries: int, what: str, ignored: int | None = None) -> None:
-    """ValueError, on a CPU, for an id outside the vocabulary, other than `ignored`: no rank would hold it, and none
-    would notice. A GPU's values are not waited for, and a fake tensor (planner.dry_run) has none."""
+    """ValueError, on a CPU, for an id outside the vocabulary that is not `ignored`: no rank would have a row for it.
+
+    On a GPU the check would wait for the device, and a fake tensor (planner.dry_run) has no values: both pass.
+    """
     if type(ids) is Tensor and ids.device.type == "cpu" and ids.numel():
         counted = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
         low, high = (int(bound) for bound in counted.aminmax())
@@ -22,7 +24,7 @@ def check_ids(ids: Tensor, entries: int, what: str, ignored: int | None = None) 
 
 
 def absent(ids: Tensor, vocab: VocabSlice) -> Tensor:
-    """(tokens, 1) bool: whether the whole vocabulary lacks an id."""
+    """(tokens, 1) bool: which ids lie outside the whole vocabulary."""
     return ((ids < 0) | (ids >= vocab.entries))[:, None]
 
 
@@ -36,15 +38,14 @@ def vocab_parallel_embedding(
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor:
-    """Rows of the whole vocabulary's table for ids (tokens,) int64, from each rank's slice of it.
+    """The embedding of ids (tokens,) int64, where each rank holds a slice of the vocabulary's table.
 
-    Shapes:  weight (V_local, N), rows of this slice's entries, maybe followed by padding; ids equal on all ranks;
-             result (tokens / t, N) with sequence_parallel, else (tokens, N). padding_idx: this entry's row gets no
-             gradient.
+    Shapes:  weight (V_local, N), the rows of this rank's entries, maybe followed by padding; ids equal on all ranks;
+             result (tokens / t, N) with sequence_parallel, else (tokens, N). The row of padding_idx gets no gradient.
     Communication, per rank, B = tokens * N * itemsize: forward reduce-scatter B, backward all-gather B; without
              sequence_parallel forward all-reduce B, backward none.
-    Errors:  ValueError on a CPU for an id outside the vocabulary. A GPU is not waited for: there such an id's row is
-             NaN, or on one rank torch's assertion fails where the table has no such row, not even as padding.
+    Errors:  ValueError on a CPU for an id outside the vocabulary. On a GPU the check would wait for the device: there
+             such an id's row is NaN, or, on one rank and beyond the table's padding, torch's own assertion fails.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053)
     """
     check_ids(ids, vocab.entries, "token ids")

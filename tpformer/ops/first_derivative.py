@@ -1,8 +1,8 @@
-"""Backwards that have no backward of their own: with create_graph=True their gradients are right, and may not be
-differentiated.
+"""Backwards without a backward of their own: their gradients are right with create_graph=True, too, but cannot be
+differentiated again.
 
-torch.autograd.function.once_differentiable is not enough: it lets a second derivative pass, as zero, where the incoming
-gradient needs none, though the gradient depends on what the forward saved.
+torch.autograd.function.once_differentiable is not enough. If the incoming gradient needs no gradient, it lets a second
+derivative pass as zero, though the gradient depends on what the forward saved.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates the `backward` of an autograd Function. A derivative of the gradients that it makes, with respect to
-    the incoming gradients or any saved tensor, raises RuntimeError.
+    """Decorate the `backward` of an autograd Function, so that differentiating its gradients raises RuntimeError.
 
-    So all that a gradient depends on has to be saved, or its `trace`.
+    That holds for derivatives with respect to the incoming gradients and all saved tensors. So the Function has to save
+    all that a gradient depends on, or its `trace`.
     """
 
     @wraps(backward)
@@ -26,7 +26,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *dys)
         if getattr(ctx, "deferred", None) is not None:
             raise RuntimeError(
-                f"{backward.__module__} was run in WeightGradientQueue.collect, whose gradients are made later and "
+                f"{backward.__module__} ran in WeightGradientQueue.collect, which makes weight gradients later and "
                 f"without a graph: leave out create_graph=True, or the queue"
             )
         saved = ctx.saved_tensors
@@ -40,12 +40,12 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trace(x: Tensor) -> Tensor:
-    """An empty tensor in memory of its own that depends on x as far as autograd knows: saved, it stands for x."""
+    """An empty tensor that autograd takes for a function of x: a Function saves it where it does not save x."""
     return x[:0].clone()
 
 
 class _Unpacked:
-    """A Function's ctx whose saved tensors have been unpacked: a region that is recomputed gives them once."""
+    """A Function's ctx with its saved tensors unpacked: a recomputed region can unpack them only once."""
 
     def __init__(self, ctx: Any, saved: tuple[Tensor | None, ...]) -> None:
         self._ctx, self.saved_tensors = ctx, saved
@@ -55,7 +55,7 @@ class _Unpacked:
 
 
 class _NoSecond(torch.autograd.Function):
-    """The first `count` tensors, as a function of them and of all others that has no derivative."""
+    """Returns the first `count` tensors; to autograd they depend on all of them, and have no derivative."""
 
     @staticmethod
     def forward(ctx, name: str, count: int, *tensors):
@@ -65,6 +65,6 @@ class _NoSecond(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError(
-            f"{ctx.name} has no second derivative: where one is needed, as for a gradient penalty or a Hessian, use "
+            f"{ctx.name} has no second derivative: if you need one, as for a gradient penalty or a Hessian, use "
             f"modules of torch.nn, or functions of torch.nn.functional, in its place"
         )

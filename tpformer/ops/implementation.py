@@ -1,4 +1,4 @@
-"""Kernel or reference: the one choice for operations of one rank. transport.py chooses for those that communicate."""
+"""Kernel or reference: the choice for operations that do not communicate. transport.py chooses for the others."""
 
 from functools import cache
 from importlib import import_module
@@ -13,11 +13,11 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def implementation(op: str, x: Tensor) -> Any:
-    """The module kernels/<op>/kernel.py or kernels/<op>/reference.py, by the tensor that the operation is for.
+    """The module kernels/<op>/kernel.py or kernels/<op>/reference.py, which have the same functions.
 
-    Both have the same functions. The kernel for CUDA tensors of KERNEL_DTYPES, the reference for all others: a CPU
-    never gets Triton's interpreter, and float64, which is for verification, stays in torch.
-    ValueError where the tensor lies on another GPU than the current one.
+    CUDA tensors of KERNEL_DTYPES get the kernel, all others the reference: a CPU never gets Triton's interpreter, and
+    float64, which is for verification, stays in torch.
+    ValueError if the tensor lies on another GPU than the current one.
     """
     module = "kernel" if x.is_cuda and x.dtype in KERNEL_DTYPES else "reference"
     if module == "kernel":

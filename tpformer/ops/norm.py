@@ -1,4 +1,4 @@
-"""Normalisation as a stand-alone operation, and as the prologue that column_linear folds into its gather."""
+"""Normalisation as an operation of its own, and the parts of it that linears use (column_linear, row_linear)."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,10 @@ from .uncompiled import uncompiled
 
 
 class Normed(NamedTuple):
-    """norm(x), made where x was made: y like x, mean (None for rmsnorm) and rstd (rows, 1). No gradients flow in it."""
+    """norm(x) from the operation that made x: y like x, mean (None for rmsnorm) and rstd (rows, 1).
+
+    No gradient flows through it: the linear that takes it makes the norm's gradients from x.
+    """
 
     y: Tensor
     mean: Tensor | None
@@ -23,17 +26,21 @@ class Normed(NamedTuple):
 
 
 def parameters(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
-    """What an autograd Function takes beside the norm: it sees no tensor in a tuple."""
+    """The norm's tensors as separate inputs of an autograd Function, which does not look into tuples."""
     return (None, None) if norm is None else (norm.weight, norm.bias)
 
 
 def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
-    """The norm in a backward, with its parameters as they were saved."""
+    """The norm in a backward, with the parameters that the Function saved."""
     return None if norm is None else Norm(norm.kind, weight, bias, norm.eps)
 
 
 class NormFunction(torch.autograd.Function):
-    """y = norm(x); dx, dweight and dbias by norm_backward's formulas (kernels/norm/reference.py)."""
+    """y = norm(x) for x, y (tokens, N), weight and bias (N,); rstd, and for layernorm mean, are (tokens, 1).
+
+    forward   y = (x - mean) * rstd * weight + bias; rmsnorm has neither mean nor bias
+    backward  dx, dweight and dbias by norm_backward's formulas (kernels/norm/reference.py)
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm: Norm):
@@ -54,8 +61,8 @@ class NormFunction(torch.autograd.Function):
 def norm(x: Tensor, prologue: Norm) -> Tensor:
     """Normalise the last dim of x (..., N); the result is like x.
 
-    Saves x and two statistics a row, never the output; no communication.
-    Under torch.autocast it is made in float32, whatever x is.
+    Saves x and two statistics a row, not the output; no communication.
+    Under torch.autocast it computes in float32 and returns float32.
     """
     if autocast_dtype(x) is not None:
         x, weight, bias = (cast(each, torch.float32) for each in (x, *parameters(prologue)))

@@ -23,13 +23,13 @@ class Offload:
             with offload.layer(layer):
                 x = layer(x)
 
-    Every storage of at least `smallest` bytes that autograd saves in the context, but for the layer's parameters, is
-    copied to the host once, on a stream of its own, whatever views of it are saved. The copies of a layer may take as
-    long as the next layer's forward; then its device memory is free, so that two layers' are held at a time, and the
-    last one's stays. The backward of a layer starts by fetching the layer before it, so that copies run under its
-    GEMMs, and frees a storage with its last use.
-    Host memory: the bytes saved, each storage's rounded up to a power of two by torch's pinned allocator; they cross
-    the bus twice. On a CPU the host copy is an ordinary one: nothing is gained, and the same code runs.
+    Autograd saves tensors in the context. Every storage of at least `smallest` bytes that it saves is copied to the
+    host once, on a stream of its own, however many views are saved; the layer's parameters stay on the device.
+    The copies of a layer may take as long as the next layer's forward, and then its device memory is freed. So two
+    layers' memory is held at a time, and the last layer's stays. The backward of a layer first starts to fetch the
+    layer before it, so that copies run under its GEMMs. It frees a storage after its last use.
+    Host memory: the saved bytes; torch's pinned allocator rounds each storage up to a power of two. They cross the bus
+    twice. On a CPU the copy is an ordinary one: it saves nothing, and lets the code be tested.
     """
 
     def __init__(self, smallest: int = SMALLEST) -> None:
@@ -60,6 +60,8 @@ class _View(NamedTuple):
 
 
 class _Layer:
+    """The saved storages of what one `Offload.layer` context surrounds."""
+
     def __init__(self, modules: tuple[nn.Module, ...], smallest: int, before: _Layer | None) -> None:
         self.modules, self.smallest, self.before = modules, smallest, before
         self.parameters: set[int] | None = None
@@ -128,9 +130,9 @@ class _Storage:
         self.arrived = self.stream.record_event()
 
     def _wait(self) -> None:
-        """Nothing that the current stream does from now on overtakes the copy: not even reuse of its memory.
+        """Make the current stream wait for the copy, so that the memory can be used, or freed and used again.
 
-        Tensor.record_stream would not do: it keeps memory until the host sees the copy's end, and the host runs ahead.
+        Tensor.record_stream would keep the memory until the host sees the copy's end, and the host runs ahead.
         """
         if self.arrived is not None:
             torch.cuda.current_stream(self.place).wait_event(self.arrived)
@@ -141,7 +143,7 @@ class _Storage:
         self.device = None
 
     def __del__(self) -> None:
-        if self.device is not None:  # of a graph that was dropped while they were on their way
+        if self.device is not None:  # the graph was dropped while the bytes were on their way
             self._wait()
 
     def fetch(self) -> None:
@@ -150,13 +152,13 @@ class _Storage:
             self._copy(self.host, self.device)
 
     def take(self, view: _View) -> Tensor:
-        """A tensor for the backward, on the current stream. The last use gives the device's bytes away."""
+        """The saved tensor, on the current stream. The last use frees the device's bytes with it."""
         self.fetch()
         assert self.device is not None
         self._wait()
         x = self.device.view(view.dtype).as_strided(view.size, view.stride, view.offset)
         self.uses -= 1
-        if self.uses <= 0:  # below: of a graph that was kept for another backward
+        if self.uses <= 0:  # below 0 in a second backward through a graph that was kept
             self.device = None
         return x
 
@@ -166,7 +168,7 @@ def _address(x: Tensor) -> int:
 
 
 def _copy_stream(device: torch.device) -> Any:
-    """The device's stream for these copies: one, so that fetches arrive in the order in which they were asked for."""
+    """The device's stream for these copies. It is one stream, so that copies end in the order in which they began."""
     if device.type != "cuda":
         return None
     if device not in STREAMS:

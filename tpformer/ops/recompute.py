@@ -1,4 +1,4 @@
-"""Recomputation: a region keeps its inputs only, and runs once more in the backward for what its operations save."""
+"""Recomputation: a region keeps only its inputs, and the backward runs it again to get what its operations save."""
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -11,14 +11,16 @@ from .uncompiled import uncompiled
 
 @uncompiled
 def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool = True) -> Any:
-    """region(*inputs) with its inputs saved and nothing else; the backward runs the region again, on all ranks alike.
+    """region(*inputs), of which only the inputs are saved. The backward runs the region again, on all ranks alike.
 
-    torch.utils.checkpoint (Chen et al. 2016, arXiv:1604.06174). keep_random_state: what the region draws from
-    torch's generator, as other people's modules do and our blocks without a dropout_key, it draws again; a region whose
-    dropout has its key needs no such copy. A row_linear that ends the region (`ends_region=True`) is not multiplied or
-    reduced again, as nothing reads its result the second time.
-    The second run reads parameters as they are then: under torch.func.functional_call do the backward within the call,
-    or do not recompute, else gradients are at the module's own parameters, as torch.utils.checkpoint's are, too.
+    It is torch.utils.checkpoint (Chen et al. 2016, arXiv:1604.06174).
+    keep_random_state: the second run draws the same numbers from torch's generator as the first. Other people's modules
+    need that, and blocks without a dropout_key; dropout with a key does not.
+    A row_linear that ends the region (`ends_region=True`) skips its GEMM and reduction in the second run, because
+    nothing reads their result.
+    The second run reads the parameters as they are then. Under torch.func.functional_call, run the backward within the
+    call or do not recompute; otherwise gradients are taken at the module's own parameters (torch's checkpoint has that
+    limit, too).
     """
     return checkpoint(
         region,
@@ -33,8 +35,11 @@ _AGAIN: ContextVar[bool] = ContextVar("again", default=False)
 
 
 class _Run:
-    """Sets whether a region runs again; also around its first run, which may be part of another region's second. One
-    object serves every second run (a graph that is kept has several), so it can be entered again."""
+    """A context that says whether a region runs again.
+
+    It also surrounds a region's first run, which may be part of an outer region's second run. A graph that is kept is
+    run several times, so one object can be entered again.
+    """
 
     def __init__(self, again: bool) -> None:
         self.again = again

@@ -11,11 +11,15 @@ from .uncompiled import uncompiled
 
 
 class RopeFunction(torch.autograd.Function):
-    """y = R(position) x for every pair of features, dx = R(-position) dy: a rotation's transpose is its inverse."""
+    """Rotates each pair of features of q (tokens, heads, head_dim) and k by the angle of the token's position.
+
+    forward   y = R(position) x
+    backward  dx = R(-position) dy, because the transpose of a rotation is its inverse
+    """
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, positions, interleaved):
-        # attributes, not saved tensors: they belong to all layers, and no hook on what one layer keeps should see them
+        # not saved tensors: all layers share them, and hooks on what a layer saves should not see them
         ctx.table, ctx.positions, ctx.interleaved = (cos, sin), positions, interleaved
         return _rotate(q, k, ctx)
 
@@ -36,13 +40,13 @@ def _rotate(q: Tensor, k: Tensor, ctx: Any, inverse: bool = False) -> tuple[Tens
 def rope(
     q: Tensor, k: Tensor, table: tuple[Tensor, Tensor], positions: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their tokens' angles; both results contiguous.
+    """Rotate queries and keys by the angles of their tokens' positions; both results are contiguous.
 
-    Shapes:  q (..., heads, head_dim), k (..., kv_heads, head_dim) of as many tokens, head_dim even; table: cos and
-             sin, each (length, head_dim / 2), from kernels.rope's rope_table; positions (tokens,) int64 or int32, each
-             token's row of the table, which starts anywhere and restarts with every packed document.
-             interleaved: pairs are neighbours (2i, 2i + 1), as in GPT-J, instead of (i, i + head_dim / 2), as in Llama.
-    Saves:   nothing but references to table and positions, which all layers share: the rotation is orthogonal.
+    Shapes:  q (..., heads, head_dim), k (..., kv_heads, head_dim) of the same tokens, head_dim even; table: cos and
+             sin, each (length, head_dim / 2), from rope_table (kernels/rope/reference.py); positions (tokens,) int64 or
+             int32: each token's row of the table. Positions may start anywhere and restart in every packed document.
+             interleaved: pairs are (2i, 2i + 1), as in GPT-J, instead of (i, i + head_dim / 2), as in Llama.
+    Saves:   only references to table and positions, which all layers share.
     Communication: none.
     Source:  Su et al. 2021 (arXiv:2104.09864)
     """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.config import check_dropout
+from tpformer.config import check_choice, check_dropout
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 
@@ -23,25 +23,28 @@ from .weight_gradients import Deferred
 
 
 class _Layout(NamedTuple):
+    """What a call of row_linear is given besides tensors."""
+
     transport: Transport
     sequence_parallel: bool
     activation: str | None
     dropout: Dropout | None
-    skip: bool
+    skip: bool  # in a region's second run, whose end nobody reads
     deferred: Deferred | None
 
 
 class RowLinearFunction(torch.autograd.Function):
-    """Y = Z + drop(R(A W^T) + b), A = act(X) or act(gate) * X; R the reduction over ranks, G its transpose, the gather.
+    """Y = Z + drop(R(A W^T) + b) with A = act(X) or act(gate) * X. R sums over ranks, its transpose G gathers.
 
-    t ranks, M rows of all of them, K input features of this rank, N output features:
+    t ranks, M rows in total, K input features on this rank, N output features:
         X, gate, A (M, K); W (N, K); b (N,); residual Z, Y and dY (M / t, N) with sequence parallelism, else (M, N)
         forward  Y = Z + drop(R(A W^T) + b)     R: reduce-scatter, (M, N) -> (M / t, N); without it all-reduce, (M, N)
         dgrad    dA = G(drop(dY)) W             G: all-gather, (M / t, N) -> (M, N); without it nothing
         wgrad    dW = G(drop(dY))^T A, db = drop(dY)^T 1, dZ = dY
-    R adds what ranks made of their own features, so each of them needs the gradient of all rows: that is G. Without
-    sequence parallelism Y and dY are equal on all ranks, and each one has it. drop is linear, and its own transpose.
-    Then dX = dA act'(X), or, gated, dX = dA act(gate) and dgate = dA X act'(gate). A is made again from X and gate.
+    R adds what the ranks made of their features, so each rank needs the gradient of all rows: that is G. Without
+    sequence parallelism Y and dY are equal on all ranks, and nothing has to be gathered. drop is its own transpose.
+    Then dX = dA act'(X), or with a gate dX = dA act(gate) and dgate = dA X act'(gate). The backward rebuilds A from X
+    and gate.
     """
 
     @staticmethod
@@ -78,7 +81,7 @@ class RowLinearFunction(torch.autograd.Function):
         elif wants_weight:
             a = implementation("activation", x).activation_forward(x, layout.activation, gate)
 
-        held = dy if gathered is None else gathered  # of both, what a queue keeps beside the activation
+        held = dy if gathered is None else gathered  # a queue keeps this one, and not the other
 
         def weight_gradient() -> Tensor:
             whole = gathering.start_gather(held)() if gathered is None else held
@@ -95,6 +98,26 @@ class RowLinearFunction(torch.autograd.Function):
 def _result_rows(x: Tensor, layout: _Layout) -> int:
     group = layout.transport.group
     return len(x) // group.size() if layout.sequence_parallel and group is not None else len(x)
+
+
+def _check_options(
+    activation: str | None,
+    gate: Tensor | None,
+    dropout: Dropout | None,
+    next_norm: Norm | None,
+    ends_region: bool,
+    autocast: torch.dtype | None,
+) -> None:
+    if activation is not None:
+        check_choice("activation", activation, ACTIVATIONS)
+    if gate is not None and activation is None:
+        raise ValueError("a gate needs an activation: give one, for act(gate) * x")
+    if dropout is not None:
+        check_dropout(dropout.p)
+    if next_norm is not None and ends_region:
+        raise ValueError("next_norm with ends_region: nothing follows the end of a region; leave one of them out")
+    if next_norm is not None and autocast is not None:
+        raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
 
 
 @uncompiled
@@ -120,34 +143,26 @@ def row_linear(
              bias (N,), added once, after the reduction; residual and result (tokens / t, N) with sequence_parallel,
              else (tokens, N), equal on all ranks. t = group.size(); group None is one rank.
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
-             next_norm: of the linear that comes next: the result is (Y, Normed of norm(Y)) for its `normed`, made in
-             the pass that adds bias, dropout and residual. ends_region: it is the last of a recomputed region.
-             Leading dims of x, gate and residual are flattened to rows, and x's given back where the result has as many
-             rows. Normed is of rows.
-    Saves:   x and gate as given. act(x) is rebuilt in the backward; dropout's mask is drawn again.
+             next_norm: the norm before the next linear. The pass that adds bias, dropout and residual makes it, and the
+             result is (Y, Normed): give the next column_linear both, Y as x.
+             ends_region: this is the last operation of a recomputed region (ops.recompute).
+             Leading dims of x, gate and residual are flattened to rows; Y has x's again if it has as many rows. Normed
+             holds rows.
+    Saves:   x and gate as given. The backward rebuilds act(x) and draws dropout's mask again.
     Communication, per rank, B = tokens * N * itemsize:
              sequence parallel: forward reduce-scatter B; backward all-gather B (dy, used for dx and dW)
              otherwise:         forward all-reduce B; backward none
-             transport: how (choose_transport), or the Transport that was opened for this shape, as in column_linear.
-             deferred: the weight gradient is queued for its one sink, and gathered dy kept until then.
-    The bias gradient is a partial sum over this rank's rows under sequence_parallel.
+             transport: as in column_linear. deferred: the weight gradient waits in its queue, for its one sink, and
+             the gathered dy with it.
+    With sequence_parallel the bias gradient is a partial sum, over this rank's rows.
     At t = 1 every output and gradient is bit-identical to F.linear's.
-    Under torch.autocast all but the residual has autocast's dtype, and the residual, added last, its own.
+    Under torch.autocast all but the residual have autocast's dtype; the residual keeps its own, and is added last.
     Errors:  ValueError for an unknown activation, a gate without one, dropout outside [0, 1), tokens not divisible by t
-             (with sequence_parallel), a transport that cannot run, or a next_norm under autocast.
+             (with sequence_parallel), a transport that cannot run, and next_norm with ends_region or under autocast.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-    if gate is not None and activation is None:
-        raise ValueError("a gate needs an activation: act(gate) * x")
-    if dropout is not None:
-        check_dropout(dropout.p)
-    if next_norm is not None and ends_region:
-        raise ValueError("next_norm and ends_region exclude each other: nothing follows the end of a region")
     autocast = autocast_dtype(x)
-    if autocast is not None and next_norm is not None:
-        raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
+    _check_options(activation, gate, dropout, next_norm, ends_region, autocast)
     rows, added = x, residual
     if x.dim() != 2:
         rows, gate, added = (None if each is None else flat_rows(each) for each in (x, gate, residual))

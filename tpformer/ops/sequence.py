@@ -1,4 +1,4 @@
-"""Differentiable moves between all rows or columns and a rank's own, for the edges of a parallel region."""
+"""Differentiable moves between all rows or columns and those of one rank, for the edges of a parallel region."""
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +12,21 @@ from .uncompiled import uncompiled
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """Rows (tokens, N) of x (..., N); x itself if it is rows, as a view of it would be one more node for autograd."""
+    """Rows (tokens, N) of x (..., N). Rows are returned as they are: a view would be one more node for autograd."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:
-    """Rows y with the leading dims of x, if they are as many; rows that were gathered or scattered as they are."""
+    """Rows y with the leading dims of x. If y has another number of rows (gathered or scattered), y itself."""
     return y.view(*x.shape[:-1], y.shape[-1]) if len(y) == x.shape[:-1].numel() else y
 
 
 class _ReduceRows(torch.autograd.Function):
-    """y = sum of all ranks' x, or this rank's rows of it; dx = dy, or all ranks' rows of it."""
+    """y = the sum of all ranks' x (M, N), or with sequence parallelism this rank's rows of it, (M / t, N).
+
+    forward   all-reduce, or reduce-scatter
+    backward  dx = dy, or all-gather
+    """
 
     @staticmethod
     def forward(ctx, x, group, sequence_parallel):
@@ -36,7 +40,11 @@ class _ReduceRows(torch.autograd.Function):
 
 
 class _ScatterRows(torch.autograd.Function):
-    """y = this rank's rows of x; dx = all ranks' rows dy."""
+    """y = this rank's rows (M / t, N) of x (M, N), which is equal on all ranks.
+
+    forward   no communication
+    backward  dx = all ranks' rows dy: all-gather, (M / t, N) -> (M, N)
+    """
 
     @staticmethod
     def forward(ctx, x, group):
@@ -50,7 +58,11 @@ class _ScatterRows(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """y = all ranks' rows x; dx = this rank's rows of dy, which is equal on all ranks."""
+    """y = all ranks' rows (M, N) of x (M / t, N).
+
+    forward   all-gather
+    backward  dx = this rank's rows of dy, which is equal on all ranks: no communication
+    """
 
     @staticmethod
     def forward(ctx, x, group):
@@ -64,7 +76,11 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _TakeColumns(torch.autograd.Function):
-    """y = x[:, columns]; dx = sum of all ranks' dy, each in its columns."""
+    """y = x[:, columns] (M, n) of x (M, N), which is equal on all ranks.
+
+    forward   no communication
+    backward  dx = the sum of all ranks' dy, each in its columns: all-reduce of (M, N)
+    """
 
     @staticmethod
     def forward(ctx, x, columns, group):
@@ -80,11 +96,15 @@ class _TakeColumns(torch.autograd.Function):
 
 
 class _GatherColumns(torch.autograd.Function):
-    """y = all ranks' columns x; dx = this rank's columns of dy, which is equal on all ranks."""
+    """y = all ranks' columns (M, n) of x (M, n / t); the last ranks may have fewer.
+
+    forward   all-gather of columns, padded to equal numbers
+    backward  dx = this rank's columns of dy, which is equal on all ranks: no communication
+    """
 
     @staticmethod
     def forward(ctx, x, n, group):
-        width = -(-n // group.size())  # the last ranks may have fewer
+        width = -(-n // group.size())
         ctx.columns = slice(group.rank() * width, group.rank() * width + x.shape[1])
         return all_gather(F.pad(x, (0, width - x.shape[1])).t(), group)[:n].t().contiguous()
 
@@ -96,18 +116,20 @@ class _GatherColumns(torch.autograd.Function):
 
 @uncompiled
 def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool = True) -> Tensor:
-    """Sum partial rows x (tokens, N) over the group, into this rank's slice (tokens / t, N) or into all rows.
+    """The sum of all ranks' x (tokens, N): with sequence_parallel this rank's rows (tokens / t, N), else all of them.
 
-    Communication, per rank: reduce-scatter (backward all-gather) of tokens * N * itemsize bytes, or all-reduce.
+    Communication, per rank, B = tokens * N * itemsize: forward reduce-scatter B, backward all-gather B; without
+    sequence_parallel forward all-reduce B, backward none.
     """
     return x if group is None else _ReduceRows.apply(x, group, sequence_parallel)
 
 
 @uncompiled
 def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's slice (tokens / t, N) of rows x (tokens, N) that are equal on all ranks.
+    """This rank's rows (tokens / t, N) of x (tokens, N), which is equal on all ranks.
 
-    Communication: none forward; backward all-gather of tokens * N * itemsize bytes. ValueError unless t divides tokens.
+    Communication, per rank: forward none; backward all-gather of tokens * N * itemsize bytes.
+    Errors: ValueError unless t divides tokens.
     """
     if group is None:
         return x
@@ -121,19 +143,19 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 @uncompiled
 def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """All rows (tokens, N) from every rank's slice (tokens / t, N), for computation that is then equal on all ranks.
+    """All rows (tokens, N) from each rank's slice x (tokens / t, N). What follows must be computed alike on all ranks.
 
-    Communication, per rank: forward all-gather of tokens * N * itemsize bytes; backward none (each rank keeps its
-    slice of a gradient that is the same everywhere).
+    Communication, per rank: forward all-gather of tokens * N * itemsize bytes; backward none, because the gradient is
+    equal on all ranks and each keeps its rows of it.
     """
     return x if group is None else _GatherRows.apply(x, group)
 
 
 @uncompiled
 def take_columns(x: Tensor, columns: slice, group: ProcessGroup | None) -> Tensor:
-    """This rank's columns of x (tokens, N), which is equal on all ranks, as is its gradient: what ranks share of them
-    gets the sum of theirs.
+    """This rank's columns of x (tokens, N), which is equal on all ranks. Ranks may take the same columns.
 
+    The gradient of x is equal on all ranks: each column's is the sum over the ranks that took it.
     Communication, per rank: forward none; backward all-reduce of tokens * N * itemsize bytes.
     """
     return x[:, columns] if group is None else _TakeColumns.apply(x, columns, group)
@@ -141,7 +163,7 @@ def take_columns(x: Tensor, columns: slice, group: ProcessGroup | None) -> Tenso
 
 @uncompiled
 def gather_columns(x: Tensor, n: int, group: ProcessGroup | None) -> Tensor:
-    """All columns (tokens, n) from every rank's chunk (tokens, n / t), for computation that is then equal on all ranks.
+    """All columns (tokens, n) from each rank's x (tokens, n / t). What follows must be computed alike on all ranks.
 
     Communication, per rank: forward all-gather of tokens * n * itemsize bytes; backward none.
     """

@@ -1,4 +1,4 @@
-"""Which transport carries a tensor-parallel linear: the one choice, its reason, the error when it cannot be kept."""
+"""Which transport carries a tensor-parallel linear: the choice, its reason, and the error if it cannot run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from tpformer.config import TRANSPORTS
+from tpformer.config import TRANSPORTS, check_choice
 from tpformer.config.transport_table import read_transport_table
-from tpformer.distributed.kernel_workspace import why_not
-from tpformer.distributed.workspace import backend_of
+from tpformer.distributed.groups import why_no_kernels
+from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.cost import ONE_SHOT_BYTES, Machine, break_even_width, machine_for
 
 from .implementation import KERNEL_DTYPES
-from .transports.interface import ALL, GATHER, REGISTRY, SCATTER, Request, Transport
+from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Request, Transport
 from .transports.pipelined import Pipelined
 from .transports.sequential import Sequential
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
-FUSED_ROWS = 1024  # below, a collective and a library GEMM beat the fused kernels of sequence parallelism
+FUSED_ROWS = 1024  # with fewer rows a collective and a library GEMM beat the fused kernels of sequence parallelism
 PIPELINED_ROWS = 1024  # per rank: smaller GEMM chunks lose more than their overlap gains
 FUSED_EFFICIENCY = 0.9  # share of max(GEMM, communication) that the fused kernels are expected to reach
 LOCAL = Sequential(None)
+NEEDS = {
+    "fused": "fused needs a CUDA device with NVLink (or TRITON_INTERPRET=1 for tests on CPU)",
+    "pipelined": "pipelined needs a backend that sends tensors of the device (gloo for CPU, nccl for CUDA)",
+}
 
 
 class Decision(NamedTuple):
-    """transport: "local" for one rank, else "sequential", "pipelined" or "fused"; reason: one line with the numbers."""
+    """transport: "local" for one rank, else "sequential", "pipelined" or "fused". reason: one line with numbers."""
 
     transport: str
     reason: str
@@ -43,14 +47,14 @@ def column_request(
     sequence_parallel: bool,
     transport: str,
 ) -> Request:
-    """What column_linear asks for x (rows, k) and n output features of this rank, its weights' together.
+    """The request of a column_linear for x (rows, k) and n output features, those of all its weights on this rank.
 
-    Without sequence parallelism the one operation that communicates is the backward's dx = all_reduce(dy W).
+    Without sequence parallelism only the backward communicates: dx = all_reduce(dy W).
     """
     if sequence_parallel:
         ranks = 1 if group is None else group.size()
         return Request(GATHER, rows * ranks, n, k, dtype, device, group, transport)
-    return Request(ALL, rows, k, n, dtype, device, group, transport)
+    return Request(ALL_REDUCE, rows, k, n, dtype, device, group, transport)
 
 
 def row_request(
@@ -63,12 +67,12 @@ def row_request(
     sequence_parallel: bool,
     transport: str,
 ) -> Request:
-    """What row_linear asks for x (rows, k), k this rank's input features, and n output features."""
-    return Request(SCATTER if sequence_parallel else ALL, rows, n, k, dtype, device, group, transport)
+    """The request of a row_linear for x (rows, k), k input features on this rank, and n output features."""
+    return Request(SCATTER if sequence_parallel else ALL_REDUCE, rows, n, k, dtype, device, group, transport)
 
 
 def open_transport(request: Request) -> Transport:
-    """The transport that choose_transport names, ready to be used. ValueError as there."""
+    """The transport that choose_transport names, ready for use. Errors: ValueError, as there."""
     name = choose_transport(request).transport
     if name == "local":
         return LOCAL
@@ -85,74 +89,80 @@ def open_transport(request: Request) -> Transport:
 def choose_transport(request: Request) -> Decision:
     """The transport that carries a linear, forward and backward; used by the operations and by explain().
 
-    An explicit choice is honoured or raises: ValueError with the reason and the remedy. "auto" takes, for one rank,
-    "local"; without CUDA "sequential"; else the fastest measured transport of the nearest shape in the table of
-    `use_measured_table`; else by the model: "fused" where the topology, a 16-bit dtype and the shape allow, "pipelined"
-    where only the topology forbids it and the GEMM chunks are large, "sequential" otherwise.
+    One rank gets "local". A transport asked for by name is taken, or ValueError gives the reason and the remedy.
+    "auto" takes the first of these that applies:
+        "sequential" on devices other than CUDA
+        the fastest transport that was measured for the nearest shape, if `use_measured_table` gave a table
+        "fused", if topology, dtype (16 bits) and shape allow it and the performance model expects a gain
+        "pipelined", if the topology forbids "fused" and the chunks of the GEMM are large
+        "sequential"
     """
-    if request.transport not in TRANSPORTS:
-        raise ValueError(
-            f"transport={request.transport!r} cannot run here; choose one of {', '.join(map(repr, TRANSPORTS))}"
-        )
+    check_choice("transport", request.transport, TRANSPORTS)
     if request.ranks == 1:
         return Decision("local", "one rank")
     if request.transport == "auto":
         return _automatic(request)
-    reason = {"fused": why_not_fused, "pipelined": why_not_pipelined}.get(request.transport, lambda _: None)(request)
+    reason = why_not(request.transport, request)
     if reason is not None:
-        needs = {
-            "fused": "fused needs a CUDA device with NVLink (or TRITON_INTERPRET=1 for tests on CPU)",
-            "pipelined": "pipelined needs a backend that sends tensors of the device (gloo for CPU, nccl for CUDA)",
-        }[request.transport]
-        raise ValueError(f'{needs}: {reason}; use transport="auto" to have one chosen')
+        raise ValueError(f'{NEEDS[request.transport]}: {reason}; use transport="auto" to have one chosen')
     return Decision(request.transport, "as asked for")
 
 
+def why_not(transport: str, request: Request) -> str | None:
+    """Why this transport cannot carry a request, None if it can; "sequential" always can."""
+    if transport == "fused":
+        return why_not_fused(request)
+    return why_not_pipelined(request) if transport == "pipelined" else None
+
+
 def why_not_fused(request: Request) -> str | None:
-    """The reason why the fused kernels cannot serve a request's group, device and dtype; None if they can.
+    """Why the fused kernels cannot serve a request's group, device and dtype; None if they can.
 
     Collective over the group at its first use.
     """
     assert request.group is not None
-    obstacle = why_not(request.group, request.device)
+    obstacle = why_no_kernels(request.group, request.device)
     if obstacle is None and request.dtype not in KERNEL_DTYPES:
-        return f"{request.dtype} operands: the kernels take bfloat16, float16 and float32"
+        return f"the operands are {request.dtype}, and the kernels take bfloat16, float16 and float32"
     return obstacle
 
 
 def why_not_pipelined(request: Request) -> str | None:
-    """The reason why chunks cannot travel one by one; None if they can."""
+    """Why the group's backend cannot send chunks of a request's tensors one by one; None if it can."""
     assert request.group is not None
-    backend, device = backend_of(request.group, request.device.type), request.device.type
+    backend, device = torch_backend(request.group, request.device.type), request.device.type
     if backend == "none" or (backend == "gloo" and device != "cpu"):
         return f"the group's backend for {device} is {backend}"
     return None
 
 
 def use_measured_table(path: str | Path | None) -> None:
-    """Let "auto" go by measured times (config.transport_table) in this process; None: by the model again.
+    """Let "auto" choose by a file of measured times (config.transport_table); None: by the performance model again.
 
-    All ranks must use the same table. FileNotFoundError or ValueError for a file that is not one.
+    It holds for this process, and all ranks must use the same file.
+    Errors: FileNotFoundError, or ValueError for a file that is no such table.
     """
     REGISTRY.table = None if path is None else read_transport_table(path)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype without "torch.", as in tables and reasons."""
     return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:
+    """The name by which the performance model knows a GPU; for other devices their type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def break_even(request: Request) -> float | None:
-    """The width (Request.width) from which the communication hides under the GEMM; None on an unknown device."""
+    """The Request.width from which the GEMM takes longer than the communication; None on an unknown device."""
     machine = machine_for(device_name(request.device))
     return None if machine is None else _break_even(request, machine)
 
 
 def _break_even(request: Request, machine: Machine) -> float:
-    return break_even_width(request.ranks, machine, request.dtype.itemsize, 2 if request.op == ALL else 1)
+    return break_even_width(request.ranks, machine, request.dtype.itemsize, 2 if request.op == ALL_REDUCE else 1)
 
 
 def _automatic(request: Request) -> Decision:
@@ -173,9 +183,9 @@ def _automatic(request: Request) -> Decision:
 
 
 def _fused_or_sequential(request: Request) -> Decision:
-    """By the model, where both can run."""
+    """By the performance model, where both can run."""
     nbytes = request.m * request.n * request.dtype.itemsize
-    if request.op == ALL and nbytes <= ONE_SHOT_BYTES:
+    if request.op == ALL_REDUCE and nbytes <= ONE_SHOT_BYTES:
         return Decision("fused", f"one-shot: {nbytes / 1024:g} KiB <= {ONE_SHOT_BYTES >> 10} KiB")
     if request.m < FUSED_ROWS:
         return Decision("sequential", f"{request.m} rows < {FUSED_ROWS}: too few to overlap")
@@ -184,7 +194,7 @@ def _fused_or_sequential(request: Request) -> Decision:
         return Decision("fused", f"no performance model of {device_name(request.device)}")
     width = _break_even(request, machine)
     ratio = request.width / width
-    # overlapping cannot gain more than the shorter of the two times
+    # overlap can hide the shorter of the two times, and no more
     gain = 1 + min(ratio, 1 / ratio)
     numbers = f"break-even {width:.0f}, yours {request.width}"
     if gain * FUSED_EFFICIENCY <= 1:
@@ -193,16 +203,13 @@ def _fused_or_sequential(request: Request) -> Decision:
 
 
 def _measured(request: Request) -> Decision | None:
-    """The fastest transport of the nearest measured shape, of those that can run here."""
+    """The transport that was measured fastest for the nearest shape, among those that can run here."""
     if REGISTRY.table is None:
         return None
     row = REGISTRY.table.nearest(request.op, request.ranks, dtype_name(request.dtype), request.m, request.n, request.k)
     if row is None:
         return None
-    obstacles = {"fused": why_not_fused, "pipelined": why_not_pipelined}
-    times = {
-        name: time for name, time in row.times.items() if name not in obstacles or obstacles[name](request) is None
-    }
+    times = {name: time for name, time in row.times.items() if why_not(name, request) is None}
     if not times:
         return None
     fastest = min(times, key=lambda name: times[name])

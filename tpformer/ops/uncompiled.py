@@ -1,36 +1,37 @@
-"""Operations stay whole under torch.compile, which calls them and does not look inside; it is told why.
+"""Operations under torch.compile: the compiler calls them as they are, and does not look inside.
 
-Belongs here: the two decorators that say so, and the only uses of the compiler's private names.
+Belongs here: the two decorators that tell it so, and the reason that it shows.
 """
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
 
+from tpformer.torch_private import compiler_is_imported, leave_uncompiled
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-WHY = "operations of tpformer run as they are, and the compiler does what is around them: leave fullgraph=True out"
+WHY = "operations of tpformer run as they are, and the compiler compiles what is around them: leave fullgraph=True out"
 
 
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function itself, marked as torch.compiler.disable marks what it returns: fullgraph=True is told why."""
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, WHY  # type: ignore[attr-defined]
+    """The function itself, marked as torch.compiler.disable marks what it returns; fullgraph=True reports WHY."""
+    leave_uncompiled(function, WHY)
     return function
 
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """torch.compiler.disable(function), but the compiler, which takes a second to import, is not imported for it.
+    """torch.compiler.disable(function), without importing the compiler, which takes a second.
 
-    Where nobody has imported it nothing is being compiled, and the function is called as it is.
+    If nobody has imported the compiler, nothing is being compiled, and the function is called as it is.
     """
     disabled: list[Callable[Arguments, Result]] = []
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if "torch._dynamo" not in sys.modules:
+        if not compiler_is_imported():
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function, reason=WHY))

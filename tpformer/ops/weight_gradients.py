@@ -1,4 +1,4 @@
-"""Weight gradients made later than the rest of a backward: what split-backward schedules fill their gaps with."""
+"""Weight gradients made later than the rest of a backward: pipeline schedules with split backwards need that."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ GradientSink = Callable[[Tensor], None]
 
 
 class WeightGradientQueue:
-    """Holds the weight gradients of linears whose backward has run, until `run` makes and accumulates them.
+    """Remembers the weight gradients of linears whose backward has run, until `run` makes and accumulates them.
 
-    Use one per microbatch, or one per pipeline stage with `take` after each microbatch's backward, which is what
-    torch.distributed.pipelining asks for: `PipelineStage(..., dw_builder=queue.take)`.
+    Use one for each microbatch, or one for each pipeline stage, with `take` after each microbatch's backward:
+    torch.distributed.pipelining does that with `PipelineStage(..., dw_builder=queue.take)`.
 
         with queue.collect():
             loss = model(x)
         loss.backward()   # input, norm and bias gradients
         queue.run()       # weight gradients
 
-    `collect` surrounds the forward, not the backward: each linear then remembers its own queue, so microbatches in
-    flight cannot mix, and it works on CUDA, where the backward runs in autograd's threads, which see no context.
-    Until `run`, a linear keeps its input (column: this rank's rows, normed, gathered again in `run`; row: the activated
-    input) and its output gradient (row: gathered, but where its input needs no gradient gathered in `run`), in memory
-    of their own. Collectives and GEMMs are those of an ordinary backward, in the order of the queue, which all ranks of
-    a group must share.
-    `run` adds to `.grad` itself: gradient hooks of the parameters do not fire. Without `run` they get no gradient.
-    A backward with create_graph=True raises RuntimeError: what `run` makes has no graph.
+    `collect` surrounds the forward, not the backward, so that each linear remembers its own queue. Microbatches in
+    flight then cannot mix, and it works on CUDA, where the backward runs in threads that see no context.
+    Until `run`, a linear keeps its input and its output gradient, in memory of their own:
+        column   the normed rows of this rank, which `run` gathers again, and dy
+        row      the activated input, and dy, gathered; if the input needs no gradient, `run` gathers dy
+    Collectives and GEMMs are those of an ordinary backward, in the order of the queue; all ranks of a group must have
+    the same order.
+    `run` adds to `.grad` itself, and gradient hooks of the parameters do not fire. Without `run` the parameters get no
+    gradient. A backward with create_graph=True raises RuntimeError, because what `run` makes has no graph.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class WeightGradientQueue:
         return len(self._closures)
 
     def __bool__(self) -> bool:
-        return True  # an empty queue is no missing one: `if queue` asks whether there is one
+        return True  # `if queue` asks whether there is a queue, not whether it holds something
 
     @contextmanager
     def collect(self) -> Iterator[WeightGradientQueue]:
@@ -55,10 +56,11 @@ class WeightGradientQueue:
             ACTIVE_QUEUE.reset(token)
 
     def add(self, closure: Callable[[], None]) -> None:
+        """Queue a function that makes and accumulates weight gradients."""
         self._closures.append(closure)
 
     def take(self) -> Callable[[], None]:
-        """Empty the queue into a function that makes what was queued so far, first queued first, freeing as it goes."""
+        """Empty the queue into a function that makes what was queued, in order, and frees what each one held."""
         taken, self._closures = self._closures[::-1], []
 
         def run() -> None:
@@ -69,7 +71,7 @@ class WeightGradientQueue:
         return run
 
     def run(self) -> None:
-        """Make and accumulate everything queued so far. Collective where a column-parallel input is gathered again."""
+        """Make and accumulate everything queued so far. Collective: column-parallel inputs are gathered again."""
         self.take()()
 
 
@@ -77,7 +79,7 @@ ACTIVE_QUEUE: ContextVar[WeightGradientQueue | None] = ContextVar("weight_gradie
 
 
 class Deferred(NamedTuple):
-    """Where a linear's weight gradients go instead of to autograd: a queue, and what takes each weight's gradient."""
+    """Where a linear's weight gradients go instead of to autograd: a queue, and a function to take each weight's."""
 
     queue: WeightGradientQueue
     sinks: Sequence[GradientSink]
@@ -85,5 +87,5 @@ class Deferred(NamedTuple):
 
 @untraced
 def active_queue() -> WeightGradientQueue | None:
-    """The queue whose `collect` surrounds this call."""
+    """The queue whose `collect` surrounds this call; None without one."""
     return ACTIVE_QUEUE.get()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from tpformer.distributed.collectives import all_reduce
 from tpformer.layers import ParallelModule
 from tpformer.layers.children import RUNS_WHOLE
+from tpformer.torch_private import foreach_multiply_, foreach_norm
 
 SUMMED_AT = "_summed_at"  # on a gradient: its version when it was summed
 
@@ -161,7 +162,7 @@ def gradient_norm(
             by_copies[copies].append(local_part(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
-        total = total + torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
+        total = total + torch.stack(foreach_norm(grads)).double().square().sum() / copies
     for group in (*groups, pipeline):
         total = all_reduce(total.view(1), group)[0]
     return total.sqrt()
@@ -172,4 +173,4 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients by one number, in place. No communication."""
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if factor != 1.0 and grads:
-        torch._foreach_mul_(grads, factor)
+        foreach_multiply_(grads, factor)

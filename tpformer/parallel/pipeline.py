@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from tpformer.config import Layout
 from tpformer.layers import ColumnParallelLinear, RowParallelLinear
 from tpformer.ops import WeightGradientQueue
+from tpformer.torch_private import is_view
 
 from .recording import Action
 from .zero import prepare_backward, reduce_accumulated, reshard, take_weight_gradients
@@ -105,7 +106,7 @@ class _Stage(PipelineStage):
             if full_backward and self.dw_builder is not None:
                 take_weight_gradients(self.part)
         _receive_on(self.grad_recv_info[bwd_chunk_id], "meta")
-        if loss is not None and (full_backward or self.dw_builder is not None) and not loss._is_view():
+        if loss is not None and (full_backward or self.dw_builder is not None) and not is_view(loss):
             loss.detach_()  # torch keeps losses to the end of the step, and their graphs keep what was received
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

@@ -21,13 +21,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpformer.config import RunConfig, check_config
-from tpformer.distributed.mesh import AXES, forget_meshes
+from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
 from tpformer.parallel import prepare_backward, reduce_partial_gradients
 from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
+from tpformer.torch_private import forget_meshes
 from tpformer.training.data import read_sidecar
-from tpformer.training.model import ParallelModel
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.resolve import resolve
 from tpformer.training.setup import build_parts, default_dtype, run_mesh
@@ -99,7 +100,7 @@ def count_parameters(config: RunConfig) -> int:
     model = GPT(config.model.architecture, device="meta")
     total = sum(parameter.numel() for parameter in model.parameters())
     for table in (model.embed_tokens, model.lm_head):
-        if table._parameters["weight"] is not None:
+        if table.weight is not None:
             total -= (table.rows - table.vocab_size) * table.hidden_size
     return total
 
@@ -146,7 +147,7 @@ class _Rank:
         for part in parts:
             if part.lm_head is not None:
                 part.lm_head.chunk_tokens = default_chunk_tokens(part.lm_head.vocab_slice(), str(config.train.device))
-        self.model = ParallelModel(
+        self.model = ModelParts(
             parts,
             layout,
             self.mesh,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from tpformer.config import MLP_ACTIVATIONS, RunConfig
-from tpformer.distributed.kernel_workspace import FLAG_BYTES, SLOT_MINIMUM, WRITER_FLAGS_MINIMUM, power_of_two
+from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIMUM
+from tpformer.distributed.sizes import slot_bytes
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
@@ -154,7 +155,7 @@ def fused_workspaces(tokens: int, hidden: int, itemsize: int, tp: int, sequence_
     tiles = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-hidden // TILE_COLUMNS) * TILE_COLUMNS)
     slots = [tp * tiles * itemsize, rows * tp * hidden * itemsize] if sequence_parallel else [2 * tp * tiles * itemsize]
     flags = tp * WRITER_FLAGS_MINIMUM * FLAG_BYTES
-    return sum(2 * max(SLOT_MINIMUM, power_of_two(slot)) + flags for slot in slots)
+    return sum(2 * slot_bytes(slot) + flags for slot in slots)
 
 
 def loss_workspace(config: GPTConfig, tokens: int, width: int, chunk_tokens: int, itemsize: int) -> int:

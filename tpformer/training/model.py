@@ -1,4 +1,4 @@
-"""ParallelModel: a rank's parts of a GPT, and how a batch runs through them in any layout."""
+"""ModelParts: a rank's parts of a GPT, and how a batch runs through them in any layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tpformer.parallel import (
 NO_TARGET = -1  # every token of a sample that only fills up a batch: it gives no loss
 
 
-class ParallelModel:
+class ModelParts:
     """What a rank holds of a model: one GPT, or the parts that are its pipeline stages.
 
     parts: in the order of layout.stages_of(pipeline rank), with FSDP2 applied where it is wanted. mesh: the run's; None

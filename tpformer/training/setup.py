@@ -11,12 +11,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import RunConfig
-from tpformer.distributed import build_mesh, initialize, keep_freed_memory, share_cores
+from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
 from tpformer.parallel import apply_zero, split_stages
+from tpformer.processes.cpu import keep_freed_memory, share_cores
 
 from .data import (
     BlendedSamples,
@@ -26,7 +27,7 @@ from .data import (
     check_vocab,
     read_sidecar,
 )
-from .model import ParallelModel
+from .model import ModelParts
 
 
 def device_type(config: RunConfig) -> str:
@@ -112,13 +113,13 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     return parts
 
 
-def build_model(config: RunConfig, mesh: DeviceMesh) -> ParallelModel:
+def build_model(config: RunConfig, mesh: DeviceMesh) -> ModelParts:
     """The model of a resolved configuration on this rank's device, with its initial values. Collective."""
     parts = build_parts(config, mesh)
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device_type)
-        part.initialize()
-    return ParallelModel(
+        part.init_weights()
+    return ModelParts(
         parts,
         config.parallel,
         mesh,

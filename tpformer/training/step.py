@@ -14,7 +14,7 @@ from tpformer.ops.embedding import check_ids
 from tpformer.parallel import scale_gradients
 
 from .data import Samples, TokenSamples
-from .model import NO_TARGET, ParallelModel
+from .model import NO_TARGET, ModelParts
 
 
 class StepResult(NamedTuple):
@@ -60,7 +60,7 @@ class LossScaler:
 
 
 def train_step(
-    model: ParallelModel,
+    model: ModelParts,
     optimizers: Sequence[torch.optim.Optimizer],
     batch: Tensor,
     *,
@@ -72,9 +72,9 @@ def train_step(
 ) -> StepResult:
     """Gradients, clipping and one step of the optimizers; nothing is updated where loss or norm is not finite.
 
-    batch, first_sample: as for ParallelModel.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
+    batch, first_sample: as for ModelParts.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
     the largest gradient norm; 0 turns clipping off. scaler: for float16. Gradients are None afterwards.
-    Communication: that of ParallelModel.gradients and gradient_norm; a skipped step also gathers the offender's name.
+    Communication: that of ModelParts.gradients and gradient_norm; a skipped step also gathers the offender's name.
     ValueError where ids outside the vocabulary made loss or norm not finite.
     """
     scale = 1.0 if scaler is None else scaler.scale
@@ -114,7 +114,7 @@ def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
     return torch.cat([rows[:real], torch.full((size - real, rows.shape[1]), NO_TARGET)])
 
 
-def evaluate(model: ParallelModel, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
+def evaluate(model: ModelParts, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
     """Mean loss (nats per target token) over the first n_samples of each dataset; equal on all ranks.
 
     Each data-parallel rank takes its share of them; samples without targets fill up the last round. The model is in

@@ -29,7 +29,7 @@ from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.parallel import Layout
 
-from .model import ParallelModel
+from .model import ModelParts
 from .optimizer import build_optimizer, learning_rate
 from .resolve import resolve
 from .setup import build_model, device_type, group_timeout, join_ranks, open_data, run_mesh
@@ -147,7 +147,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 class Run:
     """One of the two runs: a model, its optimizers, and its samples of each step."""
 
-    def __init__(self, config: RunConfig, model: ParallelModel, samples: Callable[[int, int], Tensor]) -> None:
+    def __init__(self, config: RunConfig, model: ModelParts, samples: Callable[[int, int], Tensor]) -> None:
         self.config, self.model, self.samples = config, model, samples
         self.optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
         self.named = [dict(part.named_parameters()) for part in model.parts]
@@ -181,7 +181,7 @@ class Run:
         return [named[name] for named in self.named if name in named]
 
 
-def one_process(config: RunConfig, device: str) -> ParallelModel:
+def one_process(config: RunConfig, device: str) -> ModelParts:
     """The model of a configuration without mesh, process groups, FSDP2 or recomputation; on "meta" only its shapes."""
     model = GPT(
         config.model.architecture,
@@ -191,7 +191,7 @@ def one_process(config: RunConfig, device: str) -> ParallelModel:
         device=device,
         dtype=torch.float64,
     )
-    return ParallelModel([model], Layout(), microbatch_size=config.microbatch_size, dtype=torch.float64)
+    return ModelParts([model], Layout(), microbatch_size=config.microbatch_size, dtype=torch.float64)
 
 
 def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:

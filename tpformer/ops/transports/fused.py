@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import check_divisible, record
-from tpformer.distributed.kernel_workspace import KernelWorkspace, kernel_workspace
+from tpformer.distributed.groups import kernel_workspace
+from tpformer.distributed.kernel_workspace import KernelWorkspace
 from tpformer.kernels.all_gather_matmul.kernel import (
     all_gather_matmul,
     all_gather_matmul_derivative,
@@ -28,33 +29,36 @@ from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter,
 from tpformer.kernels.protocol import Channel
 
 from ..norm import Normed
-from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 
-# Shards from here on go by the copy engines, which leave all SMs to the GEMM but need large pieces: on other machines
-# they reach half of a link's bandwidth at about 4 MB. A prediction for NVLink, not measured here.
+# Copy engines send shards from this size on. They leave all SMs to the GEMM, but need large pieces: elsewhere they have
+# been seen to reach half of a link's bandwidth at about 4 MB. A prediction for NVLink: nobody has measured it here.
 COPY_ENGINE_BYTES = 4 << 20
 NCCL_CTAS = 32  # what NCCL may use where NCCL_MAX_CTAS does not say
 
 
 class Fused:
-    """One kernel per method, the group's `gather` or `reduce` workspace under it.
+    """One kernel for each method, over the group's `gather` or `reduce` workspace.
 
-    Numerics: partial sums travel in the inputs' dtype and are added in rank order in float32; what follows a reduction
-    is applied in float32 before the one rounding.
+    Numerics: partial sums travel in the inputs' dtype and are added in rank order in float32. Bias, dropout and
+    residual are applied in float32, too, before the one rounding.
     """
 
     name = "fused"
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        # A grid that waits on every SM leaves none to collectives of other groups: ranks that wait for one another
-        # through both would wait for ever. So where there are other groups, their collectives' SMs stay free.
+        # A grid that waits on every SM leaves none to collectives of other groups. Ranks that wait for one another
+        # through both would then wait for ever. So if there are other groups, some SMs stay free for their collectives.
         alone = group.size() == dist.get_world_size()
         self.spare = 0 if alone else int(os.environ.get("NCCL_MAX_CTAS", NCCL_CTAS))
 
     @contextmanager
     def _gathering(self, x: Tensor) -> Iterator[tuple[Channel, KernelWorkspace, bool]]:
-        """A gather of x for the kernel that is launched within; the bool: it pushes the rows, no copy engine does."""
+        """A gather of x for the kernel that is launched in the context.
+
+        The bool says that the kernel has to push the rows, because no copy engine does.
+        """
         record_transport(GATHER, self.name)
         channel, workspace, sent = self._begin_gather("all_gather_matmul", x)
         yield channel, workspace, sent is None
@@ -62,7 +66,7 @@ class Fused:
         workspace.check()
 
     def _begin_gather(self, operation: str, x: Tensor) -> tuple[Channel, KernelWorkspace, Tensor | None]:
-        """(channel, workspace, what copies are sending, to be kept until they are joined; None: the kernel pushes)."""
+        """(channel, workspace, rows). Keep the rows until the copies are joined; None: the kernel has to push."""
         world = self.group.size()
         record("all_gather", world * x.nbytes)
         workspace = kernel_workspace(self.group, "gather", x.device)
@@ -76,12 +80,13 @@ class Fused:
         return channel, workspace, whole
 
     def _gathered(self, channel: Channel, workspace: KernelWorkspace, x: Tensor) -> Tensor:
-        """The gathered rows until the next gather: in their slot, or copied where only the device knows the parity."""
+        """The gathered rows, valid until the next gather: the slot itself, or a copy if only the device knows which."""
         if workspace.captured:
             return gathered_copy(channel, x)
         return channel.gathered(workspace.epoch & 1, x)
 
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        """Transport.gather_matmul: own rows first; a fourth weight and later ones get a GEMM of their own."""
         if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
             biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
@@ -98,6 +103,7 @@ class Fused:
     def gather_matmul_derivative(
         self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
         dy = dy.contiguous()
         with self._gathering(dy) as (channel, workspace, push):
             options: dict = {"push": push, "keep": push, "spare": self.spare}
@@ -121,7 +127,8 @@ class Fused:
         scatter: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
-        record_transport(SCATTER if scatter else ALL, self.name)
+        """Transport.matmul_reduce: each tile goes to its owner as it is computed; the norm has its own pass."""
+        record_transport(SCATTER if scatter else ALL_REDUCE, self.name)
         inputs, weights = _at_most_three(inputs, weights, transposed)
         x, world = inputs[0], self.group.size()
         m, n = len(x), weights[0].shape[0 if transposed else 1]
@@ -141,7 +148,7 @@ class Fused:
             )
         else:
             space = matmul_all_reduce_space(m, n, world, x.dtype, x.dtype, tile)
-            channel = workspace.begin(ALL, *space)
+            channel = workspace.begin(ALL_REDUCE, *space)
             y = matmul_all_reduce(
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )
@@ -149,7 +156,7 @@ class Fused:
         return finish_rows(y, Finish(norm=finish.norm))
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Copy engines carry large shards under the reduction that follows; others are pushed when waited for."""
+        """Transport.start_gather: copy engines send large shards at once; small ones are pushed when waited for."""
         channel, workspace, sent = self._begin_gather("all_gather", x)
 
         def wait() -> Tensor:
@@ -164,7 +171,7 @@ class Fused:
 def _at_most_three(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], transposed: bool
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The kernels take three pairs; more become one longer pair."""
+    """At most three pairs, which is what kernels take: the third and later ones are joined into one."""
     last = MAXIMUM_WEIGHTS - 1
     if len(inputs) <= MAXIMUM_WEIGHTS:
         return inputs, weights

@@ -1,35 +1,33 @@
-"""What every transport does: the four methods over which column_linear and row_linear are written, and its record.
+"""What every transport does: the four methods that column_linear and row_linear call, and the record of their calls.
 
-Letters: M rows (tokens) of the whole, t ranks, K and N as this rank's GEMM has them.
+Letters: M rows (tokens) in total, t ranks; K and N are those of this rank's GEMM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.config.transport_table import OPERATIONS
+from tpformer.config.transport_table import OPERATIONS, TransportTable
+from tpformer.distributed.listeners import Listeners
 from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
 
-if TYPE_CHECKING:
-    from tpformer.config.transport_table import TransportTable
-
-GATHER, SCATTER, ALL = OPERATIONS
+GATHER, SCATTER, ALL_REDUCE = OPERATIONS
 
 
 class Request(NamedTuple):
-    """One linear that needs a transport: its operation (one of OPERATIONS) and the GEMM of one rank.
+    """A linear that needs a transport: its operation (one of OPERATIONS) and one rank's GEMM, (m, k) @ (k, n).
 
-    m counts all rows; n and k are this rank's: (m, k) @ (k, n). transport: the user's choice, or "auto".
+    m counts the rows of all ranks; n and k are this rank's. transport: the user's choice, or "auto".
     """
 
     op: str
@@ -43,16 +41,17 @@ class Request(NamedTuple):
 
     @property
     def ranks(self) -> int:
+        """The group's ranks; 1 without a group."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def width(self) -> int:
-        """What the break-even is about: the sharded size of the GEMM."""
+        """The sharded size of the GEMM: the wider it is, the more communication the GEMM hides."""
         return self.n if self.op == GATHER else self.k
 
 
 def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
-    """What follows a reduction, in a pass of its own: finished rows (they may take y's memory) and their norm."""
+    """Bias, dropout, residual and norm of reduced rows y, in a pass of its own: (rows, norm). May overwrite y."""
     if finish.norm is not None:
         y, normed, statistics = implementation("norm", y).finish_norm_forward(y, finish)
         return y, Normed(normed, *statistics)
@@ -62,10 +61,10 @@ def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
 
 
 class Transport(Protocol):
-    """Linears over one group. Called with grad mode off, tensors of any strides and one dtype, equal shapes on ranks.
+    """Linears over one group. Grad mode is off; tensors have any strides, one dtype, and equal shapes on all ranks.
 
-    Each method that communicates records its operation (`record_transport`) and its collective with full bytes
-    (`distributed.collectives.record`).
+    Each method that communicates records its operation (`record_transport`), and its collective with the bytes of the
+    full tensor (`distributed.collectives.record`).
     """
 
     name: str
@@ -74,18 +73,18 @@ class Transport(Protocol):
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """gather(x) @ W_i^T + b_i for every weight, from one gather.
 
-        x (M / t, K); weights (N_i, K); biases (N_i,) or None; results (M, N_i), each in memory of its own.
+        Shapes: x (M / t, K); weights (N_i, K); biases (N_i,) or None; results (M, N_i), each in memory of its own.
         Communication: one all-gather of M * K * itemsize bytes.
         """
 
     def gather_matmul_derivative(
         self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """(dx, dgate, a, gathered): the backward of act(x) [* gate] @ W^T from its scattered output gradient.
+        """(dx, dgate, a, gathered): the backward of a @ W^T, a = act(x) or act(gate) * x, from each rank's rows of dy.
 
-        dy (M / t, N); weight (N, K); x, gate, dx, dgate, a (M, K), a being the rebuilt activation; gathered (M, N) is
-        gather(dy), which may lie in communication memory that the next operation on the group overwrites, unless
-        `keep`. Communication: one all-gather of M * N * itemsize bytes.
+        Shapes: dy (M / t, N); weight (N, K); x, gate, dx, dgate and a, which is rebuilt, (M, K); gathered (M, N) is
+        gather(dy). The group's next operation may overwrite gathered, unless `keep`.
+        Communication: one all-gather of M * N * itemsize bytes.
         """
 
     def matmul_reduce(
@@ -97,48 +96,42 @@ class Transport(Protocol):
         scatter: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
-        """The sum over ranks and pairs of inputs_i @ W_i, or @ W_i^T if transposed; then `finish`, once, with its norm.
+        """(y, its norm or None): the sum over ranks and i of inputs_i @ W_i, or @ W_i^T if transposed, then `finish`.
 
-        inputs (M, K_i); weights (K_i, N), transposed (N, K_i); result this rank's rows (M / t, N) with scatter, else
-        (M, N), equal on all ranks, in memory of its own.
+        Shapes: inputs (M, K_i); weights (K_i, N), transposed (N, K_i); y in memory of its own: with scatter this rank's
+        rows (M / t, N), else (M, N), equal on all ranks.
         Communication: one reduce-scatter or all-reduce of M * N * itemsize bytes.
         Errors: ValueError if scatter and t does not divide M.
         """
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to gather x (M / t, K) under the matmul_reduce that comes next; the function returned waits for it.
+        """Begin to gather x (M / t, K); the function returned waits for the rows (M, K).
 
-        The gathered rows (M, K) may be overwritten by the next gather on the group.
+        A matmul_reduce of the same group may come between. The group's next gather may overwrite the rows.
         Communication: one all-gather of M * K * itemsize bytes.
         """
 
 
 @dataclass
 class Registry:
-    """The only module-level state of tpformer.ops: listeners to the transports, and the table of measured times."""
+    """The only module-level state of tpformer.ops: who listens to the transports, and the table of measured times."""
 
-    recorders: list[list[tuple[str, str]]] = field(default_factory=list)
+    recorded: Listeners[tuple[str, str]] = field(default_factory=Listeners)
     table: TransportTable | None = None
 
 
 REGISTRY = Registry()
 
 
-@contextmanager
-def record_transports() -> Iterator[list[tuple[str, str]]]:
-    """Yields a list that gets (operation, transport) whenever one has run in this process while the context is open.
+def record_transports() -> AbstractContextManager[list[tuple[str, str]]]:
+    """A context that gives a list, which gets (operation, transport) whenever one runs in this process.
 
     Operations: "all_gather_matmul" (a row-parallel backward is one too), "matmul_reduce_scatter", "matmul_all_reduce",
     "linear_cross_entropy". One rank runs no transport and records nothing.
     """
-    calls: list[tuple[str, str]] = []
-    REGISTRY.recorders.append(calls)
-    try:
-        yield calls
-    finally:
-        REGISTRY.recorders = [recorder for recorder in REGISTRY.recorders if recorder is not calls]
+    return REGISTRY.recorded.listen()
 
 
 def record_transport(op: str, transport: str) -> None:
-    for calls in REGISTRY.recorders:
-        calls.append((op, transport))
+    """Tell whoever records transports that one carries an operation now."""
+    REGISTRY.recorded.tell((op, transport))

@@ -1,4 +1,4 @@
-"""GEMMs in chunks, rank by rank, under the chunks of their communication: plain torch, any backend and device."""
+"""GEMMs in chunks, one for each rank, while other chunks travel: plain torch, any backend and device."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,13 +11,13 @@ from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 
 
 class Pipelined:
-    """Gathers multiply the own rows first, then each peer's as they arrive; reductions make the own rows last.
+    """A gather's GEMM takes this rank's rows first, then each peer's as they arrive; a reduction's makes its own last.
 
-    Scattered sums are added in rank order in at least float32 and rounded once; all-reduced ones as the backend does.
+    A reduce-scatter adds in rank order in at least float32 and rounds once; an all-reduce adds as the backend does.
     """
 
     name = "pipelined"
@@ -29,6 +29,7 @@ class Pipelined:
         return len(x) * self.group.size()
 
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        """Transport.gather_matmul: a GEMM for each weight and each rank's rows."""
         record_transport(GATHER, self.name)
         gathered = x.new_empty(self._rows(x), x.shape[1])
         outputs = [x.new_empty(self._rows(x), len(weight)) for weight in weights]
@@ -43,6 +44,7 @@ class Pipelined:
     def gather_matmul_derivative(
         self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Transport.gather_matmul_derivative; the activation's derivative is a pass of its own."""
         record_transport(GATHER, self.name)
         gathered = dy.new_empty(self._rows(dy), dy.shape[1])
         da = x.new_empty(x.shape)
@@ -59,7 +61,8 @@ class Pipelined:
         scatter: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
-        record_transport(SCATTER if scatter else ALL, self.name)
+        """Transport.matmul_reduce: each chunk is on its way while the next one is multiplied."""
+        record_transport(SCATTER if scatter else ALL_REDUCE, self.name)
         factors = [weight.t() if transposed else weight for weight in weights]
         shape = (len(inputs[0]), factors[0].shape[1])
 
@@ -72,4 +75,5 @@ class Pipelined:
         return finish_rows(y, finish)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Transport.start_gather: an asynchronous all-gather."""
         return start_all_gather(x, self.group)

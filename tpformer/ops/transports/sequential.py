@@ -1,4 +1,4 @@
-"""The collective, then the GEMM, or the other way round: the specification of every other transport."""
+"""The collective, then the GEMM, or the GEMM, then the collective: what every other transport has to equal."""
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -12,11 +12,11 @@ from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL, GATHER, SCATTER, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 
 
 class Sequential:
-    """Any backend, dtype and device. Without a group ("local") nothing is communicated and each linear is F.linear."""
+    """Serves any backend, dtype and device. Without a group ("local") it is F.linear and communicates nothing."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
@@ -27,6 +27,7 @@ class Sequential:
             record_transport(op, self.name)
 
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        """Transport.gather_matmul: all-gather, then F.linear for each weight."""
         self._record(GATHER)
         gathered = all_gather(x, self.group)
         return list(map(F.linear, repeat(gathered), weights, biases))
@@ -34,6 +35,7 @@ class Sequential:
     def gather_matmul_derivative(
         self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Transport.gather_matmul_derivative: all-gather, GEMM, then the activation's derivative."""
         self._record(GATHER)
         gathered = all_gather(dy, self.group)
         backward = implementation("activation", x).activation_backward
@@ -48,10 +50,11 @@ class Sequential:
         scatter: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
+        """Transport.matmul_reduce: GEMMs, the collective, then a pass for what follows."""
         if self.group is None and transposed and len(inputs) == 1:
             # bias inside the GEMM: bit-identical to nn.Linear
             return finish_rows(F.linear(inputs[0], weights[0], finish.bias), Finish(None, *finish[1:]))
-        self._record(SCATTER if scatter else ALL)
+        self._record(SCATTER if scatter else ALL_REDUCE)
         first, *rest = (weight.t() if transposed else weight for weight in weights)
         y = inputs[0] @ first
         for x, weight in zip(inputs[1:], rest, strict=True):
@@ -59,5 +62,5 @@ class Sequential:
         return finish_rows((reduce_scatter if scatter else all_reduce)(y, self.group), finish)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Gathers when it is waited for, so that only one collective is under way at a time."""
+        """Transport.start_gather: gathers when it is waited for, so that one collective is under way at a time."""
         return lambda: all_gather(x, self.group)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tpformer.distributed import keep_freed_memory, share_cores
+from tpformer.processes.cpu import keep_freed_memory, share_cores
 
 
 def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch):

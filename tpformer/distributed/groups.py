@@ -1,0 +1,198 @@
+"""What each process group has: its workspaces, its timeouts, and whether fused kernels can run for it.
+
+Belongs here: the registry of groups and the functions that look a group up in it. The workspaces themselves are in
+workspace.py (collectives of CPU tensors) and kernel_workspace.py (fused kernels).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from .kernel_workspace import POLLS_PER_SECOND, KernelState, KernelWorkspace, check_current_device, indexed
+from .listeners import Listeners
+from .shared_memory import TIMEOUT_SECONDS, torch_backend, why_not_shared
+from .symmetric import why_not_symmetric
+from .workspace import Workspace
+
+BACKENDS = ("gloo", "shared")
+KINDS = ("gather", "reduce")
+
+
+@dataclass
+class CollectiveState:
+    """How one process group's collectives of CPU tensors run: through shared memory, or torch.distributed."""
+
+    rank: int
+    size: int
+    shared: bool
+    gather: Workspace
+    reduce: Workspace
+
+
+@dataclass
+class Registry:
+    """The only module-level state of tpformer.distributed. Groups are weak keys, and their states do not hold them."""
+
+    collectives: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveState] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    kernels: weakref.WeakKeyDictionary[dist.ProcessGroup, KernelState] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    timeout: float = TIMEOUT_SECONDS
+    """Seconds that operations of groups first used from now on wait for a peer."""
+    step: int | None = None
+    """The step that groups first used from now on report."""
+    recorded: Listeners[tuple[str, int]] = field(default_factory=Listeners)
+    """Those who listen to collectives: (name, bytes) of each."""
+
+
+REGISTRY = Registry()
+
+
+def collective_state(group: dist.ProcessGroup) -> CollectiveState:
+    """The state of the group's CPU collectives; made at first use by an all-gather of a small object."""
+    state = REGISTRY.collectives.get(group)
+    if state is None:
+        shared = group.size() > 1 and why_not_shared(group) is None
+        state = register(group, shared, REGISTRY.timeout)
+    return state
+
+
+def register(group: dist.ProcessGroup, shared: bool, timeout: float) -> CollectiveState:
+    """Give the group a new state: with two empty workspaces, whose operations wait `timeout` seconds."""
+    state = CollectiveState(group.rank(), group.size(), shared, Workspace(timeout), Workspace(timeout))
+    REGISTRY.collectives[group] = state
+    return state
+
+
+def use_backend(group: dist.ProcessGroup, backend: str, timeout: float = TIMEOUT_SECONDS) -> None:
+    """Choose how the group's CPU collectives run, instead of the automatic choice. Collective over the group.
+
+    backend: "shared" (memory that the ranks share) or "gloo" (torch.distributed).
+    timeout: seconds that an operation through shared memory waits for a peer.
+    Raises ValueError for another backend, RuntimeError with the reason if the group cannot share memory.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, not {backend!r}")
+    if backend == "shared":
+        reason = why_not_shared(group)
+        if reason is not None:
+            raise RuntimeError(f'the shared backend cannot serve this group: {reason}; use backend="gloo"')
+    register(group, backend == "shared", timeout)
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str = "cpu") -> str:
+    """What carries collectives on tensors of that device: "shared", or torch.distributed's "gloo", "nccl", ...
+
+    Collective over the group if this is its first use (see `collective_state`).
+    """
+    if device_type == "cpu" and collective_state(group).shared:
+        return "shared"
+    return torch_backend(group, device_type)
+
+
+def close(group: dist.ProcessGroup) -> None:
+    """Forget the group and free its workspaces; destroying the process group does the same. Not collective."""
+    REGISTRY.collectives.pop(group, None)
+    REGISTRY.kernels.pop(group, None)
+
+
+def kernel_state(group: dist.ProcessGroup) -> KernelState:
+    """The state of the group's fused kernels, made at first use; no communication."""
+    state = REGISTRY.kernels.get(group)
+    if state is None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        state = REGISTRY.kernels[group] = KernelState(ranks, REGISTRY.timeout, REGISTRY.step)
+    return state
+
+
+def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, epoch: int = 0) -> KernelWorkspace:
+    """The group's workspace of that kind, "gather" or "reduce". Collective over the group at first use.
+
+    epoch: where a new workspace starts to count (int32); tests start it just before the wrap.
+    Raises RuntimeError with `why_no_kernels`'s reason if fused kernels cannot run, ValueError if the device is not the
+    current one.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
+    state, device = kernel_state(group), indexed(device)
+    check_current_device(f"the {kind} workspace's tensors", device)
+    workspace = state.workspaces.get((kind, device))
+    if workspace is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the {kind} workspace does not exist yet and cannot be made while a CUDA graph is captured: run the "
+                "operation once outside of the capture, with its largest size"
+            )
+        reason = why_no_kernels(group, device)
+        if reason is not None:
+            raise RuntimeError(f"fused kernels cannot run for this group: {reason}")
+        workspace = state.workspaces[kind, device] = KernelWorkspace(group, state, kind, device, epoch)
+    return workspace
+
+
+def why_no_kernels(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why fused kernels cannot run for the group on this device, None if they can; the same on all ranks.
+
+    Collective over the group at its first use on the device (see `why_not_symmetric`); the answer is then kept.
+    """
+    reasons, device = kernel_state(group).reasons, indexed(device)
+    if device not in reasons:
+        # the first two reasons need no peers, and all ranks find the same
+        reasons[device] = _why_not_on(device) or _why_not_here(device) or why_not_symmetric(group, device)
+    return reasons[device]
+
+
+def _why_not_on(device: torch.device) -> str | None:
+    return None if device.type in POLLS_PER_SECOND else f"there are no fused kernels for {device.type} devices"
+
+
+def _why_not_here(device: torch.device) -> str | None:
+    """Why Triton cannot run kernels on such a device in this process."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it exists for Linux): pip install triton"
+    interpreted = "TRITON_INTERPRET" in os.environ  # without it, a CPU run hears its answer without importing triton
+    if interpreted:
+        from tpformer.kernels.launch import is_interpreted
+
+        interpreted = is_interpreted()
+    if device.type == "cpu" and not interpreted:
+        return "on CPU Triton has only its interpreter, which is for tests (TRITON_INTERPRET=1)"
+    if device.type == "cuda" and interpreted:
+        return "TRITON_INTERPRET=1 copies CUDA tensors to the host, where peers' memory is not: unset it"
+    return None
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """How long a fused operation of this group waits for a peer before it raises HangError.
+
+    Kernels count polls, not seconds, so the time is approximate. Not collective, but give all ranks the same.
+    Raises ValueError unless seconds is positive.
+    """
+    if seconds <= 0:
+        raise ValueError(f"a timeout must be positive, not {seconds}")
+    state = kernel_state(group)
+    state.timeout = seconds
+    for workspace in state.workspaces.values():
+        workspace.update_limit()
+
+
+def check_all(step: int | None = None) -> None:
+    """Raise HangError if a wait of any group has expired; no synchronisation, no communication.
+
+    step: reports name it for operations that begin from now on. The trainer calls this once a step.
+    """
+    states = list(REGISTRY.kernels.values())
+    for state in states:
+        state.check()
+    if step is not None:
+        REGISTRY.step = step
+        for state in states:
+            state.step = step

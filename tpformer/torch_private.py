@@ -1,0 +1,114 @@
+"""The private names of torch that tpformer uses, each with what it is and why no public one serves.
+
+The tests of what uses them pass with torch 2.11 and with 2.13. Three places keep private names beside what they serve:
+distributed/symmetric.py (symmetric memory), parallel/zero.py (FSDP2) and planner/ (fake tensors, fake process groups).
+tests/test_repo.py refuses private names everywhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.nn.modules import module as torch_module
+
+# What torch.compile, activation checkpointing and FSDP1 put into the names of the modules that they wrap.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# The classes of torch's weight_norm: of torch.nn.utils.parametrizations, and the hook of torch.nn.utils.
+WEIGHT_NORMS = ("_WeightNorm", "WeightNorm")
+
+
+def forward_pre_hooks(module: nn.Module) -> Mapping[int, Callable]:
+    """The hooks that run before a module's forward. torch registers hooks in public, but does not list them."""
+    return module._forward_pre_hooks
+
+
+def forward_hooks(module: nn.Module) -> Mapping[int, Callable]:
+    """The hooks that run after a module's forward."""
+    return module._forward_hooks
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around a module's backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered for all modules (torch.nn.modules.module.register_module_forward_hook, ...)."""
+    return torch_module._has_any_global_hook()
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether module.compile() has replaced what a call of the module runs."""
+    return module._compiled_call_impl is not None
+
+
+def is_own_parameter(module: nn.Module, name: str) -> bool:
+    """Whether the module holds this parameter itself; a parametrization or pruning computes it from others instead."""
+    return name in module._parameters
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on for some device. Every forward asks, and asking for one device takes ten times as long."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def compiler_is_imported() -> bool:
+    """Whether somebody has imported the compiler; where nobody has, nothing is being compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+def leave_uncompiled(function: Callable, why: str) -> None:
+    """Mark a function as torch.compiler.disable marks what it returns, without importing the compiler for it."""
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Give a process group its timeout: init_device_mesh makes groups with torch's own, of 10 to 30 minutes."""
+    _set_pg_timeout(timeout, group)
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's cache of layouts: call it when the process group has been destroyed and another one follows.
+
+    The cache is kept by mesh. A mesh of the next process group can be equal to an earlier one; DTensor would take it
+    for that one, and use groups that are gone.
+    """
+    from torch.distributed.tensor import DTensor, debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13
+    if clear is None:
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()
+
+
+def own_part(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of what this rank holds of a tensor laid out in this way: DTensor's arithmetic, without one."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    with torch.device("cpu"):  # torch computes with small tensors, which have no values where the default is meta
+        return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """The norm of each tensor, in one launch on a GPU; torch's own clip_grad_norm_ is made of it."""
+    return torch._foreach_norm(tensors)
+
+
+def foreach_multiply_(tensors: list[Tensor], factor: float) -> None:
+    """Multiply each tensor in place, in one launch on a GPU."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether autograd takes x for a view of another tensor, and so refuses to detach it in place."""
+    return x._is_view()
