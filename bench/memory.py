@@ -17,8 +17,7 @@ from rich.table import Table
 from tpformer.config import RECOMPUTE
 from tpformer.models import GPTConfig, preset_config
 
-from . import parallelized
-from .charts import TOTAL, draw_bars
+from . import plain
 from .layer_memory import (
     DTYPE,
     ORDER,
@@ -31,6 +30,7 @@ from .layer_memory import (
     expected_items,
     forward_flops,
 )
+from .plot import TOTAL, draw_bars
 from .runner import Tool, write
 
 DROPOUT = 0.1  # on the residual branches of layers with LayerNorm; Llama has none
@@ -126,7 +126,7 @@ def formula_rows(layer: Layer) -> list[MemoryRow]:
     outputs are recomputed as well.
     """
     config = layer.config
-    if not parallelized.fits(config) or config.kv_heads != config.n_heads:
+    if not plain.fits(config) or config.kv_heads != config.n_heads:
         return []
     size = 18 + 4 * config.ffn_size / config.hidden_size
     rows: list[MemoryRow] = []
@@ -266,7 +266,7 @@ def print_table(title: str, table: Table, console: Console) -> None:
 def layers_of(model: str, config: GPTConfig, ranks: Sequence[int]) -> list[Layer]:
     """The layer in every recompute mode at each number of ranks, and torch's block where it has that architecture."""
     layers = [Layer(model, config, tp, recompute) for recompute in RECOMPUTE for tp in ranks]
-    if parallelized.fits(config):
+    if plain.fits(config):
         layers += [Layer(model, config, tp, torch=True) for tp in ranks if config.seq_length % tp == 0]
     return layers
 

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from .charts import COLOURS
-from .plot import LINE, REQUIRED, TOP, line, text, write_document
+from .plot import COLOURS, LINE, REQUIRED, TOP, line, text, write_document
 
 LEFT, WIDTH, RIGHT, DTYPE = 360, 520, 160, "bfloat16"
 
