@@ -184,8 +184,11 @@ def write(
     return path
 
 
-def execute(bench: Bench, options: argparse.Namespace, results: Path, console: Console) -> int:
-    """Gate, measure, report; the exit code. Of several ranks one has a console that is not quiet: it writes."""
+def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Path, console: Console) -> int:
+    """Gate, measure, report; the exit code. whole: it was called without options.
+
+    Of several ranks one has a console that is not quiet: it writes the results.
+    """
     needed = missing_device(bench.device) if bench.obstacle is None else bench.obstacle()
     if needed is not None:
         say(console, f"{bench.name} needs {needed}: nothing is measured, nothing is written")
@@ -193,7 +196,6 @@ def execute(bench: Bench, options: argparse.Namespace, results: Path, console: C
             say(console, "\nPREDICTION, not a measurement")
             say(console, f"{bench.predict()}\n{bench.note}")
         return 0
-    whole = not any(vars(options).values())
     if whole and refused(results):
         say(console, f"{bench.name}: {REFUSED}")
     try:
@@ -258,4 +260,4 @@ def main(arguments: Sequence[str], benches: Sequence[Bench | Tool], results: Pat
         parser.add_argument(name, **settings)
     options = parser.parse_args(others)
     say(console, machine_line())
-    return execute(bench, options, results, console)
+    return execute(bench, options, not others, results, console)
