@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TypedDict
@@ -33,8 +33,6 @@ class SplitRow(TypedDict):
 
     schedule: str
     recompute: str
-    tensor_parallel: int
-    data_parallel: int
     stages: int
     gemm_flops: int
     layer_collectives: dict[str, int]
@@ -62,12 +60,13 @@ def count_schedule(schedule: str, recompute: str, data_parallel: int) -> StepCou
         }
     )
     check_config(config)
-    model = build_model(config, run_mesh(config, "cpu"))
+    mesh = run_mesh(config, "cpu")
+    model = build_model(config, mesh)
     assert model.pipeline is not None
     tokens = torch.randint(MODEL["vocab_size"], (MICROBATCHES, MODEL["seq_length"]))
     index = torch.arange(MICROBATCHES)
     for _ in range(2):  # the first step also opens the engine's connections
-        with count_step() as counts:
+        with count_step(mesh) as counts:
             model.pipeline.step(tokens, tokens, targets=tokens, sample_index=index, step=1)
     return counts
 
@@ -77,7 +76,7 @@ def total(ranks: Sequence[StepCounts]) -> StepCounts:
     return StepCounts(
         layers=sum((each.layers for each in ranks), Counter()),
         data=sum((each.data for each in ranks), Counter()),
-        messages=sum((each.messages for each in ranks), Counter()),
+        messages=sum(each.messages for each in ranks),
         flops=sum(each.flops for each in ranks),
     )
 
@@ -92,28 +91,32 @@ def differences(counts: StepCounts, baseline: StepCounts) -> list[str]:
     ]
 
 
-def _by_name(calls: Counter[tuple[str, int]]) -> tuple[dict[str, int], int]:
+def _by_name(calls: Iterable[tuple[str, int, int]]) -> tuple[dict[str, int], int]:
+    """Of calls (name, bytes, times): the number of each, and all bytes."""
     numbers: Counter[str] = Counter()
-    for (name, _), count in calls.items():
-        numbers[name] += count
-    return dict(sorted(numbers.items())), sum(size * count for (_, size), count in calls.items())
+    together = 0
+    for name, size, times in calls:
+        numbers[name] += times
+        together += size * times
+    return dict(sorted(numbers.items())), together
 
 
-def make_row(schedule: str, recompute: str, data_parallel: int, counts: StepCounts, ok: bool) -> SplitRow:
-    layers, layer_bytes = _by_name(counts.layers)
-    data, data_bytes = _by_name(counts.data)
+def make_row(schedule: str, recompute: str, counts: StepCounts, ok: bool) -> SplitRow:
+    """The row of what all ranks counted."""
+    layers, layer_bytes = _by_name((*call, times) for call, times in counts.layers.items())
+    data, data_bytes = _by_name(
+        ("partial " * (call.axis == "tp") + call.operation, call.nbytes, times) for call, times in counts.data.items()
+    )
     return {
         "schedule": schedule,
         "recompute": recompute,
-        "tensor_parallel": 2,
-        "data_parallel": data_parallel,
         "stages": 2 if schedule == BASELINE else 4,
         "gemm_flops": counts.flops,
         "layer_collectives": layers,
         "layer_bytes": layer_bytes,
         "data_collectives": data,
         "data_bytes": data_bytes,
-        "sends": sum(counts.messages.values()),
+        "sends": counts.messages,
         "ok": ok,
     }
 
@@ -136,39 +139,25 @@ def split_rows(data_parallel: int = 2) -> tuple[list[SplitRow], list[str]]:
             for schedule in SCHEDULES:
                 found = differences(counts[schedule], counts[BASELINE])
                 problems += [f"{schedule}, recompute {recompute}: {problem}" for problem in found]
-                rows.append(make_row(schedule, recompute, data_parallel, counts[schedule], not found))
+                rows.append(make_row(schedule, recompute, counts[schedule], not found))
     return rows, problems
 
 
 def split_table(rows: Sequence[SplitRow]) -> Table:
+    """A line for each schedule and recompute mode."""
     table = Table(box=None, pad_edge=False)
     for name in ("schedule", "recompute"):
         table.add_column(name, no_wrap=True)
-    for name in (
-        "stages",
-        "GEMM MFLOPs",
-        "layers' collectives",
-        "bytes",
-        "FSDP2's collectives",
-        "bytes",
-        "sends",
-        "ok",
-    ):
+    for name in ("stages", "GEMM MFLOPs", "layers' collectives", "bytes", "FSDP2's collectives", "bytes", "sends", "ok"):
         table.add_column(name, justify="right")
     for row in rows:
-        numbers = (", ".join(f"{n} {name}" for name, n in row[key].items()) for key in _COLLECTIVES)
-        layers, data = numbers
+        layers, data = (
+            ", ".join(f"{n} {name}" for name, n in calls.items())
+            for calls in (row["layer_collectives"], row["data_collectives"])
+        )
         table.add_row(
-            *(row["schedule"], row["recompute"], str(row["stages"]), f"{row['gemm_flops'] / 1e6:.3f}", layers),
-            *(
-                f"{row['layer_bytes']:,}",
-                data,
-                f"{row['data_bytes']:,}",
-                str(row["sends"]),
-                "yes" if row["ok"] else "NO",
-            ),
+            *(row["schedule"], row["recompute"], str(row["stages"]), f"{row['gemm_flops'] / 1e6:.3f}"),
+            *(layers, f"{row['layer_bytes']:,}", data, f"{row['data_bytes']:,}", str(row["sends"])),
+            "yes" if row["ok"] else "NO",
         )
     return table
-
-
-_COLLECTIVES = ("layer_collectives", "data_collectives")

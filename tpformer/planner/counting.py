@@ -46,17 +46,20 @@ class StageCount(NamedTuple):
     queued: int
 
 
+SEND = "send"
 # torch.distributed's operations -> (name, the argument that has the full tensor)
 OPERATIONS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
     "all_reduce": ("all_reduce", 0),  # the functional one, by which DTensor adds up partial gradients
+    SEND: (SEND, 0),
 }
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts this process's collectives while it is the active mode, those of FSDP2 and DTensor included."""
+    """Counts this process's collectives and sent messages while it is the active mode, those of FSDP2, DTensor and the
+    pipeline engine included."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """Counting memory by storages: what autograd keeps of a forward, by name, and what is alive in this process.
 
-Belongs here: the one way to count bytes, for the dry run, the benches and the tests. Nothing about which model is counted
-or what should come out.
+Belongs here: the one way to count bytes, for the dry run, the benches and the tests. Nothing about which model is
+counted or what should come out.
 
-A storage counts once and with its whole size, whatever views of it there are. It is known by its object: its address may
-belong to another one after its memory was freed.
+A storage counts once and with its whole size, whatever views of it there are. It is known by its object, not by its
+address, which may belong to another storage after the memory was freed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
 
 
 def live_storages(wanted: Callable[[Tensor], bool]) -> set[torch.UntypedStorage]:
-    """Of all tensors of this process for which `wanted` holds, and of leaves' gradients: those that a Python object refers
-    to. What only C++ refers to, as autograd does, is not seen."""
+    """The storages of this process's tensors and of leaves' gradients for which `wanted` holds.
+
+    Tensors that only C++ refers to, as autograd does, are not seen.
+    """
     found: set[torch.UntypedStorage] = set()
     for each in gc.get_objects():
         if issubclass(type(each), Tensor):  # isinstance would ask objects that answer for others
