@@ -4,6 +4,7 @@ Belongs here: which layers, what must hold, the tables, the result file. The cou
 """
 
 import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from tpformer.config import RECOMPUTE
 from tpformer.models import GPTConfig, preset_config
 
 from . import parallelized
-from .charts import TOTAL, draw_bars
+from .bars import Bar, write_bars
 from .layer_memory import (
     DTYPE,
     ORDER,
@@ -51,6 +52,7 @@ RANKS = (1, 2, 4)
 LONGEST = 512  # tokens of a preset's sample: bytes per s b h / t do not depend on it
 DURING = ("forward", "backward", "optimizer step")
 PROMISED = {"none": 20, "mlp": 12, "full": 2}  # sbh/t without statistics, of a GPT layer with d_ff = 4h
+TOTAL = "total"  # of all items
 TORCH, MEGATRON = "PyTorch TP+SP", "Megatron (formula)"
 SOURCES = (
     "Counted with saved_tensors_hooks over unique storages of their whole size. Left out: parameters, and what all "
@@ -62,14 +64,14 @@ SOURCES = (
 
 
 class MemoryRow(TypedDict):
-    """One item of one layer on one rank; item "total" is the sum of the others."""
+    """One layer on one rank. unit: bytes of s b h / t, by which tables and drawings divide. items: bytes by name; of a
+    formula TOTAL alone."""
 
     model: str
     tp: int
     recompute: str
-    item: str
-    bytes: int
-    sbh_over_t: float
+    unit: float
+    items: dict[str, int]
 
 
 class GemmRow(TypedDict):
@@ -83,40 +85,18 @@ class GemmRow(TypedDict):
 
 
 class CollectiveRow(TypedDict):
-    """Collectives of one kind in a forward, a backward, or an optimizer step; bytes of the full tensors."""
+    """Collectives of a layer: for each of DURING [name, how often, bytes of the largest full tensor]."""
 
     model: str
     tp: int
     recompute: str
-    during: str
-    collective: str
-    count: int
-    bytes: int
-    largest_bytes: int
+    during: dict[str, list[tuple[str, int, int]]]
 
 
-def memory_rows(layer: Layer, items: Mapping[str, int]) -> list[MemoryRow]:
-    sizes = {**items, TOTAL: sum(items.values())}
-    return [
-        {
-            "model": f"{layer.model}, {TORCH}" if layer.torch else layer.model,
-            "tp": layer.tp,
-            "recompute": layer.recompute,
-            "item": item,
-            "bytes": size,
-            "sbh_over_t": size / layer.unit,
-        }
-        for item, size in sizes.items()
-    ]
-
-
-def layer_rows(config: GPTConfig, tp: int, recompute: str = "none", model: str = "layer") -> list[MemoryRow]:
-    """What each of `tp` ranks keeps of one layer of this architecture, for a sample of config.seq_length tokens.
-
-    Counted on that many processes; ValueError for sizes that ranks cannot share evenly.
-    """
-    ((layer, items, _),) = count([Layer(model, config, tp, recompute)])
-    return memory_rows(layer, items)
+def memory_row(layer: Layer, items: dict[str, int]) -> MemoryRow:
+    """The row of what a layer keeps."""
+    model = f"{layer.model}, {TORCH}" if layer.torch else layer.model
+    return {"model": model, "tp": layer.tp, "recompute": layer.recompute, "unit": layer.unit, "items": items}
 
 
 def formula_rows(layer: Layer) -> list[MemoryRow]:
@@ -129,34 +109,29 @@ def formula_rows(layer: Layer) -> list[MemoryRow]:
     if not parallelized.fits(config) or config.kv_heads != config.n_heads:
         return []
     size = 18 + 4 * config.ffn_size / config.hidden_size
-    rows: list[MemoryRow] = []
-    for recompute, units in (("attention", size), ("attention +norms", size - 4)):
-        formula = layer._replace(model=f"{layer.model}, {MEGATRON}", recompute=recompute)
-        rows += memory_rows(formula, {TOTAL: round(units * layer.unit)})
-    return rows
+    return [
+        memory_row(
+            layer._replace(model=f"{layer.model}, {MEGATRON}", recompute=recompute), {TOTAL: round(units * layer.unit)}
+        )
+        for recompute, units in (("attention", size), ("attention +norms", size - 4))
+    ]
 
 
-def collective_rows(counted: Counted) -> list[CollectiveRow]:
-    layer, rows = counted.layer, []
-    for during, calls in counted.collectives.items():
-        for name in dict.fromkeys(name for name, _ in calls):
-            sizes = [size for other, size in calls if other == name]
-            common: dict = {"model": layer.model, "tp": layer.tp, "recompute": layer.recompute, "during": during}
-            rows.append(
-                {**common, "collective": name, "count": len(sizes), "bytes": sum(sizes), "largest_bytes": max(sizes)}
-            )
-    return rows
+def collective_row(counted: Counted) -> CollectiveRow:
+    """The row of what a layer communicates."""
+    layer = counted.layer
+    during = {}
+    for phase, calls in counted.collectives.items():
+        sizes = {name: [size for other, size in calls if other == name] for name, _ in calls}
+        during[phase] = [(name, len(of_name), max(of_name)) for name, of_name in sizes.items()]
+    return {"model": layer.model, "tp": layer.tp, "recompute": layer.recompute, "during": during}
 
 
 def gemm_row(layer: Layer) -> GemmRow:
+    """The row of a layer's GEMMs on one rank."""
     forward, backward = Step(layer, None).gemms()
-    return {
-        "model": layer.model,
-        "recompute": layer.recompute,
-        "forward_flops": forward,
-        "backward_flops": backward,
-        "recomputed_flops": backward - 2 * forward,
-    }
+    flops = {"forward_flops": forward, "backward_flops": backward, "recomputed_flops": backward - 2 * forward}
+    return {"model": layer.model, "recompute": layer.recompute, **flops}  # type: ignore[typeddict-item]
 
 
 def item_problems(layer: Layer, items: Mapping[str, int]) -> list[str]:
@@ -211,28 +186,28 @@ def collective_problems(counted: Counted) -> list[str]:
 
 
 def item_table(rows: Sequence[MemoryRow], *, sizes: bool) -> Table:
-    """Items down; recompute mode and ranks across, in sbh/t; sizes: and in MiB. Formulas are the same for all ranks."""
-    columns: dict[tuple[str, str, str], dict[str, MemoryRow]] = {}
+    """Items down; recompute mode and ranks across, in s b h / t; sizes: and in MiB. A formula holds for any t."""
+    columns: dict[tuple[str, str, str], MemoryRow] = {}
     for row in rows:
         _, _, whose = row["model"].partition(", ")
-        ranks = "any t" if whose == MEGATRON else f"t={row['tp']}"
-        columns.setdefault((whose, row["recompute"], ranks), {})[row["item"]] = row
+        columns.setdefault((whose, row["recompute"], "any t" if whose == MEGATRON else f"t={row['tp']}"), row)
     table = Table(box=None, pad_edge=False)
     table.add_column("saved for the backward", no_wrap=True)
     for whose, recompute, ranks in columns:
         lines = [*whose.split(" ", 1), *recompute.split(" "), ranks]
         table.add_column("\n".join(line for line in lines if line), justify="right", no_wrap=True)
-    for item in sorted({row["item"] for row in rows}, key=(*ORDER, TOTAL).index):
+    for item in (*sorted({name for row in rows for name in row["items"]} - {TOTAL}, key=ORDER.index), TOTAL):
         cells = []
-        for column in columns.values():
-            found = column.get(item)
-            size = f" ({found['bytes'] / 2**20:.2f})" if sizes and found is not None else ""
-            cells.append("" if found is None else f"{found['sbh_over_t']:.8g}{size}")
+        for row in columns.values():
+            found = sum(row["items"].values()) if item == TOTAL else row["items"].get(item)
+            size = f" ({found / 2**20:.2f})" if sizes and found is not None else ""
+            cells.append("" if found is None else f"{found / row['unit']:.8g}{size}")
         table.add_row(item, *cells)
     return table
 
 
 def gemm_table(rows: Sequence[GemmRow]) -> Table:
+    """A line for each layer and recompute mode."""
     table = Table("model", "recompute", box=None, pad_edge=False)
     for name in ("forward", "backward", "recomputed"):
         table.add_column(name, justify="right")
@@ -244,18 +219,27 @@ def gemm_table(rows: Sequence[GemmRow]) -> Table:
 
 def collective_table(rows: Sequence[CollectiveRow]) -> Table:
     """One line for each layout: what its forward, its backward and, once for all, an optimizer step communicate."""
-    layouts: dict[tuple[str, str, int], dict[str, list[CollectiveRow]]] = {}
-    for row in rows:
-        layout = layouts.setdefault((row["model"], row["recompute"], row["tp"]), {during: [] for during in DURING})
-        layout[row["during"]].append(row)
     table = Table("model", "recompute", "t", *DURING, box=None, pad_edge=False)
-    for (model, recompute, tp), during in layouts.items():
-        cells = (
-            ", ".join(f"{row['count']} {row['collective']} of {row['largest_bytes']:,}" for row in of_phase)
-            for of_phase in during.values()
-        )
-        table.add_row(model, recompute, str(tp), *cells)
+    for row in rows:
+        if any(row["during"].values()):
+            cells = (", ".join(f"{n} {name} of {size:,}" for name, n, size in row["during"][phase]) for phase in DURING)
+            table.add_row(row["model"], row["recompute"], str(row["tp"]), *cells)
     return table
+
+
+def draw(path: Path) -> Path:
+    """A bar of items for each row of the result file, in s b h / t."""
+    bars = []
+    for row in json.loads(path.read_text())["rows"]:
+        sizes = {name: size / row["unit"] for name, size in row["items"].items()}
+        t = "any t" if MEGATRON in row["model"] else f"t = {row['tp']}"
+        bars.append(Bar(row["model"], f"{t}, recompute {row['recompute']}", sizes, f"{sum(sizes.values()):.2f}"))
+    note = (
+        "Bytes of activations that one rank keeps of one layer for the backward, as multiples of s b h / t: sequence "
+        "length, batch, hidden size, and t tensor-parallel ranks. recompute: what the backward computes again. Grey: "
+        "a published formula, not measured."
+    )
+    return write_bars(path, note, "bytes / (s b h / t)", bars, alone=[TOTAL])
 
 
 def print_table(title: str, table: Table, console: Console) -> None:
@@ -273,9 +257,8 @@ def layers_of(model: str, config: GPTConfig, ranks: Sequence[int]) -> list[Layer
 
 def rows_and_problems(counted: Sequence[Counted]) -> tuple[list[MemoryRow], list[str]]:
     """All rows of one model, the formulas' last, and what is not as it should be."""
-    rows = [row for layer, items, _ in counted for row in memory_rows(layer, items)]
-    for layer in dict.fromkeys(each.layer._replace(recompute="none", torch=False) for each in counted):
-        rows += formula_rows(layer)
+    rows = [memory_row(layer, items) for layer, items, _ in counted]
+    rows += formula_rows(counted[0].layer)
     problems = [
         problem for layer, items, _ in counted if not layer.torch for problem in item_problems(layer, items)
     ] + [problem for each in counted for problem in collective_problems(each)]
@@ -301,7 +284,7 @@ def run_default(layers: Sequence[Layer], results: Path | None, console: Console)
         shape = f"hidden {config.hidden_size}, {config.seq_length} tokens, bfloat16"
         print_table(f"{model}: {shape}. By recompute and t: s b h / t", item_table(of_model, sizes=False), console)
         rows, problems = rows + of_model, problems + found
-        moved += [row for each in counted for row in collective_rows(each)]
+        moved += [collective_row(each) for each in counted if any(each.collectives.values())]
         for recompute in RECOMPUTE:
             layer = Layer(model, config, 1, recompute)
             gemms.append(gemm_row(layer))
@@ -313,7 +296,7 @@ def run_default(layers: Sequence[Layer], results: Path | None, console: Console)
     if results is not None:
         models = {model: asdict(config) for model, config in MODELS.items()}
         content = {"sources": SOURCES, "models": models, "rows": rows, "gemms": gemms, "collectives": moved}
-        write(TOOL, content, device="cpu", results=results, draw=draw_bars, console=console)
+        write(TOOL, content, device="cpu", results=results, draw=draw, console=console)
     return verdict(problems, console)
 
 

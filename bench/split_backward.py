@@ -148,7 +148,16 @@ def split_table(rows: Sequence[SplitRow]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("schedule", "recompute"):
         table.add_column(name, no_wrap=True)
-    for name in ("stages", "GEMM MFLOPs", "layers' collectives", "bytes", "FSDP2's collectives", "bytes", "sends", "ok"):
+    for name in (
+        "stages",
+        "GEMM MFLOPs",
+        "layers' collectives",
+        "bytes",
+        "FSDP2's collectives",
+        "bytes",
+        "sends",
+        "ok",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         layers, data = (

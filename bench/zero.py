@@ -67,8 +67,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DTYPES = ("bfloat16", "float32")
 NOTE = (
-    "Bytes per parameter of the rank's own parts. N: ranks that share; x4: four data-parallel ranks, 2x2: two groups of "
-    "two that share. Columns: FSDP2's tensors, each storage once; formula: tpformer dry-run's; memory: all live "
+    "Bytes per parameter of the rank's own parts. N: ranks that share; x4: four data-parallel ranks, 2x2: two groups "
+    "of two that share. Columns: FSDP2's tensors, each storage once; formula: tpformer dry-run's; memory: all live "
     "storages, less those of before the model was built (no activations live at these moments). slides: 2 + 2 + 16 "
     "(16-bit parameters and gradients; float32 parameters, gradients, two moments), paper: 2 + 2 + 12 "
     "(arXiv:1910.02054), both divided by N as the stage says, and both for all moments; docs/zero.md names the "
@@ -204,7 +204,7 @@ def moment_rows(measured: Measured, formula: Moments) -> dict[str, MomentRow]:
 
 
 def published(parameters: float, zero: int, shards: int, optimizer: int) -> int:
-    """2 + 2 + `optimizer` bytes per 16-bit parameter, gradient and state, each divided by `shards` as the stage says."""
+    """2 + 2 + `optimizer` bytes a parameter: 16 bits, its gradient, and state; divided by shards as the stage says."""
     sizes = ((2, zero == 3), (2, zero >= 2), (optimizer, zero >= 1))
     return round(sum(size * parameters / (shards if shared else 1) for size, shared in sizes))
 
@@ -291,8 +291,8 @@ def draw(path: Path) -> Path:
                 bars.append(Bar(row["case"], moment, sizes, total, mark=found["formula"] / m))
     note = (
         "Bytes per parameter on one rank: bfloat16 compute, float32 master weights, 4 microbatches. Red lines: the "
-        "formulas of tpformer dry-run. x4: four data-parallel ranks; 2x2: two groups of two ranks that share; PP2: two "
-        "pipeline ranks, of which the first is shown."
+        "formulas of tpformer dry-run. x4: four data-parallel ranks; 2x2: two groups of two that share; PP2: two "
+        "pipeline ranks, the first is shown."
     )
     return write_bars(path, note, "bytes per parameter", bars)
 

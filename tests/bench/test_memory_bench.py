@@ -22,45 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 from bench import memory  # noqa: E402
 from bench.layer_memory import RESIDUALS, SCORES, STATISTICS, Counted, Layer, Step, count, expected_items  # noqa: E402
 from bench.runner import main  # noqa: E402
-from bench.saved import OTHER, RESULT, Gemms, record_saved  # noqa: E402
+from bench.step_counts import Gemms  # noqa: E402
 from tpformer.distributed import build_mesh  # noqa: E402
 from tpformer.models import GPTConfig  # noqa: E402
+from tpformer.planner.storages import OTHER  # noqa: E402
 
 GPT = replace(memory.GPT, hidden_size=64, n_heads=4, seq_length=32)
 LLAMA = replace(memory.LLAMA, hidden_size=64, n_heads=4, n_kv_heads=2, seq_length=32, ffn_hidden_size=96)
 MODES = ("none", "mlp", "full")
-
-
-class Toy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-def test_storages_count_once_and_whole() -> None:
-    toy, x = Toy(), torch.randn(6, 4)
-    with record_saved(
-        toy, {"first": {0: "input"}, "second": {0: "hidden", RESULT: "output"}, "": {0: "late"}}
-    ) as saved:
-        y = toy(x[:3])
-        y = y.exp()
-    # x is kept as a view of 3 rows; tanh and the second linear keep one tensor; no weight counts
-    assert saved.items() == {"late": 6 * 4 * 4, "hidden": 3 * 8 * 4, OTHER: 3 * 2 * 4}
-    assert saved.items(lambda x: f"of {tuple(x.shape)}")["of (3, 2)"] == y.untyped_storage().nbytes()
-    assert saved.total() == 96 + 96 + 24
-    saved.leave_out([x])
-    assert saved.total() == 96 + 24
-
-
-def test_hooks_are_gone_afterwards() -> None:
-    toy = Toy()
-    with record_saved(toy) as saved:
-        pass
-    toy(torch.randn(3, 4))
-    assert saved.total() == 0 and not any(module._forward_pre_hooks for module in toy.modules())
 
 
 def test_gemms_by_hand() -> None:
@@ -159,12 +128,13 @@ def test_no_gemm_is_recomputed() -> None:
 
 def test_formulas() -> None:
     rows = memory.formula_rows(Layer("GPT layer", GPT, 2))
-    assert [(row["recompute"], row["item"], row["sbh_over_t"], row["bytes"]) for row in rows] == [
-        ("attention", "total", 34, 34 * 32 * 64 // 2),
-        ("attention +norms", "total", 30, 30 * 32 * 64 // 2),
+    assert [(row["recompute"], row["items"]) for row in rows] == [
+        ("attention", {"total": 34 * 32 * 64 // 2}),
+        ("attention +norms", {"total": 30 * 32 * 64 // 2}),
     ]
     narrow = replace(GPT, ffn_hidden_size=2 * GPT.hidden_size)
-    assert [row["sbh_over_t"] for row in memory.formula_rows(Layer("GPT layer", narrow, 1))] == [26, 22]
+    rows = memory.formula_rows(Layer("GPT layer", narrow, 1))
+    assert [row["items"]["total"] / row["unit"] for row in rows] == [26, 22]
     assert memory.formula_rows(Layer("Llama layer", LLAMA, 1)) == []
     assert memory.formula_rows(Layer("grouped", replace(GPT, n_kv_heads=2), 1)) == []
 
@@ -206,10 +176,8 @@ def test_the_result_file_and_its_drawing(
     header = "schema bench description date machine commit dirty versions"
     assert list(result) == [*header.split(), "sources", "models", "rows", "gemms", "collectives"]
     assert GPTConfig(**result["models"]["Llama layer"]) == LLAMA
-    for row in result["rows"]:
-        assert list(row) == ["model", "tp", "recompute", "item", "bytes", "sbh_over_t"]
-        assert isinstance(row["bytes"], int) and row["sbh_over_t"] == row["bytes"] / (32 * 64)
-    totals = {(row["model"], row["recompute"]): row["sbh_over_t"] for row in result["rows"] if row["item"] == "total"}
+    assert {row["unit"] for row in result["rows"]} == {32 * 64}
+    totals = {(row["model"], row["recompute"]): sum(row["items"].values()) / row["unit"] for row in result["rows"]}
     assert totals["GPT layer", "none"] == 20.5 and totals["GPT layer", "full"] == 2
     assert totals["GPT layer, Megatron (formula)", "attention"] == 34
     assert {row["recompute"]: row["recomputed_flops"] for row in result["gemms"][:3]}["none"] == 0
@@ -274,7 +242,7 @@ def test_a_preset_is_printed_and_not_written(
 
 
 @pytest.mark.proof
-def test_rows_for_a_planner_from_processes() -> None:
-    rows = memory.layer_rows(GPT, 2, "mlp", "GPT layer")
-    assert [row["sbh_over_t"] for row in rows if row["item"] == "total"] == [12 + 8 / 64 + 4 / 16]
-    assert count([Layer("GPT layer", GPT, 2)], collectives=True)[0].collectives["forward"]
+def test_counts_of_processes() -> None:
+    (found,) = count([Layer("GPT layer", GPT, 2, "mlp")], collectives=True)
+    assert sum(found.items.values()) / found.layer.unit == 12 + 8 / 64 + 4 / 16
+    assert found.collectives["forward"]

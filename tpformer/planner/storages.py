@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -106,8 +106,9 @@ class Saved:
         """Record what autograd keeps in this context. Parameters and buffers of `module` do not count.
 
         names: by path of a submodule ("" is `module`) and by position or keyword of what it is called with, or RESULT.
-        What scaled_dot_product_attention is called with and returns is named too.
+        With a module, what scaled_dot_product_attention is called with and returns is named too.
         """
+        attention = nullcontext() if module is None else _NamesOfAttention(self)
         hooks: list[Any] = []
         for path, called in () if module is None else module.named_modules():
             # no others: a hook on a part of this library's layers would have it called as a module, not fused
@@ -119,7 +120,7 @@ class Saved:
                 name = given[RESULT]
                 hooks.append(called.register_forward_hook(lambda _, args, y, name=name: self.name(y, name)))
         try:
-            with saved_tensors_hooks(self.pack, lambda x: x), _NamesOfAttention(self):
+            with saved_tensors_hooks(self.pack, lambda x: x), attention:
                 yield self
         finally:
             for hook in hooks:
