@@ -34,7 +34,7 @@ from tpformer.planner import (
     write_trace,
 )
 
-from .plot import LINE, REQUIRED, TOP, line, text, write_document
+from .bars import Bar, write_bars
 from .ranks import Calls, Ranks
 from .runner import Tool, device_directory, write
 
@@ -72,7 +72,6 @@ class BubbleRow(TypedDict):
     formula_share: float | None
     difference: float
     relative: float
-    bar: float
     ok: bool
 
 
@@ -139,6 +138,8 @@ def build(schedule: str, n_microbatches: int, seconds: float, mesh: DeviceMesh) 
 
 
 class Case(NamedTuple):
+    """What is run. seconds: of F, I and W each."""
+
     schedule: str
     n_microbatches: int
     seconds: float
@@ -156,40 +157,45 @@ def simulated_share(schedule: str, n_microbatches: int) -> float:
     return bubble_share(simulate(order, lambda step: 2 if step.kind == "B" else 1), RANKS)
 
 
-def make_row(schedule: str, n_microbatches: int, seconds: float, steps: int, actions: Sequence[Action]) -> BubbleRow:
-    """The row of the recorded step that counts; ValueError when it is not all actions of the schedule in its order."""
+def require_order(schedule: str, n_microbatches: int, actions: Sequence[Action]) -> None:
+    """ValueError unless these are all actions of the schedule, on every rank in its order."""
     describe(actions, schedule, n_microbatches)
-    stages = SCHEDULES[schedule].stages_per_rank
-    order = schedule_order(schedule, RANKS, n_microbatches, stages)
+    order = schedule_order(schedule, RANKS, n_microbatches, SCHEDULES[schedule].stages_per_rank)
     for rank, groups in enumerate(order):
         ran = [action[1:4] for action in sorted(actions, key=lambda a: a.start) if action.rank == rank]
         meant = [(step.stage, step.microbatch, step.kind) for step in itertools.chain(*groups)]
         if [each for each in ran if each[2] != "R"] != meant:
             raise ValueError(f"{schedule}: rank {rank} ran {ran}, and the order that is simulated is {meant}")
-    simulated, measured = simulated_share(schedule, n_microbatches), bubble_share(actions, RANKS)
-    ratio = bubble_ratio(schedule, RANKS, n_microbatches, stages)
-    relative = measured / simulated - 1
+
+
+def span(actions: Sequence[Action]) -> float:
+    """Seconds from the first start to the last end."""
+    return max(action.end for action in actions) - min(action.start for action in actions)
+
+
+def make_row(case: Case, steps: int, actions: Sequence[Action]) -> BubbleRow:
+    """The row of the recorded step that counts; ValueError as require_order. steps: recorded in all."""
+    name, n, seconds = case
+    require_order(name, n, actions)
+    stages = SCHEDULES[name].stages_per_rank
+    simulated, measured = simulated_share(name, n), bubble_share(actions, RANKS)
+    ratio, relative = bubble_ratio(name, RANKS, n, stages), measured / simulated - 1
     return {
-        "schedule": schedule,
+        "schedule": name,
         "ranks": RANKS,
-        "microbatches": n_microbatches,
+        "microbatches": n,
         "stages_per_rank": stages,
         "seconds": round(seconds, 4),
         "steps": steps,
-        "span": round(max(a.end for a in actions) - min(a.start for a in actions), 4),
+        "span": round(span(actions), 4),
         "measured_share": round(measured, 5),
         "simulated_share": round(simulated, 5),
-        "formula": RATIOS[schedule],
+        "formula": RATIOS[name],
         "formula_share": None if ratio is None else round(ratio / (1 + ratio), 5),
         "difference": round(measured - simulated, 5),
         "relative": round(relative, 5),
-        "bar": BAR,
         "ok": abs(relative) <= BAR,
     }
-
-
-def fastest(steps: Sequence[list[Action]]) -> list[Action]:
-    return min(steps, key=lambda actions: max(a.end for a in actions) - min(a.start for a in actions))
 
 
 def measure(ranks: Ranks, cases: Sequence[Case], budget: float) -> dict[Case, tuple[BubbleRow, list[Action]]]:
@@ -201,18 +207,18 @@ def measure(ranks: Ranks, cases: Sequence[Case], budget: float) -> dict[Case, tu
     while missed and (not found or time.monotonic() < end):
         for case in missed:
             steps[case].append(list(itertools.chain(*ranks.call(f"{case.schedule} {case.n_microbatches}"))))
-            best = fastest(steps[case])
-            found[case] = make_row(*case, len(steps[case]), best), best
+            best = min(steps[case], key=span)
+            found[case] = make_row(case, len(steps[case]), best), best
         missed = [case for case in missed if not found[case][0]["ok"]]
     return found
 
 
 def result_table(rows: Sequence[BubbleRow]) -> Table:
+    """A line for each case."""
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
-    for name in "p,m,v,F=I=W,step,measured,simulated,formula,bubble/compute,difference,relative".split(","):
+    for name in "p,m,v,F=I=W,step,measured,simulated,formula,bubble/compute,difference,relative,ok".split(","):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ok", justify="right")
     for row in rows:
         share = row["formula_share"]
         table.add_row(
@@ -226,23 +232,23 @@ def result_table(rows: Sequence[BubbleRow]) -> Table:
     return table
 
 
-def draw_shares(path: Path) -> Path:
+def draw(path: Path) -> Path:
     """A bar for each measured share, and a line where theory has it."""
-    result = json.loads(path.read_text())
-    left, width = 190, 420
-    scale = width / max(row["measured_share"] for row in result["rows"])
-    parts, y = [], float(TOP)
-    for row in result["rows"]:
-        y += LINE
-        label = f"{row['schedule']}, m = {row['microbatches']}"
-        parts.append(text(left - 10, y + 4, label, "end"))
-        size = f'width="{row["measured_share"] * scale:.1f}" height="12" fill="#4e79a7"'
-        parts.append(f'<rect x="{left}" y="{y - 6:.1f}" {size}/>')
-        x = left + row["simulated_share"] * scale
-        parts.append(line(x, y - 9, x, y + 9, REQUIRED, 2.5))
-        parts.append(text(left + width + 20, y + 4, f"{row['measured_share']:.2%}  ({row['simulated_share']:.2%})"))
-    note = "idle share of 4 pipeline ranks: bars measured, red lines (and in brackets) the schedule's order simulated"
-    return write_document(path.with_suffix(".svg"), result, note, left + width + 150, y + LINE, parts)
+    note = (
+        f"Share of the time in which {RANKS} pipeline ranks are idle, by number of microbatches. Bars: measured. Red lines: "
+        "the schedule's order, simulated with communication free."
+    )
+    bars = [
+        Bar(
+            row["schedule"],
+            f"{row['microbatches']} microbatches",
+            {"idle": 100 * row["measured_share"]},
+            f"{row['measured_share']:.1%}",
+            mark=100 * row["simulated_share"],
+        )
+        for row in json.loads(path.read_text())["rows"]
+    ]
+    return write_bars(path, note, "% of the time from the first start to the last end", bars)
 
 
 def write_timelines(recorded: Mapping[Case, Sequence[Action]], directory: Path) -> None:
@@ -274,7 +280,7 @@ def run(arguments: Sequence[str], results: Path, console: Console) -> int:
         return 0
     drawn = {case: actions for case, (_, actions) in found.items() if case.n_microbatches == DRAWN}
     write_timelines(drawn, results / device_directory("cpu"))
-    write(TOOL, {"note": NOTE, "rows": rows}, device="cpu", results=results, draw=draw_shares, console=console)
+    write(TOOL, {"note": NOTE, "bar": BAR, "rows": rows}, device="cpu", results=results, draw=draw, console=console)
     missed = [f"{row['schedule']} m={row['microbatches']}: {row['relative']:+.1%}" for row in rows if not row["ok"]]
     held = f"all {len(rows)} shares are within {BAR:.0%} of theory"
     outcome = f"{len(missed)} of {len(rows)} bars missed: {'; '.join(missed)}" if missed else held

@@ -24,13 +24,13 @@ def step(schedule: str, stages: int, gap: float = 0.0) -> list[Action]:
 
 
 def test_the_bar_is_a_part_of_the_share() -> None:
-    row = make_row("ZBVZeroBubble", 8, 0.1, 1, step("ZBVZeroBubble", 2))
+    row = make_row(Case("ZBVZeroBubble", 8, 0.1), 1, step("ZBVZeroBubble", 2))
     assert list(row) == list(BubbleRow.__annotations__)
     assert row["measured_share"] == row["simulated_share"] == row["formula_share"] == 0.05882 and row["ok"]
-    close, far = (make_row("ZBVZeroBubble", 8, 0.1, 1, step("ZBVZeroBubble", 2, gap)) for gap in (0.002, 0.005))
+    close, far = (make_row(Case("ZBVZeroBubble", 8, 0.1), 1, step("ZBVZeroBubble", 2, gap)) for gap in (0.002, 0.005))
     assert close["ok"] and 0.02 < close["relative"] < 0.05
     assert not far["ok"] and far["relative"] > 0.05 and far["difference"] < 0.01
-    assert make_row("1F1B", 8, 0.1, 1, step("1F1B", 1))["formula_share"] == 0.27273
+    assert make_row(Case("1F1B", 8, 0.1), 1, step("1F1B", 1))["formula_share"] == 0.27273
 
 
 def test_another_order_is_refused() -> None:
@@ -38,7 +38,7 @@ def test_another_order_is_refused() -> None:
     first, second = (next(a for a in actions if a[:4] == (3, 3, microbatch, "F")) for microbatch in (0, 1))
     swapped = [a._replace(microbatch=1 - a.microbatch) if a in (first, second) else a for a in actions]
     with pytest.raises(ValueError, match="1F1B: rank 3 ran"):
-        make_row("1F1B", 8, 0.1, 1, swapped)
+        make_row(Case("1F1B", 8, 0.1), 1, swapped)
 
 
 class Ranks:
