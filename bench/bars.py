@@ -5,20 +5,15 @@ Belongs here: drawing what stands in a result file, with the standard library on
 
 import itertools
 import json
-import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .plot import REQUIRED, TOP, line, text, write_document
+from .plot import COLOURS, REQUIRED, TOP, WIDTH, line, text, ticks, write_document
 
-PAGE, LINE, BAR, CHARACTER = 600, 20, 13, 6.6  # pixels: of the drawing, a line, a bar, a letter of 12 pixels
+LINE, BAR, CHARACTER = 20, 13, 6.6  # pixels: of a line, a bar, a letter
 VALUE = 64  # pixels to the right of the longest bar, for its value
-COLOURS = (
-    *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f"),
-    *("#1f3a5f", "#d37295", "#a0cbe8", "#2f6b2f", "#ffbe7d", "#7f1d1d", "#79706e"),
-)
 FORMULA = "#bbbbbb"  # a bar that is one number without parts
 
 
@@ -38,7 +33,7 @@ class Bar(NamedTuple):
 
 def paragraph(note: str, y: float) -> tuple[list[str], float]:
     """The note in lines as wide as the drawing, and the y below them."""
-    lines = textwrap.wrap(note, int((PAGE - 20) / CHARACTER) + 3)
+    lines = textwrap.wrap(note, int((WIDTH - 20) / CHARACTER) + 3)
     parts = [text(10, y + 16 * index, each, fill="#444") for index, each in enumerate(lines)]
     return parts, y + 16 * len(lines)
 
@@ -48,7 +43,7 @@ def legend(colours: Mapping[str, str], y: float) -> tuple[list[str], float]:
     parts, x = [], 10.0
     for name, colour in colours.items():
         width = 34 + CHARACTER * len(name)
-        if x + width > PAGE:
+        if x + width > WIDTH:
             x, y = 10.0, y + LINE
         parts.append(f'<rect x="{x:.1f}" y="{y - 11:.1f}" width="13" height="13" fill="{colour}"/>')
         parts.append(text(x + 18, y, name))
@@ -56,17 +51,10 @@ def legend(colours: Mapping[str, str], y: float) -> tuple[list[str], float]:
     return parts, y + LINE
 
 
-def ticks(high: float, most: int = 6) -> list[float]:
-    """Round numbers from 0 to `high`, at most that many."""
-    power = 10 ** math.floor(math.log10(high / most))
-    step = next(factor * power for factor in (1, 2, 5, 10, 20) if high / (factor * power) <= most - 1)
-    return [index * step for index in range(int(high / step) + 1)]
-
-
 def _scale(y: float, bottom: float, left: float, high: float, pixels: float, unit: str) -> list[str]:
     """Faint lines at round numbers from y to bottom, the numbers below them, and what they are."""
     parts = []
-    for tick in ticks(high):
+    for tick in ticks(0, high):
         x = left + tick * pixels
         parts += [line(x, y, x, bottom, "#e4e4e4"), text(x, bottom + 14, f"{tick:g}", "middle", fill="#666")]
     return [*parts, text(left, bottom + 32, unit, fill="#666")]
@@ -95,7 +83,7 @@ def write_bars(path: Path, note: str, unit: str, bars: Iterable[Bar], *, alone: 
     colours = dict(zip(names, itertools.cycle(COLOURS), strict=False))
     left = 18 + CHARACTER * max(len(bar.label) for bar in bars)
     high = max(max(bar.length, bar.mark or 0) for bar in bars)
-    pixels = (PAGE - VALUE - left) / high
+    pixels = (WIDTH - VALUE - left) / high
     parts, y = paragraph(note, TOP - 8)
     if len(names) > 1:
         squares, y = legend(colours, y + 8)
@@ -109,4 +97,4 @@ def write_bars(path: Path, note: str, unit: str, bars: Iterable[Bar], *, alone: 
             y += LINE
             drawn += _draw(bar, y, left, pixels, colours)
     parts += [*_scale(top, y + 8, left, high, pixels, unit), *drawn]
-    return write_document(path.with_suffix(".svg"), json.loads(path.read_text()), "", PAGE, y + 52, parts)
+    return write_document(path.with_suffix(".svg"), json.loads(path.read_text()), "", WIDTH, y + 52, parts)

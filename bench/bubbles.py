@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +35,7 @@ from tpformer.planner import (
 
 from .bars import Bar, write_bars
 from .ranks import Calls, Ranks
-from .runner import Tool, device_directory, write
+from .runner import Bench, Report, columns
 
 RANKS, HIDDEN = 4, 8
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
@@ -55,24 +54,7 @@ NOTE = (
 )
 
 
-class BubbleRow(TypedDict):
-    """One case. seconds: nominal, of F, I and W each. steps: recorded; the figures are of the fastest. formula_share:
-    None where it does not hold. relative: measured to simulated, less 1."""
-
-    schedule: str
-    ranks: int
-    microbatches: int
-    stages_per_rank: int
-    seconds: float
-    steps: int
-    span: float
-    measured_share: float
-    simulated_share: float
-    formula: str
-    formula_share: float | None
-    difference: float
-    relative: float
-    ok: bool
+Row = dict[str, Any]
 
 
 class _Sleep(torch.autograd.Function):
@@ -173,8 +155,11 @@ def span(actions: Sequence[Action]) -> float:
     return max(action.end for action in actions) - min(action.start for action in actions)
 
 
-def make_row(case: Case, steps: int, actions: Sequence[Action]) -> BubbleRow:
-    """The row of the recorded step that counts; ValueError as require_order. steps: recorded in all."""
+def make_row(case: Case, steps: int, actions: Sequence[Action]) -> Row:
+    """The row of the recorded step that counts; ValueError as require_order.
+
+    steps: recorded in all; formula_share: None where the closed form does not hold; relative: measured / simulated - 1.
+    """
     name, n, seconds = case
     require_order(name, n, actions)
     stages = SCHEDULES[name].stages_per_rank
@@ -198,10 +183,10 @@ def make_row(case: Case, steps: int, actions: Sequence[Action]) -> BubbleRow:
     }
 
 
-def measure(ranks: Ranks, cases: Sequence[Case], budget: float) -> dict[Case, tuple[BubbleRow, list[Action]]]:
+def measure(ranks: Ranks, cases: Sequence[Case], budget: float) -> dict[Case, tuple[Row, list[Action]]]:
     """The fastest step of each case and its row: one round of all, then more of those that missed, until the budget."""
     steps: dict[Case, list[list[Action]]] = {case: [] for case in cases}
-    found: dict[Case, tuple[BubbleRow, list[Action]]] = {}
+    found: dict[Case, tuple[Row, list[Action]]] = {}
     end = time.monotonic() + budget
     missed = list(cases)
     while missed and (not found or time.monotonic() < end):
@@ -213,12 +198,10 @@ def measure(ranks: Ranks, cases: Sequence[Case], budget: float) -> dict[Case, tu
     return found
 
 
-def result_table(rows: Sequence[BubbleRow]) -> Table:
+def result_table(rows: Sequence[Row]) -> Table:
     """A line for each case."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for name in "p,m,v,F=I=W,step,measured,simulated,formula,bubble/compute,difference,relative,ok".split(","):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = "p,m,v,F=I=W,step,measured,simulated,formula,bubble/compute,difference,relative,ok".split(",")
+    table = columns(["schedule"], names)
     for row in rows:
         share = row["formula_share"]
         table.add_row(
@@ -235,8 +218,8 @@ def result_table(rows: Sequence[BubbleRow]) -> Table:
 def draw(path: Path) -> Path:
     """A bar for each measured share, and a line where theory has it."""
     note = (
-        f"Share of the time in which {RANKS} pipeline ranks are idle, by number of microbatches. Bars: measured. Red lines: "
-        "the schedule's order, simulated with communication free."
+        f"Share of the time in which {RANKS} pipeline ranks are idle, by number of microbatches. Bars: measured. Red "
+        "lines: the schedule's order, simulated with communication free."
     )
     bars = [
         Bar(
@@ -252,8 +235,7 @@ def draw(path: Path) -> Path:
 
 
 def write_timelines(recorded: Mapping[Case, Sequence[Action]], directory: Path) -> None:
-    """pipeline_<schedule>.svg, and .json for Perfetto."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write pipeline_<schedule>.svg, and .json for Perfetto, into an existing directory."""
     for (schedule, n, seconds), actions in recorded.items():
         path = directory / f"pipeline_{schedule}.svg"
         title = f"{schedule}: {RANKS} pipeline ranks, {n} microbatches, F = I = W = {seconds * 1e3:.0f} ms (sleeps)"
@@ -261,11 +243,9 @@ def write_timelines(recorded: Mapping[Case, Sequence[Action]], directory: Path) 
         write_trace(actions, path.with_suffix(".json"))
 
 
-def run(arguments: Sequence[str], results: Path, console: Console) -> int:
-    """The tool; the exit code: 1 where a bubble is not what theory says."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
-    parser.add_argument("--quick", action="store_true", help="short sleeps, few microbatches, nothing written")
-    quick = parser.parse_args(arguments).quick
+def run(options: argparse.Namespace) -> Report:
+    """Run every case, and require each bubble to be what theory says."""
+    quick = options.quick
     cases = [
         Case(name, n, QUICK if quick else max(SHORTEST, LENGTHENED / simulated_share(name, n)))
         for name, n in itertools.product(NAMES, MICROBATCHES[:1] if quick else MICROBATCHES)
@@ -273,23 +253,21 @@ def run(arguments: Sequence[str], results: Path, console: Console) -> int:
     with Ranks(RANKS, 1, setup, cases) as ranks:
         found = measure(ranks, cases, 0 if quick else BUDGET)
     rows = [row for row, _ in found.values()]
-    console.print(result_table(rows), highlight=False)
-    console.print(NOTE, highlight=False, soft_wrap=True)
-    if quick:
-        console.print("--quick: short sleeps; nothing is written, and no share is required", highlight=False)
-        return 0
     drawn = {case: actions for case, (_, actions) in found.items() if case.n_microbatches == DRAWN}
-    write_timelines(drawn, results / device_directory("cpu"))
-    write(TOOL, {"note": NOTE, "bar": BAR, "rows": rows}, device="cpu", results=results, draw=draw, console=console)
+    files = partial(write_timelines, drawn)
+    if quick:
+        return Report([result_table(rows)], {}, [], "short sleeps: no share is required")
     missed = [f"{row['schedule']} m={row['microbatches']}: {row['relative']:+.1%}" for row in rows if not row["ok"]]
-    held = f"all {len(rows)} shares are within {BAR:.0%} of theory"
-    outcome = f"{len(missed)} of {len(rows)} bars missed: {'; '.join(missed)}" if missed else held
-    console.print(f"bubbles: {outcome}", highlight=False, soft_wrap=True)
-    return 1 if missed else 0
+    problems = [f"{len(missed)} of {len(rows)} bars missed: {'; '.join(missed)}"] if missed else []
+    outcome = f"all {len(rows)} shares are within {BAR:.0%} of theory"
+    return Report([result_table(rows)], {"bar": BAR, "rows": rows}, problems, outcome, files)
 
 
-TOOL = Tool(
+BENCH = Bench(
     name="bubbles",
     description="idle share of executed pipeline schedules beside theory, and their timelines; on 4 CPU processes",
+    options={"--quick": {"action": "store_true", "help": "short sleeps, few microbatches, nothing written"}},
     run=run,
+    draw=draw,
+    note=NOTE,
 )

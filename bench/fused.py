@@ -1,22 +1,25 @@
-"""The benches `all_gather_matmul`, `matmul_reduce_scatter` and `matmul_all_reduce`: what one GPU can say honestly.
+"""What does fusing a GEMM with its collective cost, as far as one GPU can say it honestly?
 
 Belongs here: what is timed, the required ratio, the rows. On one GPU nothing crosses a link, so no row measures a
 gain: the measured ones bound what fusing costs, the predicted ones say what it should bring on t GPUs.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 
 from tpformer.ops.transports.interface import ALL, GATHER, SCATTER
 
-from .gpu_timing import FULL, QUICK, Call, Effort, measure
-from .predict import MODEL, prediction_row, present_machine
-from .runner import Bench, Row, make_row, mean_row
+from .predict import MODEL, predicted_rows
+from .ratios import Row, compared, draw_ratios, means, ratios, table
+from .runner import Bench
 from .shapes import DECODE_ROWS, Shape, operation_shapes, shapes
-from .timing import compare
+from .timing import FULL, QUICK, Call, Effort, measure
+
+if TYPE_CHECKING:
+    from .fused_gemm import FusedGemm
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 BARE, LIBRARY, SUMMED = "matmul", "torch.matmul", "matmul, torch.sum"
@@ -40,18 +43,6 @@ COMMON_NOTE = (
     "launch that shares the SMs, what they push goes to memory, against the same GEMMs one after the other: an upper "
     "bound of what the protocol costs, no measure of a gain. Fewer SMs: the bare GEMM on the GPU less some SMs."
 )
-
-
-def us_row(case: str, shape: Shape, provider: str, baseline: str, seconds: dict[str, list[float]]) -> Row:
-    return make_row(
-        case=case,
-        shape=str(shape),
-        provider=provider,
-        baseline=baseline,
-        unit="us",
-        convert=lambda seconds: 1e6 * seconds,
-        comparison=compare(seconds[provider], seconds[baseline]),
-    )
 
 
 def selected(shape: Shape, quick: bool) -> bool:
@@ -79,21 +70,22 @@ def check(op: str) -> None:
         check_shape(shape, virtual=True)
 
 
+def build(shape: Shape, *, virtual: bool = False) -> "FusedGemm":
+    """In memory that nothing else takes: slots of one shape are several GB, and the next one's have another size."""
+    from . import fused_gemm
+
+    torch.cuda.empty_cache()
+    return fused_gemm.build(shape, DEVICE, DTYPE, virtual=virtual)
+
+
 def check_shape(shape: Shape, virtual: bool) -> None:
     """Both ways to gather, each with both parities, as they are timed."""
     from . import fused_gemm
 
-    gemm = fused_gemm.build(shape, DEVICE, DTYPE, virtual=virtual)
+    gemm = build(shape, virtual=virtual)
     for push in (False, True) if shape.op == GATHER and not virtual else (True,):
         for _ in range(2):
             fused_gemm.check(gemm, push=push)
-    del gemm
-    free_memory()
-
-
-def free_memory() -> None:
-    """Slots of one shape are several GB, and the next one's have another size."""
-    torch.cuda.empty_cache()
 
 
 def tax_rows(shape: Shape, effort: Effort) -> list[Row]:
@@ -102,7 +94,7 @@ def tax_rows(shape: Shape, effort: Effort) -> list[Row]:
 
     from . import fused_gemm
 
-    gemm = fused_gemm.build(shape, DEVICE, DTYPE)
+    gemm = build(shape)
     begin = partial(fused_gemm.begin, gemm)
     x = fused_gemm.gathered(gemm) if shape.op == GATHER else gemm.a
     calls = {
@@ -119,18 +111,17 @@ def tax_rows(shape: Shape, effort: Effort) -> list[Row]:
     seconds = measure(calls, effort)
     fused_gemm.require_no_expiry(gemm, str(shape))
     pairs = [(FUSED, BARE), (BUMPED, BARE), (PUSHED, BARE), (FUSED, SUMMED), (BARE, LIBRARY)]
-    case = f"flag tax, rank of {shape.t}"
-    rows = [us_row(case, shape, ours, other, seconds) for ours, other in pairs if {ours, other} <= set(calls)]
-    return [*rows, prediction_row(shape, present_machine(), median(seconds[BARE]), median(seconds[LIBRARY]))]
+    rows = compared(f"flag tax, rank of {shape.t}", shape, seconds, pairs)
+    return [*rows, *predicted_rows([shape], median(seconds[BARE]), median(seconds[LIBRARY]))]
 
 
-def virtual_row(shape: Shape, effort: Effort) -> Row:
+def virtual_rows(shape: Shape, effort: Effort) -> list[Row]:
     """All ranks in one launch against their bare GEMMs, one after the other."""
     from tpformer.kernels.matmul.kernel import matmul
 
     from . import fused_gemm
 
-    gemm = fused_gemm.build(shape, DEVICE, DTYPE, virtual=True)
+    gemm = build(shape, virtual=True)
     weights = gemm.w.chunk(shape.t)
     inputs = [gemm.a] * shape.t if shape.op == GATHER else gemm.a.chunk(shape.t)
     many = f"{shape.t} x {BARE}"
@@ -140,7 +131,7 @@ def virtual_row(shape: Shape, effort: Effort) -> Row:
     }
     seconds = measure(calls, effort)
     fused_gemm.require_no_expiry(gemm, str(shape))
-    return us_row(f"{shape.t} virtual ranks", shape, FUSED, many, seconds)
+    return compared(f"{shape.t} virtual ranks", shape, seconds, [(FUSED, many)])
 
 
 def carved_rows(shape: Shape, effort: Effort) -> list[Row]:
@@ -159,57 +150,29 @@ def carved_rows(shape: Shape, effort: Effort) -> list[Row]:
         return Call(lambda: matmul(x, [w], programs=each * (sms - fewer)))
 
     calls = {"all SMs": call(0)} | {f"{fewer} SMs fewer": call(fewer) for fewer in CARVED}
-    seconds = measure(calls, effort)
-    return [us_row("fewer SMs", shape, name, "all SMs", seconds) for name in calls if name != "all SMs"]
+    return compared("fewer SMs", shape, measure(calls, effort), [(name, "all SMs") for name in list(calls)[1:]])
 
 
-def run(op: str, quick: bool) -> list[Row]:
+def rows(op: str, quick: bool) -> list[Row]:
+    """Measured rows, predicted ones after them, the means of the flag tax."""
     effort = QUICK if quick else FULL
-    taxes: list[Row] = []
-    for shape in taxed_shapes(op, quick):
-        taxes += tax_rows(shape, effort)
-        free_memory()
-    rows = taxes[:]
-    for shape in virtual_shapes(op, quick):
-        rows.append(virtual_row(shape, effort))
-        free_memory()
-    for shape in carved_shapes(op, quick):
-        rows += carved_rows(shape, effort)
-    rows.sort(key=lambda row: row["case"].startswith("prediction"))
-    return rows + means(taxes)
-
-
-def means(taxes: Sequence[Row]) -> list[Row]:
-    """One mean for each pair that was compared; the required one last."""
-    pairs: dict[tuple[str, str], list[Row]] = {}
-    for row in taxes:
-        pairs.setdefault((row["provider"], row["baseline"]), []).append(row)
-    required = (FUSED, BARE)
-    return [
-        mean_row(
-            pairs[pair],
-            case="geometric mean",
-            shape=f"{len(pairs[pair])} shapes",
-            provider=pair[0],
-            bar=REQUIRED if pair == required else None,
-        )
-        for pair in sorted(pairs, key=lambda pair: pair == required)
-    ]
-
-
-def predictions(op: str) -> list[Row]:
-    machine = present_machine()
-    return [prediction_row(shape, machine) for shape in operation_shapes(op)]
+    taxes = [row for shape in taxed_shapes(op, quick) for row in tax_rows(shape, effort)]
+    others = [row for shape in virtual_shapes(op, quick) for row in virtual_rows(shape, effort)]
+    others += [row for shape in carved_shapes(op, quick) for row in carved_rows(shape, effort)]
+    ordered = sorted([*taxes, *others], key=lambda row: row["case"].startswith("prediction"))
+    return ordered + means(taxes, required={(FUSED, BARE): REQUIRED})
 
 
 def fused_bench(op: str, what: str) -> Bench:
+    """The bench of one operation."""
     return Bench(
         name=op,
         description=f"{what} on 1 GPU: flag tax, virtual ranks, fewer SMs; and predictions for 8 GPUs",
         device="cuda",
         check=partial(check, op),
-        run=partial(run, op),
-        predict=partial(predictions, op),
+        run=ratios(partial(rows, op)),
+        predict=lambda: table(predicted_rows(operation_shapes(op))),
+        draw=draw_ratios,
         note=f"{MODEL} {NOTES[op]} {COMMON_NOTE}",
     )
 

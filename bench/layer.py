@@ -1,4 +1,4 @@
-"""The bench `layer`: forward and backward of one transformer block on one GPU, against the same block in plain PyTorch.
+"""How fast are forward and backward of one transformer block on one GPU, beside the same block in plain PyTorch?
 
 Belongs here: which blocks, what is timed beside what, what must agree, the required ratio, the model of the time.
 """
@@ -20,16 +20,14 @@ from tpformer.models import GPTConfig
 from tpformer.models.gpt import transformer_block
 
 from .accuracy import require_accurate
-from .gpu_timing import FULL, QUICK, Call, Effort, measure
-from .plain_layer import Drop, plain_layer
-from .predict import present_machine
-from .runner import Bench, Row, make_row
-from .timing import Comparison, compare
+from .plain import Drop, plain_block
+from .predict import ITEMSIZE, PEAK, present_machine, share_row
+from .ratios import Row, compared, draw_ratios, ratios, table
+from .runner import Bench
+from .timing import FULL, QUICK, Call, Effort, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-ITEMSIZE = 2
 OURS, EAGER, COMPILED, COMPILED_FUSED = "tpformer", "PyTorch", "torch.compile", "torch.compile, fused qkv"
-PEAK = "data-sheet peak"
 RECOMPUTED = ("mlp", "full")
 REQUIRED = 1.1  # of torch.compile, on the GPT block
 CHECKED_TOKENS = 256  # of the gate, which has float64 to pay
@@ -113,7 +111,7 @@ def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     x, dy, options = inputs_of(block, config, 1, tokens)
     drop = our_dropout(config, options) if config.dropout else lambda x, branch: x
-    exact, plain = (plain_layer(block, config, dtype, drop=drop) for dtype in (torch.float64, DTYPE))
+    exact, plain = (plain_block(block, config, dtype, drop=drop) for dtype in (torch.float64, DTYPE))
     oracle, baseline = step(exact, exact, x.double(), dy.double()), step(plain, plain, x, dy)
     for name, results in checked_steps(block, plain, config, Inputs(x, dy, options)):
         for result, actual in results.items():
@@ -155,10 +153,10 @@ def calls_of(layer: Layer) -> dict[str, Call]:
         calls[recomputing(recompute)] = Call(
             lambda other=other: step(other, lambda x: other(x, **options), x, dy)  # type: ignore[misc]
         )
-    plain = {EAGER: plain_layer(block, config, DTYPE)}
-    plain[COMPILED] = plain_layer(block, config, DTYPE)
+    plain = {EAGER: plain_block(block, config, DTYPE)}
+    plain[COMPILED] = plain_block(block, config, DTYPE)
     if config.position != "rope":
-        plain[COMPILED_FUSED] = plain_layer(block, config, DTYPE, fused_qkv=True)
+        plain[COMPILED_FUSED] = plain_block(block, config, DTYPE, fused_qkv=True)
     for name, other in plain.items():
         function = other if name == EAGER else compiled(other)
         calls[name] = Call(lambda other=other, function=function: step(other, function, x, dy))  # type: ignore[misc]
@@ -170,43 +168,23 @@ def recomputing(recompute: str) -> str:
 
 
 def layer_rows(layer: Layer, effort: Effort) -> list[Row]:
-    seconds = measure(calls_of(layer), effort)
-    peak = [layer.flops / present_machine().peak_flops] * effort.rounds
+    seconds = measure(calls_of(layer), effort) | {PEAK: [layer.flops / present_machine().peak_flops] * effort.rounds}
     required = REQUIRED if layer.config.position != "rope" else None
-    pairs = [(OURS, COMPILED, required), (OURS, COMPILED_FUSED, required)]
-    pairs += [(OURS, EAGER, None), (COMPILED, EAGER, None)]
-    pairs += [(recomputing(recompute), OURS, None) for recompute in RECOMPUTED]
-    pairs += [(OURS, PEAK, None), (COMPILED, PEAK, None)]
-    seconds[PEAK] = peak
-    return [
-        layer_row("forward, backward", layer, provider, baseline, compare(seconds[provider], seconds[baseline]), bar)
-        for provider, baseline, bar in pairs
-        if baseline in seconds
+    pairs = [
+        *((OURS, COMPILED, required), (OURS, COMPILED_FUSED, required), (OURS, EAGER), (COMPILED, EAGER)),
+        *((recomputing(recompute), OURS) for recompute in RECOMPUTED),
+        *((OURS, PEAK), (COMPILED, PEAK)),
     ]
+    return compared("forward, backward", layer, seconds, pairs, unit="TFLOP/s", amount=layer.flops / 1e12)
 
 
-def layer_row(
-    case: str, layer: Layer, provider: str, baseline: str, comparison: Comparison, bar: float | None = None
-) -> Row:
-    return make_row(
-        case=case,
-        shape=str(layer),
-        provider=provider,
-        baseline=baseline,
-        unit="TFLOP/s",
-        convert=lambda seconds: layer.flops / seconds / 1e12,
-        comparison=comparison,
-        bar=bar,
-    )
-
-
-def run(quick: bool) -> list[Row]:
-    rows: list[Row] = []
+def rows(quick: bool) -> list[Row]:
+    found: list[Row] = []
     for layer in layers(quick):
         torch.compiler.reset()
-        rows += layer_rows(layer, QUICK if quick else FULL)
+        found += layer_rows(layer, QUICK if quick else FULL)
         torch.cuda.empty_cache()
-    return rows
+    return found
 
 
 def predicted_seconds(layer: Layer, machine: Machine, recompute: str = "none") -> float:
@@ -241,16 +219,12 @@ def passes_bytes(layer: Layer) -> int:
 
 
 def predictions() -> list[Row]:
-    machine, rows = present_machine(), []
-    for layer in layers(quick=False):
-        peak = layer.flops / machine.peak_flops
-        for recompute in ("none", *RECOMPUTED):
-            seconds = predicted_seconds(layer, machine, recompute)
-            provider = "predicted" if recompute == "none" else f"predicted, recompute {recompute}"
-            comparison = Comparison(seconds, peak, *[peak / seconds] * 3)
-            case = f"prediction: forward, backward, 1 {machine.name}"
-            rows.append(layer_row(case, layer, provider, PEAK, comparison))
-    return rows
+    machine = present_machine()
+    return [
+        share_row("forward, backward", layer, predicted_seconds(layer, machine, recompute), layer.flops, provider)
+        for layer in layers(quick=False)
+        for recompute, provider in {"none": "predicted", **{r: f"predicted, recompute {r}" for r in RECOMPUTED}}.items()
+    ]
 
 
 BENCH = Bench(
@@ -258,8 +232,9 @@ BENCH = Bench(
     description="forward and backward of a GPT-7B- and a Llama-8B-shaped block against plain PyTorch, compiled (1 GPU)",
     device="cuda",
     check=check,
-    run=run,
-    predict=predictions,
+    run=ratios(rows),
+    predict=lambda: table(predictions()),
+    draw=draw_ratios,
     note="TFLOP/s: the model's FLOPs (6 per weight and token, attention over seq x seq; nothing recomputed counts) "
     "over the time of forward and backward, gradients of input and parameters included. Plain blocks use torch's SDPA "
     "and its random numbers for dropout; torch.compile in its default mode; fused qkv: one projection for q, k and v. "

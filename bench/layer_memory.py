@@ -24,7 +24,7 @@ from tpformer.models.gpt import transformer_block
 from tpformer.parallel import reduce_partial_gradients
 from tpformer.planner.storages import NO_NAMES, OTHER, RESULT, Saved
 
-from .parallelized import parallelized
+from .plain import parallelized
 from .ranks import Calls, Ranks
 from .step_counts import Gemms
 
@@ -37,10 +37,10 @@ ORDER = (
     *("dropout mask", STATISTICS, SCORES, OTHER),
 )
 TORCH_NAMES = {
-    "norm1": {0: RESIDUALS[0]},
-    "norm2": {0: RESIDUALS[1]},
-    "attention.q_proj": {0: "norm output before attention"},
-    "attention.o_proj": {0: "attention output"},
+    "input_layernorm": {0: RESIDUALS[0]},
+    "post_attention_layernorm": {0: RESIDUALS[1]},
+    "self_attn.q_proj": {0: "norm output before attention"},
+    "self_attn.o_proj": {0: "attention output"},
     "mlp.fc1": {0: "norm output before MLP", RESULT: "fc1 output"},
     "mlp.fc2": {0: "activation output"},
 }

@@ -1,4 +1,4 @@
-"""The bench `matmul`: our GEMM against cuBLAS on one GPU, on every layer of the shape list, in every layout.
+"""How near is our GEMM to cuBLAS on one GPU, on every layer of the shape list, in every layout?
 
 Belongs here: layouts, providers, what must agree, the required mean. The shapes are in shapes.py.
 """
@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpformer.kernels.cost import gemm_seconds
 from tpformer.ops.transports.interface import GATHER, SCATTER
 
 from .accuracy import poisoned, require_accurate
-from .gpu_timing import FULL, QUICK, Call, Effort, measure
-from .predict import gemm_prediction_rows
-from .runner import Bench, Row, make_row, mean_row
+from .predict import ITEMSIZE, present_machine, share_row
+from .ratios import Row, compared, draw_ratios, mean_row, ratios, table
+from .runner import Bench
 from .shapes import DECODE_ROWS, ROWS, Shape, shapes
-from .timing import compare
+from .timing import FULL, QUICK, Call, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 LIBRARY, OURS = "torch.matmul", "tpformer"
@@ -48,6 +49,7 @@ class Gemm(NamedTuple):
         return torch.randn(a_shape, **options), torch.randn(b_shape, **options) * width**-0.5
 
     def library(self, a: Tensor, b: Tensor) -> Tensor:
+        """The product by torch."""
         a_transposed, b_transposed = self.transposed
         return torch.matmul(a.t() if a_transposed else a, b if b_transposed else b.t())
 
@@ -128,61 +130,50 @@ def check_gemm(gemm: Gemm) -> None:
         require_accurate(f"{gemm.case} {gemm.shape} {tile}", actual, oracle, baseline)
 
 
-def gemm_rows(gemm: Gemm, effort: Effort) -> tuple[Row, list[Row]]:
-    """(the row of the tile that is picked, the rows of the other candidates)."""
+def timed_rows(case: str, shape: Shape, calls: dict[str, Callable[[], Tensor]], quick: bool) -> list[Row]:
+    """Every provider against the library, in the order of the calls."""
+    seconds = measure({name: Call(call) for name, call in calls.items()}, QUICK if quick else FULL)
+    pairs = [(name, LIBRARY) for name in calls if name != LIBRARY]
+    return compared(case, shape, seconds, pairs, unit="TFLOP/s", amount=shape.flops / 1e12)
+
+
+def gemm_rows(gemm: Gemm, quick: bool) -> list[Row]:
+    """The row of the tile that is picked, then those of the other candidates."""
     a, b = gemm.operands()
     picked, names = candidates(gemm)
-    calls = {LIBRARY: Call(lambda: gemm.library(a, b))}
-    calls |= {name: Call(lambda name=name: ours(gemm, a, b, name)) for name in names}
-    seconds = measure(calls, effort)
-
-    def row(name: str) -> Row:
-        return tflops_row(
-            gemm.case, gemm.shape, f"{OURS} ({name})" if name == picked else name, seconds[name], seconds[LIBRARY]
-        )
-
-    return row(picked), [row(name) for name in names if name != picked]
+    calls: dict[str, Callable[[], Tensor]] = {LIBRARY: lambda: gemm.library(a, b)}
+    calls[f"{OURS} ({picked})"] = lambda: ours(gemm, a, b, picked)
+    calls |= {name: lambda name=name: ours(gemm, a, b, name) for name in names if name != picked}  # type: ignore[misc]
+    return timed_rows(gemm.case, gemm.shape, calls, quick)
 
 
-def tflops_row(case: str, shape: Shape, provider: str, seconds: list[float], baseline: list[float]) -> Row:
-    return make_row(
-        case=case,
-        shape=str(shape),
-        provider=provider,
-        baseline=LIBRARY,
-        unit="TFLOP/s",
-        convert=lambda seconds: shape.flops / seconds / 1e12,
-        comparison=compare(seconds, baseline),
-    )
-
-
-def run(quick: bool) -> list[Row]:
-    effort = QUICK if quick else FULL
-    rows: list[Row] = []
-    picked: list[Row] = []
-    best: list[Row] = []
-    for gemm in gemms(quick):
-        own, others = gemm_rows(gemm, effort)
-        rows += [own, *others]
-        picked.append(own)
-        best.append(max([own, *others], key=lambda row: row["ratio"]))
+def rows(quick: bool) -> list[Row]:
+    by_gemm = [gemm_rows(gemm, quick) for gemm in gemms(quick)]
+    epilogues: list[Row] = []
     for shape in epilogue_shapes(quick):
-        calls = {name: Call(run) for name, run in epilogue_calls(*epilogue_inputs(shape)).items()}
-        seconds = measure(calls, effort)
-        rows.append(tflops_row(EPILOGUE, shape, OURS, seconds[OURS], seconds[LIBRARY]))
-    return rows + means(picked, best)
+        epilogues += timed_rows(EPILOGUE, shape, epilogue_calls(*epilogue_inputs(shape)), quick)
+    best = [max(found, key=lambda row: row["ratio"]) for found in by_gemm]
+    return [*(row for found in by_gemm for row in found), *epilogues, *means([found[0] for found in by_gemm], best)]
 
 
 def means(picked: Sequence[Row], best: Sequence[Row]) -> list[Row]:
     """By case; over all, if the best candidate were picked everywhere; and over all as it is, which is required."""
 
     def mean(name: str, chosen: Sequence[Row], provider: str, bar: float | None = None) -> Row:
-        shape = f"{name}, {len(chosen)} shapes"
-        return mean_row(chosen, case="geometric mean", shape=shape, provider=provider, bar=bar)
+        return mean_row(chosen, shape=f"{name}, {len(chosen)} shapes", provider=provider, bar=bar)
 
-    cases = list(dict.fromkeys(row["case"] for row in picked))
-    rows = [mean(case, [row for row in picked if row["case"] == case], OURS) for case in cases]
-    return [*rows, mean("all", best, "best tile"), mean("all", picked, OURS, REQUIRED)]
+    cases = dict.fromkeys(row["case"] for row in picked)
+    by_case = [mean(case, [row for row in picked if row["case"] == case], OURS) for case in cases]
+    return [*by_case, mean("all", best, "best tile"), mean("all", picked, OURS, REQUIRED)]
+
+
+def predictions() -> list[Row]:
+    """What the model assumes of the bare GEMMs."""
+    machine, listed = present_machine(), [g.shape for g in gemms(quick=False) if g.case in (FORWARD, DECODE)]
+    return [
+        share_row("matmul", shape, gemm_seconds(shape.m, shape.n, shape.k, ITEMSIZE, machine), shape.flops)
+        for shape in listed
+    ]
 
 
 BENCH = Bench(
@@ -190,8 +181,9 @@ BENCH = Bench(
     description="the Triton GEMM against cuBLAS in bfloat16, cold L2: forward, gradients, decoding; every tile (1 GPU)",
     device="cuda",
     check=check,
-    run=run,
-    predict=lambda: gemm_prediction_rows([g.shape for g in gemms(quick=False) if g.case in (FORWARD, DECODE)]),
+    run=ratios(rows),
+    predict=lambda: table(predictions()),
+    draw=draw_ratios,
     note="The model of a GEMM: max(2 M N K / F, bytes / memory bandwidth), F what large GEMMs sustain "
     "(kernels/cost.py). Measured rows name the tile; tpformer (tile) is the one that select_tile picks.",
 )

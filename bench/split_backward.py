@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TypedDict
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -19,6 +19,7 @@ from tpformer.config import RECOMPUTE, build_config, check_config
 from tpformer.training.setup import build_model, run_mesh
 
 from .ranks import Calls, Ranks
+from .runner import columns
 from .step_counts import StepCounts, count_step
 
 BASELINE = "1F1B"
@@ -26,21 +27,6 @@ SCHEDULES = (BASELINE, "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 # untied: a tied table costs an all-reduce between the first and the last rank, none where a V schedule has both on one
 MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "tie_embeddings": False}
 MICROBATCHES = 4
-
-
-class SplitRow(TypedDict):
-    """What all ranks do together in one step. sends: point-to-point messages; more stages exchange more."""
-
-    schedule: str
-    recompute: str
-    stages: int
-    gemm_flops: int
-    layer_collectives: dict[str, int]
-    layer_bytes: int
-    data_collectives: dict[str, int]
-    data_bytes: int
-    sends: int
-    ok: bool
 
 
 def count_schedule(schedule: str, recompute: str, data_parallel: int) -> StepCounts:
@@ -101,8 +87,8 @@ def _by_name(calls: Iterable[tuple[str, int, int]]) -> tuple[dict[str, int], int
     return dict(sorted(numbers.items())), together
 
 
-def make_row(schedule: str, recompute: str, counts: StepCounts, ok: bool) -> SplitRow:
-    """The row of what all ranks counted."""
+def make_row(schedule: str, recompute: str, counts: StepCounts, ok: bool) -> dict[str, Any]:
+    """What all ranks do together in one step. sends: point-to-point messages; more stages exchange more."""
     layers, layer_bytes = _by_name((*call, times) for call, times in counts.layers.items())
     data, data_bytes = _by_name(
         ("partial " * (call.axis == "tp") + call.operation, call.nbytes, times) for call, times in counts.data.items()
@@ -129,7 +115,7 @@ def setup(data_parallel: int) -> Calls:
     }
 
 
-def split_rows(data_parallel: int = 2) -> tuple[list[SplitRow], list[str]]:
+def split_rows(data_parallel: int = 2) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of all schedules under TP 2, PP 2 and data_parallel, on that many processes; and what is not as it should
     be."""
     rows, problems = [], []
@@ -143,11 +129,9 @@ def split_rows(data_parallel: int = 2) -> tuple[list[SplitRow], list[str]]:
     return rows, problems
 
 
-def split_table(rows: Sequence[SplitRow]) -> Table:
+def split_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A line for each schedule and recompute mode."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("schedule", "recompute"):
-        table.add_column(name, no_wrap=True)
+    table = columns(("schedule", "recompute"))
     for name in (
         "stages",
         "GEMM MFLOPs",

@@ -12,10 +12,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from tpformer.config import RunConfig, build_config, check_config
@@ -36,7 +35,7 @@ from tpformer.training.setup import build_model, run_mesh
 from .bars import Bar, write_bars
 from .held import KINDS, Held, at_layers, held, live_bytes
 from .ranks import Calls, Ranks
-from .runner import Tool, write
+from .runner import Bench, Report, columns
 from .split_backward import split_rows, split_table
 from .step_counts import StepCounts, count_step
 
@@ -76,37 +75,7 @@ NOTE = (
 )
 
 
-class MomentRow(TypedDict):
-    """Bytes. held: by kind, in the order of KINDS. memory: of all live storages, None where activations live too."""
-
-    held: list[int]
-    formula: int
-    memory: int | None
-    ok: bool
-
-
-class ZeroRow(TypedDict):
-    """One rank of a layout. slides, paper: bytes by published formulas, for 16-bit compute only."""
-
-    case: str
-    dtype: str
-    rank: int
-    shards: int
-    parameters: int
-    slides: int | None
-    paper: int | None
-    moments: dict[str, MomentRow]
-
-
-class CollectiveRow(TypedDict):
-    """FSDP2's collectives in one step of one rank: all-gather, reduce-scatter, all-reduce."""
-
-    case: str
-    dtype: str
-    rank: int
-    counted: list[int]
-    expected: list[int]
-    ok: bool
+Row = dict[str, Any]
 
 
 class Measured(NamedTuple):
@@ -187,10 +156,11 @@ def close(measured: Held, formula: Mapping[str, float]) -> bool:
     return all(abs(ours - theirs) <= BAR * theirs for ours, theirs in pairs)
 
 
-def moment_rows(measured: Measured, formula: Moments) -> dict[str, MomentRow]:
-    """Each moment beside its formula. Peaks are compared in total only."""
+def moment_rows(measured: Measured, formula: Moments) -> dict[str, Row]:
+    """Each moment beside its formula, peaks in total only. held: bytes by kind, in the order of KINDS; memory: bytes of
+    all live storages, None where activations live too."""
     by_kind = {IDLE: formula.idle, FORWARD: formula.forward, BACKWARD: formula.backward, STEP: formula.backward}
-    rows: dict[str, MomentRow] = {}
+    rows: dict[str, Row] = {}
     for moment in MOMENTS:
         sizes, wanted, memory = measured.moments[moment], by_kind.get(moment), measured.memory.get(moment)
         total, expected = sum(sizes.values()), formula.peak if wanted is None else sum(wanted.values())
@@ -209,53 +179,58 @@ def published(parameters: float, zero: int, shards: int, optimizer: int) -> int:
     return round(sum(size * parameters / (shards if shared else 1) for size, shared in sizes))
 
 
-def zero_row(case: str, config: RunConfig, pipeline_rank: int, measured: Measured) -> ZeroRow:
-    """What a rank held, beside the planner's formulas for its configuration."""
+def expected_collectives(config: RunConfig, pipeline_rank: int) -> list[int]:
+    """All-gathers, reduce-scatters and all-reduces of a step.
+
+    One all-gather a unit and step below stage 3, where it is two a microbatch (the root's stays for the backward);
+    one reduce-scatter a unit and microbatch in stages 2 and 3, below one a step; one all-reduce a unit and step.
+    """
+    layout, sizes = config.parallel, stage_elements(config, pipeline_rank).values()
+    layers, roots = sum(size.n_layers for size in sizes), sum(size.rest > 0 for size in sizes)
+    shares, copies = layout.data_parallel_shard > 1, layout.data_parallel_replicate > 1
+    gathers = MICROBATCHES * (2 * layers + roots) if layout.zero == 3 else layers + roots
+    scatters = (layers + roots) * (MICROBATCHES if layout.zero >= 2 else 1)
+    return [gathers * shares, scatters * shares, (layers + roots) * copies]
+
+
+def zero_row(case: str, config: RunConfig, pipeline_rank: int, measured: Measured) -> Row:
+    """What a rank held and communicated, beside the planner's formulas for its configuration. slides, paper: bytes by
+    published formulas, for 16-bit compute only."""
     layout, low = config.parallel, config.train.dtype == "bfloat16"
     m = sum(size.total for size in stage_elements(config, pipeline_rank).values())
     slides, paper = (published(m, layout.zero, layout.data_parallel_shard, size) if low else None for size in (16, 12))
     return {
         "case": case,
-        "dtype": str(config.train.dtype),
+        "dtype": config.train.dtype,
         "rank": pipeline_rank,
         "shards": layout.data_parallel_shard,
         "parameters": round(m),
         "slides": slides,
         "paper": paper,
         "moments": moment_rows(measured, rank_moments(config, pipeline_rank)),
+        "collectives": [measured.collectives.number(name) for name in ("all_gather", "reduce_scatter", "all_reduce")],
+        "expected": expected_collectives(config, pipeline_rank),
     }
 
 
-def collective_row(case: str, config: RunConfig, pipeline_rank: int, measured: Measured) -> CollectiveRow:
-    """One all-gather a unit and step below stage 3, where it is two a microbatch (the root's stays for the backward);
-    one reduce-scatter a unit and microbatch in stages 2 and 3, below one a step; one all-reduce a unit and step."""
-    layout, sizes = config.parallel, stage_elements(config, pipeline_rank).values()
-    layers, roots = sum(size.n_layers for size in sizes), sum(size.rest > 0 for size in sizes)
-    shares, copies = layout.data_parallel_shard > 1, layout.data_parallel_replicate > 1
-    gathers = MICROBATCHES * (2 * layers + roots) if layout.zero == 3 else layers + roots
-    scatters = (layers + roots) * (MICROBATCHES if layout.zero >= 2 else 1)
-    wanted = [gathers * shares, scatters * shares, (layers + roots) * copies]
-    counted = [measured.collectives.number(name) for name in ("all_gather", "reduce_scatter", "all_reduce")]
-    return {
-        "case": case,
-        "dtype": str(config.train.dtype),
-        "rank": pipeline_rank,
-        "counted": counted,
-        "expected": wanted,
-        "ok": counted == wanted,
-    }
+def problems_of(rows: Sequence[Row]) -> list[str]:
+    """The moments and counts that are not as they should be."""
+    found = []
+    for row in rows:
+        where = f"{row['case']}, {row['dtype']}, pp rank {row['rank']}"
+        for moment, each in row["moments"].items():
+            if not each["ok"]:
+                found.append(f"{where}, {moment}: {sum(each['held']) / each['formula'] - 1:+.2%}")
+        if row["collectives"] != row["expected"]:
+            found.append(f"{where}: {row['collectives']} collectives, not {row['expected']}")
+    return found
 
 
-def zero_table(rows: Sequence[ZeroRow]) -> Table:
+def zero_table(rows: Sequence[Row]) -> Table:
     """A line for each moment."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("layout", "moment"):
-        table.add_column(name, no_wrap=True)
-    for name in (
-        *("N", "pp rank", "shards", "gathered", "grads", "grad shards", "optimizer", "buffers"),
-        *("total", "formula", "off by", "memory", "slides", "paper", "ok"),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("N", "pp rank", "shards", "gathered", "grads", "grad shards", "optimizer", "buffers")
+    names += ("total", "formula", "off by", "memory", "slides", "paper", "ok")
+    table = columns(("layout", "moment"), names)
     for row in rows:
         for moment, found in row["moments"].items():
             total, formula = sum(found["held"]), found["formula"]
@@ -269,13 +244,14 @@ def zero_table(rows: Sequence[ZeroRow]) -> Table:
     return table
 
 
-def collective_table(rows: Sequence[CollectiveRow]) -> Table:
+def collective_table(rows: Sequence[Row]) -> Table:
     """Counts, and what they should be where they are not."""
     table = Table("layout", "pp rank", "all-gather", "reduce-scatter", "all-reduce", "ok", box=None, pad_edge=False)
     for row in rows:
-        pairs = zip(row["counted"], row["expected"], strict=True)
+        pairs = list(zip(row["collectives"], row["expected"], strict=True))
         cells = (f"{ours}" if ours == wanted else f"{ours}, not {wanted}" for ours, wanted in pairs)
-        table.add_row(f"{row['case']}, {row['dtype']}", str(row["rank"]), *cells, "yes" if row["ok"] else "NO")
+        ok = all(ours == wanted for ours, wanted in pairs)
+        table.add_row(f"{row['case']}, {row['dtype']}", str(row["rank"]), *cells, "yes" if ok else "NO")
     return table
 
 
@@ -302,64 +278,44 @@ def setup(configs: Mapping[str, RunConfig]) -> Calls:
     return {name: partial(measure, config) for name, config in configs.items()}
 
 
-def measure_all(dtypes: Sequence[str]) -> tuple[list[ZeroRow], list[CollectiveRow]]:
+def measure_all(dtypes: Sequence[str]) -> list[Row]:
     """Rows of all cases: the first rank of each pipeline rank is shown, all must hold."""
-    rows: list[ZeroRow] = []
-    collectives: list[CollectiveRow] = []
-    configs = {f"{case} {dtype}": run_config(CASES[case], dtype) for dtype in dtypes for case in CASES}
-    with Ranks(RANKS, 1, setup, configs) as ranks:
-        for name, config in configs.items():
-            case, share = name.rsplit(" ", 1)[0], RANKS // config.parallel.pipeline_parallel
-            for rank, measured in enumerate(ranks.call(name)):
-                of_rank = zero_row(case, config, rank // share, measured)
-                moved = collective_row(case, config, rank // share, measured)
-                shown = rank % share == 0
-                rows += [of_rank] if shown or problems_of([of_rank]) else []
-                collectives += [moved] if shown or not moved["ok"] else []
-    return rows, collectives
+    rows: list[Row] = []
+    configs = {(case, dtype): run_config(CASES[case], dtype) for dtype in dtypes for case in CASES}
+    with Ranks(RANKS, 1, setup, {str(key): config for key, config in configs.items()}) as ranks:
+        for key, config in configs.items():
+            share = RANKS // config.parallel.pipeline_parallel
+            for rank, measured in enumerate(ranks.call(str(key))):
+                row = zero_row(key[0], config, rank // share, measured)
+                rows += [row] if rank % share == 0 or problems_of([row]) else []
+    return rows
 
 
-def problems_of(rows: Sequence[ZeroRow]) -> list[str]:
-    """The moments that are not as they should be."""
-    return [
-        f"{row['case']}, {row['dtype']}, {moment}: {sum(found['held']) / found['formula'] - 1:+.2%}"
-        for row in rows
-        for moment, found in row["moments"].items()
-        if not found["ok"]
-    ]
-
-
-def run(arguments: Sequence[str], results: Path, console: Console) -> int:
-    """The tool; the exit code: 1 where bytes or counts are not what the formulas say."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
-    parser.add_argument("--split", action="store_true", help="only the counts of split-backward schedules; not written")
-    parser.add_argument("--dtype", choices=DTYPES, help="only this compute dtype, no other counts; nothing written")
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> Report:
+    """Measure what the options leave: without any, all."""
+    content: Row = {"model": MODEL, "microbatches": MICROBATCHES, "bar": BAR, "kinds": KINDS}
+    tables: list[Table | str] = []
     problems: list[str] = []
-    content: dict[str, Any] = {"note": NOTE, "model": MODEL, "microbatches": MICROBATCHES, "bar": BAR, "kinds": KINDS}
     if not options.split:
-        rows, moved = measure_all([options.dtype] if options.dtype else DTYPES)
-        console.print(zero_table(rows), highlight=False)
-        console.print(f"\n{NOTE}\n", highlight=False, soft_wrap=True)
-        console.print(collective_table(moved), highlight=False)
+        content["rows"] = rows = measure_all([options.dtype] if options.dtype else DTYPES)
+        tables += [zero_table(rows), "", collective_table(rows)]
         problems += problems_of(rows)
-        problems += [f"{row['case']}, {row['dtype']}: {row}" for row in moved if not row["ok"]]
-        content |= {"rows": rows, "collectives": moved}
     if options.dtype is None:
-        splits, found = split_rows()
-        console.print("\nTP 2 x PP 2 x DP 2, all ranks together, 4 microbatches, untied embeddings", highlight=False)
-        console.print(split_table(splits), highlight=False)
+        content["splits"], found = split_rows()
+        title = "\nTP 2 x PP 2 x DP 2, all ranks together, 4 microbatches, untied embeddings"
+        tables += [title, split_table(content["splits"])]
         problems += found
-        content |= {"splits": splits}
-    if not options.split and options.dtype is None:
-        write(TOOL, content, device="cpu", results=results, draw=draw, console=console)
-    for problem in problems or [f"every size is within {BAR:.0%} of its formula, every count is exact"]:
-        console.print(f"zero: {problem}", highlight=False, soft_wrap=True)
-    return 1 if problems else 0
+    return Report(tables, content, problems, f"every size is within {BAR:.0%} of its formula, every count is exact")
 
 
-TOOL = Tool(
+BENCH = Bench(
     name="zero",
     description="bytes per rank of parameters, gradients, optimizer state under ZeRO 0-3, beside formulas; on a CPU",
+    options={
+        "--split": {"action": "store_true", "help": "only the counts of split-backward schedules; not written"},
+        "--dtype": {"choices": DTYPES, "help": "only this compute dtype, no other counts; nothing written"},
+    },
     run=run,
+    draw=draw,
+    note=NOTE,
 )

@@ -1,19 +1,24 @@
 """Liger-Kernel's operations as providers of the memory-bound benches, where it is installed.
 
-Belongs here: calls of its autograd Functions as liger_kernel 0.8 has them, and nothing of ours. They are called
-without autograd, with their fastest options; a backward's context comes from one forward, which is not timed.
+Belongs here: calls of its autograd Functions as liger_kernel 0.8 has them, with a case's inputs, and nothing of ours.
+They are called without autograd, with their fastest options; a backward's context comes from one forward, which is
+not timed. A function here gives None where Liger-Kernel has no such operation.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module, util
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tpformer.kernels.finish import Finish
+from tpformer.kernels.norm.reference import Norm
+from tpformer.kernels.rope.reference import Table
+
 from .formulas import Tensors
 
-Provider = Callable[..., Tensors]
+Provider = Callable[..., Any]
 
 
 class Context:
@@ -27,6 +32,7 @@ class Context:
 
 
 def installed() -> bool:
+    """Whether liger_kernel can be imported."""
     return util.find_spec("liger_kernel") is not None
 
 
@@ -43,83 +49,87 @@ def norm_function(kind: str) -> Any:
     return function("layer_norm", "LigerLayerNormFunction")
 
 
-def norm_forward(kind: str, eps: float) -> Provider | None:
-    """f(x, weight, bias) -> (y,), the bias None for rmsnorm."""
+def _parameters(norm: Norm) -> list[Any]:
+    return [x for x in (norm.weight, norm.bias, norm.eps) if x is not None]
+
+
+def norm_forward(kind: str) -> Provider | None:
+    """f(x, norm) -> y."""
     op = norm_function(kind)
-    if op is None:
-        return None
-    return lambda x, *parameters: (op.forward(Context(), x, *given(parameters), eps),)
+    return None if op is None else lambda x, norm: op.forward(Context(), x, *_parameters(norm))
 
 
-def norm_backward(kind: str, eps: float, x: Tensor, *parameters: Tensor | None) -> Provider | None:
+def norm_backward(x: Tensor, norm: Norm) -> Provider | None:
     """f(dy, ...) -> (dx, dweight[, dbias]) for this x; rmsnorm's dx takes the memory of dy."""
-    op, context = norm_function(kind), Context()
+    op, context = norm_function(norm.kind), Context()
     if op is None:
         return None
-    op.forward(context, x, *given(parameters), eps)
-    return lambda dy, *_: given(op.backward(context, dy))
+    op.forward(context, x, *_parameters(norm))
+    return lambda dy, *_: op.backward(context, dy)
 
 
-def given(tensors: Iterable[Tensor | None]) -> Tensors:
-    return tuple(x for x in tensors if x is not None)
+def add_norm_function(kind: str) -> Any:
+    return function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") if kind == "rmsnorm" else None
 
 
-def add_norm_forward(eps: float) -> Provider | None:
-    """rmsnorm only: f(x, None, residual, weight, None) -> (x + residual, its norm)."""
-    op = function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
-    return None if op is None else lambda *inputs: op.forward(Context(), *given(inputs), eps)[::-1]
+def add_norm_forward(kind: str) -> Provider | None:
+    """f(x, finish) -> (x + residual, its norm)."""
+    op = add_norm_function(kind)
+
+    def forward(x: Tensor, finish: Finish) -> Tensors:
+        assert finish.norm is not None
+        return op.forward(Context(), x, finish.residual, *_parameters(finish.norm))[::-1]
+
+    return None if op is None else forward
 
 
-def add_norm_backward(eps: float, z: Tensor, weight: Tensor) -> Provider | None:
-    """rmsnorm only: f(dy, ..., dresidual) -> (dx + dresidual, dweight) for the sum z."""
-    op, context = function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"), Context()
+def add_norm_backward(z: Tensor, norm: Norm) -> Provider | None:
+    """f(dy, ..., dresidual) -> (dx + dresidual, dweight) for the sum z."""
+    op, context = add_norm_function(norm.kind), Context()
     if op is None:
         return None
-    op.forward(context, z, torch.zeros_like(z), weight, eps)
+    op.forward(context, z, torch.zeros_like(z), *_parameters(norm))
     return lambda dy, *others: op.backward(context, dy, others[-1])[0:3:2]
 
 
-def activation_function(name: str, gated: bool) -> Any:
+def activation(x: Tensor, name: str, gate: Tensor | None, *, backward: bool, rebuilt: bool = True) -> Provider | None:
+    """f(x, name, gate) -> a, or backward f(da, x, name, gate) -> (dx[, dgate][, a]), which may overwrite x and gate.
+
+    rebuilt: with a from its forward again.
+    """
     ops = {
         ("silu", True): ("swiglu", "LigerSiLUMulFunction"),
         ("gelu_tanh", True): ("geglu", "LigerGELUMulFunction"),
         ("relu2", False): ("relu_squared", "LigerReLUSquaredFunction"),
     }
-    return function(*ops[name, gated]) if (name, gated) in ops else None
-
-
-def activation_forward(name: str, gated: bool) -> Provider | None:
-    """f(x[, gate]) -> (a,)."""
-    op = activation_function(name, gated)
-    return None if op is None else lambda x, *gate: (op.forward(Context(), *gate, x),)
-
-
-def activation_backward(name: str, rebuilt: bool, x: Tensor, *gate: Tensor) -> Provider | None:
-    """f(da, x[, gate]) -> (dx[, dgate]), and with `rebuilt` a from its forward again; may overwrite x and gate."""
-    op, context = activation_function(name, bool(gate)), Context()
+    found = ops.get((name, gate is not None))
+    op, context = None if found is None else function(*found), Context()
     if op is None:
         return None
-    op.forward(context, *gate, x)
 
-    def backward(da: Tensor, x: Tensor, *gate: Tensor) -> Tensors:
-        again = (op.forward(Context(), *gate, x),) if rebuilt else ()
+    def forward(x: Tensor, name: str, gate: Tensor | None, context: Context | None = None) -> Tensor:
+        return op.forward(context or Context(), *([] if gate is None else [gate]), x)
+
+    def both(da: Tensor, *inputs: Any) -> Tensors:
+        again = (forward(*inputs),) if rebuilt else ()
         gradients = op.backward(context, da)
-        return *(gradients[1::-1] if gate else (gradients,)), *again
+        return *((gradients,) if gate is None else gradients[1::-1]), *again
 
-    return backward
+    forward(x, name, gate, context)
+    return both if backward else forward
 
 
-def rope(cos: Tensor, sin: Tensor, batch: int, inverse: bool, q: Tensor, k: Tensor) -> Provider | None:
-    """f(q, k, ...) -> (q, k), in their memory; the tables (seq, d / 2) serve every sample from position 0."""
+def rope(q: Tensor, k: Tensor, table: Table, batch: int, inverse: bool) -> Provider | None:
+    """f(q, k, ...) -> (q, k), in their memory; the table (seq, d / 2) serves every sample from position 0."""
     op, context = function("rope", "LigerRopeFunction"), Context()
     if op is None:
         return None
-    tables = [torch.cat([table, table], -1)[None].contiguous() for table in (cos, sin)]
+    tables = [torch.cat([half, half], -1)[None].contiguous() for half in table]
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
-    def rotate(q: Tensor, k: Tensor, *_: Tensor) -> Tensors:
+    def rotate(q: Tensor, k: Tensor, *_: Any) -> Tensors:
         both = heads(q), heads(k)
         turned = op.backward(context, *both) if inverse else op.forward(Context(), *both, *tables)
         return tuple(x.transpose(1, 2).flatten(0, 1) for x in turned[:2])
@@ -129,32 +139,28 @@ def rope(cos: Tensor, sin: Tensor, batch: int, inverse: bool, q: Tensor, k: Tens
 
 
 def cross_entropy(gradient: bool) -> Provider | None:
-    """f(logits, targets) -> (losses,), or with the gradient of their sum, which takes the memory of the logits.
+    """f(logits, targets) -> losses, or with the gradient of their sum, which takes the memory of the logits.
 
     Its forward makes the gradient; its backward has nothing left to do then, and is not called.
     """
     op = function("cross_entropy", "LigerCrossEntropyFunction")
-    if op is None:
-        return None
 
-    def losses(logits: Tensor, targets: Tensor) -> Tensors:
+    def losses(logits: Tensor, targets: Tensor) -> Any:
         leaf = logits.detach().requires_grad_(gradient)
         with torch.no_grad():
             result = op.forward(Context(), leaf, targets, None, -100, 0.0, 0.0, "none")[0]
-        return (result, logits) if gradient else (result,)
+        return (result, logits) if gradient else result
 
-    return losses
+    return None if op is None else losses
 
 
 def linear_cross_entropy() -> Provider | None:
     """f(x, weight, targets) -> (summed loss, dx, dweight)."""
     op = function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
-    if op is None:
-        return None
 
     def both(x: Tensor, weight: Tensor, targets: Tensor) -> Tensors:
         leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
         loss = op.apply(*leaves, targets, None, None, -100, 0.0, 0.0, "sum")[0]
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
-    return both
+    return None if op is None else both
