@@ -46,8 +46,8 @@ FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 BOUNDS = {FLOAT64: 1e-9, FLOAT32: 1e-5}
 LAYERS = 4
 NOTE = (
-    f"Largest difference from one process over {STEPS} steps and all ranks, of a model of {LAYERS} layers, or as many as "
-    "the layout has stages. loss, norm (of all gradients): relative. parameters: after the last step, element by "
+    f"Largest difference from one process over {STEPS} steps and all ranks, of a model of {LAYERS} layers, or as many "
+    "as the layout has stages. loss, norm (of all gradients): relative. parameters: after the last step, element by "
     f"element, in units of max(|p|, learning rate). Bounds: {BOUNDS[FLOAT64]:g} in float64, {BOUNDS[FLOAT32]:g} in "
     "float32 (parameters only in float64: AdamW amplifies the rounding of gradients that are zero, such as the key "
     "biases'). m: microbatches of a data-parallel rank. bfloat16: error against one process in float64, at most 2 * "
@@ -256,9 +256,8 @@ def bfloat16_row(one: Case, ranks: Sequence[Trained], single: Trained, oracle: T
     """
     row: Row = {"layout": str(one), "ranks": one.layout.world_size, "ok": True}
     for key, series in LISTS.items():
-        values, (alone,), (exact,) = (
-            [getattr(each, series) for each in group] for group in (ranks, [single], [oracle])
-        )
+        values = [getattr(each, series) for each in ranks]
+        alone, exact = getattr(single, series), getattr(oracle, series)
         rounding = torch.finfo(torch.bfloat16).eps * max(map(abs, exact))
         error, own = errors(values, exact), errors([alone], exact)
         allowed = [2 * (each + rounding) for each in own]

@@ -123,7 +123,7 @@ def test_no_gemm_is_recomputed() -> None:
             layer = Layer("layer", config, 1, mode)
             assert memory.gemm_problems(layer, memory.gemm_row(layer)) == []
     row = memory.gemm_row(Layer("layer", GPT, 1))
-    assert row["recomputed_flops"] == 0 and row["backward_flops"] == 2 * row["forward_flops"]
+    assert row["recomputed"] == 0 and row["backward"] == 2 * row["forward"]
 
 
 def test_formulas() -> None:
@@ -170,17 +170,17 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_result_file_and_its_drawing(
     tiny: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["memory"], [memory.TOOL], tmp_path) == 0
+    assert main(["memory"], [memory.BENCH], tmp_path) == 0
     assert "every size and count is as it should be" in capsys.readouterr().out
     result = json.loads((tmp_path / "cpu" / "memory.json").read_text())
-    header = "schema bench description date machine commit dirty versions"
-    assert list(result) == [*header.split(), "sources", "models", "rows", "gemms", "collectives"]
+    header = "schema bench description date commit machine versions"
+    assert list(result) == [*header.split(), "note", "models", "rows", "gemms", "collectives"]
     assert GPTConfig(**result["models"]["Llama layer"]) == LLAMA
     assert {row["unit"] for row in result["rows"]} == {32 * 64}
     totals = {(row["model"], row["recompute"]): sum(row["items"].values()) / row["unit"] for row in result["rows"]}
     assert totals["GPT layer", "none"] == 20.5 and totals["GPT layer", "full"] == 2
     assert totals["GPT layer, Megatron (formula)", "attention"] == 34
-    assert {row["recompute"]: row["recomputed_flops"] for row in result["gemms"][:3]}["none"] == 0
+    assert {row["recompute"]: row["recomputed"] for row in result["gemms"][:3]}["none"] == 0
     svg = ElementTree.parse(tmp_path / "cpu" / "memory.svg")
     texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("20.50") == 1 and "GPT layer, PyTorch TP+SP" in texts and "fc1 output" in texts
@@ -191,7 +191,7 @@ def test_a_layer_that_keeps_too_much_is_reported(
 ) -> None:
     right = Step.saved_items
     tiny.setattr(Step, "saved_items", lambda step: right(step) | {OTHER: 512})
-    assert main(["memory"], [memory.TOOL], tmp_path) == 1
+    assert main(["memory"], [memory.BENCH], tmp_path) == 1
     printed = capsys.readouterr().out
     assert "memory: GPT layer, t = 1, recompute none: other takes 512 bytes, not 0" in printed
     assert "20.25 sbh/t without statistics, not 20" in printed
@@ -207,8 +207,7 @@ def test_smaller_layers_and_other_counts_are_problems() -> None:
         f"{where}: q takes 0 bytes, not 2048",
         f"{where}: 18 sbh/t without statistics, not 20",
     ]
-    flops = {"forward_flops": 30, "backward_flops": 90, "recomputed_flops": 30}
-    row: memory.GemmRow = {"model": "GPT layer", "recompute": "none", **flops}  # type: ignore[typeddict-item]
+    row = {"model": "GPT layer", "recompute": "none", "forward": 30, "backward": 90, "recomputed": 30}
     assert [problem.split(": ")[1].split()[0] for problem in memory.gemm_problems(layer, row)] == ["forward", "30"]
     calls = {"forward": [("all_gather", 2 * 32 * 64)] * 2 + [("reduce_scatter", 8000)] * 3}
     found = memory.collective_problems(Counted(layer, {}, calls))
@@ -226,7 +225,7 @@ def test_smaller_layers_and_other_counts_are_problems() -> None:
     ],
 )
 def test_wrong_calls(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["memory", *arguments], [memory.TOOL], tmp_path) == 2
+    assert main(["memory", *arguments], [memory.BENCH], tmp_path) == 2
     assert message in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -235,7 +234,7 @@ def test_a_preset_is_printed_and_not_written(
     tiny: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     tiny.setattr(memory, "preset_config", lambda name, **fields: replace(GPT, **fields))
-    assert main(["memory", "--preset", "gpt2-124m"], [memory.TOOL], tmp_path) == 0
+    assert main(["memory", "--preset", "gpt2-124m"], [memory.BENCH], tmp_path) == 0
     printed = capsys.readouterr().out
     assert "gpt2-124m layer: hidden 64, 1 x 32 tokens" in printed and "20.5 (0.04)" in printed
     assert list(tmp_path.iterdir()) == []

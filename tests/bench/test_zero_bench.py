@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
@@ -17,7 +16,7 @@ from bench.held import BUFFERS, KINDS, Held  # noqa: E402
 from bench.runner import main  # noqa: E402
 from bench.split_backward import differences, total  # noqa: E402
 from bench.step_counts import StepCounts  # noqa: E402
-from bench.zero import BACKWARD, FORWARD, IDLE, PEAK, STEP, Measured, collective_row, zero_row  # noqa: E402
+from bench.zero import BACKWARD, FORWARD, IDLE, PEAK, STEP, Measured, zero_row  # noqa: E402
 from tpformer.planner.counting import Collective  # noqa: E402
 from tpformer.planner.states import GRADIENTS, OPTIMIZER, rank_moments  # noqa: E402
 
@@ -72,11 +71,12 @@ def test_a_peak_and_memory_that_the_books_do_not_show_are_refused() -> None:
 
 
 def test_counts_are_exact() -> None:
-    row = collective_row(CASE, CONFIG, 0, measured())
-    assert row["ok"] and row["counted"] == row["expected"] == [9, 36, 0]
+    row = zero_row(CASE, CONFIG, 0, measured())
+    assert zero.problems_of([row]) == [] and row["collectives"] == row["expected"] == [9, 36, 0]
     once = measured()
     once.collectives.data = collectives(9, 9)  # reduced in the last microbatch only: ZeRO-1
-    assert not collective_row(CASE, CONFIG, 0, once)["ok"]
+    (problem,) = zero.problems_of([zero_row(CASE, CONFIG, 0, once)])
+    assert problem == "ZeRO 2 x4, bfloat16, pp rank 0: [9, 9, 0] collectives, not [9, 36, 0]"
 
 
 def test_differences_of_steps() -> None:
@@ -92,15 +92,11 @@ def test_differences_of_steps() -> None:
 
 @pytest.mark.parametrize("factor, code", [(1.0, 0), (1.05, 1)])
 def test_files_and_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, code: int) -> None:
-    def rows(dtypes: list[str]) -> tuple[list[zero.ZeroRow], list[zero.CollectiveRow]]:
-        configs, one = [zero.run_config(zero.CASES[CASE], dtype) for dtype in dtypes], measured(factor)
-        return [zero_row(CASE, configs[0], 0, one)], [collective_row(CASE, each, 0, one) for each in configs]
-
-    monkeypatch.setattr(zero, "measure_all", rows)
+    monkeypatch.setattr(zero, "measure_all", lambda dtypes: [zero_row(CASE, CONFIG, 0, measured(factor))])
     monkeypatch.setattr(zero, "split_rows", lambda: ([], []))
-    assert main(["zero"], [zero.TOOL], tmp_path) == code
+    assert main(["zero"], [zero.BENCH], tmp_path) == code
     result = json.loads((tmp_path / "cpu" / "zero.json").read_text())
-    assert {"rows", "collectives", "splits", "model", "note", "commit", "kinds"} <= set(result)
+    assert {"rows", "splits", "model", "note", "commit", "kinds"} <= set(result)
     assert len(result["rows"]) == 1 and result["rows"][0]["moments"][IDLE]["ok"] == (code == 0)
     drawn = ElementTree.parse(tmp_path / "cpu" / "zero.svg").getroot()
     texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
@@ -108,9 +104,8 @@ def test_files_and_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fa
 
 
 def test_one_dtype_and_only_counts_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero, "measure_all", lambda dtypes: ([zero_row(CASE, CONFIG, 0, measured())], []))
+    monkeypatch.setattr(zero, "measure_all", lambda dtypes: [zero_row(CASE, CONFIG, 0, measured())])
     monkeypatch.setattr(zero, "split_rows", lambda: ([], ["DualPipeV, recompute none: flops: 2, not 1"]))
-    quiet = Console(quiet=True)
-    assert zero.run(["--dtype", "float32"], tmp_path, quiet) == 0
-    assert zero.run(["--split"], tmp_path, quiet) == 1
+    assert main(["zero", "--dtype", "float32"], [zero.BENCH], tmp_path) == 0
+    assert main(["zero", "--split"], [zero.BENCH], tmp_path) == 1
     assert not list(tmp_path.iterdir())
