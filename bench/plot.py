@@ -35,7 +35,7 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float =
 
 def ticks(low: float, high: float, *, logarithmic: bool = False) -> list[float]:
     """Round numbers between low and high: four to ten of them; logarithmic: where they span much, 1, 2, 5, 10."""
-    if logarithmic and high / low > 3:
+    if logarithmic and high / low > 6:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         return [n for n in (factor * 10.0**decade for decade in decades for factor in (1, 2, 5)) if low <= n <= high]
     step = 10 ** math.floor(math.log10((high - low) / 4))
@@ -53,6 +53,7 @@ def write_document(target: Path, result: dict, note: str, width: int, height: fl
     svg = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" '
         f'viewBox="0 0 {width} {height:.0f}" font-family="sans-serif" font-size="12">',
+        "<style>text { paint-order: stroke; stroke: white; stroke-width: 3px }</style>",  # legible across lines
         f'<rect width="{width}" height="{height:.0f}" fill="white"/>',
         text(10, 20, f"python -m bench {result['bench']}", font_weight="bold", font_size="14"),
         text(10, 38, subtitle, fill="#444"),

@@ -12,7 +12,7 @@ from statistics import geometric_mean
 from typing import TypedDict
 from xml.sax.saxutils import escape
 
-from .plot import FASTER, REQUIRED, SLOWER, TOP, WIDTH, line, text, ticks, write_document
+from .plot import FASTER, LINE, REQUIRED, SLOWER, TOP, WIDTH, line, text, ticks, write_document
 from .runner import Report
 from .timing import Comparison, compare
 
@@ -151,18 +151,18 @@ def ratios(rows: Callable[[bool], list[Row]]) -> Callable[[argparse.Namespace], 
 def draw_ratios(path: Path) -> Path:
     """Each row's ratio on a logarithmic scale: a bar, or a dot where rows are many, with its own scale per group."""
     result = json.loads(path.read_text())
-    parts, y, dotted = [], float(TOP), False
+    parts, y = [], float(TOP)
+    if max(map(len, groups(result["rows"]).values())) > CROWDED:
+        parts.append(text(10, y + 8, "a dot: one shape; hollow: another provider of it, named where the mouse rests"))
+        y += LINE
     for heading, rows in groups(result["rows"]).items():
         values = [1.0, *(row[key] for row in rows for key in ("ratio_min", "ratio_max", "bar") if row[key] is not None)]
         crowded = len(rows) > CROWDED
-        dotted |= crowded
         scale = _Scale(max(min(values), SMALLEST) / 1.05, max(values) * 1.05, 150 if crowded else 10)
         drawn, bottom = (_dots if crowded else _bars)(rows, scale, y + 44)
         parts += [text(10, y + 14, heading, font_weight="bold"), *scale.axis(y + 34, bottom), *drawn]
         y = bottom + 16
     note = "ratio to the baseline (above 1: faster), logarithmic; median, line: range; red: required"
-    if dotted:
-        note += ". A dot is a shape; hollow: other providers of it"
     return write_document(path.with_suffix(".svg"), result, note, WIDTH, y, parts)
 
 
@@ -178,12 +178,13 @@ class _Scale:
 
     def axis(self, top: float, bottom: float) -> list[str]:
         """Labelled lines at round ratios, at 1 in black."""
-        parts, last = [], -math.inf
-        for tick in sorted({1.0, *ticks(self.low, self.high, logarithmic=True)}, key=lambda t: (t != 1, t)):
-            parts.append(line(self.x(tick), top, self.x(tick), bottom, "#333" if tick == 1 else "#ddd"))
-            if abs(self.x(tick) - self.x(1)) > 24 and self.x(tick) - last > 34 or tick == 1:
-                parts.append(text(self.x(tick), top - 3, f"{tick:g}", "middle", fill="#666"))
-                last = self.x(tick) if tick != 1 else last
+        parts, labelled = [], []
+        for tick in sorted({1.0, *ticks(self.low, self.high, logarithmic=True)}, key=lambda tick: (tick != 1, tick)):
+            x = self.x(tick)
+            parts.append(line(x, top, x, bottom, "#333" if tick == 1 else "#ddd"))
+            if all(abs(x - other) > 34 for other in labelled):
+                labelled.append(x)
+                parts.append(text(x, top - 3, f"{tick:g}", "middle", fill="#444"))
         return parts
 
 

@@ -130,25 +130,23 @@ def device_directory(device: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+def commit() -> dict[str, Any]:
+    """The commit that is checked out, and whether files besides bench/results differ from it; nulls outside git."""
 
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
 
-def commit() -> str | None:
-    """The commit that is checked out; None outside git."""
-    return _git("rev-parse", "HEAD")
+    status = git("status", "--porcelain", "--", ".", ":!bench/results")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
 def refused(results: Path) -> bool:
-    """Whether results must not be written there: into the repository, while its files differ from the commit.
-
-    bench/results itself may differ: one bench writes after another. Outside git nothing is refused.
-    """
-    return results == RESULTS and bool(_git("status", "--porcelain", "--", ".", ":!bench/results"))
+    """Whether results must not be written there: into the repository, while its files differ from the commit."""
+    return results == RESULTS and bool(commit()["dirty"])
 
 
 def say(console: Console, text: str) -> None:
@@ -189,8 +187,8 @@ def write(
         "bench": bench.name,
         "description": bench.description,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
         "machine": machine(),
+        **commit(),
         "versions": versions(),
     }
     path = directory / f"{bench.name}.json"
@@ -200,8 +198,11 @@ def write(
     return path
 
 
-def execute(bench: Bench, options: argparse.Namespace, results: Path, console: Console) -> int:
-    """Gate, measure, report; the exit code. Of several ranks' consoles one is not quiet: its rank writes."""
+def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Path, console: Console) -> int:
+    """Gate, measure, report; the exit code. whole: it was called without options.
+
+    Of several ranks one has a console that is not quiet: it writes the results.
+    """
     needed = missing_device(bench.device) if bench.obstacle is None else bench.obstacle()
     if needed is not None:
         say(console, f"{bench.name} needs {needed}: nothing is measured, nothing is written")
@@ -209,7 +210,6 @@ def execute(bench: Bench, options: argparse.Namespace, results: Path, console: C
             say(console, "\nPREDICTION, not a measurement")
             say(console, f"{bench.predict()}\n{bench.note}")
         return 0
-    whole = not any(vars(options).values())
     if whole and refused(results):
         say(console, f"{bench.name}: {REFUSED}")
     try:
@@ -259,4 +259,4 @@ def main(arguments: Sequence[str], benches: Sequence[Bench], results: Path = RES
         parser.add_argument(name, **settings)
     options = parser.parse_args(others)
     say(console, machine_line())
-    return execute(bench, options, results, console)
+    return execute(bench, options, not others, results, console)

@@ -104,7 +104,7 @@ class Report:
             "marker": self.marker,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "device": device(),
-            "commit": commit(),
+            **commit(),
             "versions": versions(),
             "counts": self.counts(),
             "seconds": round(sum(entry["seconds"] for entry in self.tests.values()), 1),

@@ -3,6 +3,7 @@
 Marked `gpu`: each bench as a whole, --quick.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -14,14 +15,15 @@ from pool import WorkerPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench import fused, gpu_timing, matmul, predict, shapes  # noqa: E402
+from bench import fused, matmul, predict, shapes, timing  # noqa: E402
 from bench.__main__ import BENCHES  # noqa: E402
 from bench.accuracy import require_accurate  # noqa: E402
 from bench.compile import compiler  # noqa: E402
-from bench.gpu_timing import Call, cold  # noqa: E402
 from bench.matmul import Gemm  # noqa: E402
-from bench.runner import Bench, main, mean_row  # noqa: E402
+from bench.ratios import Row, compared, draw_ratios, mean_row, means, ratios  # noqa: E402
+from bench.runner import Bench, main  # noqa: E402
 from bench.shapes import Shape, operation_shapes  # noqa: E402
+from bench.timing import Call, cold  # noqa: E402
 from tpformer.kernels.cost import machine_for  # noqa: E402
 from tpformer.ops.transports.interface import ALL, GATHER, OPERATIONS, SCATTER  # noqa: E402
 
@@ -88,7 +90,7 @@ def test_predictions_by_hand() -> None:
 
 
 def test_prediction_rows_say_so() -> None:
-    row = predict.prediction_row(operation_shapes(SCATTER)[-1], predict.present_machine())
+    (row,) = predict.predicted_rows(operation_shapes(SCATTER)[-1:])
     assert row["case"].startswith("prediction: matmul_reduce_scatter, 8 ")
     assert (row["provider"], row["baseline"], row["bar"]) == ("predicted fused", "predicted sequential", None)
     assert (
@@ -111,19 +113,21 @@ def test_without_a_gpu_predictions_are_shown_and_nothing_is_written(
     assert lines[1].startswith(f"{name} needs ") and lines[1].endswith(": nothing is measured, nothing is written")
     assert "CUDA device" in lines[1]
     assert lines[3] == "PREDICTION, not a measurement"
-    rows = [line for line in lines if line.startswith("prediction: ")]
+    headings = [line for line in lines if line.startswith("prediction: ")]
+    rows = [line for line in lines[5:] if line.startswith("  ")]
     listed = {"matmul": 128, "nvlink": 144, ALL: 64, "layer": 9, **MEMORY_BOUND}
-    assert len(rows) == listed.get(name, 40) and all("H200" in row and " predicted" in row for row in rows)
+    assert all("H200" in line for line in headings) and all(" predicted" in line for line in rows)
+    assert len(rows) == listed.get(name, 40) and max(map(len, [*headings, *rows])) <= 120
     assert "kernels/cost.py" in lines[-1]
     assert list(tmp_path.iterdir()) == []
 
 
+def row_of(shape: Shape, provider: str, baseline: str, ratio: float) -> Row:
+    return compared("x", shape, {provider: [1e-6] * 3, baseline: [ratio * 1e-6] * 3}, [(provider, baseline)])[0]
+
+
 def test_the_mean_is_geometric_and_carries_the_bar() -> None:
-    shape = operation_shapes(SCATTER)[0]
-    rows = [
-        fused.us_row("x", shape, "ours", "other", {"ours": [1e-6] * 3, "other": [ratio * 1e-6] * 3})
-        for ratio in (0.5, 1.0, 4.0)
-    ]
+    rows = [row_of(operation_shapes(SCATTER)[0], "ours", "other", ratio) for ratio in (0.5, 1.0, 4.0)]
     row = mean_row(rows, case="mean", shape="3 shapes", provider="ours", bar=1.3)
     assert row["ratio"] == pytest.approx(2 ** (1 / 3), abs=1e-3)
     assert (row["ratio_min"], row["ratio_max"], row["bar"], row["ok"]) == (0.5, 4.0, 1.3, False)
@@ -131,16 +135,12 @@ def test_the_mean_is_geometric_and_carries_the_bar() -> None:
 
 
 def test_the_bars_stand_in_the_last_row() -> None:
-    taxes = []
-    for shape in operation_shapes(GATHER)[:2]:
-        seconds = {"matmul": [1e-4], "fused": [1.02e-4], "fused, SM push": [1.1e-4]}
-        taxes += [fused.us_row("tax", shape, name, "matmul", seconds) for name in ("fused", "fused, SM push")]
-    pushed, required = fused.means(taxes)
-    assert (pushed["provider"], pushed["bar"], pushed["ratio"]) == ("fused, SM push", None, 0.909)
+    listed = operation_shapes(GATHER)
+    taxes = [row_of(shape, name, "matmul", r) for shape in listed[:2] for name, r in (("fused", 0.98), ("push", 0.909))]
+    pushed, required = means(taxes, required={(fused.FUSED, fused.BARE): fused.REQUIRED})
+    assert (pushed["provider"], pushed["bar"], pushed["ratio"]) == ("push", None, 0.909)
     assert (required["provider"], required["bar"], required["ok"]) == ("fused", 0.97, True)
-    rows = [
-        matmul.tflops_row("forward", shape, "tpformer (large)", [1e-4], [9e-5]) for shape in operation_shapes(GATHER)
-    ]
+    rows = [row_of(shape, "tpformer (large)", "torch.matmul", 0.9) for shape in listed]
     assert [(row["bar"], row["ok"]) for row in matmul.means(rows, rows)] == [(None, True), (None, True), (0.95, False)]
 
 
@@ -183,11 +183,11 @@ def test_every_repetition_is_cold_and_enqueued_ahead(monkeypatch: pytest.MonkeyP
     assert cold(call, 2, recorder.event(True))() == 2e-3  # type: ignore[arg-type]
     assert log[:7] == [*["flush", "prepare", "run"] * 2, "sleep"]
     assert log[7:] == ["flush", "prepare", "event", "run", "event"] * 2 + ["synchronize"]
-    monkeypatch.setattr(gpu_timing, "flush_buffer", lambda: recorder.event(True))
-    seconds = gpu_timing.measure({"a": call, "b": Call(lambda: None)}, gpu_timing.Effort(3, 2))
+    monkeypatch.setattr(timing, "flush_buffer", lambda: recorder.event(True))
+    seconds = timing.measure({"a": call, "b": Call(lambda: None)}, timing.Effort(3, 2))
     assert seconds == {"a": [2e-3] * 3, "b": [1e-3] * 3}
     cold(Call(lambda: time.sleep(0.002)), 10, recorder.event(True))()  # type: ignore[arg-type]
-    assert recorder.slept >= 10 * 2 * 0.002 * gpu_timing.CYCLES
+    assert recorder.slept >= 10 * 2 * 0.002 * timing.CYCLES
 
 
 def test_a_wrong_or_missing_result_is_refused() -> None:
@@ -264,7 +264,7 @@ class Properties(NamedTuple):
 def whole_benches(op: str) -> list[tuple[str, str, str]]:
     """Gate and rows of a bench in the interpreter, in float32 and tiny, with calls that run once and take no time."""
 
-    def once(calls: dict[str, Call], effort: gpu_timing.Effort) -> dict[str, list[float]]:
+    def once(calls: dict[str, Call], effort: timing.Effort) -> dict[str, list[float]]:
         for call in calls.values():
             if call.prepare is not None:
                 call.prepare()
@@ -285,8 +285,10 @@ def whole_benches(op: str) -> list[tuple[str, str, str]]:
         patch.setattr(matmul, "epilogue_shapes", lambda quick: tiny)
         patch.setattr(matmul, "candidates", lambda gemm: ("interpreted", ["interpreted", "exact"]))
         bench = {bench.name: bench for bench in (matmul.BENCH, *fused.BENCHES)}[op]
+        assert bench.check is not None
         bench.check()
-        return [(row["case"], row["provider"], row["baseline"]) for row in bench.run(False)]
+        rows = bench.run(argparse.Namespace(quick=False)).content["rows"]
+        return [(row["case"], row["provider"], row["baseline"]) for row in rows]
 
 
 @pytest.mark.proof
@@ -343,8 +345,8 @@ def test_calls_of_the_launchers_compile(monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_the_first_rank_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = predict.prediction_row(operation_shapes(SCATTER)[0], predict.present_machine())
-    bench = Bench(name="toy", description="", device="cpu", check=lambda: None, run=lambda quick: [row], note="a note")
+    rows = predict.predicted_rows(operation_shapes(SCATTER)[:1])
+    bench = Bench(name="toy", description="", run=ratios(lambda quick: rows), draw=draw_ratios, note="a note")
     monkeypatch.setenv("RANK", "1")
     assert main(["toy"], [bench], tmp_path) == 0
     assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == []

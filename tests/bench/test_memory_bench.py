@@ -173,7 +173,7 @@ def test_the_result_file_and_its_drawing(
     assert main(["memory"], [memory.BENCH], tmp_path) == 0
     assert "every size and count is as it should be" in capsys.readouterr().out
     result = json.loads((tmp_path / "cpu" / "memory.json").read_text())
-    header = "schema bench description date commit machine versions"
+    header = "schema bench description date machine commit dirty versions"
     assert list(result) == [*header.split(), "note", "models", "rows", "gemms", "collectives"]
     assert GPTConfig(**result["models"]["Llama layer"]) == LLAMA
     assert {row["unit"] for row in result["rows"]} == {32 * 64}
