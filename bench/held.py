@@ -7,7 +7,7 @@ should come out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,10 +79,9 @@ def live_bytes() -> int:
     return sum(storage.nbytes() for storage in alive if storage.resizable())
 
 
-@contextmanager
-def at_layers(model: ParallelModel, sample: Callable[[], None], at_end: Callable[[], None]) -> Iterator[None]:
-    """Call `sample` at both ends of every layer's forward and backward, and after a part's weight gradients were made
-    apart; `at_end` when a part's forward is over.
+def watch_layers(model: ParallelModel, sample: Callable[[], None], at_end: Callable[[], None]) -> None:
+    """Have `sample` called at both ends of every layer's forward and backward, and after a part's weight gradients were
+    made apart; `at_end` when a part's forward is over.
 
     A backward's first sample comes when the layer's parameters are gathered, its last before its gradients are reduced.
     """
@@ -99,35 +98,22 @@ def at_layers(model: ParallelModel, sample: Callable[[], None], at_end: Callable
         sample()
         watch(result)
 
-    def end(*_: Any) -> None:
-        at_end()
-
-    hooks = [part.register_forward_hook(end) for part in model.parts]
-    for layer in (layer for part in model.parts for layer in part.layers.values()):
-        hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
-    stages = [] if model.pipeline is None else [stage for stage in model.pipeline.stages if stage.dw_builder]
-    builders = [stage.dw_builder for stage in stages]
-    for stage, builder in zip(stages, builders, strict=True):
-        stage.dw_builder = _then(builder, sample)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for stage, builder in zip(stages, builders, strict=True):
-            stage.dw_builder = builder
+    for part in model.parts:
+        part.register_forward_hook(lambda *_: at_end())
+        for layer in part.layers.values():
+            layer.register_forward_pre_hook(before)
+            layer.register_forward_hook(after)
+    for stage in () if model.pipeline is None else model.pipeline.stages:
+        if stage.dw_builder:
+            stage.dw_builder = partial(_then, stage.dw_builder, sample)
 
 
-def _then(builder: Callable[[], Callable[[], None]], sample: Callable[[], None]) -> Callable[[], Callable[[], None]]:
-    """The builder of a function that makes weight gradients, with a sample after them."""
+def _then(builder: Callable[[], Callable[[], None]], sample: Callable[[], None]) -> Callable[[], None]:
+    """What `builder` builds, a function that makes weight gradients, and a sample after it."""
+    make = builder()
 
-    def build() -> Callable[[], None]:
-        make = builder()
+    def run() -> None:
+        make()
+        sample()
 
-        def run() -> None:
-            make()
-            sample()
-
-        return run
-
-    return build
+    return run

@@ -12,11 +12,10 @@ from typing import Any
 from rich.table import Table
 
 from .bars import legend, paragraph
-from .plot import LINE, TOP, WIDTH, line, text, write_document
+from .plot import LINE, TOP, WIDTH, frame, step_x, text, write_document
 from .runner import columns
 
-LEFT, RIGHT = 56, 20  # pixels
-HEIGHTS = {"losses": 260, "differences": 130}
+HEIGHTS = {"losses": 260, "differences": 130}  # pixels
 COLOURS = ("#222222", "#4e79a7", "#e15759", "#59a14f", "#b07aa1")
 DASHES = ("none", "8 5", "3 4", "10 3 2 3", "6 2")  # so that curves which coincide can be told apart
 NOTE = (
@@ -55,22 +54,6 @@ def bfloat16_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _x(step: int, steps: int) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * (step - 1) / max(1, steps - 1)
-
-
-def _frame(top: float, height: float, steps: int, ticks: Mapping[float, str]) -> list[str]:
-    """Axes: steps below, and lines at the heights (y -> label) of `ticks`."""
-    bottom, parts = top + height, []
-    for y, label in ticks.items():
-        parts += [line(LEFT, y, WIDTH - RIGHT, y, "#e4e4e4"), text(LEFT - 8, y + 4, label, "end", fill="#444")]
-    parts.append(line(LEFT, bottom, WIDTH - RIGHT, bottom, "#666"))
-    for step in (1, *range(10, steps + 1, 10)):
-        x = _x(step, steps)
-        parts += [line(x, bottom, x, bottom + 4, "#666"), text(x, bottom + 18, str(step), "middle", fill="#444")]
-    return [*parts, text((LEFT + WIDTH - RIGHT) / 2, bottom + 34, "training step", "middle", fill="#444")]
-
-
 def _draw_losses(curves: Sequence[Sequence[float]], top: float) -> list[str]:
     """The first curve broad, the others dashed on it."""
     values = [loss for losses in curves for loss in losses]
@@ -80,9 +63,9 @@ def _draw_losses(curves: Sequence[Sequence[float]], top: float) -> list[str]:
     def y(loss: float) -> float:
         return top + height * (high - 2 * loss) / (high - low)
 
-    parts = _frame(top, height, steps, {y(half / 2): f"{half / 2:g}" for half in range(low, high + 1)})
+    parts = frame(top, height, steps, {y(half / 2): f"{half / 2:g}" for half in range(low, high + 1)})
     for index, losses in enumerate(curves):
-        points = " ".join(f"{_x(step, steps):.1f},{y(loss):.1f}" for step, loss in enumerate(losses, 1))
+        points = " ".join(f"{step_x(step, steps):.1f},{y(loss):.1f}" for step, loss in enumerate(losses, 1))
         style = f'stroke="{COLOURS[index]}" stroke-width="{2 if index else 5}" stroke-dasharray="{DASHES[index]}"'
         parts.append(f'<polyline points="{points}" fill="none" {style}/>')
     return parts
@@ -98,10 +81,10 @@ def _draw_differences(curves: Sequence[Sequence[float]], top: float) -> list[str
         return top + height * (high - (math.log10(abs(value)) if value else low)) / (high - low)
 
     ticks = {y(10.0**exponent): f"1e{exponent}" for exponent in range(low + 1, high + 1)}
-    parts = _frame(top, height, steps, {**ticks, top + height: "0"})
+    parts = frame(top, height, steps, {**ticks, top + height: "0"})
     for index, values in enumerate(curves, 1):
         for step, value in enumerate(values, 1):
-            x = _x(step, steps) + 2 * (index - 2)  # beside one another where they coincide
+            x = step_x(step, steps) + 2 * (index - 2)  # beside one another where they coincide
             parts.append(f'<circle cx="{x:.1f}" cy="{y(value):.1f}" r="2.5" fill="{COLOURS[index]}"/>')
     return parts
 

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from tpformer.config import RECOMPUTE, build_config, check_config
+from tpformer.config import RECOMPUTE
 from tpformer.training.setup import build_model, run_mesh
 
 from .ranks import Calls, Ranks
 from .runner import columns
-from .step_counts import StepCounts, count_step
+from .step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name, bytes_of, count_step, run_config
 
 BASELINE = "1F1B"
 SCHEDULES = (BASELINE, "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -31,21 +30,9 @@ MICROBATCHES = 4
 
 def count_schedule(schedule: str, recompute: str, data_parallel: int) -> StepCounts:
     """This rank's counts of one step of the schedule: forward and backward of all microbatches, and the reduction."""
-    config = build_config(
-        {
-            "model": MODEL,
-            "data": {"train": ["unused"]},
-            "parallel": {
-                "tensor_parallel": 2,
-                "pipeline_parallel": 2,
-                "data_parallel_shard": data_parallel,
-                "pipeline_schedule": schedule,
-                "recompute": recompute,
-            },
-            "train": {"steps": 1, "global_batch_size": MICROBATCHES * data_parallel, "microbatch_size": 1},
-        }
-    )
-    check_config(config)
+    parallel = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": data_parallel}
+    parallel |= {"pipeline_schedule": schedule, "recompute": recompute}
+    config = run_config(parallel, "float32", MODEL, MICROBATCHES)
     mesh = run_mesh(config, "cpu")
     model = build_model(config, mesh)
     assert model.pipeline is not None
@@ -57,52 +44,27 @@ def count_schedule(schedule: str, recompute: str, data_parallel: int) -> StepCou
     return counts
 
 
-def total(ranks: Sequence[StepCounts]) -> StepCounts:
-    """The sum over ranks."""
-    return StepCounts(
-        layers=sum((each.layers for each in ranks), Counter()),
-        data=sum((each.data for each in ranks), Counter()),
-        messages=sum(each.messages for each in ranks),
-        flops=sum(each.flops for each in ranks),
-    )
-
-
 def differences(counts: StepCounts, baseline: StepCounts) -> list[str]:
-    """Which of the two steps' counts differ, messages left out."""
-    ours, theirs = asdict(counts), asdict(baseline)
+    """Which calls one of the two steps makes more often than the other, messages left out."""
     return [
-        f"{name}: {ours[name]}, not {theirs[name]}"
-        for name in ("flops", "layers", "data")
-        if ours[name] != theirs[name]
+        f"{call}: {counts[call]}, not {baseline[call]}"
+        for call in {**counts, **baseline}
+        if call.of != SENDS and counts[call] != baseline[call]
     ]
-
-
-def _by_name(calls: Iterable[tuple[str, int, int]]) -> tuple[dict[str, int], int]:
-    """Of calls (name, bytes, times): the number of each, and all bytes."""
-    numbers: Counter[str] = Counter()
-    together = 0
-    for name, size, times in calls:
-        numbers[name] += times
-        together += size * times
-    return dict(sorted(numbers.items())), together
 
 
 def make_row(schedule: str, recompute: str, counts: StepCounts, ok: bool) -> dict[str, Any]:
     """What all ranks do together in one step. sends: point-to-point messages; more stages exchange more."""
-    layers, layer_bytes = _by_name((*call, times) for call, times in counts.layers.items())
-    data, data_bytes = _by_name(
-        ("partial " * (call.axis == "tp") + call.operation, call.nbytes, times) for call, times in counts.data.items()
-    )
     return {
         "schedule": schedule,
         "recompute": recompute,
         "stages": 2 if schedule == BASELINE else 4,
-        "gemm_flops": counts.flops,
-        "layer_collectives": layers,
-        "layer_bytes": layer_bytes,
-        "data_collectives": data,
-        "data_bytes": data_bytes,
-        "sends": counts.messages,
+        "gemm_flops": counts[Call(GEMMS)],
+        "layer_collectives": by_name(counts, LAYERS),
+        "layer_bytes": bytes_of(counts, LAYERS),
+        "data_collectives": by_name(counts, DATA),
+        "data_bytes": bytes_of(counts, DATA),
+        "sends": sum(by_name(counts, SENDS).values()),
         "ok": ok,
     }
 
@@ -121,7 +83,7 @@ def split_rows(data_parallel: int = 2) -> tuple[list[dict[str, Any]], list[str]]
     rows, problems = [], []
     with Ranks(4 * data_parallel, 1, setup, data_parallel) as ranks:
         for recompute in RECOMPUTE:
-            counts = {each: total(ranks.call(f"{each} {recompute}")) for each in SCHEDULES}
+            counts = {each: sum(ranks.call(f"{each} {recompute}"), Counter()) for each in SCHEDULES}
             for schedule in SCHEDULES:
                 found = differences(counts[schedule], counts[BASELINE])
                 problems += [f"{schedule}, recompute {recompute}: {problem}" for problem in found]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from tpformer.config import RunConfig, build_config, check_config
+from tpformer.config import RunConfig
 from tpformer.planner.states import (
     ACCUMULATED,
     COPIES,
@@ -33,11 +33,11 @@ from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 
 from .bars import Bar, write_bars
-from .held import KINDS, Held, at_layers, held, live_bytes
+from .held import KINDS, Held, held, live_bytes, watch_layers
 from .ranks import Calls, Ranks
 from .runner import Bench, Report, columns
 from .split_backward import split_rows, split_table
-from .step_counts import StepCounts, count_step
+from .step_counts import DATA, StepCounts, by_name, count_step, run_config
 
 # 18 positions: FSDP2 pads them, as 4 ranks do not divide 18
 MODEL = {"vocab_size": 1024, "seq_length": 18, "n_layers": 8, "hidden_size": 128, "n_heads": 4}
@@ -86,22 +86,6 @@ class Measured(NamedTuple):
     collectives: StepCounts
 
 
-def run_config(parallel: Mapping[str, Any], dtype: str, model: Mapping[str, Any] = MODEL) -> RunConfig:
-    """MICROBATCHES microbatches of one sample for every data-parallel rank."""
-    share = parallel.get("data_parallel_shard", 1) * parallel.get("data_parallel_replicate", 1)
-    batch = {"global_batch_size": share * MICROBATCHES, "microbatch_size": 1}
-    config = build_config(
-        {
-            "model": dict(model),
-            "data": {"train": ["unused"]},
-            "parallel": dict(parallel),
-            "train": {"steps": 2, "dtype": dtype, **batch},
-        }
-    )
-    check_config(config)
-    return config
-
-
 class _Largest:
     """Keeps the largest of what `sample` sees."""
 
@@ -128,9 +112,10 @@ def measure(config: RunConfig) -> Measured:
         gc.collect()
         moments[moment], memory[moment] = held(model, optimizers), live_bytes() - before
 
+    forward, peak = (_Largest(lambda: held(model, optimizers)) for _ in range(2))
+    watch_layers(model, sample=peak, at_end=forward)
     for step in (1, 2):
-        forward, peak = (_Largest(lambda: held(model, optimizers)) for _ in range(2))
-        with at_layers(model, sample=peak, at_end=forward), count_step(mesh) as counts:
+        with count_step(mesh) as counts:
             _backward(model, step)
         moments |= {FORWARD: forward.held, PEAK: peak.held}
         look(BACKWARD)
@@ -198,6 +183,7 @@ def zero_row(case: str, config: RunConfig, pipeline_rank: int, measured: Measure
     published formulas, for 16-bit compute only."""
     layout, low = config.parallel, config.train.dtype == "bfloat16"
     m = sum(size.total for size in stage_elements(config, pipeline_rank).values())
+    numbers = by_name(measured.collectives, DATA)
     slides, paper = (published(m, layout.zero, layout.data_parallel_shard, size) if low else None for size in (16, 12))
     return {
         "case": case,
@@ -208,7 +194,7 @@ def zero_row(case: str, config: RunConfig, pipeline_rank: int, measured: Measure
         "slides": slides,
         "paper": paper,
         "moments": moment_rows(measured, rank_moments(config, pipeline_rank)),
-        "collectives": [measured.collectives.number(name) for name in ("all_gather", "reduce_scatter", "all_reduce")],
+        "collectives": [numbers.get(name, 0) for name in ("all_gather", "reduce_scatter", "all_reduce")],
         "expected": expected_collectives(config, pipeline_rank),
     }
 
@@ -281,7 +267,7 @@ def setup(configs: Mapping[str, RunConfig]) -> Calls:
 def measure_all(dtypes: Sequence[str]) -> list[Row]:
     """Rows of all cases: the first rank of each pipeline rank is shown, all must hold."""
     rows: list[Row] = []
-    configs = {(case, dtype): run_config(CASES[case], dtype) for dtype in dtypes for case in CASES}
+    configs = {(case, dtype): run_config(CASES[case], dtype, MODEL, MICROBATCHES) for dtype in dtypes for case in CASES}
     with Ranks(RANKS, 1, setup, {str(key): config for key, config in configs.items()}) as ranks:
         for key, config in configs.items():
             share = RANKS // config.parallel.pipeline_parallel

@@ -4,7 +4,6 @@ import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 from bench import zero  # noqa: E402
 from bench.held import BUFFERS, KINDS, Held  # noqa: E402
 from bench.runner import main  # noqa: E402
-from bench.split_backward import differences, total  # noqa: E402
-from bench.step_counts import StepCounts  # noqa: E402
+from bench.split_backward import differences  # noqa: E402
+from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts  # noqa: E402
 from bench.zero import BACKWARD, FORWARD, IDLE, PEAK, STEP, Measured, zero_row  # noqa: E402
-from tpformer.planner.counting import Collective  # noqa: E402
 from tpformer.planner.states import GRADIENTS, OPTIMIZER, rank_moments  # noqa: E402
 
 CASE = "ZeRO 2 x4"
-CONFIG = zero.run_config(zero.CASES[CASE], "bfloat16")
+CONFIG = zero.run_config(zero.CASES[CASE], "bfloat16", zero.MODEL)
 
 
 def measured(factor: float = 1.0, kind: str = OPTIMIZER) -> Measured:
@@ -34,12 +32,12 @@ def measured(factor: float = 1.0, kind: str = OPTIMIZER) -> Measured:
         moments[moment][kind] = round(moments[moment][kind] * factor)
     moments[PEAK][BUFFERS] = round(formula.peak)
     memory = {moment: sum(moments[moment].values()) for moment in (IDLE, BACKWARD, STEP)}
-    return Measured(moments, memory, StepCounts(data=collectives(9, 9 * zero.MICROBATCHES)))
+    return Measured(moments, memory, collectives(9, 9 * zero.MICROBATCHES))
 
 
-def collectives(gathers: int, scatters: int) -> Counter[Collective]:
-    calls = {("dp_shard", "all_gather"): gathers, ("dp_shard", "reduce_scatter"): scatters, ("tp", "all_reduce"): 3}
-    return Counter({Collective(*call, 10): times for call, times in calls.items()})
+def collectives(gathers: int, scatters: int) -> StepCounts:
+    calls = {"all_gather": gathers, "reduce_scatter": scatters, "partial all_reduce": 3}
+    return Counter({Call(DATA, name, 10): times for name, times in calls.items()})
 
 
 def wrong(held: Measured) -> list[str]:
@@ -73,21 +71,20 @@ def test_a_peak_and_memory_that_the_books_do_not_show_are_refused() -> None:
 def test_counts_are_exact() -> None:
     row = zero_row(CASE, CONFIG, 0, measured())
     assert zero.problems_of([row]) == [] and row["collectives"] == row["expected"] == [9, 36, 0]
-    once = measured()
-    once.collectives.data = collectives(9, 9)  # reduced in the last microbatch only: ZeRO-1
+    once = measured()._replace(collectives=collectives(9, 9))  # reduced in the last microbatch only: ZeRO-1
     (problem,) = zero.problems_of([zero_row(CASE, CONFIG, 0, once)])
     assert problem == "ZeRO 2 x4, bfloat16, pp rank 0: [9, 9, 0] collectives, not [9, 36, 0]"
 
 
 def test_differences_of_steps() -> None:
-    gather, scatter = Collective("tp", "all_gather", 8), Collective("dp_shard", "reduce_scatter", 8)
-    step = StepCounts(Counter({gather[1:]: 2}), Counter({scatter: 1}), messages=3, flops=100)
-    both = total([step, step])
-    assert both.layers == {gather[1:]: 4} and both.data == {scatter: 2} and (both.messages, both.flops) == (6, 200)
-    assert differences(replace(step, messages=0), step) == []
-    larger = replace(step, layers=Counter({("all_gather", 16): 2}))
-    assert len(differences(larger, step)) == 1 and differences(larger, step)[0].startswith("layers: ")
-    assert differences(replace(step, flops=101), step) == ["flops: 101, not 100"]
+    step = Counter({Call(LAYERS, "all_gather", 8): 2, Call(DATA, "reduce_scatter", 8): 1, Call(GEMMS): 100})
+    assert differences(step + Counter({Call(SENDS, "send", 4): 3}), step) == []
+    larger = step - Counter({Call(LAYERS, "all_gather", 8): 2}) + Counter({Call(LAYERS, "all_gather", 16): 2})
+    assert sorted(differences(larger, step)) == [
+        "layers, all_gather of 16 bytes: 2, not 0",
+        "layers, all_gather of 8 bytes: 0, not 2",
+    ]
+    assert differences(step + Counter({Call(GEMMS): 1}), step) == ["GEMM FLOPs: 101, not 100"]
 
 
 @pytest.mark.parametrize("factor, code", [(1.0, 0), (1.05, 1)])

@@ -13,6 +13,7 @@ from pool import WorkerPool
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
 from bench import zero  # noqa: E402
+from bench.step_counts import DATA, by_name  # noqa: E402
 from tpformer.config import build_config, check_config  # noqa: E402
 from tpformer.planner.states import ACCUMULATED, stage_elements  # noqa: E402
 from tpformer.planner.storages import live_storages  # noqa: E402
@@ -55,9 +56,9 @@ def test_reduction_in_16_bits(ranks: WorkerPool) -> None:
     configs = [zero.run_config({**parallel, "zero_stage": stage}, "bfloat16", SMALL) for stage in (1, 2)]
     first, second = (ranks(4).run(zero.measure, config) for config in configs)
     units = 5
-    assert second[0].collectives.number("all_reduce") == units * zero.MICROBATCHES
-    assert second[0].collectives.number("reduce_scatter") == units * zero.MICROBATCHES
-    assert first[0].collectives.number("all_reduce") == units
+    once, each = (by_name(measured[0].collectives, DATA) for measured in (first, second))
+    assert each["all_reduce"] == each["reduce_scatter"] == units * zero.MICROBATCHES
+    assert once["all_reduce"] == units
     (size,) = stage_elements(configs[0], 0).values()
     assert first[0].moments[zero.FORWARD][ACCUMULATED] == 2 * size.total
     assert second[0].moments[zero.FORWARD][ACCUMULATED] == 0

@@ -234,6 +234,7 @@ class _Rank:
         return calls
 
     def count(self, rank: int) -> RankCount:
+        """Run a step and AdamW, and count; once."""
         with self.mode, CollectiveCounter(self.mesh) as recorder:
             stages, accumulated, calls = self._step(recorder)
             gradients = nbytes(parameter.grad for parameter in self.model.parameters())

@@ -34,6 +34,7 @@ NOT_COUNTED = "not counted: CUDA context and libraries (about 1 GB), NCCL's buff
 
 
 def size(nbytes: float) -> str:
+    """Bytes in the largest of UNITS that they reach, as text."""
     for unit, name in UNITS:
         if nbytes >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -50,10 +51,12 @@ class Plan(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Bytes of device memory at the peak."""
         return sum(nbytes for _, nbytes in self.parts)
 
 
 def rank_size(config: RunConfig, count: RankCount) -> Elements:
+    """Elements of all stages of the counted rank together."""
     return elements(config.model, [stage.layers for stage in count.stages], config.parallel.tensor_parallel)
 
 
@@ -140,6 +143,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
 
 
 def verdict(config: RunConfig, count: RankCount, plan: Plan, device_memory: float) -> Iterator[str]:
+    """Whether the rank fits into device_memory bytes, and where it does not, what to change."""
     room = device_memory - plan.total
     of = f"predicted: {size(plan.total)} of {size(device_memory)}"
     if room >= 0:

@@ -39,10 +39,12 @@ class Elements(NamedTuple):
 
     @property
     def layers(self) -> float:
+        """Elements of all layers."""
         return self.n_layers * self.layer
 
     @property
     def total(self) -> float:
+        """M: elements of everything."""
         return self.layers + self.rest
 
 
