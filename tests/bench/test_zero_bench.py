@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 
 from bench import zero  # noqa: E402
 from bench.held import BUFFERS, KINDS, Held  # noqa: E402
+from bench.plot import REQUIRED  # noqa: E402
 from bench.runner import main  # noqa: E402
 from bench.split_backward import differences  # noqa: E402
 from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts  # noqa: E402
@@ -98,6 +99,8 @@ def test_files_and_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fa
     drawn = ElementTree.parse(tmp_path / "cpu" / "zero.svg").getroot()
     texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert {CASE, *zero.MOMENTS, *KINDS} <= set(texts)
+    red = [each for each in drawn.iter("{http://www.w3.org/2000/svg}line") if each.attrib["stroke"] == REQUIRED]
+    assert len(red) == len(zero.MOMENTS)
 
 
 def test_one_dtype_and_only_counts_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,10 +91,10 @@ def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -
     lines = [part for line in (*lines, *formula.split("\n")) for part in textwrap.wrap(line, LETTERS) or [""]]
     titles = textwrap.wrap(title, TITLE) or [""]
     parts = [_text(10, 24 + 19 * index, line, font_size=15, font_weight="bold") for index, line in enumerate(titles)]
-    y = 25 + 19 * len(titles)
-    parts += [_text(10, y + 17 * index, line, fill="#333") for index, line in enumerate(lines)]
+    top = 25 + 19 * len(titles)
+    parts += [_text(10, top + 17 * index, line, fill="#333") for index, line in enumerate(lines)]
     visible = [action.kind for action in actions if (action.end - action.start) * WIDTH > span]
-    legend, y = _legend(visible, y + 17 * len(lines))
+    legend, y = _legend(visible, top + 17 * len(lines))
     parts += legend
     for start in (origin + span * band for band in range(bands)):
         for rank in range(ranks):
