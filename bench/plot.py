@@ -1,27 +1,22 @@
-"""Drawings of result files, with the standard library only: their frame and marks, stacked bars, curves over steps.
+"""Drawings of result files, with the standard library only: their frame and marks, and curves over steps.
 
-Belongs here: drawing what stands in the JSON. No measuring.
+Belongs here: drawing what stands in the JSON. No measuring. Stacked bars: bars.py.
 """
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-WIDTH, LINE, TOP, HEIGHT = (
-    600,
-    22,
-    64,
-    300,
-)  # of a drawing, a line of text, the header, a panel: at least 7 px on a phone
+WIDTH, LINE, TOP, HEIGHT = 600, 22, 64, 300  # of a drawing, a line, the header, a panel: at least 7 px on a phone
+LEFT, RIGHT = 56, 20  # of a panel of curves, what is beside it
 FASTER, SLOWER, REQUIRED = "#2f7d4f", "#c0622d", "#b00020"
 COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f"),
-    *("#1f3a5f", "#a0cbe8", "#d4a6c8", "#8cd17d", "#b6992d", "#fabfd2", "#79706e"),
+    *("#1f3a5f", "#d37295", "#a0cbe8", "#2f6b2f", "#ffbe7d", "#7f1d1d", "#79706e"),
 )
-TOTAL = "total"  # an item of this name is the sum of the others: drawn where it stands alone, as a formula's does
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", **attributes: Any) -> str:
@@ -66,63 +61,34 @@ def write_document(target: Path, result: dict, note: str, width: int, height: fl
     return target
 
 
-def _rectangle(x: float, y: float, width: float, colour: str, title: str) -> str:
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="14" fill="{colour}"'
-    return f"<rect {size}><title>{escape(title)}</title></rect>"
+def step_x(step: int, steps: int) -> float:
+    """Where a step is in a panel of curves, step 1 at the left."""
+    return LEFT + (WIDTH - LEFT - RIGHT) * (step - 1) / max(1, steps - 1)
 
 
-def draw_bars(path: Path) -> Path:
-    """One bar for each (model, tp, recompute) of a result file's rows, stacked of its items, in sbh/t."""
-    result = json.loads(path.read_text())
-    bars: dict[str, dict[str, dict[str, float]]] = {}
-    for row in result["rows"]:
-        label = f"t = {row['tp']}, recompute {row['recompute']}"
-        bars.setdefault(row["model"], {}).setdefault(label, {})[row["item"]] = row["sbh_over_t"]
-    items = list(dict.fromkeys(row["item"] for row in result["rows"] if row["item"] != TOTAL))
-    colours = dict(zip(items, COLOURS * (1 + len(items) // len(COLOURS)), strict=False))
-    parts: list[str] = []
-    for index, (item, colour) in enumerate(colours.items()):
-        x, y = 10 + index % 2 * 300, TOP + index // 2 * LINE
-        parts += [_rectangle(x, y, 14, colour, item), text(x + 20, y + 11, item)]
-    y, left = TOP + -(-len(colours) // 2) * LINE, 205.0
-    scale = (WIDTH - left - 60) / max(row["sbh_over_t"] for row in result["rows"])
-    for model, of_model in bars.items():
-        y += LINE
-        parts.append(text(10, y, model, font_weight="bold"))
-        for label, sizes in of_model.items():
-            y += LINE
-            parts.append(text(left - 10, y, label, "end"))
-            x = left
-            for item, size in sizes.items() if len(sizes) == 1 else [i for i in sizes.items() if i[0] != TOTAL]:
-                parts.append(_rectangle(x, y - 11, size * scale, colours.get(item, "#bbb"), f"{item}: {size:g}"))
-                x += size * scale
-            parts.append(text(x + 8, y, f"{sizes[TOTAL]:.2f}"))
-    note = "bytes of one layer's saved activations on one rank, over s b h / t; grey: a formula, not measured"
-    return write_document(path.with_suffix(".svg"), result, note, WIDTH, y + LINE, parts)
+def frame(top: float, height: float, steps: int, labels: Mapping[float, str]) -> list[str]:
+    """Axes of a panel of curves: steps below, and lines at the heights (y -> label) of `labels`."""
+    bottom, right, parts = top + height, WIDTH - RIGHT, []
+    for y, label in labels.items():
+        parts += [line(LEFT, y, right, y, "#e4e4e4"), text(LEFT - 8, y + 4, label, "end", fill="#444")]
+    for step in (1, *ticks(2, steps)):
+        x = step_x(round(step), steps)
+        parts += [line(x, bottom, x, bottom + 4, "#666"), text(x, bottom + 18, f"{step:g}", "middle", fill="#444")]
+    parts.append(line(LEFT, bottom, right, bottom, "#666"))
+    return [*parts, text((LEFT + right) / 2, bottom + 34, "training step", "middle", fill="#444")]
 
 
-def _curve(losses: Sequence[float], top: float) -> Iterable[str]:
-    """A panel of losses by step, step 1 at the left."""
+def _curve(losses: Sequence[float], top: float) -> list[str]:
+    """A panel of losses by step."""
     low, high = min(losses), max(losses)
     low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
-    left, width, bottom = 50, WIDTH - 70, top + HEIGHT
-
-    def x(step: float) -> float:
-        return left + width * (step - 1) / max(1, len(losses) - 1)
 
     def y(loss: float) -> float:
-        return bottom - HEIGHT * (loss - low) / (high - low)
+        return top + HEIGHT * (high - loss) / (high - low)
 
-    for tick in ticks(low, high):
-        yield line(left, y(tick), left + width, y(tick), "#ddd")
-        yield text(left - 8, y(tick) + 4, f"{tick:g}", "end", fill="#444")
-    for tick in [1, *ticks(2, len(losses))]:
-        yield line(x(tick), bottom, x(tick), bottom + 4, "#666")
-        yield text(x(tick), bottom + 18, f"{tick:g}", "middle", fill="#444")
-    yield line(left, bottom, left + width, bottom, "#666")
-    yield text(left + width / 2, bottom + 36, "training step", "middle", fill="#444")
-    points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in enumerate(losses, 1))
-    yield f'<polyline points="{points}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.5"/>'
+    points = " ".join(f"{step_x(step, len(losses)):.1f},{y(loss):.1f}" for step, loss in enumerate(losses, 1))
+    curve = f'<polyline points="{points}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.5"/>'
+    return [*frame(top, HEIGHT, len(losses), {y(tick): f"{tick:g}" for tick in ticks(low, high)}), curve]
 
 
 def draw_curves(path: Path) -> Path:

@@ -26,6 +26,7 @@ from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConf
 from tpformer.distributed import build_mesh, close
 from tpformer.kernels.cost import machine_for
 from tpformer.models import GPTConfig, preset_config
+from tpformer.planner.storages import Saved
 from tpformer.training.data import build_stdlib, read_sidecar
 from tpformer.training.model import ParallelModel
 from tpformer.training.optimizer import build_optimizer, learning_rate
@@ -34,7 +35,6 @@ from tpformer.training.step import batch, train_step
 
 from .plot import draw_curves
 from .runner import Bench, Report, columns
-from .saved import record_saved
 
 STEPS, QUICK_STEPS = 300, 4
 WARM_UP = 20  # steps without a share in the speed: kernels compile, allocators fill, clocks settle
@@ -79,7 +79,7 @@ def run_config(model: Model, steps: int, train: Path) -> RunConfig:
 
 def saved_bytes(model: torch.nn.Module, samples: Tensor) -> int:
     """What autograd keeps of one forward with its loss; parameters are left out."""
-    with record_saved(model) as saved:
+    with Saved().recording(model) as saved:
         index = torch.arange(len(samples), device=samples.device)
         loss = model(samples[:, :-1], targets=samples[:, 1:], sample_index=index, step=1)
     total = saved.total()

@@ -29,6 +29,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = 1
+LETTERS = 160  # in a line of a results file, at most, where it can be broken
 QUICK = {"--quick": {"action": "store_true", "help": "small sizes, few repetitions, nothing written"}}
 REFUSED = (
     "files besides bench/results differ from the commit: results are printed, and none is written; commit first to "
@@ -153,8 +154,21 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
+def readable(value: Any, indent: str = "") -> str:
+    """JSON in which every list or dictionary that fits is on one line."""
+    line = json.dumps(value)
+    if len(indent + line) <= LETTERS or not isinstance(value, list | tuple | dict):
+        return line
+    if isinstance(value, dict):
+        inner = [f"{json.dumps(key)}: {readable(each, indent + ' ')}" for key, each in value.items()]
+    else:
+        inner = [readable(each, indent + " ") for each in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{last}"
+
+
 def write(
-    bench: Bench | Tool,
+    bench: Bench,
     content: Mapping[str, Any],
     *,
     device: str | None,
@@ -178,7 +192,7 @@ def write(
         "versions": versions(),
     }
     path = directory / f"{bench.name}.json"
-    path.write_text(json.dumps({**head, **content}, indent=1) + "\n")
+    path.write_text(readable({**head, **content}) + "\n")
     draw(path)
     say(console, f"written: {path} and {path.with_suffix('.svg').name}")
     return path
@@ -225,17 +239,7 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
     return 1 if report.problems else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tool:
-    """A bench that still reads its arguments, prints and calls `write` itself."""
-
-    name: str
-    description: str
-    run: Callable[[Sequence[str], Path, Console], int]
-    """(arguments after the name, directory of results, console) -> exit code."""
-
-
-def main(arguments: Sequence[str], benches: Sequence[Bench | Tool], results: Path = RESULTS) -> int:
+def main(arguments: Sequence[str], benches: Sequence[Bench], results: Path = RESULTS) -> int:
     """`python -m bench [NAME] [options]`; the exit code: 1 for a wrong result or a missed bar, 2 for a wrong call."""
     first = os.environ.get("RANK", "0") == "0"  # torchrun's variable
     console = Console(width=None if sys.stdout.isatty() else 180, quiet=not first)
@@ -250,11 +254,6 @@ def main(arguments: Sequence[str], benches: Sequence[Bench | Tool], results: Pat
             print(f"there is no bench {name!r}", file=sys.stderr)
         return 0 if name is None else 2
     others = [argument for argument in arguments if argument != bench.name]
-    if isinstance(bench, Tool):
-        say(console, machine_line())
-        if not others and refused(results):
-            say(console, f"{bench.name}: {REFUSED}")
-        return bench.run(others, results, console)
     parser = argparse.ArgumentParser(prog=f"python -m bench {bench.name}", description=bench.description)
     for name, settings in bench.options.items():
         parser.add_argument(name, **settings)

@@ -1,4 +1,4 @@
-"""The one rule by which a low-precision result is accepted, the count of what autograd saves, poisoned memory."""
+"""The one rule by which a low-precision result is accepted, and poisoned memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,27 +34,6 @@ def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype
         f"(max {bounds[0]:.3g}, rms {bounds[1]:.3g}) = 2 * (baseline (max {baseline[0]:.3g}, rms {baseline[1]:.3g}) + "
         f"eps * {largest:.3g})"
     )
-
-
-@contextmanager
-def record_saved(*parameters: Tensor) -> Iterator[dict[int, int]]:
-    """Yields a dict that gets {storage address: bytes} of all that autograd saves in the context, parameters excepted.
-
-    Two views of one storage count once, with the storage's whole size: what is really held.
-    """
-    storages: dict[int, int] = {}
-    kept: list[Tensor] = []  # an address must not be reused by a later tensor while it is counted
-    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in known and storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
-            kept.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield storages
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from bench import runner  # noqa: E402
 from bench.plain import check_against_plain  # noqa: E402
 from bench.ranks import Ranks  # noqa: E402
 from bench.ratios import CROWDED, Row, draw_ratios, make_row, ratios, table  # noqa: E402
-from bench.runner import Bench, Report, WrongCall, main  # noqa: E402
+from bench.runner import Bench, Report, WrongCall, main, readable  # noqa: E402
 from bench.timing import Comparison, compare, interleave, timed  # noqa: E402
 from tpformer.models import GPT, GPTConfig  # noqa: E402
 
@@ -218,3 +218,15 @@ def test_ranks_run_calls_and_report_failures(forked: None) -> None:
         assert ranks.sample("seconds") == 3.0
         with pytest.raises(RuntimeError, match="rank 0 of 2: (.|\n)*ZeroDivisionError"):
             ranks.call("fail")
+
+
+def test_results_files_have_a_row_on_a_line() -> None:
+    rows = [{"name": f"row {index}", "values": [0.5] * index, "none": None} for index in (1, 4, 40)]
+    text = readable({"schema": 1, "rows": rows, "empty": []})
+    assert json.loads(text) == {"schema": 1, "rows": rows, "empty": []}
+    assert text.splitlines()[2:5] == [
+        ' "rows": [',
+        '  {"name": "row 1", "values": [0.5], "none": null},',
+        '  {"name": "row 4", "values": [0.5, 0.5, 0.5, 0.5], "none": null},',
+    ]
+    assert len(text.splitlines()) > 40 and max(map(len, text.splitlines())) < 160
