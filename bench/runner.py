@@ -32,7 +32,7 @@ SCHEMA = 1
 LETTERS = 160  # in a line of a results file, at most, where it can be broken
 QUICK = {"--quick": {"action": "store_true", "help": "small sizes, few repetitions, nothing written"}}
 REFUSED = (
-    "files besides bench/results differ from the commit: results are printed, and none is written; commit first to "
+    "files besides bench/results differ from the commit, so results are printed and none is written; commit first to "
     "keep them"
 )
 
@@ -167,20 +167,9 @@ def readable(value: Any, indent: str = "") -> str:
     return f"{first}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{last}"
 
 
-def write(
-    bench: Bench,
-    content: Mapping[str, Any],
-    *,
-    device: str | None,
-    results: Path,
-    draw: Callable[[Path], object],
-    console: Console,
-) -> Path | None:
-    """Write <device>/<name>.json, and beside it the picture that `draw` makes of it; None if that is refused."""
-    if refused(results):
-        say(console, f"not written: {REFUSED}")
-        return None
-    directory = results / device_directory(device)
+def write(bench: Bench, content: Mapping[str, Any], results: Path, console: Console) -> Path:
+    """Write <device>/<name>.json, and beside it the bench's picture of it; the folder."""
+    directory = results / device_directory(bench.device)
     directory.mkdir(parents=True, exist_ok=True)
     head = {
         "schema": SCHEMA,
@@ -193,9 +182,9 @@ def write(
     }
     path = directory / f"{bench.name}.json"
     path.write_text(readable({**head, **content}) + "\n")
-    draw(path)
+    bench.draw(path)
     say(console, f"written: {path} and {path.with_suffix('.svg').name}")
-    return path
+    return directory
 
 
 def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Path, console: Console) -> int:
@@ -210,7 +199,8 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
             say(console, "\nPREDICTION, not a measurement")
             say(console, f"{bench.predict()}\n{bench.note}")
         return 0
-    if whole and refused(results):
+    unwanted = whole and refused(results)
+    if unwanted:
         say(console, f"{bench.name}: {REFUSED}")
     try:
         if bench.check is not None:
@@ -226,14 +216,13 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
         return 2
     for table in (*report.tables, bench.note):
         console.print(table, highlight=False, soft_wrap=isinstance(table, str))
-    if not whole:
-        say(console, "called with an option: nothing is written")
+    if unwanted or not whole:
+        say(console, f"nothing is written: {REFUSED if unwanted else 'called with an option'}")
     elif not console.quiet:
         note = {"note": bench.note} if bench.note else {}
-        content = {**note, **report.content}
-        path = write(bench, content, device=bench.device, results=results, draw=bench.draw, console=console)
-        if path is not None and report.files is not None:
-            report.files(path.parent)
+        directory = write(bench, {**note, **report.content}, results, console)
+        if report.files is not None:
+            report.files(directory)
     for problem in report.problems or [report.outcome]:
         say(console, f"{bench.name}: {problem}")
     return 1 if report.problems else 0

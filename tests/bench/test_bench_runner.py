@@ -130,16 +130,11 @@ def test_options_problems_and_further_files(tmp_path: Path, capsys: pytest.Captu
         return Report(["a table"], {"size": options.size}, ["too small"], "", lambda folder: (folder / "more").touch())
 
     bench = Bench(
-        name="sized",
-        description="",
-        run=run,
-        draw=lambda path: None,
-        options={"--size": {"type": int}},
-        note="a note",
+        name="sized", description="", run=run, draw=lambda path: None, options={"--size": {"type": int}}, note="a note"
     )
     assert main(["sized", "--size", "4"], [toy(), bench], tmp_path) == 1
     assert capsys.readouterr().out.splitlines()[1:] == [
-        *("a table", "a note", "called with an option: nothing is written", "sized: too small")
+        *("a table", "a note", "nothing is written: called with an option", "sized: too small")
     ]
     assert list(tmp_path.iterdir()) == []
     assert main(["sized", "--size", "0"], [toy(), bench], tmp_path) == 2
