@@ -280,7 +280,6 @@ def test_offloaded_activations_are_those_of_all_layers_but_the_last():
     "schedule,in_flight", [("1F1B", [4, 3, 2, 1]), ("GPipe", [8] * 4), ("ZBVZeroBubble", [8, 8, 8, 8])]
 )
 def test_microbatches_in_flight(schedule, in_flight):
-
     layout = Layout(pipeline_parallel=4, pipeline_schedule=schedule)
     order = schedule_order(schedule, 4, 8, layout.stages_per_rank)
     for rank, most in enumerate(in_flight):
