@@ -3,7 +3,8 @@
 Belongs here: which blocks, what is timed beside what, what must agree, the required ratio, the model of the time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -67,18 +68,11 @@ def our_block(config: GPTConfig, recompute: str = "none") -> TransformerBlock:
     return transformer_block(config, recompute=recompute, device=DEVICE, dtype=DTYPE)
 
 
-class Inputs(NamedTuple):
+def inputs_of(model: nn.Module, config: GPTConfig, batch: int, length: int) -> tuple[Tensor, Tensor, dict]:
     """x and the output's gradient (batch, seq, hidden); what our block is told besides, shared by all layers."""
-
-    x: Tensor
-    dy: Tensor
-    options: dict
-
-
-def inputs_of(model: nn.Module, config: GPTConfig, batch: int, length: int) -> Inputs:
     x, dy = torch.randn(2, batch, length, config.hidden_size, device=DEVICE, dtype=DTYPE)
     key = DropoutKey(seed=1, step=1, sample_index=torch.arange(batch, device=DEVICE), model=model)
-    return Inputs(x, dy, {"positions": Positions(batch, length), "dropout_key": key})
+    return x, dy, {"positions": Positions(batch, length), "dropout_key": key}
 
 
 def compiled(block: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -113,21 +107,18 @@ def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS) -> None:
     drop = our_dropout(config, options) if config.dropout else lambda x, branch: x
     exact, plain = (plain_block(block, config, dtype, drop=drop) for dtype in (torch.float64, DTYPE))
     oracle, baseline = step(exact, exact, x.double(), dy.double()), step(plain, plain, x, dy)
-    for name, results in checked_steps(block, plain, config, Inputs(x, dy, options)):
+
+    def require(name: str, results: dict[str, Tensor]) -> None:
         for result, actual in results.items():
             # without positions to tell keys apart, softmax does not see a key's bias: its gradient is rounding only
             if result != "self_attn.k_proj.bias" or config.position == "rope":
                 require_accurate(f"{config.norm} layer, {name}: {result}", actual, oracle[result], baseline[result])
 
-
-def checked_steps(
-    block: TransformerBlock, plain: nn.Module, config: GPTConfig, inputs: Inputs
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
     for recompute in ("none", *RECOMPUTED):
         block.recompute = recompute
-        yield f"{OURS}, {recompute}", step(block, lambda x: block(x, **inputs.options), inputs.x, inputs.dy)
+        require(f"{OURS}, {recompute}", step(block, partial(block, **options), x, dy))
     if not config.dropout:
-        yield COMPILED, step(plain, compiled(plain), inputs.x, inputs.dy)
+        require(COMPILED, step(plain, compiled(plain), x, dy))
 
 
 def our_dropout(config: GPTConfig, options: dict) -> Drop:
@@ -146,21 +137,16 @@ def calls_of(layer: Layer) -> dict[str, Call]:
     config = layer.config
     blocks = {recompute: our_block(config, recompute) for recompute in ("none", *RECOMPUTED)}
     x, dy, options = inputs_of(nn.ModuleDict(blocks), config, layer.batch, config.seq_length)
-    block = blocks["none"]
-    calls = {OURS: Call(lambda: step(block, lambda x: block(x, **options), x, dy))}
-    for recompute in RECOMPUTED:
-        other = blocks[recompute]
-        calls[recomputing(recompute)] = Call(
-            lambda other=other: step(other, lambda x: other(x, **options), x, dy)  # type: ignore[misc]
-        )
-    plain = {EAGER: plain_block(block, config, DTYPE)}
-    plain[COMPILED] = plain_block(block, config, DTYPE)
+    functions = {
+        OURS if recompute == "none" else recomputing(recompute): (block, partial(block, **options))
+        for recompute, block in blocks.items()
+    }
+    eager, same = (plain_block(blocks["none"], config, DTYPE) for _ in range(2))
+    functions |= {EAGER: (eager, eager), COMPILED: (same, compiled(same))}
     if config.position != "rope":
-        plain[COMPILED_FUSED] = plain_block(block, config, DTYPE, fused_qkv=True)
-    for name, other in plain.items():
-        function = other if name == EAGER else compiled(other)
-        calls[name] = Call(lambda other=other, function=function: step(other, function, x, dy))  # type: ignore[misc]
-    return calls
+        fused = plain_block(blocks["none"], config, DTYPE, fused_qkv=True)
+        functions[COMPILED_FUSED] = fused, compiled(fused)
+    return {name: Call(partial(step, block, function, x, dy)) for name, (block, function) in functions.items()}
 
 
 def recomputing(recompute: str) -> str:
@@ -206,8 +192,7 @@ def passes_bytes(layer: Layer) -> int:
     h, f, gated = config.hidden_size, config.ffn_size, MLP_ACTIVATIONS[config.activation][1]
     after: dict = {"bias": config.bias, "dropout": config.dropout > 0}
     branches = [
-        norm_cost(m, h, ITEMSIZE, config.norm),
-        norm_cost(m, h, ITEMSIZE, config.norm),
+        *2 * [norm_cost(m, h, ITEMSIZE, config.norm)],
         norm_cost(m, h, ITEMSIZE, config.norm, backward=True, residual=True),
         finish_cost(m, h, ITEMSIZE, residual=True, **after),
         finish_cost(m, h, ITEMSIZE, backward=True, **after),

@@ -4,6 +4,7 @@ Belongs here: layouts, providers, what must agree, the required mean. The shapes
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ REQUIRED = 0.95  # of cuBLAS, geometric mean over all shapes and layouts
 
 
 class Gemm(NamedTuple):
-    """case: FORWARD (x W^T), DGRAD (dy W), WGRAD (dy^T x), or DECODE, which is FORWARD with few rows."""
+    """case: FORWARD (x W^T), DGRAD (dy W), WGRAD (dy^T x), DECODE (few rows of it), EPILOGUE (gelu(x W^T + bias))."""
 
     case: str
     shape: Shape
@@ -38,30 +39,30 @@ class Gemm(NamedTuple):
         """Whether A, and whether B, is stored the other way round than in the forward."""
         return self.case == WGRAD, self.case in (DGRAD, WGRAD)
 
-    def operands(self) -> tuple[Tensor, Tensor]:
+    def operands(self) -> list[Tensor]:
         """Normal numbers, scaled so that products are of order 1. On zeros a GPU is faster than on data."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
-        a_shape, b_shape, width = {
-            DGRAD: ((m, n), (n, k), n),
-            WGRAD: ((m, n), (m, k), m),
-        }.get(self.case, ((m, k), (n, k), k))
-        options: dict = {"device": DEVICE, "dtype": DTYPE}
-        return torch.randn(a_shape, **options), torch.randn(b_shape, **options) * width**-0.5
+        a, b, width = {DGRAD: ((m, n), (n, k), n), WGRAD: ((m, n), (m, k), m)}.get(self.case, ((m, k), (n, k), k))
+        sizes = [a, b, (n,)][: 3 if self.case == EPILOGUE else 2]
+        operands = [torch.randn(size, device=DEVICE, dtype=DTYPE) for size in sizes]
+        operands[1] *= width**-0.5
+        return operands
 
-    def library(self, a: Tensor, b: Tensor) -> Tensor:
-        """The product by torch."""
+    def library(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The result by torch: one kernel, or two with the epilogue."""
+        if bias is not None:
+            return F.gelu(F.linear(a, b, bias), approximate="tanh")
         a_transposed, b_transposed = self.transposed
         return torch.matmul(a.t() if a_transposed else a, b if b_transposed else b.t())
 
+    def ours(self, a: Tensor, b: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        """The result by our kernel; options: of kernels/matmul."""
+        from tpformer.kernels.matmul.kernel import matmul
 
-def ours(gemm: Gemm, a: Tensor, b: Tensor, tile: str, programs: int | None = None) -> Tensor:
-    """Our kernel with the shipped tile configuration of that name."""
-    from tpformer.kernels.configurations import TILES
-    from tpformer.kernels.matmul.kernel import matmul
-
-    a_transposed, b_transposed = gemm.transposed
-    options: dict = {"tile": TILES[tile], "programs": programs}
-    return matmul(a, [b], a_transposed=a_transposed, b_transposed=b_transposed, **options)[0]
+        if bias is not None:
+            return matmul(a, [b], [bias], activation="gelu_tanh", **options)[0]
+        a_transposed, b_transposed = self.transposed
+        return matmul(a, [b], a_transposed=a_transposed, b_transposed=b_transposed, **options)[0]
 
 
 def candidates(gemm: Gemm) -> tuple[str, list[str]]:
@@ -77,7 +78,8 @@ def candidates(gemm: Gemm) -> tuple[str, list[str]]:
 
 
 def gemms(quick: bool) -> list[Gemm]:
-    """Forward over the whole list, the gradients over two numbers of rows, decoding; quick: one model, few rows."""
+    """Forward over the whole list, the gradients over two numbers of rows, decoding, and GPT-3's up projection, the
+    list's one layer with such an epilogue; quick: one model, few rows."""
 
     def both(rows: Sequence[int]) -> list[Shape]:
         found = shapes(GATHER, rows) + shapes(SCATTER, rows)
@@ -87,73 +89,49 @@ def gemms(quick: bool) -> list[Gemm]:
         *(Gemm(FORWARD, shape) for shape in both(ROWS)),
         *(Gemm(case, shape) for case in (DGRAD, WGRAD) for shape in both(BACKWARD_ROWS)),
         *(Gemm(DECODE, shape) for shape in both(DECODE_ROWS)),
+        *(Gemm(EPILOGUE, shape) for shape in shapes(GATHER, ROWS[:1] if quick else ROWS) if shape.layer == "up"),
     ]
 
 
-def epilogue_calls(x: Tensor, w: Tensor, bias: Tensor, **options: Any) -> dict[str, Callable[[], Tensor]]:
-    """gelu(x W^T + bias), fused and by torch: one kernel against two. options: of our matmul."""
-    from tpformer.kernels.matmul.kernel import matmul
+def calls_of(gemm: Gemm) -> tuple[list[Tensor], dict[str, Callable[[], Tensor]]]:
+    """Operands, and by provider what is called: the library, the tile that is picked, the other candidates."""
+    from tpformer.kernels.configurations import TILES
 
-    return {
-        OURS: lambda: matmul(x, [w], [bias], activation="gelu_tanh", **options)[0],
-        LIBRARY: lambda: F.gelu(F.linear(x, w, bias), approximate="tanh"),
-    }
-
-
-def epilogue_inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    x, w = Gemm(FORWARD, shape).operands()
-    return x, w, torch.randn(shape.n, device=DEVICE, dtype=DTYPE)
-
-
-def epilogue_shapes(quick: bool) -> list[Shape]:
-    """GPT-3's up projection, the list's one layer with such an epilogue."""
-    return [shape for shape in shapes(GATHER, ROWS[:1] if quick else ROWS) if shape.layer == "up"]
+    operands = gemm.operands()
+    calls: dict[str, Callable[[], Tensor]] = {LIBRARY: partial(gemm.library, *operands)}
+    if gemm.case == EPILOGUE:
+        return operands, calls | {OURS: partial(gemm.ours, *operands)}
+    picked, names = candidates(gemm)
+    tiles = {f"{OURS} ({picked})": picked, **{name: name for name in names if name != picked}}
+    return operands, calls | {each: partial(gemm.ours, *operands, tile=TILES[name]) for each, name in tiles.items()}
 
 
 def check() -> None:
     for gemm in gemms(quick=False):
         check_gemm(gemm)
-    for shape in epilogue_shapes(quick=False):
-        x, w, bias = epilogue_inputs(shape)
-        calls = epilogue_calls(x, w, bias)
-        oracle = F.gelu(F.linear(x.double(), w.double(), bias.double()), approximate="tanh")
-        baseline = calls[LIBRARY]()
-        require_accurate(f"{EPILOGUE} {shape}", poisoned(calls[OURS], baseline), oracle, baseline)
 
 
 def check_gemm(gemm: Gemm) -> None:
     """Every tile that is timed against float64; a function of its own, so that its operands are freed."""
-    a, b = gemm.operands()
-    oracle, baseline = gemm.library(a.double(), b.double()), gemm.library(a, b)
-    for tile in candidates(gemm)[1]:
-        actual = poisoned(lambda tile=tile: ours(gemm, a, b, tile), baseline)
-        require_accurate(f"{gemm.case} {gemm.shape} {tile}", actual, oracle, baseline)
-
-
-def timed_rows(case: str, shape: Shape, calls: dict[str, Callable[[], Tensor]], quick: bool) -> list[Row]:
-    """Every provider against the library, in the order of the calls."""
-    seconds = measure({name: Call(call) for name, call in calls.items()}, QUICK if quick else FULL)
-    pairs = [(name, LIBRARY) for name in calls if name != LIBRARY]
-    return compared(case, shape, seconds, pairs, unit="TFLOP/s", amount=shape.flops / 1e12)
+    operands, calls = calls_of(gemm)
+    oracle, baseline = gemm.library(*(x.double() for x in operands)), calls.pop(LIBRARY)()
+    for name, call in calls.items():
+        require_accurate(f"{gemm.case} {gemm.shape} {name}", poisoned(call, baseline), oracle, baseline)
 
 
 def gemm_rows(gemm: Gemm, quick: bool) -> list[Row]:
     """The row of the tile that is picked, then those of the other candidates."""
-    a, b = gemm.operands()
-    picked, names = candidates(gemm)
-    calls: dict[str, Callable[[], Tensor]] = {LIBRARY: lambda: gemm.library(a, b)}
-    calls[f"{OURS} ({picked})"] = lambda: ours(gemm, a, b, picked)
-    calls |= {name: lambda name=name: ours(gemm, a, b, name) for name in names if name != picked}  # type: ignore[misc]
-    return timed_rows(gemm.case, gemm.shape, calls, quick)
+    calls = calls_of(gemm)[1]
+    seconds = measure({name: Call(call) for name, call in calls.items()}, QUICK if quick else FULL)
+    pairs = [(name, LIBRARY) for name in calls if name != LIBRARY]
+    return compared(gemm.case, gemm.shape, seconds, pairs, unit="TFLOP/s", amount=gemm.shape.flops / 1e12)
 
 
 def rows(quick: bool) -> list[Row]:
     by_gemm = [gemm_rows(gemm, quick) for gemm in gemms(quick)]
-    epilogues: list[Row] = []
-    for shape in epilogue_shapes(quick):
-        epilogues += timed_rows(EPILOGUE, shape, epilogue_calls(*epilogue_inputs(shape)), quick)
-    best = [max(found, key=lambda row: row["ratio"]) for found in by_gemm]
-    return [*(row for found in by_gemm for row in found), *epilogues, *means([found[0] for found in by_gemm], best)]
+    layouts = [found for found in by_gemm if found[0]["case"] != EPILOGUE]
+    best = [max(found, key=lambda row: row["ratio"]) for found in layouts]
+    return [*(row for found in by_gemm for row in found), *means([found[0] for found in layouts], best)]
 
 
 def means(picked: Sequence[Row], best: Sequence[Row]) -> list[Row]:

@@ -73,10 +73,10 @@ def inputs(shape: Shape, rank: int) -> tuple[Tensor, Tensor]:
 def torch_operation(shape: Shape, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor] | None:
     """The same by torch's own asynchronous tensor parallelism; None where this torch has no such operation."""
     importlib.import_module(PRIVATE_MODULE)  # registers them
-    name = {GATHER: "fused_all_gather_matmul", SCATTER: "fused_matmul_reduce_scatter"}.get(shape.op)
-    if name is None or not hasattr(torch.ops.symm_mem, name):
+    name = {GATHER: "fused_all_gather_matmul", SCATTER: "fused_matmul_reduce_scatter"}.get(shape.op, "")
+    operation = getattr(torch.ops.symm_mem, name, None)
+    if operation is None:
         return None
-    operation = getattr(torch.ops.symm_mem, name)
     if shape.op == GATHER:
         return lambda: operation(x, [w.t()], 0, group.group_name)[1][0]
     return lambda: operation(x, w.t(), "sum", 0, group.group_name)
@@ -115,14 +115,9 @@ def expected(shape: Shape, rank: int) -> Tensor:
     if shape.op == GATHER:
         rows = torch.cat([inputs(shape, peer)[0] for peer in range(shape.t)])
         return rows.double() @ inputs(shape, rank)[1].double().t()
-    own = slice(None)
-    if shape.op == SCATTER:
-        own = slice(rank * shape.m // shape.t, (rank + 1) * shape.m // shape.t)
-    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
-    for peer in range(shape.t):
-        x, w = inputs(shape, peer)
-        total = total + x[own].double() @ w.double().t()
-    return total
+    own = slice(rank * shape.m // shape.t, (rank + 1) * shape.m // shape.t) if shape.op == SCATTER else slice(None)
+    every = (inputs(shape, peer) for peer in range(shape.t))
+    return sum(x[own].double() @ w.double().t() for x, w in every)  # type: ignore[return-value]
 
 
 def listed(quick: bool) -> list[Shape]:
@@ -157,9 +152,8 @@ def measure(shape: Shape, effort: Effort) -> Seconds:
     flushed, together = flush_buffer(), torch.zeros((), device=DEVICE)
 
     def sample(call: Callable[[], Tensor]) -> Callable[[], float]:
-        own = cold(
-            Call(call, lambda: dist.all_reduce(together)), effort.repetitions, flushed
-        )  # all ranks start at once
+        start_at_once = Call(call, lambda: dist.all_reduce(together))
+        own = cold(start_at_once, effort.repetitions, flushed)
 
         def slowest() -> float:
             seconds = torch.tensor(own(), device=DEVICE)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,9 @@ NOTE = (
 )
 
 
+Row = dict[str, Any]  # one model, as `pretrain` makes it
+
+
 class Model(NamedTuple):
     """A model, samples per step, and its peak learning rate."""
 
@@ -63,26 +66,6 @@ LARGE = Model("GPT 1.3B", LARGE_CONFIG, 8, 2e-4)
 TINY_CONFIG = GPTConfig(vocab_size=257, seq_length=128, n_layers=4, hidden_size=128, n_heads=2)
 TINY = Model("GPT tiny", TINY_CONFIG, 16, 2e-3)
 MODELS = {"cuda": (GPT2, LARGE), "cpu": (TINY,)}
-
-
-class PretrainRow(TypedDict):
-    """One model. mfu: None where the device's peak is unknown; peak_bytes are those that peak_is names."""
-
-    model: str
-    parameters: int
-    dtype: str
-    samples_per_step: int
-    seq_length: int
-    steps: int
-    tokens_per_second: float
-    mfu: float | None
-    peak_bytes: int
-    peak_is: str
-    saved_bytes: int
-    unigram_entropy: float
-    first_loss: float
-    final_loss: float
-    losses: list[float]
 
 
 def run_config(model: Model, steps: int, train: Path) -> RunConfig:
@@ -135,8 +118,8 @@ def losses_and_seconds(
     return losses, seconds
 
 
-def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> PretrainRow:
-    """Train a model; its row."""
+def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Row:
+    """Train a model; its row: mfu None where the device's peak is unknown, peak_bytes of what peak_is names."""
     config = run_config(model, steps, train)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
@@ -165,7 +148,7 @@ def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Pretrai
     }
 
 
-def problems(row: PretrainRow) -> list[str]:
+def problems(row: Row) -> list[str]:
     """Why a run is not a training: a loss that is not finite, or a final one that hardly any context explains."""
     if not all(map(math.isfinite, row["losses"])):
         return [f"{row['model']}: a loss is not finite"]
@@ -175,7 +158,7 @@ def problems(row: PretrainRow) -> list[str]:
     return []
 
 
-def result_table(rows: Sequence[PretrainRow]) -> Table:
+def result_table(rows: Sequence[Row]) -> Table:
     numbers = ("tokens/s", "MFU", "peak", "saved", "first loss", "final loss", "unigram entropy")
     table = columns(("model", "parameters", "dtype", "step"), numbers)
     for row in rows:
@@ -192,7 +175,7 @@ def result_table(rows: Sequence[PretrainRow]) -> Table:
 def run(options: argparse.Namespace) -> Report:
     """Train every model of this device, on the standard library's text."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows: list[PretrainRow] = []
+    rows: list[Row] = []
     join_ranks(device)
     mesh = build_mesh(device, tensor_parallel=1)
     try:

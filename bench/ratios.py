@@ -44,20 +44,9 @@ def make_row(
     """A row of what was compared. amount: of `unit` per call and second; None: values are microseconds. bar: the
     required ratio."""
     values = [1e6 * s if amount is None else amount / s for s in (found.seconds, found.baseline_seconds)]
-    return {
-        "case": case,
-        "shape": shape,
-        "provider": provider,
-        "baseline": baseline,
-        "unit": unit,
-        "value": round(values[0], 1),
-        "baseline_value": round(values[1], 1),
-        "ratio": round(found.ratio, 3),
-        "ratio_min": round(found.ratio_min, 3),
-        "ratio_max": round(found.ratio_max, 3),
-        "bar": bar,
-        "ok": bar is None or found.ratio >= bar,
-    }
+    numbers = [*(round(value, 1) for value in values), *(round(ratio, 3) for ratio in found[2:])]
+    cells = (case, shape, provider, baseline, unit, *numbers, bar, bar is None or found.ratio >= bar)
+    return dict(zip(Row.__annotations__, cells, strict=True))  # type: ignore[return-value]
 
 
 def compared(

@@ -48,7 +48,7 @@ def dropout_of(rows: Rows, device: str) -> Dropout:
 
 def norm_forward(kind: str, rows: Rows, device: str, dtype: torch.dtype) -> Work:
     (x,) = rows.random(1, device, dtype)
-    rivals = {COMPILED: compiled(formulas.norm_forward), LIGER: liger.norm_forward(kind)}
+    rivals = {COMPILED: compiled(formulas.norm_forward), LIGER: liger.provider(liger.norm_forward, kind)}
     inputs = (x, norm_of(kind, rows, device, dtype))
     return Work(inputs, implementation("norm", x).norm_forward, formulas.norm_forward, rivals)
 
@@ -59,7 +59,7 @@ def norm_backward(kind: str, residual: bool, rows: Rows, device: str, dtype: tor
     norm = norm_of(kind, rows, device, dtype)
     _, *mean, rstd = formulas.norm_forward(x, norm)
     inputs = (dy, x, (mean[0] if mean else None, rstd), norm, dresidual if residual else None)
-    theirs = liger.add_norm_backward(x, norm) if residual else liger.norm_backward(x, norm)
+    theirs = liger.provider(liger.add_norm_backward if residual else liger.norm_backward, x, norm)
     rivals = {COMPILED: compiled(formulas.norm_backward), LIGER: theirs}
     return Work(inputs, implementation("norm", x).norm_backward, formulas.norm_backward, rivals)
 
@@ -71,7 +71,7 @@ def finish_norm(kind: str, rows: Rows, device: str, dtype: torch.dtype) -> Work:
     full, plain = kind == "layernorm", formulas.finish_norm_forward
     finish = Finish(bias, dropout_of(rows, device), residual, norm) if full else Finish(residual=residual, norm=norm)
     theirs = partial(plain, drop=partial(F.dropout, p=P))
-    rivals = {COMPILED: compiled(theirs), LIGER: liger.add_norm_forward(kind)}
+    rivals = {COMPILED: compiled(theirs), LIGER: liger.provider(liger.add_norm_forward, kind)}
     return Work((x, finish), implementation("norm", x).finish_norm_forward, plain, rivals, random=full)
 
 
@@ -98,9 +98,9 @@ def activation(name: str, gated: bool, backward: bool, rows: Rows, device: str, 
     inputs = (*gradient, x, name, gate if gated else None)
     direction = "activation_backward" if backward else "activation_forward"
     plain = getattr(formulas, direction)
-    rivals = {COMPILED: compiled(plain), LIGER: liger.activation(*inputs[-3:], backward=backward)}
+    rivals = {COMPILED: compiled(plain), LIGER: liger.provider(liger.activation, *inputs[-3:], backward)}
     if backward:
-        rivals[KEPT] = liger.activation(*inputs[-3:], backward=True, rebuilt=False)
+        rivals[KEPT] = liger.provider(liger.activation, *inputs[-3:], True, False)
     return Work(inputs, getattr(implementation("activation", x), direction), plain, rivals)
 
 
@@ -145,7 +145,7 @@ def rope(heads: Heads, interleaved: bool, inverse: bool, device: str, dtype: tor
     options: dict = {"device": device, "dtype": dtype}
     q, k = (torch.randn(heads.tokens, count, heads.dim, **options) for count in (heads.queries, heads.keys))
     plain = formulas.rope_rotate
-    theirs = None if interleaved else liger.rope(q, k, table, batch, inverse)
+    theirs = None if interleaved else liger.provider(liger.rope, q, k, table, batch, inverse)
     inputs = (q, k, table, positions, interleaved, inverse)
     return Work(inputs, implementation("rope", q).rope_rotate, plain, {COMPILED: compiled(plain), LIGER: theirs})
 
@@ -214,7 +214,7 @@ def cross_entropy(backward: bool, rows: Rows, device: str, dtype: torch.dtype) -
         return losses.detach(), torch.autograd.grad(losses, leaf, upstream)
 
     plain = formulas.cross_entropy_both if backward else formulas.cross_entropy_forward
-    rivals = {COMPILED: compiled(plain), LIGER: liger.cross_entropy(backward)}
+    rivals = {COMPILED: compiled(plain), LIGER: liger.provider(liger.cross_entropy, backward)}
     return Work((logits, targets), ours, plain, rivals)
 
 
@@ -235,7 +235,8 @@ def head(rows: Rows, hidden: int, device: str, dtype: torch.dtype) -> Work:
     weight = torch.randn(rows.n, hidden, device=device, dtype=dtype) * hidden**-0.5
     targets = torch.randint(rows.n, (rows.m,), device=device)
     ours, plain = partial(linear_cross_entropy, vocab=VocabSlice(0, rows.n, rows.n)), formulas.linear_cross_entropy
-    rivals = {COMPILED: with_gradients(compiled(plain)), LIGER: liger.linear_cross_entropy()}
+    fused = liger.provider(liger.linear_cross_entropy)
+    rivals = {COMPILED: with_gradients(compiled(plain)), LIGER: fused and with_gradients(fused)}
     return Work((x, weight, targets), with_gradients(ours), with_gradients(plain), rivals)
 
 

@@ -2,7 +2,7 @@
 
 Belongs here: calls of its autograd Functions as liger_kernel 0.8 has them, with a case's inputs, and nothing of ours.
 They are called without autograd, with their fastest options; a backward's context comes from one forward, which is
-not timed. A function here gives None where Liger-Kernel has no such operation.
+not timed.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpformer.kernels.finish import Finish
 from tpformer.kernels.norm.reference import Norm
 from tpformer.kernels.rope.reference import Table
 
@@ -31,68 +30,73 @@ class Context:
         self.saved_tensors = tensors
 
 
+class Missing(Exception):
+    """Liger-Kernel is not installed, or has no such operation."""
+
+
 def installed() -> bool:
     """Whether liger_kernel can be imported."""
     return util.find_spec("liger_kernel") is not None
 
 
 def function(module: str, name: str) -> Any:
-    """The autograd Function liger_kernel.ops.<module>.<name>; None without Liger-Kernel, or in one that lacks it."""
+    """The autograd Function liger_kernel.ops.<module>.<name>; raises Missing."""
     if not installed() or util.find_spec(f"liger_kernel.ops.{module}") is None:
-        return None
+        raise Missing
     return getattr(import_module(f"liger_kernel.ops.{module}"), name)
 
 
-def norm_function(kind: str) -> Any:
-    if kind == "rmsnorm":
-        return function("rms_norm", "LigerRMSNormFunction")
-    return function("layer_norm", "LigerLayerNormFunction")
+def provider(make: Callable[..., Provider], *arguments: Any) -> Provider | None:
+    """make(*arguments), one of the functions below; None where Liger-Kernel has no such operation."""
+    try:
+        return make(*arguments)
+    except Missing:
+        return None
 
 
 def _parameters(norm: Norm) -> list[Any]:
     return [x for x in (norm.weight, norm.bias, norm.eps) if x is not None]
 
 
-def norm_forward(kind: str) -> Provider | None:
+def _norm(kind: str) -> Any:
+    if kind == "rmsnorm":
+        return function("rms_norm", "LigerRMSNormFunction")
+    return function("layer_norm", "LigerLayerNormFunction")
+
+
+def norm_forward(kind: str) -> Provider:
     """f(x, norm) -> y."""
-    op = norm_function(kind)
-    return None if op is None else lambda x, norm: op.forward(Context(), x, *_parameters(norm))
+    op = _norm(kind)
+    return lambda x, norm: op.forward(Context(), x, *_parameters(norm))
 
 
-def norm_backward(x: Tensor, norm: Norm) -> Provider | None:
+def norm_backward(x: Tensor, norm: Norm) -> Provider:
     """f(dy, ...) -> (dx, dweight[, dbias]) for this x; rmsnorm's dx takes the memory of dy."""
-    op, context = norm_function(norm.kind), Context()
-    if op is None:
-        return None
+    op, context = _norm(norm.kind), Context()
     op.forward(context, x, *_parameters(norm))
     return lambda dy, *_: op.backward(context, dy)
 
 
-def add_norm_function(kind: str) -> Any:
-    return function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") if kind == "rmsnorm" else None
+def _add_norm(kind: str) -> Any:
+    if kind != "rmsnorm":
+        raise Missing
+    return function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
 
 
-def add_norm_forward(kind: str) -> Provider | None:
+def add_norm_forward(kind: str) -> Provider:
     """f(x, finish) -> (x + residual, its norm)."""
-    op = add_norm_function(kind)
-
-    def forward(x: Tensor, finish: Finish) -> Tensors:
-        assert finish.norm is not None
-        return op.forward(Context(), x, finish.residual, *_parameters(finish.norm))[::-1]
-
-    return None if op is None else forward
+    op = _add_norm(kind)
+    return lambda x, finish: op.forward(Context(), x, finish.residual, *_parameters(finish.norm))[::-1]
 
 
-def add_norm_backward(z: Tensor, norm: Norm) -> Provider | None:
+def add_norm_backward(z: Tensor, norm: Norm) -> Provider:
     """f(dy, ..., dresidual) -> (dx + dresidual, dweight) for the sum z."""
-    op, context = add_norm_function(norm.kind), Context()
-    if op is None:
-        return None
+    op, context = _add_norm(norm.kind), Context()
     op.forward(context, z, torch.zeros_like(z), *_parameters(norm))
     return lambda dy, *others: op.backward(context, dy, others[-1])[0:3:2]
 
 
-def activation(x: Tensor, name: str, gate: Tensor | None, *, backward: bool, rebuilt: bool = True) -> Provider | None:
+def activation(x: Tensor, name: str, gate: Tensor | None, backward: bool, rebuilt: bool = True) -> Provider:
     """f(x, name, gate) -> a, or backward f(da, x, name, gate) -> (dx[, dgate][, a]), which may overwrite x and gate.
 
     rebuilt: with a from its forward again.
@@ -102,10 +106,9 @@ def activation(x: Tensor, name: str, gate: Tensor | None, *, backward: bool, reb
         ("gelu_tanh", True): ("geglu", "LigerGELUMulFunction"),
         ("relu2", False): ("relu_squared", "LigerReLUSquaredFunction"),
     }
-    found = ops.get((name, gate is not None))
-    op, context = None if found is None else function(*found), Context()
-    if op is None:
-        return None
+    if (name, gate is not None) not in ops:
+        raise Missing
+    op, context = function(*ops[name, gate is not None]), Context()
 
     def forward(x: Tensor, name: str, gate: Tensor | None, context: Context | None = None) -> Tensor:
         return op.forward(context or Context(), *([] if gate is None else [gate]), x)
@@ -119,11 +122,9 @@ def activation(x: Tensor, name: str, gate: Tensor | None, *, backward: bool, reb
     return both if backward else forward
 
 
-def rope(q: Tensor, k: Tensor, table: Table, batch: int, inverse: bool) -> Provider | None:
+def rope(q: Tensor, k: Tensor, table: Table, batch: int, inverse: bool) -> Provider:
     """f(q, k, ...) -> (q, k), in their memory; the table (seq, d / 2) serves every sample from position 0."""
     op, context = function("rope", "LigerRopeFunction"), Context()
-    if op is None:
-        return None
     tables = [torch.cat([half, half], -1)[None].contiguous() for half in table]
 
     def heads(x: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def rope(q: Tensor, k: Tensor, table: Table, batch: int, inverse: bool) -> Provi
     return rotate
 
 
-def cross_entropy(gradient: bool) -> Provider | None:
+def cross_entropy(gradient: bool) -> Provider:
     """f(logits, targets) -> losses, or with the gradient of their sum, which takes the memory of the logits.
 
     Its forward makes the gradient; its backward has nothing left to do then, and is not called.
@@ -151,16 +152,10 @@ def cross_entropy(gradient: bool) -> Provider | None:
             result = op.forward(Context(), leaf, targets, None, -100, 0.0, 0.0, "none")[0]
         return (result, logits) if gradient else result
 
-    return None if op is None else losses
+    return losses
 
 
-def linear_cross_entropy() -> Provider | None:
-    """f(x, weight, targets) -> (summed loss, dx, dweight)."""
+def linear_cross_entropy() -> Provider:
+    """f(x, weight, targets) -> the summed loss, differentiable."""
     op = function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
-
-    def both(x: Tensor, weight: Tensor, targets: Tensor) -> Tensors:
-        leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
-        loss = op.apply(*leaves, targets, None, None, -100, 0.0, 0.0, "sum")[0]
-        return loss.detach(), *torch.autograd.grad(loss, leaves)
-
-    return None if op is None else both
+    return lambda x, weight, targets: op.apply(x, weight, targets, None, None, -100, 0.0, 0.0, "sum")[0]

@@ -264,6 +264,8 @@ class Properties(NamedTuple):
 def whole_benches(op: str) -> list[tuple[str, str, str]]:
     """Gate and rows of a bench in the interpreter, in float32 and tiny, with calls that run once and take no time."""
 
+    from bench import fused_gemm
+
     def once(calls: dict[str, Call], effort: timing.Effort) -> dict[str, list[float]]:
         for call in calls.values():
             if call.prepare is not None:
@@ -272,7 +274,7 @@ def whole_benches(op: str) -> list[tuple[str, str, str]]:
         return {name: [1e-3] * effort.rounds for name in calls}
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fused, matmul):
+        for module in (fused_gemm, matmul):
             patch.setattr(module, "DEVICE", "cpu")
             patch.setattr(module, "DTYPE", torch.float32)
             patch.setattr(module, "measure", once)
@@ -280,9 +282,9 @@ def whole_benches(op: str) -> list[tuple[str, str, str]]:
         tiny = [Shape("tiny", "layer", op, m, 24, 16, 2) for m in (16, 80)]
         for name in ("taxed_shapes", "virtual_shapes", "carved_shapes"):
             patch.setattr(fused, name, lambda op, quick: tiny)
-        gemms = [Gemm(case, shape) for case in ("forward", "dgrad", "wgrad", "decode") for shape in tiny]
+        cases = ("forward", "dgrad", "wgrad", "decode", "bias and gelu")
+        gemms = [Gemm(case, shape) for case in cases for shape in tiny]
         patch.setattr(matmul, "gemms", lambda quick: gemms)
-        patch.setattr(matmul, "epilogue_shapes", lambda quick: tiny)
         patch.setattr(matmul, "candidates", lambda gemm: ("interpreted", ["interpreted", "exact"]))
         bench = {bench.name: bench for bench in (matmul.BENCH, *fused.BENCHES)}[op]
         assert bench.check is not None
@@ -323,6 +325,7 @@ def test_virtual_ranks_give_their_results(interpreted: WorkerPool) -> None:
 def test_calls_of_the_launchers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench import fused_gemm
     from tpformer.kernels.configurations import TILES
+    from tpformer.kernels.protocol import bump
 
     monkeypatch.setattr(matmul, "DEVICE", "meta")
     options: dict = {"device": "meta", "dtype": torch.bfloat16, "tile": TILES["large"]}
@@ -330,14 +333,13 @@ def test_calls_of_the_launchers_compile(monkeypatch: pytest.MonkeyPatch) -> None
         for shape in (operation_shapes(op)[-1] for op in OPERATIONS):
             fused_gemm.launch(fused_gemm.build(shape, **options), programs=132, push=False)
             gemm = fused_gemm.build(shape._replace(m=1024), virtual=True, **options)
-            fused_gemm.begin(gemm)
+            bump(gemm.channel)
             fused_gemm.launch(gemm, programs=8)
-        for case in ("forward", "dgrad", "wgrad"):
+        for case in ("forward", "dgrad", "wgrad", "bias and gelu"):
             gemm = Gemm(case, operation_shapes(SCATTER)[0])
-            result = matmul.ours(gemm, *gemm.operands(), "medium", 132)
-            assert result.shape == gemm.library(*gemm.operands()).shape
-        x, w = gemm.operands()
-        matmul.epilogue_calls(x.t(), w.t(), w[0], tile=TILES["large"], programs=132)["tpformer"]()
+            operands = gemm.operands()
+            result = gemm.ours(*operands, tile=TILES["medium"], programs=132)
+            assert result.shape == gemm.library(*operands).shape
     kernels = [kernel.kernel for kernel in compiled]
     assert {f"{op}_kernel" for op in OPERATIONS} <= set(kernels) and kernels.count("matmul_kernel") == 4
 

@@ -278,7 +278,7 @@ def test_liger_is_asked_for_the_same(name: str, on_cpu: None, monkeypatch: pytes
 
 def test_liger_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     if not liger.installed():
-        assert liger.function("rope", "LigerRopeFunction") is None
+        assert liger.provider(liger.function, "rope", "LigerRopeFunction") is None
         assert "not installed" in benches.LIGER_NOTE
     package, ops, one = ModuleType("liger_kernel"), ModuleType("liger_kernel.ops"), ModuleType("liger_kernel.ops.rope")
     one.LigerRopeFunction = "it"  # type: ignore[attr-defined]
@@ -287,4 +287,4 @@ def test_liger_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(liger.util, "find_spec", lambda name: present.get(name))
     assert liger.function("rope", "LigerRopeFunction") == "it"
-    assert liger.function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") is None
+    assert liger.provider(liger.function, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction") is None
