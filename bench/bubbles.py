@@ -238,7 +238,7 @@ def write_timelines(recorded: Mapping[Case, Sequence[Action]], directory: Path) 
     """Write pipeline_<schedule>.svg, and .json for Perfetto, into an existing directory."""
     for (schedule, n, seconds), actions in recorded.items():
         path = directory / f"pipeline_{schedule}.svg"
-        title = f"{schedule}: {RANKS} pipeline ranks, {n} microbatches, F = I = W = {seconds * 1e3:.0f} ms (sleeps)"
+        title = f"{schedule}: {RANKS} ranks, {n} microbatches, F = I = W = {seconds * 1e3:.0f} ms"
         write_svg(actions, path, title, describe(actions, schedule, n))
         write_trace(actions, path.with_suffix(".json"))
 

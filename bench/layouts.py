@@ -230,16 +230,24 @@ def compare(ranks: Sequence[Trained], one: Trained) -> Row:
         "norm": relative([rank.norms for rank in ranks], one.norms),
         "parameters": worst[0],
         "worst": worst[1],
-        "seconds": round(max(rank.seconds for rank in ranks), 2),
+        "seconds": max(rank.seconds for rank in ranks),
     }
+
+
+def rounded(value: Any) -> Any:
+    """A number with as many digits as are read; anything else as it is."""
+    return float(f"{value:.2g}") if isinstance(value, float) else value
 
 
 def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> Row:
     """A layout against one process. runs, expected: by dtype, of all ranks and of one process; ok: within BOUNDS."""
     found = {dtype: compare(runs[dtype], expected[dtype]) for dtype in BOUNDS}
     ok = all(found[dtype][key] <= bound for dtype, bound in BOUNDS.items() for key in ("loss", "norm", "parameters"))
-    sizes = {"layout": str(one), "ranks": one.layout.world_size, "microbatches": one.n_microbatches}
-    return {**sizes, **found, "ok": ok}
+    sizes: Row = {"layout": str(one), "ranks": one.layout.world_size, "microbatches": one.n_microbatches}
+    for dtype, each in found.items():
+        kept = each if runs[dtype][0].parameters else ("loss", "norm", "seconds")
+        sizes[dtype] = {key: rounded(each[key]) for key in kept}
+    return {**sizes, "ok": ok}
 
 
 def errors(values: Sequence[Sequence[float]], oracle: Sequence[float]) -> list[float]:
@@ -275,7 +283,7 @@ def curves_of(trained: Results) -> Row:
     }
     differences = {
         dtype: {
-            name: [float(f"{value:.2g}") for value in of_layout / of_dtype[ALONE] - 1]
+            name: [rounded(value) for value in (of_layout / of_dtype[ALONE] - 1).tolist()]
             for name, of_layout in of_dtype.items()
             if name != ALONE
         }

@@ -29,7 +29,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = 1
-LETTERS = 160  # in a line of a results file, at most, where it can be broken
+LETTERS = 280  # in a line of a results file, at most, where it can be broken
 QUICK = {"--quick": {"action": "store_true", "help": "small sizes, few repetitions, nothing written"}}
 REFUSED = (
     "files besides bench/results differ from the commit, so results are printed and none is written; commit first to "

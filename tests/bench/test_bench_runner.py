@@ -216,7 +216,7 @@ def test_ranks_run_calls_and_report_failures(forked: None) -> None:
 
 
 def test_results_files_have_a_row_on_a_line() -> None:
-    rows = [{"name": f"row {index}", "values": [0.5] * index, "none": None} for index in (1, 4, 40)]
+    rows = [{"name": f"row {index}", "values": [0.5] * index, "none": None} for index in (1, 4, 80)]
     text = readable({"schema": 1, "rows": rows, "empty": []})
     assert json.loads(text) == {"schema": 1, "rows": rows, "empty": []}
     assert text.splitlines()[2:5] == [
@@ -224,4 +224,4 @@ def test_results_files_have_a_row_on_a_line() -> None:
         '  {"name": "row 1", "values": [0.5], "none": null},',
         '  {"name": "row 4", "values": [0.5, 0.5, 0.5, 0.5], "none": null},',
     ]
-    assert len(text.splitlines()) > 40 and max(map(len, text.splitlines())) < 160
+    assert len(text.splitlines()) > 80 and max(map(len, text.splitlines())) < 280
