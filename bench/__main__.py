@@ -5,11 +5,12 @@ Belongs here: one import and one entry per bench. Everything else is in runner.p
 
 import sys
 
-from . import bubbles, cpu, fused, layer, layouts, matmul, memory, memory_bound, nvlink, pretrain, zero
-from .runner import Bench, Tool, main
+from . import bubbles, cpu, fused, layer, layouts, matmul, memory, nvlink, pretrain, zero
+from .memory_bound import benches as memory_bound
+from .runner import Bench, main
 
-BENCHES: tuple[Bench | Tool, ...] = (
-    *(cpu.BENCH, memory.TOOL, pretrain.TOOL, bubbles.TOOL, layouts.TOOL, zero.TOOL),
+BENCHES: tuple[Bench, ...] = (
+    *(cpu.BENCH, memory.BENCH, pretrain.BENCH, bubbles.BENCH, layouts.BENCH, zero.BENCH),
     *(matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
 )
 

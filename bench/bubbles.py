@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,9 +33,9 @@ from tpformer.planner import (
     write_trace,
 )
 
-from .plot import LINE, REQUIRED, TOP, line, text, write_document
+from .bars import Bar, write_bars
 from .ranks import Calls, Ranks
-from .runner import Tool, device_directory, write
+from .runner import Bench, Report, columns
 
 RANKS, HIDDEN = 4, 8
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
@@ -55,25 +54,7 @@ NOTE = (
 )
 
 
-class BubbleRow(TypedDict):
-    """One case. seconds: nominal, of F, I and W each. steps: recorded; the figures are of the fastest. formula_share:
-    None where it does not hold. relative: measured to simulated, less 1."""
-
-    schedule: str
-    ranks: int
-    microbatches: int
-    stages_per_rank: int
-    seconds: float
-    steps: int
-    span: float
-    measured_share: float
-    simulated_share: float
-    formula: str
-    formula_share: float | None
-    difference: float
-    relative: float
-    bar: float
-    ok: bool
+Row = dict[str, Any]
 
 
 class _Sleep(torch.autograd.Function):
@@ -139,6 +120,8 @@ def build(schedule: str, n_microbatches: int, seconds: float, mesh: DeviceMesh) 
 
 
 class Case(NamedTuple):
+    """What is run. seconds: of F, I and W each."""
+
     schedule: str
     n_microbatches: int
     seconds: float
@@ -156,63 +139,69 @@ def simulated_share(schedule: str, n_microbatches: int) -> float:
     return bubble_share(simulate(order, lambda step: 2 if step.kind == "B" else 1), RANKS)
 
 
-def make_row(schedule: str, n_microbatches: int, seconds: float, steps: int, actions: Sequence[Action]) -> BubbleRow:
-    """The row of the recorded step that counts; ValueError when it is not all actions of the schedule in its order."""
+def require_order(schedule: str, n_microbatches: int, actions: Sequence[Action]) -> None:
+    """ValueError unless these are all actions of the schedule, on every rank in its order."""
     describe(actions, schedule, n_microbatches)
-    stages = SCHEDULES[schedule].stages_per_rank
-    order = schedule_order(schedule, RANKS, n_microbatches, stages)
+    order = schedule_order(schedule, RANKS, n_microbatches, SCHEDULES[schedule].stages_per_rank)
     for rank, groups in enumerate(order):
         ran = [action[1:4] for action in sorted(actions, key=lambda a: a.start) if action.rank == rank]
         meant = [(step.stage, step.microbatch, step.kind) for step in itertools.chain(*groups)]
         if [each for each in ran if each[2] != "R"] != meant:
             raise ValueError(f"{schedule}: rank {rank} ran {ran}, and the order that is simulated is {meant}")
-    simulated, measured = simulated_share(schedule, n_microbatches), bubble_share(actions, RANKS)
-    ratio = bubble_ratio(schedule, RANKS, n_microbatches, stages)
-    relative = measured / simulated - 1
+
+
+def span(actions: Sequence[Action]) -> float:
+    """Seconds from the first start to the last end."""
+    return max(action.end for action in actions) - min(action.start for action in actions)
+
+
+def make_row(case: Case, steps: int, actions: Sequence[Action]) -> Row:
+    """The row of the recorded step that counts; ValueError as require_order.
+
+    steps: recorded in all; formula_share: None where the closed form does not hold; relative: measured / simulated - 1.
+    """
+    name, n, seconds = case
+    require_order(name, n, actions)
+    stages = SCHEDULES[name].stages_per_rank
+    simulated, measured = simulated_share(name, n), bubble_share(actions, RANKS)
+    ratio, relative = bubble_ratio(name, RANKS, n, stages), measured / simulated - 1
     return {
-        "schedule": schedule,
+        "schedule": name,
         "ranks": RANKS,
-        "microbatches": n_microbatches,
+        "microbatches": n,
         "stages_per_rank": stages,
         "seconds": round(seconds, 4),
         "steps": steps,
-        "span": round(max(a.end for a in actions) - min(a.start for a in actions), 4),
+        "span": round(span(actions), 4),
         "measured_share": round(measured, 5),
         "simulated_share": round(simulated, 5),
-        "formula": RATIOS[schedule],
+        "formula": RATIOS[name],
         "formula_share": None if ratio is None else round(ratio / (1 + ratio), 5),
         "difference": round(measured - simulated, 5),
         "relative": round(relative, 5),
-        "bar": BAR,
         "ok": abs(relative) <= BAR,
     }
 
 
-def fastest(steps: Sequence[list[Action]]) -> list[Action]:
-    return min(steps, key=lambda actions: max(a.end for a in actions) - min(a.start for a in actions))
-
-
-def measure(ranks: Ranks, cases: Sequence[Case], budget: float) -> dict[Case, tuple[BubbleRow, list[Action]]]:
+def measure(ranks: Ranks, cases: Sequence[Case], budget: float) -> dict[Case, tuple[Row, list[Action]]]:
     """The fastest step of each case and its row: one round of all, then more of those that missed, until the budget."""
     steps: dict[Case, list[list[Action]]] = {case: [] for case in cases}
-    found: dict[Case, tuple[BubbleRow, list[Action]]] = {}
+    found: dict[Case, tuple[Row, list[Action]]] = {}
     end = time.monotonic() + budget
     missed = list(cases)
     while missed and (not found or time.monotonic() < end):
         for case in missed:
             steps[case].append(list(itertools.chain(*ranks.call(f"{case.schedule} {case.n_microbatches}"))))
-            best = fastest(steps[case])
-            found[case] = make_row(*case, len(steps[case]), best), best
+            best = min(steps[case], key=span)
+            found[case] = make_row(case, len(steps[case]), best), best
         missed = [case for case in missed if not found[case][0]["ok"]]
     return found
 
 
-def result_table(rows: Sequence[BubbleRow]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for name in "p,m,v,F=I=W,step,measured,simulated,formula,bubble/compute,difference,relative".split(","):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ok", justify="right")
+def result_table(rows: Sequence[Row]) -> Table:
+    """A line for each case."""
+    names = "p,m,v,F=I=W,step,measured,simulated,formula,bubble/compute,difference,relative,ok".split(",")
+    table = columns(["schedule"], names)
     for row in rows:
         share = row["formula_share"]
         table.add_row(
@@ -226,40 +215,37 @@ def result_table(rows: Sequence[BubbleRow]) -> Table:
     return table
 
 
-def draw_shares(path: Path) -> Path:
+def draw(path: Path) -> Path:
     """A bar for each measured share, and a line where theory has it."""
-    result = json.loads(path.read_text())
-    left, width = 190, 420
-    scale = width / max(row["measured_share"] for row in result["rows"])
-    parts, y = [], float(TOP)
-    for row in result["rows"]:
-        y += LINE
-        label = f"{row['schedule']}, m = {row['microbatches']}"
-        parts.append(text(left - 10, y + 4, label, "end"))
-        size = f'width="{row["measured_share"] * scale:.1f}" height="12" fill="#4e79a7"'
-        parts.append(f'<rect x="{left}" y="{y - 6:.1f}" {size}/>')
-        x = left + row["simulated_share"] * scale
-        parts.append(line(x, y - 9, x, y + 9, REQUIRED, 2.5))
-        parts.append(text(left + width + 20, y + 4, f"{row['measured_share']:.2%}  ({row['simulated_share']:.2%})"))
-    note = "idle share of 4 pipeline ranks: bars measured, red lines (and in brackets) the schedule's order simulated"
-    return write_document(path.with_suffix(".svg"), result, note, left + width + 150, y + LINE, parts)
+    note = (
+        f"Share of the time in which {RANKS} pipeline ranks are idle, by number of microbatches. Bars: measured. Red "
+        "lines: the schedule's order, simulated with communication free."
+    )
+    bars = [
+        Bar(
+            row["schedule"],
+            f"{row['microbatches']} microbatches",
+            {"idle": 100 * row["measured_share"]},
+            f"{row['measured_share']:.1%}",
+            mark=100 * row["simulated_share"],
+        )
+        for row in json.loads(path.read_text())["rows"]
+    ]
+    return write_bars(path, note, "% of the time from the first start to the last end", bars)
 
 
 def write_timelines(recorded: Mapping[Case, Sequence[Action]], directory: Path) -> None:
-    """pipeline_<schedule>.svg, and .json for Perfetto."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write pipeline_<schedule>.svg, and .json for Perfetto, into an existing directory."""
     for (schedule, n, seconds), actions in recorded.items():
         path = directory / f"pipeline_{schedule}.svg"
-        title = f"{schedule}: {RANKS} pipeline ranks, {n} microbatches, F = I = W = {seconds * 1e3:.0f} ms (sleeps)"
+        title = f"{schedule}: {RANKS} ranks, {n} microbatches, F = I = W = {seconds * 1e3:.0f} ms"
         write_svg(actions, path, title, describe(actions, schedule, n))
         write_trace(actions, path.with_suffix(".json"))
 
 
-def run(arguments: Sequence[str], results: Path, console: Console) -> int:
-    """The tool; the exit code: 1 where a bubble is not what theory says."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
-    parser.add_argument("--quick", action="store_true", help="short sleeps, few microbatches, nothing written")
-    quick = parser.parse_args(arguments).quick
+def run(options: argparse.Namespace) -> Report:
+    """Run every case, and require each bubble to be what theory says."""
+    quick = options.quick
     cases = [
         Case(name, n, QUICK if quick else max(SHORTEST, LENGTHENED / simulated_share(name, n)))
         for name, n in itertools.product(NAMES, MICROBATCHES[:1] if quick else MICROBATCHES)
@@ -267,23 +253,21 @@ def run(arguments: Sequence[str], results: Path, console: Console) -> int:
     with Ranks(RANKS, 1, setup, cases) as ranks:
         found = measure(ranks, cases, 0 if quick else BUDGET)
     rows = [row for row, _ in found.values()]
-    console.print(result_table(rows), highlight=False)
-    console.print(NOTE, highlight=False, soft_wrap=True)
-    if quick:
-        console.print("--quick: short sleeps; nothing is written, and no share is required", highlight=False)
-        return 0
     drawn = {case: actions for case, (_, actions) in found.items() if case.n_microbatches == DRAWN}
-    write_timelines(drawn, results / device_directory("cpu"))
-    write(TOOL, {"note": NOTE, "rows": rows}, device="cpu", results=results, draw=draw_shares, console=console)
+    files = partial(write_timelines, drawn)
+    if quick:
+        return Report([result_table(rows)], {}, [], "short sleeps: no share is required")
     missed = [f"{row['schedule']} m={row['microbatches']}: {row['relative']:+.1%}" for row in rows if not row["ok"]]
-    held = f"all {len(rows)} shares are within {BAR:.0%} of theory"
-    outcome = f"{len(missed)} of {len(rows)} bars missed: {'; '.join(missed)}" if missed else held
-    console.print(f"bubbles: {outcome}", highlight=False, soft_wrap=True)
-    return 1 if missed else 0
+    problems = [f"{len(missed)} of {len(rows)} bars missed: {'; '.join(missed)}"] if missed else []
+    outcome = f"all {len(rows)} shares are within {BAR:.0%} of theory"
+    return Report([result_table(rows)], {"bar": BAR, "rows": rows}, problems, outcome, files)
 
 
-TOOL = Tool(
+BENCH = Bench(
     name="bubbles",
     description="idle share of executed pipeline schedules beside theory, and their timelines; on 4 CPU processes",
+    options={"--quick": {"action": "store_true", "help": "short sleeps, few microbatches, nothing written"}},
     run=run,
+    draw=draw,
+    note=NOTE,
 )

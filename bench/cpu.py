@@ -1,4 +1,4 @@
-"""The bench `cpu`: training steps against plain PyTorch and against tensor parallelism, shared memory against gloo.
+"""How fast is a training step beside plain PyTorch, two ranks beside two threads, shared memory beside gloo?
 
 Belongs here: shapes, inputs, providers, what must agree, which ratios are required.
 """
@@ -6,12 +6,14 @@ Belongs here: shapes, inputs, providers, what must agree, which ratios are requi
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpformer.config import OptimizerSection
-from tpformer.distributed import build_mesh
+from tpformer.distributed import all_gather, all_reduce, build_mesh, reduce_scatter, use_backend
 from tpformer.kernels.activation.reference import activation_forward
 from tpformer.kernels.finish import Norm
 from tpformer.kernels.norm.reference import norm_forward
@@ -21,11 +23,11 @@ from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.step import StepResult, train_step
 
-from .baseline import check_against_plain, plain_from, plain_step, require_close
-from .cpu_collectives import check_collectives, collective_rows
+from .plain import check_against_plain, plain_from, plain_step, require_close
 from .ranks import Calls, Ranks
-from .runner import Bench, Row, make_row
-from .timing import compare, interleave, timed
+from .ratios import Row, compared, draw_ratios, ratios
+from .runner import Bench
+from .timing import interleave, timed
 
 THREADS = 2  # of one process; two ranks get one each
 OPTIONS = OptimizerSection()
@@ -33,6 +35,8 @@ OPTIONS = OptimizerSection()
 PLAIN, PLAIN_FUSED, PLAIN_PREPARED = "PyTorch", "PyTorch, fused qkv", "PyTorch, keep_freed_memory"
 OURS, OURS_MESH = "tpformer", "tpformer, mesh of 1"  # DTensor parameters on a mesh, as the trainer builds it
 TP2 = "tpformer, 2 ranks"
+NORMS, ACTIVATIONS = "norm outputs", "activation outputs"
+SHARED, GLOO = "shared memory", "gloo"
 STEP, REBUILD, TP = "training step", "step if not rebuilt", "tensor parallel"
 TOLERANCE = 1e-9  # float64
 REQUIRED = 0.95  # of plain PyTorch, which keeps what is rebuilt here
@@ -51,6 +55,7 @@ class Shape:
         return f"{c.n_layers} layers of {c.hidden_size}, {self.samples} x {c.seq_length}"
 
     def batch(self) -> Tensor:
+        """The samples of every step."""
         size = (self.samples, self.config.seq_length + 1)
         return torch.randint(self.config.vocab_size, size, generator=torch.Generator().manual_seed(0))
 
@@ -61,6 +66,10 @@ def gpt(n_layers: int, hidden_size: int, seq_length: int = 256) -> GPTConfig:
 
 QUICK_SHAPES = (Shape(gpt(2, 64, seq_length=64), samples=2, steps=2),)
 SHAPES = (Shape(gpt(4, 256), samples=8, steps=5), Shape(gpt(6, 512), samples=4, steps=3))
+# bytes of the whole tensor (gathered, to be scattered, or to be reduced) -> repetitions per timed sample
+QUICK_SIZES = {2**12: 20, 2**20: 5}
+SIZES = {2**12: 1000, 2**16: 500, 2**20: 100, 2**24: 10}
+COLLECTIVES = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
 
 def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Callable[[], StepResult]:
@@ -74,35 +83,32 @@ def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Ca
 
 
 def plain(shape: Shape, fused_qkv: bool) -> Callable[[], Tensor]:
+    """Plain PyTorch's training step."""
     model = plain_from(GPT(shape.config), fused_qkv=fused_qkv)
     return partial(plain_step, model, build_optimizer(model, OPTIONS), shape.batch(), OPTIONS.clip_norm)
 
 
 def training_calls(shape: Shape, tp: int) -> Calls:
-    """A rank's timed training steps, set up as the trainer does; a single rank has the model without a mesh too."""
+    """A rank's timed training steps, set up as the trainer does; a single rank has the model without a mesh too.
+
+    Beside them, what a step's backward makes again instead of keeping it: passes of their own, as often as in a step.
+    """
     keep_freed_memory()
     steps: dict[str, Callable[[], object]] = {OURS_MESH: ours(shape, tp)}
     if tp == 1:
         steps |= {OURS: ours(shape, None)}
-    return {name: timed(step, 1) for name, step in (steps | rebuild_calls(shape)).items()}
-
-
-def rebuild_calls(shape: Shape) -> dict[str, Callable[[], object]]:
-    """What a step's backward makes again instead of keeping it, each as passes of their own, as often as in a step."""
     config = shape.config
     rows = torch.randn(shape.samples * config.seq_length, config.hidden_size)
     hidden = torch.randn(len(rows), config.ffn_size)
     norm = Norm(config.norm, torch.ones(config.hidden_size), torch.zeros(config.hidden_size), config.norm_eps)
+    steps[NORMS] = partial(repeat, 2 * config.n_layers + 1, partial(norm_forward, rows, norm))
+    steps[ACTIVATIONS] = partial(repeat, config.n_layers, partial(activation_forward, hidden, config.activation))
+    return {name: timed(step, 1) for name, step in steps.items()}
 
-    def norms() -> None:
-        for _ in range(2 * config.n_layers + 1):
-            norm_forward(rows, norm)
 
-    def activations() -> None:
-        for _ in range(config.n_layers):
-            activation_forward(hidden, config.activation)
-
-    return {"norm outputs": norms, "activation outputs": activations}
+def repeat(times: int, call: Callable[[], object]) -> None:
+    for _ in range(times):
+        call()
 
 
 def plain_calls(shape: Shape, prepared: bool) -> Calls:
@@ -119,6 +125,21 @@ def gate_calls(shape: Shape, tp: int) -> Calls:
     return {"gate": lambda: list(step()[:2])}
 
 
+def collective_calls(sizes: dict[int, int]) -> Calls:
+    """A rank's timed collectives over both backends, and whether they give the same result."""
+    groups = {SHARED: dist.new_group(), GLOO: dist.new_group()}
+    use_backend(groups[SHARED], "shared")
+    use_backend(groups[GLOO], "gloo")
+    calls: dict[str, Callable] = {}
+    for (name, collective), (size, repetitions) in product(COLLECTIVES.items(), sizes.items()):
+        nbytes = size // dist.get_world_size() if name == "all_gather" else size
+        x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        both = {backend: partial(collective, x, group) for backend, group in groups.items()}
+        calls[f"{name} {size} gate"] = lambda both=both: torch.equal(both[SHARED](), both[GLOO]())
+        calls |= {f"{name} {size} {backend}": timed(call, repetitions) for backend, call in both.items()}
+    return calls
+
+
 def check() -> None:
     for shape in (*QUICK_SHAPES, *SHAPES):
         model = GPT(shape.config, dtype=torch.float64)
@@ -126,16 +147,17 @@ def check() -> None:
         for tp in (1, 2):
             with Ranks(tp, THREADS // tp, gate_calls, shape, tp) as ranks:
                 for result in ranks.call("gate"):
-                    require_close(
-                        f"loss and norm of {shape}, tp {tp}",
-                        torch.tensor(result, dtype=torch.float64),
-                        expected,
-                        TOLERANCE,
-                    )
-    check_collectives()
+                    found = torch.tensor(result, dtype=torch.float64)
+                    require_close(f"loss and norm of {shape}, tp {tp}", found, expected, TOLERANCE)
+    sizes = QUICK_SIZES | SIZES
+    with Ranks(2, 1, collective_calls, sizes) as ranks:
+        for name, size in product(COLLECTIVES, sizes):
+            if not all(ranks.call(f"{name} {size} gate")):
+                raise AssertionError(f"{name} of {size} bytes: {SHARED} and {GLOO} differ")
 
 
 def step_rows(shape: Shape, rounds: int) -> list[Row]:
+    """Steps of every provider, what they would take without what is rebuilt, and two ranks beside one."""
     with (
         Ranks(1, THREADS, training_calls, shape, 1) as alone,
         Ranks(1, THREADS, plain_calls, shape, False) as torch_alone,
@@ -145,36 +167,45 @@ def step_rows(shape: Shape, rounds: int) -> list[Row]:
         where = {PLAIN: torch_alone, OURS: alone, PLAIN_FUSED: torch_alone, OURS_MESH: alone}
         where[PLAIN_PREPARED] = torch_prepared
         one = interleave({name: partial(ranks.sample, name) for name, ranks in where.items()}, rounds, shape.steps)
-        made_again = {name: partial(alone.sample, name) for name in rebuild_calls(shape)}
-        again = interleave(made_again, rounds, shape.steps)
+        again = interleave({name: partial(alone.sample, name) for name in (NORMS, ACTIVATIONS)}, rounds, shape.steps)
         pairs = {OURS_MESH: partial(alone.sample, OURS_MESH), TP2: partial(pair.sample, OURS_MESH)}
         two = interleave(pairs, rounds, shape.steps)
-    common: dict = {"shape": str(shape), "unit": "tokens/s"}
-    common["convert"] = lambda seconds: shape.samples * shape.config.seq_length / seconds
+    without = {
+        name: [step - rebuilt for step, rebuilt in zip(one[OURS], seconds, strict=True)]
+        for name, seconds in again.items()
+    }
+    options: dict = {"unit": "tokens/s", "amount": shape.samples * shape.config.seq_length}
+    providers = ((OURS, PLAIN, REQUIRED), (OURS_MESH, PLAIN), (PLAIN_FUSED, PLAIN), (PLAIN_PREPARED, PLAIN))
+    rebuilds = ((NORMS, OURS), (ACTIVATIONS, OURS))
+    return [
+        *compared(STEP, shape, one, providers, **options),
+        *compared(REBUILD, shape, one | without, rebuilds, **options),
+        *compared(TP, shape, two, [(TP2, OURS_MESH, 0.8)], **options),
+    ]
+
+
+def collective_rows(sizes: dict[int, int], rounds: int) -> list[Row]:
     rows = []
-    for name, bar in ((OURS, REQUIRED), (OURS_MESH, None), (PLAIN_FUSED, None), (PLAIN_PREPARED, None)):
-        comparison = compare(one[name], one[PLAIN])
-        rows.append(make_row(case=STEP, provider=name, baseline=PLAIN, comparison=comparison, bar=bar, **common))
-    for name, seconds in again.items():
-        without = [step - rebuild for step, rebuild in zip(one[OURS], seconds, strict=True)]
-        comparison = compare(without, one[OURS])
-        rows.append(make_row(case=REBUILD, provider=name, baseline=OURS, comparison=comparison, **common))
-    comparison = compare(two[TP2], two[OURS_MESH])
-    rows.append(make_row(case=TP, provider=TP2, baseline=OURS_MESH, comparison=comparison, bar=0.8, **common))
+    with Ranks(2, 1, collective_calls, sizes) as ranks:
+        for name, size in product(COLLECTIVES, sizes):
+            samples = {backend: partial(ranks.sample, f"{name} {size} {backend}") for backend in (SHARED, GLOO)}
+            shape = f"{size // 1024} KiB" if size < 2**20 else f"{size // 2**20} MiB"
+            pair = (SHARED, GLOO, 5.0 if size == 2**20 else None)
+            rows += compared(f"{name}, 2 ranks", shape, interleave(samples, rounds), [pair])
     return rows
 
 
-def run(quick: bool) -> list[Row]:
+def rows(quick: bool) -> list[Row]:
     rounds = 2 if quick else 7
-    rows = [row for shape in (QUICK_SHAPES if quick else SHAPES) for row in step_rows(shape, rounds)]
-    rows.sort(key=lambda row: (STEP, REBUILD, TP).index(row["case"]))
-    return rows + collective_rows(quick, rounds)
+    found = [row for shape in (QUICK_SHAPES if quick else SHAPES) for row in step_rows(shape, rounds)]
+    found.sort(key=lambda row: (STEP, REBUILD, TP).index(row["case"]))
+    return found + collective_rows(QUICK_SIZES if quick else SIZES, rounds)
 
 
 BENCH = Bench(
     name="cpu",
     description="steps against plain PyTorch, what they rebuild, 2 ranks against 2 threads, shared memory against gloo",
-    device="cpu",
     check=check,
-    run=run,
+    run=ratios(rows),
+    draw=draw_ratios,
 )

@@ -1,9 +1,11 @@
-"""One fused GEMM on one GPU: its inputs, channel and launch, and what it must give; imports triton.
+"""Fused GEMMs on one GPU: inputs, channel and launch, what they must give, what is timed beside what; imports triton.
 
-Belongs here: what differs between the three operations. What is timed is in fused.py.
+Belongs here: what differs between the three operations, and the rows of a shape. The lists of shapes are in fused.py.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 
 import torch
 from einops import rearrange
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_space
 from tpformer.kernels.configurations import select_tile
-from tpformer.kernels.launch import Tile
+from tpformer.kernels.launch import Tile, resident_programs
+from tpformer.kernels.matmul.kernel import matmul
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, plan
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel, bump
@@ -19,7 +22,14 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .accuracy import poisoned, require_accurate
 from .channels import local_channel
+from .fused import BARE, BUMPED, FUSED, LIBRARY, PUSHED, SUMMED
+from .predict import predicted_rows
+from .ratios import Row, compared
 from .shapes import Shape
+from .timing import Call, Effort, measure
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+CARVED = (4, 8, 16, 32)  # SMs that the bare GEMM does without
 
 RANK = 1  # the one that is served alone: its rows are not the first ones
 
@@ -35,12 +45,13 @@ class FusedGemm:
     w: Tensor
 
     @property
-    def served(self) -> int:
-        return self.channel.served
+    def virtual(self) -> bool:
+        """Whether all ranks are served."""
+        return self.channel.served > 1
 
     @property
-    def virtual(self) -> bool:
-        return self.served > 1
+    def parity(self) -> int:
+        return int(self.channel.epoch[0]) & 1
 
 
 def build(
@@ -66,7 +77,7 @@ def build(
 
 
 def launch(gemm: FusedGemm, *, push: bool = True, programs: int | None = None) -> Tensor:
-    """The operation at the epoch that `begin` has begun. push: of a gather, whether the kernel sends the shard."""
+    """The operation at the epoch that `bump` has begun. push: of a gather, whether the kernel sends the shard."""
     options: dict = {"tile": gemm.tile, "programs": programs}
     if gemm.shape.op == GATHER:
         return all_gather_matmul(gemm.a, [gemm.w], gemm.channel, push=push, **options)[0]
@@ -74,18 +85,14 @@ def launch(gemm: FusedGemm, *, push: bool = True, programs: int | None = None) -
     return function([gemm.a], [gemm.w], gemm.channel, **options)
 
 
-def begin(gemm: FusedGemm) -> None:
-    bump(gemm.channel)
-
-
 def check(gemm: FusedGemm, *, push: bool = True, programs: int | None = None) -> None:
     """AssertionError unless one epoch gives rank RANK what it should, with no wait expired."""
-    begin(gemm)
+    bump(gemm.channel)
     oracle, baseline = expected(gemm, torch.float64), expected(gemm, gemm.a.dtype)
-    like = baseline.new_empty(gemm.served * len(baseline), gemm.shape.n)
+    like = baseline.new_empty(gemm.channel.served * len(baseline), gemm.shape.n)
     result = poisoned(lambda: launch(gemm, push=push, programs=programs), like)
     what = f"{gemm.shape}, {'virtual ranks' if gemm.virtual else 'flags set'}, push={push}"
-    require_accurate(what, result.chunk(gemm.served)[RANK if gemm.virtual else 0], oracle, baseline)
+    require_accurate(what, result.chunk(gemm.channel.served)[RANK if gemm.virtual else 0], oracle, baseline)
     require_no_expiry(gemm, what)
 
 
@@ -101,7 +108,7 @@ def expected(gemm: FusedGemm, dtype: torch.dtype) -> Tensor:
     """Rank RANK's result of the epoch that has begun, with products in dtype: float64 or the operands' own."""
     shape = gemm.shape
     if shape.op == GATHER:
-        return gathered(gemm).to(dtype) @ own_weight(gemm).to(dtype).t()
+        return gathered(gemm).to(dtype) @ gemm.w.chunk(gemm.channel.served)[RANK if gemm.virtual else 0].to(dtype).t()
     if shape.op == SCATTER:
         rows = shape.m // shape.t
         return total(partials(gemm, dtype, RANK * rows, rows))
@@ -115,15 +122,11 @@ def expected(gemm: FusedGemm, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def own_weight(gemm: FusedGemm) -> Tensor:
-    return gemm.w.chunk(gemm.served)[RANK] if gemm.virtual else gemm.w
-
-
 def gathered(gemm: FusedGemm) -> Tensor:
     """All ranks' rows: the stack of them, or what lies in the slot with the own ones put in their place."""
     if gemm.virtual:
         return gemm.a
-    rows = gemm.channel.gathered(parity(gemm), gemm.a).clone()
+    rows = gemm.channel.gathered(gemm.parity, gemm.a).clone()
     rows.chunk(gemm.shape.t)[RANK].copy_(gemm.a)
     return rows
 
@@ -145,13 +148,9 @@ def unpacked(gemm: FusedGemm, rows: int, area: int) -> Tensor:
     t, n, tile = gemm.shape.t, gemm.shape.n, gemm.tile
     tiles_m, tiles_n = -(-rows // tile.m), -(-n // tile.n)
     size = t * tiles_m * tiles_n * tile.m * tile.n
-    packed = gemm.channel.slots[parity(gemm)].view(gemm.a.dtype)[area * size : (area + 1) * size]
+    packed = gemm.channel.slots[gemm.parity].view(gemm.a.dtype)[area * size : (area + 1) * size]
     matrix = rearrange(packed, "(t i j r c) -> t (i r) (j c)", t=t, i=tiles_m, j=tiles_n, r=tile.m)
     return matrix[:, :rows, :n]
-
-
-def parity(gemm: FusedGemm) -> int:
-    return int(gemm.channel.epoch[0]) & 1
 
 
 def total(terms: Tensor) -> Tensor:
@@ -159,6 +158,65 @@ def total(terms: Tensor) -> Tensor:
     return terms.sum(0, dtype=torch.promote_types(terms.dtype, torch.float32)).to(terms.dtype)
 
 
-def received(gemm: FusedGemm) -> Tensor:
-    """(t, M / t, N): a scatter's partial sums as a tensor of their own, for a reduction by torch."""
-    return unpacked(gemm, gemm.shape.m // gemm.shape.t, area=0).contiguous()
+def check_shape(shape: Shape, virtual: bool) -> None:
+    """Both ways to gather, each with both parities, as they are timed."""
+    torch.cuda.empty_cache()  # slots of one shape are several GB, and the next one's have another size
+    gemm = build(shape, DEVICE, DTYPE, virtual=virtual)
+    for push in (False, True) if shape.op == GATHER and not virtual else (True,):
+        for _ in range(2):
+            check(gemm, push=push)
+
+
+def tax_rows(shape: Shape, effort: Effort) -> list[Row]:
+    """The fused kernel of one rank whose peers have all arrived, against the bare GEMM; then the prediction from it."""
+    torch.cuda.empty_cache()
+    gemm = build(shape, DEVICE, DTYPE)
+    begin = partial(bump, gemm.channel)
+    x = gathered(gemm) if shape.op == GATHER else gemm.a
+    calls = {
+        BARE: Call(lambda: matmul(x, [gemm.w])),
+        LIBRARY: Call(lambda: torch.matmul(x, gemm.w.t())),
+        FUSED: Call(lambda: launch(gemm, push=False), begin),
+        BUMPED: Call(lambda: (begin(), launch(gemm, push=False))),
+    }
+    if shape.op == GATHER:
+        calls[PUSHED] = Call(lambda: launch(gemm, push=True), begin)
+    if shape.op == SCATTER:
+        terms = unpacked(gemm, shape.m // shape.t, area=0).contiguous()  # a scatter's, for a sum by torch
+        calls[SUMMED] = Call(lambda: (matmul(x, [gemm.w]), terms.sum(0, dtype=torch.float32).to(x.dtype)))
+    seconds = measure(calls, effort)
+    require_no_expiry(gemm, str(shape))
+    pairs = [(FUSED, BARE), (BUMPED, BARE), (PUSHED, BARE), (FUSED, SUMMED), (BARE, LIBRARY)]
+    rows = compared(f"flag tax, rank of {shape.t}", shape, seconds, pairs)
+    return [*rows, *predicted_rows([shape], median(seconds[BARE]), median(seconds[LIBRARY]))]
+
+
+def virtual_rows(shape: Shape, effort: Effort) -> list[Row]:
+    """All ranks in one launch against their bare GEMMs, one after the other."""
+    torch.cuda.empty_cache()
+    gemm = build(shape, DEVICE, DTYPE, virtual=True)
+    weights = gemm.w.chunk(shape.t)
+    inputs = [gemm.a] * shape.t if shape.op == GATHER else gemm.a.chunk(shape.t)
+    many = f"{shape.t} x {BARE}"
+    calls = {
+        FUSED: Call(lambda: launch(gemm), partial(bump, gemm.channel)),
+        many: Call(lambda: [matmul(x, [w]) for x, w in zip(inputs, weights, strict=True)]),
+    }
+    seconds = measure(calls, effort)
+    require_no_expiry(gemm, str(shape))
+    return compared(f"{shape.t} virtual ranks", shape, seconds, [(FUSED, many)])
+
+
+def carved_rows(shape: Shape, effort: Effort) -> list[Row]:
+    """The bare GEMM with the programs of fewer SMs, as if the others moved data."""
+    device = torch.device(DEVICE)
+    x = torch.randn(shape.m, shape.k, device=device, dtype=DTYPE)
+    w = torch.randn(shape.n, shape.k, device=device, dtype=DTYPE) * shape.k**-0.5
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    each = resident_programs(device, select_tile(device, x.dtype, shape.m, shape.n)) // sms
+
+    def call(fewer: int) -> Call:
+        return Call(lambda: matmul(x, [w], programs=each * (sms - fewer)))
+
+    calls = {"all SMs": call(0)} | {f"{fewer} SMs fewer": call(fewer) for fewer in CARVED}
+    return compared("fewer SMs", shape, measure(calls, effort), [(name, "all SMs") for name in list(calls)[1:]])

@@ -1,13 +1,13 @@
-"""Bytes of parameters, gradients and optimizer state that a rank holds: in FSDP2's own books, and by a scan of memory.
+"""Bytes of parameters, gradients and optimizer state that a rank holds in FSDP2's own books, and when to look at them.
 
-Belongs here: the counting, for any ModelParts. Nothing about which model is counted or what should come out.
+Belongs here: the counting, for any ModelParts, by the planner's names. Nothing about which model is counted or what
+should come out.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,26 +15,25 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tpformer.parallel.zero import parameter_groups
-from tpformer.planner.counting import local
+from tpformer.planner.states import ACCUMULATED, COPIES, GRADIENTS, OPTIMIZER, PARAMETERS
+from tpformer.planner.storages import live_storages, local
 from tpformer.training.model import ModelParts
 
-SHARDED, GATHERED = "sharded parameters", "gathered parameters"
-WHOLE_GRADIENTS, SHARDED_GRADIENTS = "whole gradients", "sharded gradients"
-OPTIMIZER, BUFFERS = "optimizer state", "communication buffers"
-KINDS = (SHARDED, GATHERED, WHOLE_GRADIENTS, SHARDED_GRADIENTS, OPTIMIZER, BUFFERS)
+BUFFERS = "communication buffers"
+KINDS = (PARAMETERS, COPIES, ACCUMULATED, GRADIENTS, OPTIMIZER, BUFFERS)
 Held = dict[str, int]
 
 
 def _group_tensors(group: Any) -> Iterator[tuple[str, Tensor | None]]:
     """What one FSDP2 parameter group holds, by kind."""
     for parameter in group.fsdp_params:
-        yield SHARDED, parameter._sharded_param_data
-        yield SHARDED_GRADIENTS, parameter.sharded_param.grad
-        yield from ((GATHERED, output) for output in parameter.all_gather_outputs)
-        yield WHOLE_GRADIENTS, parameter.unsharded_accumulated_grad
+        yield PARAMETERS, parameter._sharded_param_data
+        yield GRADIENTS, parameter.sharded_param.grad
+        yield from ((COPIES, output) for output in parameter.all_gather_outputs)
+        yield ACCUMULATED, parameter.unsharded_accumulated_grad
         unsharded = getattr(parameter, "_unsharded_param", None)
-        yield WHOLE_GRADIENTS, None if unsharded is None else unsharded.grad
-    yield SHARDED_GRADIENTS, group._partial_reduce_output  # reduced over dp_shard, not yet over dp_replicate
+        yield ACCUMULATED, None if unsharded is None else unsharded.grad
+    yield GRADIENTS, group._partial_reduce_output  # reduced over dp_shard, not yet over dp_replicate
     yield BUFFERS, None if group._all_gather_result is None else group._all_gather_result.all_gather_output
 
 
@@ -54,8 +53,8 @@ def _tensors(model: ModelParts, optimizers: Iterable[torch.optim.Optimizer]) -> 
             yield from ((BUFFERS, x) for x in _communicated(fully_shard.state(part)._comm_ctx))
         else:
             for parameter in part.parameters():
-                yield SHARDED, parameter
-                yield SHARDED_GRADIENTS, parameter.grad
+                yield PARAMETERS, parameter
+                yield GRADIENTS, parameter.grad
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from ((OPTIMIZER, value) for value in state.values() if isinstance(value, Tensor))
@@ -74,20 +73,15 @@ def held(model: ModelParts, optimizers: Iterable[torch.optim.Optimizer]) -> Held
 
 
 def live_bytes() -> int:
-    """Bytes of all storages that tensors of this process refer to, other than from C++ alone (as autograd does), and
-    other than memory that torch did not allocate (collectives' shared memory)."""
-    storages: dict[torch.UntypedStorage, int] = {}
-    for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
-        for x in (tensor, tensor.grad if tensor.is_leaf else None):
-            if x is not None and not (held := local(x)).is_meta and type(held) in (Tensor, torch.nn.Parameter):
-                storages[held.untyped_storage()] = held.untyped_storage().nbytes()
-    return sum(size for storage, size in storages.items() if storage.resizable())
+    """Bytes of all storages that this process's tensors refer to, except memory that torch did not allocate (the
+    collectives' shared memory)."""
+    alive = live_storages(lambda x: not x.is_meta and type(x) in (Tensor, torch.nn.Parameter))
+    return sum(storage.nbytes() for storage in alive if storage.resizable())
 
 
-@contextmanager
-def at_layers(model: ModelParts, sample: Callable[[], None], at_end: Callable[[], None]) -> Iterator[None]:
-    """Call `sample` at both ends of every layer's forward and backward, and after a part's weight gradients were made
-    apart; `at_end` when a part's forward is over.
+def watch_layers(model: ModelParts, sample: Callable[[], None], at_end: Callable[[], None]) -> None:
+    """Have `sample` called at both ends of every layer's forward and backward, and after a part's weight gradients were
+    made apart; `at_end` when a part's forward is over.
 
     A backward's first sample comes when the layer's parameters are gathered, its last before its gradients are reduced.
     """
@@ -104,35 +98,22 @@ def at_layers(model: ModelParts, sample: Callable[[], None], at_end: Callable[[]
         sample()
         watch(result)
 
-    def end(*_: Any) -> None:
-        at_end()
-
-    hooks = [part.register_forward_hook(end) for part in model.parts]
-    for layer in (layer for part in model.parts for layer in part.layers.values()):
-        hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
-    stages = [] if model.pipeline is None else [stage for stage in model.pipeline.stages if stage.dw_builder]
-    builders = [stage.dw_builder for stage in stages]
-    for stage, builder in zip(stages, builders, strict=True):
-        stage.dw_builder = _then(builder, sample)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for stage, builder in zip(stages, builders, strict=True):
-            stage.dw_builder = builder
+    for part in model.parts:
+        part.register_forward_hook(lambda *_: at_end())
+        for layer in part.layers.values():
+            layer.register_forward_pre_hook(before)
+            layer.register_forward_hook(after)
+    for stage in () if model.pipeline is None else model.pipeline.stages:
+        if stage.dw_builder:
+            stage.dw_builder = partial(_then, stage.dw_builder, sample)
 
 
-def _then(builder: Callable[[], Callable[[], None]], sample: Callable[[], None]) -> Callable[[], Callable[[], None]]:
-    """The builder of a function that makes weight gradients, with a sample after them."""
+def _then(builder: Callable[[], Callable[[], None]], sample: Callable[[], None]) -> Callable[[], None]:
+    """What `builder` builds, a function that makes weight gradients, and a sample after it."""
+    make = builder()
 
-    def build() -> Callable[[], None]:
-        make = builder()
+    def run() -> None:
+        make()
+        sample()
 
-        def run() -> None:
-            make()
-            sample()
-
-        return run
-
-    return build
+    return run

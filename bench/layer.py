@@ -1,9 +1,10 @@
-"""The bench `layer`: forward and backward of one transformer block on one GPU, against the same block in plain PyTorch.
+"""How fast are forward and backward of one transformer block on one GPU, beside the same block in plain PyTorch?
 
 Belongs here: which blocks, what is timed beside what, what must agree, the required ratio, the model of the time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,16 +21,14 @@ from tpformer.models import GPTConfig
 from tpformer.models.gpt import transformer_block
 
 from .accuracy import require_accurate
-from .gpu_timing import FULL, QUICK, Call, Effort, measure
-from .plain_layer import Drop, plain_layer
-from .predict import present_machine
-from .runner import Bench, Row, make_row
-from .timing import Comparison, compare
+from .plain import Drop, plain_block
+from .predict import ITEMSIZE, PEAK, present_machine, share_row
+from .ratios import Row, compared, draw_ratios, ratios, table
+from .runner import Bench
+from .timing import FULL, QUICK, Call, Effort, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-ITEMSIZE = 2
 OURS, EAGER, COMPILED, COMPILED_FUSED = "tpformer", "PyTorch", "torch.compile", "torch.compile, fused qkv"
-PEAK = "data-sheet peak"
 RECOMPUTED = ("mlp", "full")
 REQUIRED = 1.1  # of torch.compile, on the GPT block
 CHECKED_TOKENS = 256  # of the gate, which has float64 to pay
@@ -69,18 +68,11 @@ def our_block(config: GPTConfig, recompute: str = "none") -> TransformerBlock:
     return transformer_block(config, recompute=recompute, device=DEVICE, dtype=DTYPE)
 
 
-class Inputs(NamedTuple):
+def inputs_of(model: nn.Module, config: GPTConfig, batch: int, length: int) -> tuple[Tensor, Tensor, dict]:
     """x and the output's gradient (batch, seq, hidden); what our block is told besides, shared by all layers."""
-
-    x: Tensor
-    dy: Tensor
-    options: dict
-
-
-def inputs_of(model: nn.Module, config: GPTConfig, batch: int, length: int) -> Inputs:
     x, dy = torch.randn(2, batch, length, config.hidden_size, device=DEVICE, dtype=DTYPE)
     key = DropoutKey(seed=1, step=1, sample_index=torch.arange(batch, device=DEVICE), model=model)
-    return Inputs(x, dy, {"positions": Positions(batch, length), "dropout_key": key})
+    return x, dy, {"positions": Positions(batch, length), "dropout_key": key}
 
 
 def compiled(block: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -113,23 +105,20 @@ def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     x, dy, options = inputs_of(block, config, 1, tokens)
     drop = our_dropout(config, options) if config.dropout else lambda x, branch: x
-    exact, plain = (plain_layer(block, config, dtype, drop=drop) for dtype in (torch.float64, DTYPE))
+    exact, plain = (plain_block(block, config, dtype, drop=drop) for dtype in (torch.float64, DTYPE))
     oracle, baseline = step(exact, exact, x.double(), dy.double()), step(plain, plain, x, dy)
-    for name, results in checked_steps(block, plain, config, Inputs(x, dy, options)):
+
+    def require(name: str, results: dict[str, Tensor]) -> None:
         for result, actual in results.items():
             # without positions to tell keys apart, softmax does not see a key's bias: its gradient is rounding only
             if result != "self_attn.k_proj.bias" or config.position == "rope":
                 require_accurate(f"{config.norm} layer, {name}: {result}", actual, oracle[result], baseline[result])
 
-
-def checked_steps(
-    block: TransformerBlock, plain: nn.Module, config: GPTConfig, inputs: Inputs
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
     for recompute in ("none", *RECOMPUTED):
         block.recompute = recompute
-        yield f"{OURS}, {recompute}", step(block, lambda x: block(x, **inputs.options), inputs.x, inputs.dy)
+        require(f"{OURS}, {recompute}", step(block, partial(block, **options), x, dy))
     if not config.dropout:
-        yield COMPILED, step(plain, compiled(plain), inputs.x, inputs.dy)
+        require(COMPILED, step(plain, compiled(plain), x, dy))
 
 
 def our_dropout(config: GPTConfig, options: dict) -> Drop:
@@ -148,21 +137,16 @@ def calls_of(layer: Layer) -> dict[str, Call]:
     config = layer.config
     blocks = {recompute: our_block(config, recompute) for recompute in ("none", *RECOMPUTED)}
     x, dy, options = inputs_of(nn.ModuleDict(blocks), config, layer.batch, config.seq_length)
-    block = blocks["none"]
-    calls = {OURS: Call(lambda: step(block, lambda x: block(x, **options), x, dy))}
-    for recompute in RECOMPUTED:
-        other = blocks[recompute]
-        calls[recomputing(recompute)] = Call(
-            lambda other=other: step(other, lambda x: other(x, **options), x, dy)  # type: ignore[misc]
-        )
-    plain = {EAGER: plain_layer(block, config, DTYPE)}
-    plain[COMPILED] = plain_layer(block, config, DTYPE)
+    functions = {
+        OURS if recompute == "none" else recomputing(recompute): (block, partial(block, **options))
+        for recompute, block in blocks.items()
+    }
+    eager, same = (plain_block(blocks["none"], config, DTYPE) for _ in range(2))
+    functions |= {EAGER: (eager, eager), COMPILED: (same, compiled(same))}
     if config.position != "rope":
-        plain[COMPILED_FUSED] = plain_layer(block, config, DTYPE, fused_qkv=True)
-    for name, other in plain.items():
-        function = other if name == EAGER else compiled(other)
-        calls[name] = Call(lambda other=other, function=function: step(other, function, x, dy))  # type: ignore[misc]
-    return calls
+        fused = plain_block(blocks["none"], config, DTYPE, fused_qkv=True)
+        functions[COMPILED_FUSED] = fused, compiled(fused)
+    return {name: Call(partial(step, block, function, x, dy)) for name, (block, function) in functions.items()}
 
 
 def recomputing(recompute: str) -> str:
@@ -170,43 +154,23 @@ def recomputing(recompute: str) -> str:
 
 
 def layer_rows(layer: Layer, effort: Effort) -> list[Row]:
-    seconds = measure(calls_of(layer), effort)
-    peak = [layer.flops / present_machine().peak_flops] * effort.rounds
+    seconds = measure(calls_of(layer), effort) | {PEAK: [layer.flops / present_machine().peak_flops] * effort.rounds}
     required = REQUIRED if layer.config.position != "rope" else None
-    pairs = [(OURS, COMPILED, required), (OURS, COMPILED_FUSED, required)]
-    pairs += [(OURS, EAGER, None), (COMPILED, EAGER, None)]
-    pairs += [(recomputing(recompute), OURS, None) for recompute in RECOMPUTED]
-    pairs += [(OURS, PEAK, None), (COMPILED, PEAK, None)]
-    seconds[PEAK] = peak
-    return [
-        layer_row("forward, backward", layer, provider, baseline, compare(seconds[provider], seconds[baseline]), bar)
-        for provider, baseline, bar in pairs
-        if baseline in seconds
+    pairs = [
+        *((OURS, COMPILED, required), (OURS, COMPILED_FUSED, required), (OURS, EAGER), (COMPILED, EAGER)),
+        *((recomputing(recompute), OURS) for recompute in RECOMPUTED),
+        *((OURS, PEAK), (COMPILED, PEAK)),
     ]
+    return compared("forward, backward", layer, seconds, pairs, unit="TFLOP/s", amount=layer.flops / 1e12)
 
 
-def layer_row(
-    case: str, layer: Layer, provider: str, baseline: str, comparison: Comparison, bar: float | None = None
-) -> Row:
-    return make_row(
-        case=case,
-        shape=str(layer),
-        provider=provider,
-        baseline=baseline,
-        unit="TFLOP/s",
-        convert=lambda seconds: layer.flops / seconds / 1e12,
-        comparison=comparison,
-        bar=bar,
-    )
-
-
-def run(quick: bool) -> list[Row]:
-    rows: list[Row] = []
+def rows(quick: bool) -> list[Row]:
+    found: list[Row] = []
     for layer in layers(quick):
         torch.compiler.reset()
-        rows += layer_rows(layer, QUICK if quick else FULL)
+        found += layer_rows(layer, QUICK if quick else FULL)
         torch.cuda.empty_cache()
-    return rows
+    return found
 
 
 def predicted_seconds(layer: Layer, machine: Machine, recompute: str = "none") -> float:
@@ -228,8 +192,7 @@ def passes_bytes(layer: Layer) -> int:
     h, f, gated = config.hidden_size, config.ffn_size, MLP_ACTIVATIONS[config.activation][1]
     after: dict = {"bias": config.bias, "dropout": config.dropout > 0}
     branches = [
-        norm_cost(m, h, ITEMSIZE, config.norm),
-        norm_cost(m, h, ITEMSIZE, config.norm),
+        *2 * [norm_cost(m, h, ITEMSIZE, config.norm)],
         norm_cost(m, h, ITEMSIZE, config.norm, backward=True, residual=True),
         finish_cost(m, h, ITEMSIZE, residual=True, **after),
         finish_cost(m, h, ITEMSIZE, backward=True, **after),
@@ -241,16 +204,12 @@ def passes_bytes(layer: Layer) -> int:
 
 
 def predictions() -> list[Row]:
-    machine, rows = present_machine(), []
-    for layer in layers(quick=False):
-        peak = layer.flops / machine.peak_flops
-        for recompute in ("none", *RECOMPUTED):
-            seconds = predicted_seconds(layer, machine, recompute)
-            provider = "predicted" if recompute == "none" else f"predicted, recompute {recompute}"
-            comparison = Comparison(seconds, peak, *[peak / seconds] * 3)
-            case = f"prediction: forward, backward, 1 {machine.name}"
-            rows.append(layer_row(case, layer, provider, PEAK, comparison))
-    return rows
+    machine = present_machine()
+    return [
+        share_row("forward, backward", layer, predicted_seconds(layer, machine, recompute), layer.flops, provider)
+        for layer in layers(quick=False)
+        for recompute, provider in {"none": "predicted", **{r: f"predicted, recompute {r}" for r in RECOMPUTED}}.items()
+    ]
 
 
 BENCH = Bench(
@@ -258,8 +217,9 @@ BENCH = Bench(
     description="forward and backward of a GPT-7B- and a Llama-8B-shaped block against plain PyTorch, compiled (1 GPU)",
     device="cuda",
     check=check,
-    run=run,
-    predict=predictions,
+    run=ratios(rows),
+    predict=lambda: table(predictions()),
+    draw=draw_ratios,
     note="TFLOP/s: the model's FLOPs (6 per weight and token, attention over seq x seq; nothing recomputed counts) "
     "over the time of forward and backward, gradients of input and parameters included. Plain blocks use torch's SDPA "
     "and its random numbers for dropout; torch.compile in its default mode; fused qkv: one projection for q, k and v. "

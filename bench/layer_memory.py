@@ -22,10 +22,11 @@ from tpformer.layers import DropoutKey, Positions, TensorParallel
 from tpformer.models import GPTConfig
 from tpformer.models.gpt import transformer_block
 from tpformer.parallel import reduce_partial_gradients
+from tpformer.planner.storages import NO_NAMES, OTHER, RESULT, Saved
 
-from .parallelized import parallelized
+from .plain import parallelized
 from .ranks import Calls, Ranks
-from .saved import OTHER, RESULT, Gemms, Saved, record_saved
+from .step_counts import Gemms
 
 DTYPE, ITEM = torch.bfloat16, 2
 RESIDUALS = ("residual before attention", "residual before MLP")
@@ -36,10 +37,10 @@ ORDER = (
     *("dropout mask", STATISTICS, SCORES, OTHER),
 )
 TORCH_NAMES = {
-    "norm1": {0: RESIDUALS[0]},
-    "norm2": {0: RESIDUALS[1]},
-    "attention.q_proj": {0: "norm output before attention"},
-    "attention.o_proj": {0: "attention output"},
+    "input_layernorm": {0: RESIDUALS[0]},
+    "post_attention_layernorm": {0: RESIDUALS[1]},
+    "self_attn.q_proj": {0: "norm output before attention"},
+    "self_attn.o_proj": {0: "attention output"},
     "mlp.fc1": {0: "norm output before MLP", RESULT: "fc1 output"},
     "mlp.fc2": {0: "activation output"},
 }
@@ -176,7 +177,8 @@ class Step:
     def saved_items(self) -> dict[str, int]:
         """Bytes by name that a forward keeps, parameters left out. What all layers share (RoPE's table, the starts of
         dropout's rows) no layer saves."""
-        with record_saved(self.block, TORCH_NAMES if self.layer.torch else {}) as saved, named_operations(saved):
+        saved, names = Saved(), TORCH_NAMES if self.layer.torch else NO_NAMES
+        with saved.recording(self.block, names), named_operations(saved):
             y = self.forward()
         assert y.requires_grad
         items = saved.items(lambda x: leftover(self.layer, x))

@@ -11,19 +11,23 @@ from typing import Any
 
 from rich.table import Table
 
-from .plot import LINE, TOP, line, text, write_document
+from .bars import legend, paragraph
+from .plot import LINE, TOP, WIDTH, frame, step_x, text, write_document
+from .runner import columns
 
-LEFT, WIDTH, RIGHT = 70, 640, 30  # pixels
-HEIGHTS = {"losses": 260, "differences": 120}
+HEIGHTS = {"losses": 260, "differences": 130}  # pixels
 COLOURS = ("#222222", "#4e79a7", "#e15759", "#59a14f", "#b07aa1")
 DASHES = ("none", "8 5", "3 4", "10 3 2 3", "6 2")  # so that curves which coincide can be told apart
+NOTE = (
+    "Training loss in nats per token of one run, in one process and in three layouts of four ranks, whose curves "
+    "coincide, and how far they are from one process. TP4: tensor parallel; PP4: pipeline; DP4: data parallel."
+)
 
 
 def result_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("layout", no_wrap=True)
-    for name in ("ranks", "m", "float64 loss", "norm", "parameters", "float32 loss", "norm", "seconds", "ok"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """A line for each layout."""
+    names = ("ranks", "m", "float64 loss", "norm", "parameters", "float32 loss", "norm", "seconds", "ok")
+    table = columns(["layout"], names)
     for row in rows:
         double, single = row["float64"], row["float32"]
         table.add_row(
@@ -37,12 +41,9 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def bfloat16_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("bfloat16", no_wrap=True)
-    for name in ("ranks", "loss", "norm", "loss error", "of one process", "allowed", "norm error", "of one process"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("allowed", justify="right", no_wrap=True)
-    table.add_column("ok", justify="right", no_wrap=True)
+    """A line for each layout in bfloat16; errors as maximum and RMS."""
+    names = ("ranks", "loss", "norm", "loss error", "of one process", "allowed", "norm error", "of one process")
+    table = columns(["bfloat16"], (*names, "allowed", "ok"))
     for row in rows:
         pairs = (row[f"{key}_{of}"] for key in ("loss", "norm") for of in ("error", "single", "allowed"))
         table.add_row(
@@ -53,78 +54,54 @@ def bfloat16_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _curve(points: Sequence[tuple[float, float]], index: int) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    style = f'stroke="{COLOURS[index]}" stroke-width="{2 if index else 5}" stroke-dasharray="{DASHES[index]}"'
-    return f'<polyline points="{path}" fill="none" {style}/>'
-
-
-def _x(step: int, steps: int) -> float:
-    return LEFT + WIDTH * (step - 1) / max(1, steps - 1)
-
-
-def _frame(top: float, height: float, steps: int, ticks: Mapping[float, str]) -> list[str]:
-    """Axes: steps below, and lines at the heights (y -> label) of `ticks`."""
-    bottom, parts = top + height, []
-    for y, label in ticks.items():
-        parts += [line(LEFT, y, LEFT + WIDTH, y, "#e4e4e4"), text(LEFT - 8, y + 4, label, "end", fill="#666")]
-    parts.append(line(LEFT, bottom, LEFT + WIDTH, bottom, "#666"))
-    for step in (1, *range(10, steps + 1, 10)):
-        x = _x(step, steps)
-        parts += [line(x, bottom, x, bottom + 4, "#666"), text(x, bottom + 18, str(step), "middle", fill="#666")]
-    return parts
-
-
-def _draw_losses(curves: Mapping[str, Sequence[float]], top: float) -> list[str]:
-    values = [loss for losses in curves.values() for loss in losses]
+def _draw_losses(curves: Sequence[Sequence[float]], top: float) -> list[str]:
+    """The first curve broad, the others dashed on it."""
+    values = [loss for losses in curves for loss in losses]
     low, high = math.floor(min(values) * 2), math.ceil(max(values) * 2)  # in halves
-    steps, height = len(next(iter(curves.values()))), HEIGHTS["losses"]
+    steps, height = len(curves[0]), HEIGHTS["losses"]
 
     def y(loss: float) -> float:
         return top + height * (high - 2 * loss) / (high - low)
 
-    parts = _frame(top, height, steps, {y(half / 2): f"{half / 2:g}" for half in range(low, high + 1)})
-    for index, losses in enumerate(curves.values()):
-        parts.append(_curve([(_x(step, steps), y(loss)) for step, loss in enumerate(losses, 1)], index))
+    parts = frame(top, height, steps, {y(half / 2): f"{half / 2:g}" for half in range(low, high + 1)})
+    for index, losses in enumerate(curves):
+        points = " ".join(f"{step_x(step, steps):.1f},{y(loss):.1f}" for step, loss in enumerate(losses, 1))
+        style = f'stroke="{COLOURS[index]}" stroke-width="{2 if index else 5}" stroke-dasharray="{DASHES[index]}"'
+        parts.append(f'<polyline points="{points}" fill="none" {style}/>')
     return parts
 
 
-def _draw_differences(curves: Mapping[str, Sequence[float]], top: float) -> list[str]:
-    """|loss / the first curve's - 1| of the others, a dot for each step; those that are 0 lie on the axis."""
-    expected, *others = curves.values()
-    relative = [[abs(loss / one - 1) for loss, one in zip(losses, expected, strict=True)] for losses in others]
-    exponents = [math.log10(value) for values in relative for value in values if value] or [-16.0]
+def _draw_differences(curves: Sequence[Sequence[float]], top: float) -> list[str]:
+    """Their size, a dot for each step; those that are 0 lie on the axis."""
+    exponents = [math.log10(abs(value)) for values in curves for value in values if value] or [-16.0]
     low, high = math.floor(min(exponents)) - 1, math.ceil(max(exponents) + 0.1)
-    height = HEIGHTS["differences"]
+    steps, height = len(curves[0]), HEIGHTS["differences"]
 
     def y(value: float) -> float:
-        return top + height * (high - (math.log10(value) if value else low)) / (high - low)
+        return top + height * (high - (math.log10(abs(value)) if value else low)) / (high - low)
 
     ticks = {y(10.0**exponent): f"1e{exponent}" for exponent in range(low + 1, high + 1)}
-    parts = _frame(top, height, len(expected), {**ticks, top + height: "0"})
-    for index, values in enumerate(relative, 1):
+    parts = frame(top, height, steps, {**ticks, top + height: "0"})
+    for index, values in enumerate(curves, 1):
         for step, value in enumerate(values, 1):
-            x = _x(step, len(expected)) + 2 * (index - 2)  # beside one another where they coincide
-            parts.append(f'<circle cx="{x:.1f}" cy="{y(value):.1f}" r="2" fill="{COLOURS[index]}"/>')
+            x = step_x(step, steps) + 2 * (index - 2)  # beside one another where they coincide
+            parts.append(f'<circle cx="{x:.1f}" cy="{y(value):.1f}" r="2.5" fill="{COLOURS[index]}"/>')
     return parts
 
 
 def draw(path: Path) -> Path:
-    """layouts.svg beside layouts.json: its `curves`, a loss per step by dtype and layout, one process first."""
+    """layouts.svg beside layouts.json: its `curves`, losses of one process and layouts' differences by dtype."""
     result = json.loads(path.read_text())
-    curves = result["curves"]
-    losses = next(iter(curves.values()))  # those of another dtype look the same
-    parts = []
-    for index, name in enumerate(losses):
-        x = LEFT + 160 * index
-        parts += [_curve([(x, TOP + 10), (x + 34, TOP + 10)], index), text(x + 40, TOP + 14, name)]
-    top = float(TOP + 2 * LINE)
-    parts += _draw_losses(losses, top)
+    one, differences = result["curves"]["losses"], result["curves"]["differences"]
+    first = next(iter(differences.values()))  # losses of another dtype look the same
+    parts, top = paragraph(NOTE, TOP - 8)
+    squares, top = legend(dict(zip(["one process", *first], COLOURS, strict=False)), top + 8)
+    others = [[loss * (1 + each) for loss, each in zip(one, of_layout, strict=True)] for of_layout in first.values()]
+    parts += [*squares, *_draw_losses([one, *others], top)]
     top += HEIGHTS["losses"]
-    for dtype, of_dtype in curves.items():
-        top += 3 * LINE
-        parts.append(text(LEFT, top - 8, f"{dtype}: relative difference from one process", font_weight="bold"))
-        parts += _draw_differences(of_dtype, top)
+    for dtype, of_dtype in differences.items():
+        top += 3.5 * LINE
+        parts.append(text(10, top - 8, f"{dtype}: relative difference from one process", font_weight="bold"))
+        parts += _draw_differences(list(of_dtype.values()), top)
         top += HEIGHTS["differences"]
-    note = "training loss in nats per token, by step: one run, in one process and in three layouts of four ranks"
-    return write_document(path.with_suffix(".svg"), result, note, LEFT + WIDTH + RIGHT, top + 2 * LINE, parts)
+    return write_document(path.with_suffix(".svg"), result, "", WIDTH, top + 2 * LINE, parts)

@@ -15,11 +15,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import (
@@ -39,20 +38,23 @@ from tpformer.training.verify import full_tensor
 
 from .layout_report import bfloat16_table, draw, result_table
 from .ranks import Calls, Ranks
-from .runner import Tool, write
+from .runner import Bench, Report
 
 STEPS, CURVE_STEPS, BATCH = 10, 60, 8
 LR, CURVE_LR = 1e-3, 5e-3
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 BOUNDS = {FLOAT64: 1e-9, FLOAT32: 1e-5}
+LAYERS = 4
 NOTE = (
-    f"Largest difference from one process over {STEPS} steps and all ranks. loss, norm (of all gradients): relative. "
-    f"parameters: after the last step, element by element, in units of max(|p|, learning rate). Bounds: "
-    f"{BOUNDS[FLOAT64]:g} in float64, {BOUNDS[FLOAT32]:g} in float32 (parameters only in float64: AdamW amplifies the "
-    "rounding of gradients that are zero, such as the key biases'). m: microbatches of a data-parallel rank. bfloat16: "
-    "error against one process in float64, at most 2 * (that of one process in bfloat16 + eps * largest value), as "
-    "maximum and as RMS over the steps. Dropout 0.1 throughout."
+    f"Largest difference from one process over {STEPS} steps and all ranks, of a model of {LAYERS} layers, or as many "
+    "as the layout has stages. loss, norm (of all gradients): relative. parameters: after the last step, element by "
+    f"element, in units of max(|p|, learning rate). Bounds: {BOUNDS[FLOAT64]:g} in float64, {BOUNDS[FLOAT32]:g} in "
+    "float32 (parameters only in float64: AdamW amplifies the rounding of gradients that are zero, such as the key "
+    "biases'). m: microbatches of a data-parallel rank. bfloat16: error against one process in float64, at most 2 * "
+    "(that of one process in bfloat16 + eps * largest value), as maximum and as RMS over the steps. Dropout 0.1 "
+    "throughout."
 )
+Row = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -61,23 +63,18 @@ class Case(NamedTuple):
     layout: Layout
     microbatch_size: int | None = None
     tied: bool = True
-    layers: int = 4
+    layers: int = LAYERS
 
     def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
         model = ModelSection(
             vocab_size=257, seq_length=16, n_layers=self.layers, hidden_size=32, n_heads=4, dropout=0.1,
             tie_embeddings=self.tied,
         )  # fmt: skip
-        section = TrainSection(
-            steps=steps, global_batch_size=BATCH, microbatch_size=self.microbatch_size, dtype=dtype, device="cpu"
-        )
-        return RunConfig(
-            model=model,
-            data=DataSection(train=(train,)),
-            parallel=self.layout,
-            optimizer=OptimizerSection(lr=lr, warmup_steps=steps // 5),
-            train=section,
-        )
+        batch = {"global_batch_size": BATCH, "microbatch_size": self.microbatch_size}
+        section = TrainSection(steps=steps, dtype=dtype, device="cpu", **batch)
+        optimizer = OptimizerSection(lr=lr, warmup_steps=steps // 5)
+        data = DataSection(train=(train,))
+        return RunConfig(model=model, data=data, parallel=self.layout, optimizer=optimizer, train=section)
 
     @property
     def alone(self) -> Case:
@@ -101,7 +98,7 @@ class Case(NamedTuple):
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
         words += ["CPU offload"] if layout.cpu_offload else []
         words += [] if self.tied else ["untied"]
-        return ", ".join(words) or "one process"
+        return ", ".join(words) or ALONE
 
 
 def case(microbatch_size: int | None = None, tied: bool = True, **layout: object) -> Case:
@@ -115,7 +112,7 @@ def case(microbatch_size: int | None = None, tied: bool = True, **layout: object
         "zero": "zero_stage",
     }
     made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
-    return Case(made, microbatch_size, tied, max(4, made.n_stages))
+    return Case(made, microbatch_size, tied, max(LAYERS, made.n_stages))
 
 
 ONE = case()
@@ -154,7 +151,8 @@ CASES = (
 QUICK_CASES = (case(4, tp=2), case(2, shard=2, zero=3), case(2, tp=2, pp=2, schedule="ZBVZeroBubble"))
 BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)
 LISTS = {"loss": "losses", "norm": "norms"}
-CURVES = {"one process": ONE, "TP4": TP4, "PP4 1F1B": PP4, "DP4 ZeRO-3": DP4}
+ALONE = "one process"
+CURVES = {ALONE: ONE, "TP4": TP4, "PP4 1F1B": PP4, "DP4 ZeRO-3": DP4}
 
 
 class Trained(NamedTuple):
@@ -164,42 +162,6 @@ class Trained(NamedTuple):
     norms: list[float]
     parameters: dict[str, np.ndarray]
     seconds: float
-
-
-class Differences(TypedDict):
-    loss: float
-    norm: float
-    parameters: float
-    worst: str
-    seconds: float
-
-
-class LayoutRow(TypedDict):
-    """One layout against one process; ok: within BOUNDS."""
-
-    layout: str
-    ranks: int
-    microbatches: int
-    float64: Differences
-    float32: Differences
-    ok: bool
-
-
-class Bfloat16Row(TypedDict):
-    """loss, norm: largest relative difference from one process in bfloat16; errors against float64, each maximum and
-    RMS, beside those of one process in bfloat16 (single) and what is allowed."""
-
-    layout: str
-    ranks: int
-    loss: float
-    norm: float
-    loss_error: list[float]
-    loss_single: list[float]
-    loss_allowed: list[float]
-    norm_error: list[float]
-    norm_single: list[float]
-    norm_allowed: list[float]
-    ok: bool
 
 
 Results = dict[tuple[str, Case], list[Trained]]  # by purpose (a dtype, or a curve's) and layout: every rank's
@@ -253,7 +215,7 @@ def relative(values: Sequence[Sequence[float]], expected: Sequence[float]) -> fl
     return float(np.abs(np.array(values) / np.array(expected) - 1).max())
 
 
-def compare(ranks: Sequence[Trained], one: Trained) -> Differences:
+def compare(ranks: Sequence[Trained], one: Trained) -> Row:
     """All ranks' results against one process's; ValueError when a parameter is on no rank."""
     worst, seen = (0.0, ""), set()
     for name, value in (each for rank in ranks for each in rank.parameters.items()):
@@ -268,22 +230,24 @@ def compare(ranks: Sequence[Trained], one: Trained) -> Differences:
         "norm": relative([rank.norms for rank in ranks], one.norms),
         "parameters": worst[0],
         "worst": worst[1],
-        "seconds": round(max(rank.seconds for rank in ranks), 2),
+        "seconds": max(rank.seconds for rank in ranks),
     }
 
 
-def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> LayoutRow:
-    """runs, expected: by dtype, of all ranks and of one process."""
+def rounded(value: Any) -> Any:
+    """A number with as many digits as are read; anything else as it is."""
+    return float(f"{value:.2g}") if isinstance(value, float) else value
+
+
+def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> Row:
+    """A layout against one process. runs, expected: by dtype, of all ranks and of one process; ok: within BOUNDS."""
     found = {dtype: compare(runs[dtype], expected[dtype]) for dtype in BOUNDS}
-    ok = all(found[dtype][key] <= bound for dtype, bound in BOUNDS.items() for key in ("loss", "norm", "parameters"))  # type: ignore[literal-required]
-    return {
-        "layout": str(one),
-        "ranks": one.layout.world_size,
-        "microbatches": one.n_microbatches,
-        "float64": found[FLOAT64],
-        "float32": found[FLOAT32],
-        "ok": ok,
-    }
+    ok = all(found[dtype][key] <= bound for dtype, bound in BOUNDS.items() for key in ("loss", "norm", "parameters"))
+    sizes: Row = {"layout": str(one), "ranks": one.layout.world_size, "microbatches": one.n_microbatches}
+    for dtype, each in found.items():
+        kept = each if runs[dtype][0].parameters else ("loss", "norm", "seconds")
+        sizes[dtype] = {key: rounded(each[key]) for key in kept}
+    return {**sizes, "ok": ok}
 
 
 def errors(values: Sequence[Sequence[float]], oracle: Sequence[float]) -> list[float]:
@@ -292,19 +256,40 @@ def errors(values: Sequence[Sequence[float]], oracle: Sequence[float]) -> list[f
     return [float(difference.max()), float(np.sqrt(np.square(difference).mean(axis=1)).max())]
 
 
-def bfloat16_row(one: Case, ranks: Sequence[Trained], single: Trained, oracle: Trained) -> Bfloat16Row:
-    """single: one process in bfloat16; oracle: one process in float64."""
-    row: dict = {"layout": str(one), "ranks": one.layout.world_size}
-    found, ok = {}, True
-    for key in ("loss", "norm"):
-        values, alone, exact = ([getattr(each, LISTS[key]) for each in group] for group in (ranks, [single], [oracle]))
-        rounding = torch.finfo(torch.bfloat16).eps * max(map(abs, exact[0]))
-        error = errors(values, exact[0])
-        allowed = [2 * (own + rounding) for own in errors(alone, exact[0])]
-        row[key] = relative(values, alone[0])
-        found |= {f"{key}_error": error, f"{key}_single": errors(alone, exact[0]), f"{key}_allowed": allowed}
-        ok &= all(mine <= limit for mine, limit in zip(error, allowed, strict=True))
-    return {**row, **found, "ok": ok}  # type: ignore[typeddict-item]
+def bfloat16_row(one: Case, ranks: Sequence[Trained], single: Trained, oracle: Trained) -> Row:
+    """A layout in bfloat16. single: one process in bfloat16; oracle: one process in float64.
+
+    loss, norm: largest relative difference from one process; errors against float64, each maximum and RMS, beside those
+    of one process in bfloat16 (single) and what is allowed.
+    """
+    row: Row = {"layout": str(one), "ranks": one.layout.world_size, "ok": True}
+    for key, series in LISTS.items():
+        values = [getattr(each, series) for each in ranks]
+        alone, exact = getattr(single, series), getattr(oracle, series)
+        rounding = torch.finfo(torch.bfloat16).eps * max(map(abs, exact))
+        error, own = errors(values, exact), errors([alone], exact)
+        allowed = [2 * (each + rounding) for each in own]
+        row[key] = relative(values, alone)
+        row |= {f"{key}_error": error, f"{key}_single": own, f"{key}_allowed": allowed}
+        row["ok"] &= all(mine <= limit for mine, limit in zip(error, allowed, strict=True))
+    return row
+
+
+def curves_of(trained: Results) -> Row:
+    """Losses of one process in float64, and by dtype and layout the relative differences from it, of every step."""
+    losses = {
+        dtype: {name: np.array(trained[f"curve {dtype}", one][0].losses) for name, one in CURVES.items()}
+        for dtype in BOUNDS
+    }
+    differences = {
+        dtype: {
+            name: [rounded(value) for value in (of_layout / of_dtype[ALONE] - 1).tolist()]
+            for name, of_layout in of_dtype.items()
+            if name != ALONE
+        }
+        for dtype, of_dtype in losses.items()
+    }
+    return {"losses": losses[FLOAT64][ALONE].round(5).tolist(), "differences": differences}
 
 
 def plan(cases: Sequence[Case], complete: bool, train: str) -> dict[int, dict[tuple[str, Case], RunConfig]]:
@@ -324,52 +309,45 @@ def plan(cases: Sequence[Case], complete: bool, train: str) -> dict[int, dict[tu
     return dict(sorted(worlds.items()))
 
 
-def train_all(worlds: Mapping[int, Mapping[tuple[str, Case], RunConfig]], console: Console) -> Results:
+def train_all(worlds: Mapping[int, Mapping[tuple[str, Case], RunConfig]]) -> Results:
+    """Run everything, one world size after the other."""
     results: Results = {}
     for size, runs in worlds.items():
-        console.print(f"{size} ranks: {len(runs)} runs", highlight=False)
+        print(f"{size} ranks: {len(runs)} runs", flush=True)
         with Ranks(size, 1, setup, {str(key): config for key, config in runs.items()}) as ranks:
             for key in runs:
                 results[key] = ranks.call(str(key))
     return results
 
 
-def run(arguments: Sequence[str], results: Path, console: Console) -> int:
-    """The tool; the exit code: 1 where a layout is not the run of one process."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
-    parser.add_argument("--quick", action="store_true", help="few layouts on at most 4 processes, nothing written")
-    quick = parser.parse_args(arguments).quick
+def run(options: argparse.Namespace) -> Report:
+    """Train in every layout and in one process, and compare."""
+    quick = options.quick
     cases = QUICK_CASES if quick else CASES
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
         text, _ = build_stdlib(Path(directory), quiet=True)
-        trained = train_all(plan(cases, not quick, str(text)), console)
+        trained = train_all(plan(cases, not quick, str(text)))
     rows = []
     for one in cases:
         runs, expected = ({dtype: trained[dtype, each] for dtype in BOUNDS} for each in (one, one.alone))
         rows.append(make_row(one, runs, {dtype: single for dtype, (single,) in expected.items()}))
-    console.print(result_table(rows), highlight=False)
-    console.print(NOTE, highlight=False, soft_wrap=True)
     missed = [row["layout"] for row in rows if not row["ok"]]
+    tables, content = [result_table(rows)], {}
     if not quick:
         single, oracle = trained[BFLOAT16, ONE][0], trained[FLOAT64, ONE][0]
         low = [bfloat16_row(one, trained[BFLOAT16, one], single, oracle) for one in BFLOAT16_CASES]
-        console.print(bfloat16_table(low), highlight=False)
         missed += [f"{row['layout']} in bfloat16" for row in low if not row["ok"]]
-        curves = {
-            dtype: {name: trained[f"curve {dtype}", one][0].losses for name, one in CURVES.items()} for dtype in BOUNDS
-        }
-        content = {"note": NOTE, "bounds": BOUNDS, "rows": rows, "bfloat16": low, "curves": curves}
-        write(TOOL, content, device="cpu", results=results, draw=draw, console=console)
-    else:
-        console.print("--quick: few layouts; nothing is written", highlight=False)
-    outcome = f"{len(missed)} of {len(rows)} layouts are not the run of one process: {'; '.join(missed)}"
-    held = f"all {len(rows)} layouts are the run of one process"
-    console.print(f"layouts: {outcome if missed else held}", highlight=False, soft_wrap=True)
-    return 1 if missed else 0
+        tables.append(bfloat16_table(low))
+        content = {"bounds": BOUNDS, "rows": rows, "bfloat16": low, "curves": curves_of(trained)}
+    problem = f"{len(missed)} of {len(rows)} layouts are not the run of one process: {'; '.join(missed)}"
+    return Report(tables, content, [problem] if missed else [], f"all {len(rows)} layouts are the run of one process")
 
 
-TOOL = Tool(
+BENCH = Bench(
     name="layouts",
     description="one run in many layouts, schedules and ZeRO stages against one process; on 8 CPU processes",
+    options={"--quick": {"action": "store_true", "help": "few layouts on at most 4 processes, nothing written"}},
     run=run,
+    draw=draw,
+    note=NOTE,
 )

@@ -1,23 +1,25 @@
-"""The bench `matmul`: our GEMM against cuBLAS on one GPU, on every layer of the shape list, in every layout.
+"""How near is our GEMM to cuBLAS on one GPU, on every layer of the shape list, in every layout?
 
 Belongs here: layouts, providers, what must agree, the required mean. The shapes are in shapes.py.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpformer.kernels.cost import gemm_seconds
 from tpformer.ops.transports.interface import GATHER, SCATTER
 
 from .accuracy import poisoned, require_accurate
-from .gpu_timing import FULL, QUICK, Call, Effort, measure
-from .predict import gemm_prediction_rows
-from .runner import Bench, Row, make_row, mean_row
+from .predict import ITEMSIZE, present_machine, share_row
+from .ratios import Row, compared, draw_ratios, mean_row, ratios, table
+from .runner import Bench
 from .shapes import DECODE_ROWS, ROWS, Shape, shapes
-from .timing import compare
+from .timing import FULL, QUICK, Call, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 LIBRARY, OURS = "torch.matmul", "tpformer"
@@ -27,7 +29,7 @@ REQUIRED = 0.95  # of cuBLAS, geometric mean over all shapes and layouts
 
 
 class Gemm(NamedTuple):
-    """case: FORWARD (x W^T), DGRAD (dy W), WGRAD (dy^T x), or DECODE, which is FORWARD with few rows."""
+    """case: FORWARD (x W^T), DGRAD (dy W), WGRAD (dy^T x), DECODE (few rows of it), EPILOGUE (gelu(x W^T + bias))."""
 
     case: str
     shape: Shape
@@ -37,29 +39,30 @@ class Gemm(NamedTuple):
         """Whether A, and whether B, is stored the other way round than in the forward."""
         return self.case == WGRAD, self.case in (DGRAD, WGRAD)
 
-    def operands(self) -> tuple[Tensor, Tensor]:
+    def operands(self) -> list[Tensor]:
         """Normal numbers, scaled so that products are of order 1. On zeros a GPU is faster than on data."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
-        a_shape, b_shape, width = {
-            DGRAD: ((m, n), (n, k), n),
-            WGRAD: ((m, n), (m, k), m),
-        }.get(self.case, ((m, k), (n, k), k))
-        options: dict = {"device": DEVICE, "dtype": DTYPE}
-        return torch.randn(a_shape, **options), torch.randn(b_shape, **options) * width**-0.5
+        a, b, width = {DGRAD: ((m, n), (n, k), n), WGRAD: ((m, n), (m, k), m)}.get(self.case, ((m, k), (n, k), k))
+        sizes = [a, b, (n,)][: 3 if self.case == EPILOGUE else 2]
+        operands = [torch.randn(size, device=DEVICE, dtype=DTYPE) for size in sizes]
+        operands[1] *= width**-0.5
+        return operands
 
-    def library(self, a: Tensor, b: Tensor) -> Tensor:
+    def library(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The result by torch: one kernel, or two with the epilogue."""
+        if bias is not None:
+            return F.gelu(F.linear(a, b, bias), approximate="tanh")
         a_transposed, b_transposed = self.transposed
         return torch.matmul(a.t() if a_transposed else a, b if b_transposed else b.t())
 
+    def ours(self, a: Tensor, b: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        """The result by our kernel; options: of kernels/matmul."""
+        from tpformer.kernels.matmul.kernel import matmul
 
-def ours(gemm: Gemm, a: Tensor, b: Tensor, tile: str, programs: int | None = None) -> Tensor:
-    """Our kernel with the shipped tile configuration of that name."""
-    from tpformer.kernels.configurations import TILES
-    from tpformer.kernels.matmul.kernel import matmul
-
-    a_transposed, b_transposed = gemm.transposed
-    options: dict = {"tile": TILES[tile], "programs": programs}
-    return matmul(a, [b], a_transposed=a_transposed, b_transposed=b_transposed, **options)[0]
+        if bias is not None:
+            return matmul(a, [b], [bias], activation="gelu_tanh", **options)[0]
+        a_transposed, b_transposed = self.transposed
+        return matmul(a, [b], a_transposed=a_transposed, b_transposed=b_transposed, **options)[0]
 
 
 def candidates(gemm: Gemm) -> tuple[str, list[str]]:
@@ -75,7 +78,8 @@ def candidates(gemm: Gemm) -> tuple[str, list[str]]:
 
 
 def gemms(quick: bool) -> list[Gemm]:
-    """Forward over the whole list, the gradients over two numbers of rows, decoding; quick: one model, few rows."""
+    """Forward over the whole list, the gradients over two numbers of rows, decoding, and GPT-3's up projection, the
+    list's one layer with such an epilogue; quick: one model, few rows."""
 
     def both(rows: Sequence[int]) -> list[Shape]:
         found = shapes(GATHER, rows) + shapes(SCATTER, rows)
@@ -85,104 +89,69 @@ def gemms(quick: bool) -> list[Gemm]:
         *(Gemm(FORWARD, shape) for shape in both(ROWS)),
         *(Gemm(case, shape) for case in (DGRAD, WGRAD) for shape in both(BACKWARD_ROWS)),
         *(Gemm(DECODE, shape) for shape in both(DECODE_ROWS)),
+        *(Gemm(EPILOGUE, shape) for shape in shapes(GATHER, ROWS[:1] if quick else ROWS) if shape.layer == "up"),
     ]
 
 
-def epilogue_calls(x: Tensor, w: Tensor, bias: Tensor, **options: Any) -> dict[str, Callable[[], Tensor]]:
-    """gelu(x W^T + bias), fused and by torch: one kernel against two. options: of our matmul."""
-    from tpformer.kernels.matmul.kernel import matmul
+def calls_of(gemm: Gemm) -> tuple[list[Tensor], dict[str, Callable[[], Tensor]]]:
+    """Operands, and by provider what is called: the library, the tile that is picked, the other candidates."""
+    from tpformer.kernels.configurations import TILES
 
-    return {
-        OURS: lambda: matmul(x, [w], [bias], activation="gelu_tanh", **options)[0],
-        LIBRARY: lambda: F.gelu(F.linear(x, w, bias), approximate="tanh"),
-    }
-
-
-def epilogue_inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    x, w = Gemm(FORWARD, shape).operands()
-    return x, w, torch.randn(shape.n, device=DEVICE, dtype=DTYPE)
-
-
-def epilogue_shapes(quick: bool) -> list[Shape]:
-    """GPT-3's up projection, the list's one layer with such an epilogue."""
-    return [shape for shape in shapes(GATHER, ROWS[:1] if quick else ROWS) if shape.layer == "up"]
+    operands = gemm.operands()
+    calls: dict[str, Callable[[], Tensor]] = {LIBRARY: partial(gemm.library, *operands)}
+    if gemm.case == EPILOGUE:
+        return operands, calls | {OURS: partial(gemm.ours, *operands)}
+    picked, names = candidates(gemm)
+    tiles = {f"{OURS} ({picked})": picked, **{name: name for name in names if name != picked}}
+    return operands, calls | {each: partial(gemm.ours, *operands, tile=TILES[name]) for each, name in tiles.items()}
 
 
 def check() -> None:
     for gemm in gemms(quick=False):
         check_gemm(gemm)
-    for shape in epilogue_shapes(quick=False):
-        x, w, bias = epilogue_inputs(shape)
-        calls = epilogue_calls(x, w, bias)
-        oracle = F.gelu(F.linear(x.double(), w.double(), bias.double()), approximate="tanh")
-        baseline = calls[LIBRARY]()
-        require_accurate(f"{EPILOGUE} {shape}", poisoned(calls[OURS], baseline), oracle, baseline)
 
 
 def check_gemm(gemm: Gemm) -> None:
     """Every tile that is timed against float64; a function of its own, so that its operands are freed."""
-    a, b = gemm.operands()
-    oracle, baseline = gemm.library(a.double(), b.double()), gemm.library(a, b)
-    for tile in candidates(gemm)[1]:
-        actual = poisoned(lambda tile=tile: ours(gemm, a, b, tile), baseline)
-        require_accurate(f"{gemm.case} {gemm.shape} {tile}", actual, oracle, baseline)
+    operands, calls = calls_of(gemm)
+    oracle, baseline = gemm.library(*(x.double() for x in operands)), calls.pop(LIBRARY)()
+    for name, call in calls.items():
+        require_accurate(f"{gemm.case} {gemm.shape} {name}", poisoned(call, baseline), oracle, baseline)
 
 
-def gemm_rows(gemm: Gemm, effort: Effort) -> tuple[Row, list[Row]]:
-    """(the row of the tile that is picked, the rows of the other candidates)."""
-    a, b = gemm.operands()
-    picked, names = candidates(gemm)
-    calls = {LIBRARY: Call(lambda: gemm.library(a, b))}
-    calls |= {name: Call(lambda name=name: ours(gemm, a, b, name)) for name in names}
-    seconds = measure(calls, effort)
-
-    def row(name: str) -> Row:
-        return tflops_row(
-            gemm.case, gemm.shape, f"{OURS} ({name})" if name == picked else name, seconds[name], seconds[LIBRARY]
-        )
-
-    return row(picked), [row(name) for name in names if name != picked]
+def gemm_rows(gemm: Gemm, quick: bool) -> list[Row]:
+    """The row of the tile that is picked, then those of the other candidates."""
+    calls = calls_of(gemm)[1]
+    seconds = measure({name: Call(call) for name, call in calls.items()}, QUICK if quick else FULL)
+    pairs = [(name, LIBRARY) for name in calls if name != LIBRARY]
+    return compared(gemm.case, gemm.shape, seconds, pairs, unit="TFLOP/s", amount=gemm.shape.flops / 1e12)
 
 
-def tflops_row(case: str, shape: Shape, provider: str, seconds: list[float], baseline: list[float]) -> Row:
-    return make_row(
-        case=case,
-        shape=str(shape),
-        provider=provider,
-        baseline=LIBRARY,
-        unit="TFLOP/s",
-        convert=lambda seconds: shape.flops / seconds / 1e12,
-        comparison=compare(seconds, baseline),
-    )
-
-
-def run(quick: bool) -> list[Row]:
-    effort = QUICK if quick else FULL
-    rows: list[Row] = []
-    picked: list[Row] = []
-    best: list[Row] = []
-    for gemm in gemms(quick):
-        own, others = gemm_rows(gemm, effort)
-        rows += [own, *others]
-        picked.append(own)
-        best.append(max([own, *others], key=lambda row: row["ratio"]))
-    for shape in epilogue_shapes(quick):
-        calls = {name: Call(run) for name, run in epilogue_calls(*epilogue_inputs(shape)).items()}
-        seconds = measure(calls, effort)
-        rows.append(tflops_row(EPILOGUE, shape, OURS, seconds[OURS], seconds[LIBRARY]))
-    return rows + means(picked, best)
+def rows(quick: bool) -> list[Row]:
+    by_gemm = [gemm_rows(gemm, quick) for gemm in gemms(quick)]
+    layouts = [found for found in by_gemm if found[0]["case"] != EPILOGUE]
+    best = [max(found, key=lambda row: row["ratio"]) for found in layouts]
+    return [*(row for found in by_gemm for row in found), *means([found[0] for found in layouts], best)]
 
 
 def means(picked: Sequence[Row], best: Sequence[Row]) -> list[Row]:
     """By case; over all, if the best candidate were picked everywhere; and over all as it is, which is required."""
 
     def mean(name: str, chosen: Sequence[Row], provider: str, bar: float | None = None) -> Row:
-        shape = f"{name}, {len(chosen)} shapes"
-        return mean_row(chosen, case="geometric mean", shape=shape, provider=provider, bar=bar)
+        return mean_row(chosen, shape=f"{name}, {len(chosen)} shapes", provider=provider, bar=bar)
 
-    cases = list(dict.fromkeys(row["case"] for row in picked))
-    rows = [mean(case, [row for row in picked if row["case"] == case], OURS) for case in cases]
-    return [*rows, mean("all", best, "best tile"), mean("all", picked, OURS, REQUIRED)]
+    cases = dict.fromkeys(row["case"] for row in picked)
+    by_case = [mean(case, [row for row in picked if row["case"] == case], OURS) for case in cases]
+    return [*by_case, mean("all", best, "best tile"), mean("all", picked, OURS, REQUIRED)]
+
+
+def predictions() -> list[Row]:
+    """What the model assumes of the bare GEMMs."""
+    machine, listed = present_machine(), [g.shape for g in gemms(quick=False) if g.case in (FORWARD, DECODE)]
+    return [
+        share_row("matmul", shape, gemm_seconds(shape.m, shape.n, shape.k, ITEMSIZE, machine), shape.flops)
+        for shape in listed
+    ]
 
 
 BENCH = Bench(
@@ -190,8 +159,9 @@ BENCH = Bench(
     description="the Triton GEMM against cuBLAS in bfloat16, cold L2: forward, gradients, decoding; every tile (1 GPU)",
     device="cuda",
     check=check,
-    run=run,
-    predict=lambda: gemm_prediction_rows([g.shape for g in gemms(quick=False) if g.case in (FORWARD, DECODE)]),
+    run=ratios(rows),
+    predict=lambda: table(predictions()),
+    draw=draw_ratios,
     note="The model of a GEMM: max(2 M N K / F, bytes / memory bandwidth), F what large GEMMs sustain "
     "(kernels/cost.py). Measured rows name the tile; tpformer (tile) is the one that select_tile picks.",
 )

@@ -4,21 +4,21 @@ Belongs here: which layers, what must hold, the tables, the result file. The cou
 """
 
 import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from tpformer.config import RECOMPUTE
 from tpformer.models import GPTConfig, preset_config
 
-from . import parallelized
-from .charts import TOTAL, draw_bars
+from . import plain
+from .bars import Bar, write_bars
 from .layer_memory import (
     DTYPE,
     ORDER,
@@ -31,7 +31,7 @@ from .layer_memory import (
     expected_items,
     forward_flops,
 )
-from .runner import Tool, write
+from .runner import Bench, Report, WrongCall, columns
 
 DROPOUT = 0.1  # on the residual branches of layers with LayerNorm; Llama has none
 GPT = GPTConfig(n_layers=1, hidden_size=512, n_heads=8, seq_length=256, dropout=DROPOUT)
@@ -50,7 +50,10 @@ MODELS = {"GPT layer": GPT, "Llama layer": LLAMA}
 RANKS = (1, 2, 4)
 LONGEST = 512  # tokens of a preset's sample: bytes per s b h / t do not depend on it
 DURING = ("forward", "backward", "optimizer step")
+GEMMS = ("forward", "backward", "recomputed")
+OUTCOME = "every size and count is as it should be"
 PROMISED = {"none": 20, "mlp": 12, "full": 2}  # sbh/t without statistics, of a GPT layer with d_ff = 4h
+TOTAL = "total"  # of all items
 TORCH, MEGATRON = "PyTorch TP+SP", "Megatron (formula)"
 SOURCES = (
     "Counted with saved_tensors_hooks over unique storages of their whole size. Left out: parameters, and what all "
@@ -61,102 +64,47 @@ SOURCES = (
 )
 
 
-class MemoryRow(TypedDict):
-    """One item of one layer on one rank; item "total" is the sum of the others."""
-
-    model: str
-    tp: int
-    recompute: str
-    item: str
-    bytes: int
-    sbh_over_t: float
+Row = dict[str, Any]
 
 
-class GemmRow(TypedDict):
-    """GEMM FLOPs of one layer's forward and backward at t = 1, attention's own products left out."""
-
-    model: str
-    recompute: str
-    forward_flops: int
-    backward_flops: int
-    recomputed_flops: int
+def memory_row(layer: Layer, items: dict[str, int]) -> Row:
+    """What a rank keeps of one layer. items: bytes by name, of a formula TOTAL alone; unit: bytes of s b h / t."""
+    model = f"{layer.model}, {TORCH}" if layer.torch else layer.model
+    return {"model": model, "tp": layer.tp, "recompute": layer.recompute, "unit": layer.unit, "items": items}
 
 
-class CollectiveRow(TypedDict):
-    """Collectives of one kind in a forward, a backward, or an optimizer step; bytes of the full tensors."""
-
-    model: str
-    tp: int
-    recompute: str
-    during: str
-    collective: str
-    count: int
-    bytes: int
-    largest_bytes: int
-
-
-def memory_rows(layer: Layer, items: Mapping[str, int]) -> list[MemoryRow]:
-    sizes = {**items, TOTAL: sum(items.values())}
-    return [
-        {
-            "model": f"{layer.model}, {TORCH}" if layer.torch else layer.model,
-            "tp": layer.tp,
-            "recompute": layer.recompute,
-            "item": item,
-            "bytes": size,
-            "sbh_over_t": size / layer.unit,
-        }
-        for item, size in sizes.items()
-    ]
-
-
-def layer_rows(config: GPTConfig, tp: int, recompute: str = "none", model: str = "layer") -> list[MemoryRow]:
-    """What each of `tp` ranks keeps of one layer of this architecture, for a sample of config.seq_length tokens.
-
-    Counted on that many processes; ValueError for sizes that ranks cannot share evenly.
-    """
-    ((layer, items, _),) = count([Layer(model, config, tp, recompute)])
-    return memory_rows(layer, items)
-
-
-def formula_rows(layer: Layer) -> list[MemoryRow]:
+def formula_rows(layer: Layer) -> list[Row]:
     """What Megatron's sequence parallelism keeps by the paper's table 2, for layers it speaks of; its masks included.
 
     34 s b h / t with core attention recomputed and d_ff = 4h, in general 18 + 4 d_ff / h; 4 less when the two norms'
     outputs are recomputed as well.
     """
     config = layer.config
-    if not parallelized.fits(config) or config.kv_heads != config.n_heads:
+    if not plain.fits(config) or config.kv_heads != config.n_heads:
         return []
     size = 18 + 4 * config.ffn_size / config.hidden_size
-    rows: list[MemoryRow] = []
-    for recompute, units in (("attention", size), ("attention +norms", size - 4)):
-        formula = layer._replace(model=f"{layer.model}, {MEGATRON}", recompute=recompute)
-        rows += memory_rows(formula, {TOTAL: round(units * layer.unit)})
-    return rows
+    return [
+        memory_row(
+            layer._replace(model=f"{layer.model}, {MEGATRON}", recompute=recompute), {TOTAL: round(units * layer.unit)}
+        )
+        for recompute, units in (("attention", size), ("attention +norms", size - 4))
+    ]
 
 
-def collective_rows(counted: Counted) -> list[CollectiveRow]:
-    layer, rows = counted.layer, []
-    for during, calls in counted.collectives.items():
-        for name in dict.fromkeys(name for name, _ in calls):
-            sizes = [size for other, size in calls if other == name]
-            common: dict = {"model": layer.model, "tp": layer.tp, "recompute": layer.recompute, "during": during}
-            rows.append(
-                {**common, "collective": name, "count": len(sizes), "bytes": sum(sizes), "largest_bytes": max(sizes)}
-            )
-    return rows
+def collective_row(counted: Counted) -> Row:
+    """What a layer communicates: for each of DURING [name, how often, bytes of the largest full tensor]."""
+    layer, during = counted.layer, {}
+    for phase, calls in counted.collectives.items():
+        sizes = {name: [size for other, size in calls if other == name] for name, _ in calls}
+        during[phase] = [(name, len(of_name), max(of_name)) for name, of_name in sizes.items()]
+    return {"model": layer.model, "tp": layer.tp, "recompute": layer.recompute, **during}
 
 
-def gemm_row(layer: Layer) -> GemmRow:
+def gemm_row(layer: Layer) -> Row:
+    """GEMM FLOPs of a layer's forward and backward at t = 1, attention's own products left out."""
     forward, backward = Step(layer, None).gemms()
-    return {
-        "model": layer.model,
-        "recompute": layer.recompute,
-        "forward_flops": forward,
-        "backward_flops": backward,
-        "recomputed_flops": backward - 2 * forward,
-    }
+    flops = {"forward": forward, "backward": backward, "recomputed": backward - 2 * forward}
+    return {"model": layer.model, "recompute": layer.recompute, **flops}
 
 
 def item_problems(layer: Layer, items: Mapping[str, int]) -> list[str]:
@@ -175,18 +123,16 @@ def item_problems(layer: Layer, items: Mapping[str, int]) -> list[str]:
     return found
 
 
-def gemm_problems(layer: Layer, row: GemmRow) -> list[str]:
+def gemm_problems(layer: Layer, row: Row) -> list[str]:
     """Where the backward multiplies more than twice the forward, and what the recompute mode says it repeats."""
     flops = forward_flops(layer.config, layer.tokens)
     repeated = {"none": (), "mlp": ("fc1",), "full": ("qkv", "o", "fc1")}[layer.recompute]
     expected = sum(flops[name] for name in repeated)
     found = []
-    if row["forward_flops"] != sum(flops.values()):
-        found.append(f"forward of {row['forward_flops']} GEMM FLOPs, not {sum(flops.values())}")
-    if row["recomputed_flops"] != expected:
-        found.append(
-            f"{row['recomputed_flops']} GEMM FLOPs repeated, not {expected} ({' + '.join(repeated) or 'none'})"
-        )
+    if row["forward"] != sum(flops.values()):
+        found.append(f"forward of {row['forward']} GEMM FLOPs, not {sum(flops.values())}")
+    if row["recomputed"] != expected:
+        found.append(f"{row['recomputed']} GEMM FLOPs repeated, not {expected} ({' + '.join(repeated) or 'none'})")
     return [f"{layer.model}, recompute {layer.recompute}: {problem}" for problem in found]
 
 
@@ -210,123 +156,104 @@ def collective_problems(counted: Counted) -> list[str]:
     return found
 
 
-def item_table(rows: Sequence[MemoryRow], *, sizes: bool) -> Table:
-    """Items down; recompute mode and ranks across, in sbh/t; sizes: and in MiB. Formulas are the same for all ranks."""
-    columns: dict[tuple[str, str, str], dict[str, MemoryRow]] = {}
+def item_table(rows: Sequence[Row], *, sizes: bool) -> Table:
+    """Items down; recompute mode and ranks across, in s b h / t; sizes: and in MiB. A formula holds for any t."""
+    heads: dict[str, Row] = {}
     for row in rows:
         _, _, whose = row["model"].partition(", ")
-        ranks = "any t" if whose == MEGATRON else f"t={row['tp']}"
-        columns.setdefault((whose, row["recompute"], ranks), {})[row["item"]] = row
-    table = Table(box=None, pad_edge=False)
-    table.add_column("saved for the backward", no_wrap=True)
-    for whose, recompute, ranks in columns:
-        lines = [*whose.split(" ", 1), *recompute.split(" "), ranks]
-        table.add_column("\n".join(line for line in lines if line), justify="right", no_wrap=True)
-    for item in sorted({row["item"] for row in rows}, key=(*ORDER, TOTAL).index):
+        t = "any t" if whose == MEGATRON else f"t={row['tp']}"
+        lines = [*whose.split(" ", 1), *row["recompute"].split(" "), t]
+        heads["\n".join(line for line in lines if line)] = row
+    table = columns(["saved for the backward"], heads)
+    for item in (*sorted({name for row in rows for name in row["items"]} - {TOTAL}, key=ORDER.index), TOTAL):
         cells = []
-        for column in columns.values():
-            found = column.get(item)
-            size = f" ({found['bytes'] / 2**20:.2f})" if sizes and found is not None else ""
-            cells.append("" if found is None else f"{found['sbh_over_t']:.8g}{size}")
+        for row in heads.values():
+            found = sum(row["items"].values()) if item == TOTAL else row["items"].get(item)
+            size = f" ({found / 2**20:.2f})" if sizes and found is not None else ""
+            cells.append("" if found is None else f"{found / row['unit']:.8g}{size}")
         table.add_row(item, *cells)
     return table
 
 
-def gemm_table(rows: Sequence[GemmRow]) -> Table:
-    table = Table("model", "recompute", box=None, pad_edge=False)
-    for name in ("forward", "backward", "recomputed"):
-        table.add_column(name, justify="right")
+def gemm_table(rows: Sequence[Row]) -> Table:
+    """A line for each layer and recompute mode, in GFLOPs."""
+    table = columns(("model", "recompute"), GEMMS)
     for row in rows:
-        flops = (row["forward_flops"], row["backward_flops"], row["recomputed_flops"])
-        table.add_row(row["model"], row["recompute"], *(f"{each / 1e9:.3f}" for each in flops))
+        table.add_row(row["model"], row["recompute"], *(f"{row[name] / 1e9:.3f}" for name in GEMMS))
     return table
 
 
-def collective_table(rows: Sequence[CollectiveRow]) -> Table:
+def collective_table(rows: Sequence[Row]) -> Table:
     """One line for each layout: what its forward, its backward and, once for all, an optimizer step communicate."""
-    layouts: dict[tuple[str, str, int], dict[str, list[CollectiveRow]]] = {}
-    for row in rows:
-        layout = layouts.setdefault((row["model"], row["recompute"], row["tp"]), {during: [] for during in DURING})
-        layout[row["during"]].append(row)
     table = Table("model", "recompute", "t", *DURING, box=None, pad_edge=False)
-    for (model, recompute, tp), during in layouts.items():
-        cells = (
-            ", ".join(f"{row['count']} {row['collective']} of {row['largest_bytes']:,}" for row in of_phase)
-            for of_phase in during.values()
-        )
-        table.add_row(model, recompute, str(tp), *cells)
+    for row in rows:
+        cells = (", ".join(f"{n} {name} of {size:,}" for name, n, size in row[phase]) for phase in DURING)
+        table.add_row(row["model"], row["recompute"], str(row["tp"]), *cells)
     return table
 
 
-def print_table(title: str, table: Table, console: Console) -> None:
-    console.print(f"\n{title}", highlight=False, soft_wrap=True)
-    console.print(table, highlight=False)
+def draw(path: Path) -> Path:
+    """A bar of items for each row of the result file, in s b h / t."""
+    bars = []
+    for row in json.loads(path.read_text())["rows"]:
+        sizes = {name: size / row["unit"] for name, size in row["items"].items()}
+        t = "any t" if MEGATRON in row["model"] else f"t = {row['tp']}"
+        bars.append(Bar(row["model"], f"{t}, recompute {row['recompute']}", sizes, f"{sum(sizes.values()):.2f}"))
+    note = (
+        "Bytes of activations that one rank keeps of one layer for the backward, as multiples of s b h / t: sequence "
+        "length, batch, hidden size, and t tensor-parallel ranks. recompute: what the backward computes again. Grey: "
+        "a published formula, not measured."
+    )
+    return write_bars(path, note, "bytes / (s b h / t)", bars, alone=[TOTAL])
 
 
 def layers_of(model: str, config: GPTConfig, ranks: Sequence[int]) -> list[Layer]:
     """The layer in every recompute mode at each number of ranks, and torch's block where it has that architecture."""
     layers = [Layer(model, config, tp, recompute) for recompute in RECOMPUTE for tp in ranks]
-    if parallelized.fits(config):
+    if plain.fits(config):
         layers += [Layer(model, config, tp, torch=True) for tp in ranks if config.seq_length % tp == 0]
     return layers
 
 
-def rows_and_problems(counted: Sequence[Counted]) -> tuple[list[MemoryRow], list[str]]:
+def rows_and_problems(counted: Sequence[Counted]) -> tuple[list[Row], list[str]]:
     """All rows of one model, the formulas' last, and what is not as it should be."""
-    rows = [row for layer, items, _ in counted for row in memory_rows(layer, items)]
-    for layer in dict.fromkeys(each.layer._replace(recompute="none", torch=False) for each in counted):
-        rows += formula_rows(layer)
-    problems = [
-        problem for layer, items, _ in counted if not layer.torch for problem in item_problems(layer, items)
-    ] + [problem for each in counted for problem in collective_problems(each)]
-    return rows, problems
+    rows = [memory_row(layer, items) for layer, items, _ in counted] + formula_rows(counted[0].layer)
+    found = [problem for layer, items, _ in counted if not layer.torch for problem in item_problems(layer, items)]
+    return rows, found + [problem for each in counted for problem in collective_problems(each)]
 
 
-def verdict(problems: Sequence[str], console: Console) -> int:
-    for problem in problems or ["every size and count is as it should be"]:
-        console.print(f"memory: {problem}", highlight=False, soft_wrap=True)
-    return 1 if problems else 0
-
-
-def run_default(layers: Sequence[Layer], results: Path | None, console: Console) -> int:
-    """Both layers at every number of ranks, and what one step of them does; results None: nothing written."""
-    rows: list[MemoryRow] = []
-    gemms: list[GemmRow] = []
-    moved: list[CollectiveRow] = []
+def measure_models(layers: Sequence[Layer]) -> Report:
+    """Both models' layers at every number of ranks, and what one step of them does."""
+    tables: list[Table | str] = []
+    rows: list[Row] = []
+    gemms: list[Row] = []
     problems: list[str] = []
     everything = count(layers, collectives=True)
     for model, config in MODELS.items():
-        counted = [each for each in everything if each.layer.model == model]
-        of_model, found = rows_and_problems(counted)
+        of_model, found = rows_and_problems([each for each in everything if each.layer.model == model])
         shape = f"hidden {config.hidden_size}, {config.seq_length} tokens, bfloat16"
-        print_table(f"{model}: {shape}. By recompute and t: s b h / t", item_table(of_model, sizes=False), console)
+        tables += [f"\n{model}: {shape}. By recompute and t: s b h / t", item_table(of_model, sizes=False)]
         rows, problems = rows + of_model, problems + found
-        moved += [row for each in counted for row in collective_rows(each)]
-        for recompute in RECOMPUTE:
-            layer = Layer(model, config, 1, recompute)
+        for layer in (Layer(model, config, 1, recompute) for recompute in RECOMPUTE):
             gemms.append(gemm_row(layer))
             problems += gemm_problems(layer, gemms[-1])
-    print_table("GEMMs of one layer at t = 1, in GFLOPs (2 M N K)", gemm_table(gemms), console)
+    moved = [collective_row(each) for each in everything if any(each.collectives.values())]
+    tables += ["\nGEMMs of one layer at t = 1, in GFLOPs (2 M N K)", gemm_table(gemms)]
     if moved:
-        print_table("Collectives of one layer, in bytes of the full tensor", collective_table(moved), console)
-    console.print(f"\n{SOURCES}", highlight=False, soft_wrap=True)
-    if results is not None:
-        models = {model: asdict(config) for model, config in MODELS.items()}
-        content = {"sources": SOURCES, "models": models, "rows": rows, "gemms": gemms, "collectives": moved}
-        write(TOOL, content, device="cpu", results=results, draw=draw_bars, console=console)
-    return verdict(problems, console)
+        tables += ["\nCollectives of one layer, in bytes of the full tensor", collective_table(moved)]
+    models = {model: asdict(config) for model, config in MODELS.items()}
+    content = {"models": models, "rows": rows, "gemms": gemms, "collectives": moved}
+    return Report(tables, content, problems, OUTCOME)
 
 
-def run_preset(layers: Sequence[Layer], console: Console) -> int:
-    """One layer of a named architecture, forward only; the exit code."""
+def measure_preset(layers: Sequence[Layer]) -> Report:
+    """One layer of a named architecture, forward only."""
     start = time.perf_counter()
     rows, problems = rows_and_problems(count(layers))
-    seconds, config = time.perf_counter() - start, layers[0].config
-    shape = f"hidden {config.hidden_size}, {layers[0].batch} x {config.seq_length} tokens, bfloat16"
-    title = f"{layers[0].model}: {shape}. By recompute and t: s b h / t (MiB). Counted in {seconds:.0f} s"
-    print_table(title, item_table(rows, sizes=True), console)
-    console.print(f"\n{SOURCES}", highlight=False, soft_wrap=True)
-    return verdict(problems, console)
+    seconds, layer = time.perf_counter() - start, layers[0]
+    shape = f"hidden {layer.config.hidden_size}, {layer.batch} x {layer.config.seq_length} tokens, bfloat16"
+    title = f"\n{layer.model}: {shape}. By recompute and t: s b h / t (MiB). Counted in {seconds:.0f} s"
+    return Report([title, item_table(rows, sizes=True)], {}, problems, OUTCOME)
 
 
 def chosen_layers(preset: str | None, tp: int | None) -> list[Layer]:
@@ -345,24 +272,23 @@ def chosen_layers(preset: str | None, tp: int | None) -> list[Layer]:
     return layers
 
 
-def run(arguments: Sequence[str], results: Path, console: Console) -> int:
-    """The tool; the exit code: 1 where a size or a count is not as it should be, 2 for a wrong call."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
-    parser.add_argument("--preset", help="a layer of this named architecture; printed, nothing written")
-    parser.add_argument("--tp", type=int, help="tensor-parallel ranks; printed, nothing written")
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> Report:
+    """Count the layers that the options name."""
     try:
         layers = chosen_layers(options.preset, options.tp)
     except ValueError as error:
-        console.print(f"memory: {error}", highlight=False, soft_wrap=True)
-        return 2
-    if options.preset is not None:
-        return run_preset(layers, console)
-    return run_default(layers, None if options.tp else results, console)
+        raise WrongCall(str(error)) from None
+    return measure_models(layers) if options.preset is None else measure_preset(layers)
 
 
-TOOL = Tool(
+BENCH = Bench(
     name="memory",
     description="bytes of saved activations per layer by name, at 1, 2 and 4 ranks, beside torch's TP+SP; on a CPU",
+    options={
+        "--preset": {"help": "a layer of this named architecture; printed, nothing written"},
+        "--tp": {"type": int, "help": "tensor-parallel ranks; printed, nothing written"},
+    },
     run=run,
+    draw=draw,
+    note=SOURCES,
 )

@@ -1,14 +1,16 @@
-"""The bench `nvlink`: the transports of tensor-parallel linears on several GPUs, each beside its prediction.
+"""What do the transports of tensor-parallel linears take on several GPUs, each beside its prediction?
 
 Belongs here: providers, what must agree, rows, the table of measured times. Started by torchrun; rank 0 reports:
 
     torchrun --nproc-per-node 8 -m bench nvlink
 """
 
+import argparse
 import importlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,16 +24,15 @@ from tpformer.ops import column_linear, row_linear
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
 
 from .accuracy import require_accurate
-from .gpu_timing import FULL, QUICK, Call, Effort, cold, flush_buffer
 from .predict import FUSED as PREDICTED
-from .predict import MODEL, predict, prediction_row, present_machine
-from .runner import RESULTS, Bench, Row, device_directory, make_row, mean_row
+from .predict import MODEL, predict, predicted_rows, present_machine
+from .ratios import Row, compared, draw_ratios, means, ratios, table
+from .runner import Bench, Report
 from .shapes import RANKS, Shape, operation_shapes
-from .timing import compare, interleave
+from .timing import FULL, QUICK, Call, Effort, Seconds, cold, flush_buffer, interleave
 
 DEVICE = "cuda"
 SEQUENTIAL, FUSED, ASYNC_TP = "sequential", "fused", "torch async-TP"
-Seconds = dict[str, list[float]]
 
 
 def world_size() -> int:
@@ -72,10 +73,10 @@ def inputs(shape: Shape, rank: int) -> tuple[Tensor, Tensor]:
 def torch_operation(shape: Shape, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor] | None:
     """The same by torch's own asynchronous tensor parallelism; None where this torch has no such operation."""
     importlib.import_module(PRIVATE_MODULE)  # registers them
-    name = {GATHER: "fused_all_gather_matmul", SCATTER: "fused_matmul_reduce_scatter"}.get(shape.op)
-    if name is None or not hasattr(torch.ops.symm_mem, name):
+    name = {GATHER: "fused_all_gather_matmul", SCATTER: "fused_matmul_reduce_scatter"}.get(shape.op, "")
+    operation = getattr(torch.ops.symm_mem, name, None)
+    if operation is None:
         return None
-    operation = getattr(torch.ops.symm_mem, name)
     if shape.op == GATHER:
         return lambda: operation(x, [w.t()], 0, group.group_name)[1][0]
     return lambda: operation(x, w.t(), "sum", 0, group.group_name)
@@ -114,14 +115,9 @@ def expected(shape: Shape, rank: int) -> Tensor:
     if shape.op == GATHER:
         rows = torch.cat([inputs(shape, peer)[0] for peer in range(shape.t)])
         return rows.double() @ inputs(shape, rank)[1].double().t()
-    own = slice(None)
-    if shape.op == SCATTER:
-        own = slice(rank * shape.m // shape.t, (rank + 1) * shape.m // shape.t)
-    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
-    for peer in range(shape.t):
-        x, w = inputs(shape, peer)
-        total = total + x[own].double() @ w.double().t()
-    return total
+    own = slice(rank * shape.m // shape.t, (rank + 1) * shape.m // shape.t) if shape.op == SCATTER else slice(None)
+    every = (inputs(shape, peer) for peer in range(shape.t))
+    return sum(x[own].double() @ w.double().t() for x, w in every)  # type: ignore[return-value]
 
 
 def listed(quick: bool) -> list[Shape]:
@@ -156,9 +152,8 @@ def measure(shape: Shape, effort: Effort) -> Seconds:
     flushed, together = flush_buffer(), torch.zeros((), device=DEVICE)
 
     def sample(call: Callable[[], Tensor]) -> Callable[[], float]:
-        own = cold(
-            Call(call, lambda: dist.all_reduce(together)), effort.repetitions, flushed
-        )  # all ranks start at once
+        start_at_once = Call(call, lambda: dist.all_reduce(together))
+        own = cold(start_at_once, effort.repetitions, flushed)
 
         def slowest() -> float:
             seconds = torch.tensor(own(), device=DEVICE)
@@ -172,21 +167,8 @@ def measure(shape: Shape, effort: Effort) -> Seconds:
 
 def rows_of(shape: Shape, seconds: Seconds, predicted: float) -> list[Row]:
     """Every provider against the sequential transport, and the fused one against its prediction (1: as predicted)."""
-    pairs = [(name, SEQUENTIAL, seconds[SEQUENTIAL]) for name in seconds if name != SEQUENTIAL]
-    if FUSED in seconds:
-        pairs.append((FUSED, PREDICTED, [predicted] * len(seconds[FUSED])))
-    return [
-        make_row(
-            case=shape.op,
-            shape=str(shape),
-            provider=name,
-            baseline=other,
-            unit="us",
-            convert=lambda seconds: 1e6 * seconds,
-            comparison=compare(seconds[name], theirs),
-        )
-        for name, other, theirs in pairs
-    ]
+    pairs = [*((name, SEQUENTIAL) for name in seconds if name != SEQUENTIAL), (FUSED, PREDICTED)]
+    return compared(shape.op, shape, {**seconds, PREDICTED: [predicted] * len(seconds[SEQUENTIAL])}, pairs)
 
 
 def table_row(shape: Shape, seconds: Seconds) -> dict:
@@ -198,39 +180,24 @@ def table_row(shape: Shape, seconds: Seconds) -> dict:
 
 def write_table(measured: Sequence[dict], directory: Path) -> Path:
     """The file for parallel.transport_table: by it, "auto" takes the fastest transport of the nearest shape."""
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"transports_{measured[0]['ranks']}.json"
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in measured) + "\n]\n")
     return path
 
 
-def run(quick: bool) -> list[Row]:
-    machine, rank = present_machine(), world().rank()
+def run(options: argparse.Namespace) -> Report:
+    machine = present_machine()
     rows: list[Row] = []
     measured: list[dict] = []
-    for shape in listed(quick):
-        seconds = measure(shape, QUICK if quick else FULL)
+    for shape in listed(options.quick):
+        seconds = measure(shape, QUICK if options.quick else FULL)
         rows += rows_of(shape, seconds, predict(shape, machine).fused)
         measured.append(table_row(shape, seconds))
-    if rank == 0 and not quick:
-        print(f"written: {write_table(measured, RESULTS / device_directory('cuda'))}")
     dist.destroy_process_group()
-    return rows + means(rows)
-
-
-def means(rows: Sequence[Row]) -> list[Row]:
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["case"], row["provider"], row["baseline"]), []).append(row)
-    return [
-        mean_row(group, case=f"{case}, geometric mean", shape=f"{len(group)} shapes", provider=provider)
-        for (case, provider, _), group in groups.items()
-    ]
-
-
-def predictions() -> list[Row]:
-    machine = present_machine()
-    return [prediction_row(shape, machine) for op in OPERATIONS for shape in operation_shapes(op)]
+    for op in OPERATIONS:
+        rows += means((row for row in rows if row["case"] == op), case=f"{op}, geometric mean")
+    report = ratios(lambda quick: rows)(options)
+    return report._replace(files=partial(write_table, measured))
 
 
 BENCH = Bench(
@@ -240,6 +207,7 @@ BENCH = Bench(
     check=check,
     run=run,
     obstacle=obstacle,
-    predict=predictions,
+    predict=lambda: table(predicted_rows(shape for op in OPERATIONS for shape in operation_shapes(op))),
+    draw=draw_ratios,
     note=f"Each time is of the slowest rank. Rows against {PREDICTED}: above 1 is faster than predicted. {MODEL}",
 )

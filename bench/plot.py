@@ -1,22 +1,26 @@
-"""One SVG from one result file: each row's ratio to its baseline on a logarithmic scale; and what every drawing is of.
+"""Drawings of result files, with the standard library only: their frame and marks, and curves over steps.
 
-Belongs here: drawing what stands in the JSON, with the standard library only. No measuring, no arithmetic on results.
-Drawings of other kinds: charts.py.
+Belongs here: drawing what stands in the JSON. No measuring. Stacked bars: bars.py.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-LABELS, WIDTH, LINE, TOP, RIGHT = 470, 420, 22, 64, 150  # pixels
+WIDTH, LINE, TOP, HEIGHT = 600, 22, 64, 300  # of a drawing, a line, the header, a panel: at least 7 px on a phone
+LEFT, RIGHT = 56, 20  # of a panel of curves, what is beside it
 FASTER, SLOWER, REQUIRED = "#2f7d4f", "#c0622d", "#b00020"
-TICKS = (0.25, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20, 50, 100)
+COLOURS = (
+    *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f"),
+    *("#1f3a5f", "#d37295", "#a0cbe8", "#2f6b2f", "#ffbe7d", "#7f1d1d", "#79706e"),
+)
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", **attributes: Any) -> str:
+    """Attributes: of the SVG element, with _ for -."""
     more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(content)}</text>'
 
@@ -25,64 +29,27 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float =
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}"/>'
 
 
-def _groups(rows: list[dict]) -> list[list[dict]]:
-    """Rows by case: ratios of one case are of one size, so each case has a scale of its own."""
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(row["case"], []).append(row)
-    return list(groups.values())
-
-
-def _draw_group(rows: list[dict], top: float) -> tuple[list[str], float]:
-    """Elements of one case from the y `top` on, and the y where they end."""
-    values = [1.0, *(row["ratio_min"] for row in rows), *(row["ratio_max"] for row in rows)]
-    values += [row["bar"] for row in rows if row["bar"] is not None]
-    low, high = math.log(min(values) / 1.1), math.log(max(values) * 1.1)
-
-    def x(ratio: float) -> float:
-        return LABELS + WIDTH * (math.log(ratio) - low) / (high - low)
-
-    bottom = top + LINE * (len(rows) + 1)
-    parts = [text(10, top + 14, rows[0]["case"], font_weight="bold")]
-    for tick in (t for t in TICKS if low <= math.log(t) <= high):
-        parts.append(line(x(tick), top + LINE - 2, x(tick), bottom, "#333" if tick == 1 else "#ddd"))
-        parts.append(text(x(tick), top + 14, f"{tick:g}", "middle", fill="#666"))
-    for index, row in enumerate(rows):
-        y = top + LINE * (index + 1.5)
-        colour = FASTER if row["ratio"] >= 1 else SLOWER
-        left, right = sorted((x(1), x(row["ratio"])))
-        label = f"{row['shape']}: {row['provider']} against {row['baseline']}"
-        parts.append(text(10, y + 4, label))
-        size = f'width="{right - left:.1f}" height="12" fill="{colour}" fill-opacity="0.75"'
-        parts.append(f'<rect x="{left:.1f}" y="{y - 6:.1f}" {size}/>')
-        parts.append(line(x(row["ratio_min"]), y, x(row["ratio_max"]), y, "#222", 1.5))
-        if row["bar"] is not None:
-            parts.append(line(x(row["bar"]), y - 9, x(row["bar"]), y + 9, REQUIRED, 2.5))
-        value = f"{row['ratio']:.2f}  ({row['value']:,.0f} {row['unit']})"
-        parts.append(text(LABELS + WIDTH + 10, y + 4, value, font_weight="normal" if row["ok"] else "bold"))
-    return parts, bottom
-
-
-def write_svg(path: Path) -> Path:
-    """Draw the result file `path` (.json) into the .svg beside it."""
-    result = json.loads(path.read_text())
-    parts, y = [], float(TOP)
-    for rows in _groups(result["rows"]):
-        drawn, y = _draw_group(rows, y)
-        parts += drawn
-        y += 14
-    note = "ratio to the baseline (above 1 is faster), median and range; red: the required ratio"
-    return write_document(path.with_suffix(".svg"), result, note, LABELS + WIDTH + RIGHT, y, parts)
+def ticks(low: float, high: float, *, logarithmic: bool = False) -> list[float]:
+    """Round numbers between low and high: four to ten of them; logarithmic: where they span much, 1, 2, 5, 10."""
+    if logarithmic and high / low > 6:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        return [n for n in (factor * 10.0**decade for decade in decades for factor in (1, 2, 5)) if low <= n <= high]
+    step = 10 ** math.floor(math.log10((high - low) / 4))
+    step *= max(factor for factor in (1, 2, 5) if (high - low) / (factor * step) >= 4)
+    return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def write_document(target: Path, result: dict, note: str, width: int, height: float, parts: Sequence[str]) -> Path:
-    """An SVG of elements that begin at the y TOP, under the result's name, machine and date."""
+    """An SVG of elements that begin at the y TOP, under the result's name, machine, date, commit and a note."""
     here = result["machine"]
-    gpu = f", {here['gpu']}" if here["gpu"] else ""
-    subtitle = f"{here['cpu']}, {here['cores']} cores, torch {result['versions']['torch']}{gpu}, {result['date']}"
+    device = here["gpu"] or f"{here['cpu']}, {here['cores']} cores"
+    commit = f"commit {result['commit'][:7]}" if result["commit"] else "commit unknown"
+    changed = " and changes" if result.get("dirty") else ""
+    subtitle = f"{device}, torch {result['versions']['torch']}, {result['date']}, {commit}{changed}"
     svg = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" '
         f'viewBox="0 0 {width} {height:.0f}" font-family="sans-serif" font-size="12">',
+        "<style>text { paint-order: stroke; stroke: white; stroke-width: 3px }</style>",  # legible across lines
         f'<rect width="{width}" height="{height:.0f}" fill="white"/>',
         text(10, 20, f"python -m bench {result['bench']}", font_weight="bold", font_size="14"),
         text(10, 38, subtitle, fill="#444"),
@@ -92,3 +59,45 @@ def write_document(target: Path, result: dict, note: str, width: int, height: fl
     ]
     target.write_text("\n".join(svg) + "\n")
     return target
+
+
+def step_x(step: int, steps: int) -> float:
+    """Where a step is in a panel of curves, step 1 at the left."""
+    return LEFT + (WIDTH - LEFT - RIGHT) * (step - 1) / max(1, steps - 1)
+
+
+def frame(top: float, height: float, steps: int, labels: Mapping[float, str]) -> list[str]:
+    """Axes of a panel of curves: steps below, and lines at the heights (y -> label) of `labels`."""
+    bottom, right, parts = top + height, WIDTH - RIGHT, []
+    for y, label in labels.items():
+        parts += [line(LEFT, y, right, y, "#e4e4e4"), text(LEFT - 8, y + 4, label, "end", fill="#444")]
+    for step in (1, *ticks(2, steps)):
+        x = step_x(round(step), steps)
+        parts += [line(x, bottom, x, bottom + 4, "#666"), text(x, bottom + 18, f"{step:g}", "middle", fill="#444")]
+    parts.append(line(LEFT, bottom, right, bottom, "#666"))
+    return [*parts, text((LEFT + right) / 2, bottom + 34, "training step", "middle", fill="#444")]
+
+
+def _curve(losses: Sequence[float], top: float) -> list[str]:
+    """A panel of losses by step."""
+    low, high = min(losses), max(losses)
+    low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
+
+    def y(loss: float) -> float:
+        return top + HEIGHT * (high - loss) / (high - low)
+
+    points = " ".join(f"{step_x(step, len(losses)):.1f},{y(loss):.1f}" for step, loss in enumerate(losses, 1))
+    curve = f'<polyline points="{points}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.5"/>'
+    return [*frame(top, HEIGHT, len(losses), {y(tick): f"{tick:g}" for tick in ticks(low, high)}), curve]
+
+
+def draw_curves(path: Path) -> Path:
+    """The `losses` of each row of a result file, in a panel of its own."""
+    result = json.loads(path.read_text())
+    parts, y = [], float(TOP)
+    for row in result["rows"]:
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s" + (f", MFU {row['mfu']:.1%}" if row["mfu"] else "")
+        parts += [text(10, y + 14, f"{row['model']}: {speed}", font_weight="bold"), *_curve(row["losses"], y + 26)]
+        y += HEIGHT + 80
+    note = "training loss (nats per token) by step"
+    return write_document(path.with_suffix(".svg"), result, note, WIDTH, y, parts)

@@ -1,10 +1,9 @@
-"""What several GPUs are expected to take: times from the model in kernels/cost.py, from shapes alone or on top of
-GEMMs that one GPU has measured.
+"""What several GPUs are expected to take, by the model of kernels/cost.py, from shapes alone or from measured GEMMs.
 
 Belongs here: the model's terms for each operation, and its rows. Nobody has run it on several GPUs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,13 +18,12 @@ from tpformer.kernels.cost import (
 )
 from tpformer.ops.transports.interface import ALL_REDUCE, SCATTER
 
-from .runner import Row, make_row
+from .ratios import Row, compared
 from .shapes import Shape
-from .timing import Comparison
 
 ITEMSIZE = 2
 DEFAULT_MACHINE = "H200"
-FUSED, SEQUENTIAL = "predicted fused", "predicted sequential"
+FUSED, SEQUENTIAL, PEAK = "predicted fused", "predicted sequential", "data-sheet peak"
 # Seconds of an all-reduce of 8 KB on 8 H100, where bytes do not count (symmetric-memory recipes, pull request 3): a
 # Triton kernel's one hop, and NCCL's. Gathers and scatters of the list are far larger; the model gives them none.
 HOP_LATENCY, LIBRARY_LATENCY = 10.8e-6, 21.8e-6
@@ -79,36 +77,19 @@ def predict(shape: Shape, machine: Machine, compute: float | None = None, librar
     return Prediction(fused, library + communication + (LIBRARY_LATENCY if op == ALL_REDUCE else 0.0))
 
 
-def prediction_row(shape: Shape, machine: Machine, compute: float | None = None, library: float | None = None) -> Row:
-    """The prediction as a row: how much faster the fused operation should be."""
-    seconds = predict(shape, machine, compute, library)
-    ratio = seconds.sequential / seconds.fused
-    return make_row(
-        case=f"prediction: {shape.op}, {shape.t} {machine.name}",
-        shape=str(shape),
-        provider=FUSED,
-        baseline=SEQUENTIAL,
-        unit="us",
-        convert=lambda seconds: 1e6 * seconds,
-        comparison=Comparison(seconds.fused, seconds.sequential, ratio, ratio, ratio),
-    )
-
-
-def gemm_prediction_rows(shapes: Sequence[Shape]) -> list[Row]:
-    """What the model assumes of the bare GEMMs, as a share of the data sheet's peak."""
+def predicted_rows(shapes: Iterable[Shape], compute: float | None = None, library: float | None = None) -> list[Row]:
+    """How much faster the fused operation should be than its parts, on the present machine."""
     machine, rows = present_machine(), []
     for shape in shapes:
-        seconds = gemm_seconds(shape.m, shape.n, shape.k, ITEMSIZE, machine)
-        peak = shape.flops / machine.peak_flops
-        rows.append(
-            make_row(
-                case=f"prediction: matmul, 1 {machine.name}",
-                shape=str(shape),
-                provider="predicted",
-                baseline="data-sheet peak",
-                unit="TFLOP/s",
-                convert=lambda seconds, flops=shape.flops: flops / seconds / 1e12,
-                comparison=Comparison(seconds, peak, *[peak / seconds] * 3),
-            )
-        )
+        found = predict(shape, machine, compute, library)
+        seconds = {FUSED: [found.fused], SEQUENTIAL: [found.sequential]}
+        rows += compared(f"prediction: {shape.op}, {shape.t} {machine.name}", shape, seconds, [(FUSED, SEQUENTIAL)])
     return rows
+
+
+def share_row(case: str, shape: object, seconds: float, flops: float, provider: str = "predicted") -> Row:
+    """Predicted seconds on one GPU as a share of the data sheet's peak."""
+    machine = present_machine()
+    times = {provider: [seconds], PEAK: [flops / machine.peak_flops]}
+    label = f"prediction: {case}, 1 {machine.name}"
+    return compared(label, shape, times, [(provider, PEAK)], unit="TFLOP/s", amount=flops / 1e12)[0]

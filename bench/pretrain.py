@@ -1,6 +1,6 @@
-"""`python -m bench pretrain`: 300 real training steps, their speed, memory and losses.
+"""How fast, in how much memory and to what loss do 300 real training steps go, in one process on one device?
 
-Belongs here: which models, the loop, what must hold, the result file. One process, one device.
+Belongs here: which models, the loop, the row, what must hold.
 """
 
 import argparse
@@ -14,11 +14,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,14 +26,15 @@ from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConf
 from tpformer.distributed import build_mesh, close
 from tpformer.kernels.cost import machine_for
 from tpformer.models import GPTConfig, preset_config
+from tpformer.planner.storages import Saved
 from tpformer.training.data import build_stdlib, read_sidecar
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer, learning_rate
 from tpformer.training.setup import build_model, default_dtype, join_ranks, open_data
 from tpformer.training.step import batch, train_step
 
-from .charts import draw_curves
-from .runner import Tool, write
-from .saved import record_saved
+from .plot import draw_curves
+from .runner import Bench, Report, columns
 
 STEPS, QUICK_STEPS = 300, 4
 WARM_UP = 20  # steps without a share in the speed: kernels compile, allocators fill, clocks settle
@@ -45,6 +45,9 @@ NOTE = (
     f"loss: mean of the last {LAST} steps; it must be below {LEARNED:g} of the unigram entropy, the best loss that "
     "ignores context, all in nats per token."
 )
+
+
+Row = dict[str, Any]  # one model, as `pretrain` makes it
 
 
 class Model(NamedTuple):
@@ -65,26 +68,6 @@ TINY = Model("GPT tiny", TINY_CONFIG, 16, 2e-3)
 MODELS = {"cuda": (GPT2, LARGE), "cpu": (TINY,)}
 
 
-class PretrainRow(TypedDict):
-    """One model. mfu: None where the device's peak is unknown; peak_bytes are those that peak_is names."""
-
-    model: str
-    parameters: int
-    dtype: str
-    samples_per_step: int
-    seq_length: int
-    steps: int
-    tokens_per_second: float
-    mfu: float | None
-    peak_bytes: int
-    peak_is: str
-    saved_bytes: int
-    unigram_entropy: float
-    first_loss: float
-    final_loss: float
-    losses: list[float]
-
-
 def run_config(model: Model, steps: int, train: Path) -> RunConfig:
     return RunConfig(
         model=ModelSection(**dataclasses.asdict(model.config)),
@@ -96,7 +79,7 @@ def run_config(model: Model, steps: int, train: Path) -> RunConfig:
 
 def saved_bytes(model: torch.nn.Module, samples: Tensor) -> int:
     """What autograd keeps of one forward with its loss; parameters are left out."""
-    with record_saved(model) as saved:
+    with Saved().recording(model) as saved:
         index = torch.arange(len(samples), device=samples.device)
         loss = model(samples[:, :-1], targets=samples[:, 1:], sample_index=index, step=1)
     total = saved.total()
@@ -118,34 +101,34 @@ def mfu(config: GPTConfig, tokens_per_second: float, device: torch.device) -> fl
     return None if machine is None else config.flops_per_token * tokens_per_second / machine.peak_flops
 
 
-def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> PretrainRow:
-    """Train as tpformer.training does, without its checkpoints and logs; the model's row."""
+def losses_and_seconds(
+    model: Model, config: RunConfig, network: ModelParts, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Of every step of a training as tpformer.training does it, without its checkpoints and logs."""
+    data, steps = open_data(config).train, config.train.steps
+    optimizers = [build_optimizer(part, config.optimizer) for part in network.parts]
+    losses, seconds = [], []
+    for step in range(1, steps + 1):
+        start, first = time.perf_counter(), (step - 1) * model.samples
+        samples = batch(data, first, model.samples).to(device)
+        options: dict = {"lr": learning_rate(step, steps, config.optimizer), "clip_norm": config.optimizer.clip_norm}
+        result = train_step(network, optimizers, samples, first_sample=first, step=step, **options)  # waits for the GPU
+        losses.append(result.loss)
+        seconds.append(time.perf_counter() - start)
+    return losses, seconds
+
+
+def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Row:
+    """Train a model; its row: mfu None where the device's peak is unknown, peak_bytes of what peak_is names."""
     config = run_config(model, steps, train)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    data, network = open_data(config).train, build_model(config, mesh)
-    (part,) = network.parts
-    optimizer = build_optimizer(part, config.optimizer)
-    losses: list[float] = []
-    seconds: list[float] = []
-    for step in range(1, steps + 1):
-        start = time.perf_counter()
-        first = (step - 1) * model.samples
-        result = train_step(
-            network,
-            [optimizer],
-            batch(data, first, model.samples).to(device),
-            first_sample=first,
-            step=step,
-            lr=learning_rate(step, steps, config.optimizer),
-            clip_norm=config.optimizer.clip_norm,
-        )  # waits for the device
-        losses.append(result.loss)
-        seconds.append(time.perf_counter() - start)
+    network = build_model(config, mesh)
+    losses, seconds = losses_and_seconds(model, config, network, device)
     peak, of = peak_bytes(device)
-    tokens = model.samples * model.config.seq_length
-    speed = tokens / median(seconds[min(WARM_UP, steps // 2) :])
+    speed = model.samples * model.config.seq_length / median(seconds[min(WARM_UP, steps // 2) :])
+    samples = batch(open_data(config).train, 0, model.samples).to(device)
     return {
         "model": model.name,
         "parameters": model.config.n_parameters,
@@ -157,7 +140,7 @@ def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Pretrai
         "mfu": mfu(model.config, speed, device),
         "peak_bytes": peak,
         "peak_is": of,
-        "saved_bytes": saved_bytes(part, batch(data, 0, model.samples).to(device)),
+        "saved_bytes": saved_bytes(network.parts[0], samples),
         "unigram_entropy": read_sidecar(train)["entropy_nats_per_token"],  # type: ignore[index]
         "first_loss": losses[0],
         "final_loss": mean(losses[-LAST:]),
@@ -165,7 +148,7 @@ def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Pretrai
     }
 
 
-def problems(row: PretrainRow) -> list[str]:
+def problems(row: Row) -> list[str]:
     """Why a run is not a training: a loss that is not finite, or a final one that hardly any context explains."""
     if not all(map(math.isfinite, row["losses"])):
         return [f"{row['model']}: a loss is not finite"]
@@ -175,12 +158,9 @@ def problems(row: PretrainRow) -> list[str]:
     return []
 
 
-def result_table(rows: Sequence[PretrainRow]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("model", "parameters", "dtype", "step"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tokens/s", "MFU", "peak", "saved", "first loss", "final loss", "unigram entropy"):
-        table.add_column(name, justify="right", no_wrap=True)
+def result_table(rows: Sequence[Row]) -> Table:
+    numbers = ("tokens/s", "MFU", "peak", "saved", "first loss", "final loss", "unigram entropy")
+    table = columns(("model", "parameters", "dtype", "step"), numbers)
     for row in rows:
         table.add_row(
             *(row["model"], f"{row['parameters'] / 1e6:,.1f}M", row["dtype"]),
@@ -192,39 +172,32 @@ def result_table(rows: Sequence[PretrainRow]) -> Table:
     return table
 
 
-def run(arguments: Sequence[str], results: Path, console: Console) -> int:
-    """The tool; the exit code: 1 where a model has not learned."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, nothing written")
-    quick = parser.parse_args(arguments).quick
+def run(options: argparse.Namespace) -> Report:
+    """Train every model of this device, on the standard library's text."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    steps = QUICK_STEPS if quick else STEPS
-    rows: list[PretrainRow] = []
+    rows: list[Row] = []
     join_ranks(device)
     mesh = build_mesh(device, tensor_parallel=1)
     try:
         with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
             train, _ = build_stdlib(Path(directory), quiet=True)
             for model in MODELS[device]:
-                rows.append(pretrain(model, steps, train, mesh))
+                rows.append(pretrain(model, QUICK_STEPS if options.quick else STEPS, train, mesh))
                 gc.collect()  # the model before is not in the next one's peak
     finally:
         close(mesh.get_group("tp"))
         dist.destroy_process_group()
-    console.print(result_table(rows), highlight=False)
-    console.print(f"peak: {rows[0]['peak_is']}. {NOTE}", highlight=False, soft_wrap=True)
-    if quick:
-        console.print("--quick: few steps; nothing is written, and no loss is required", highlight=False)
-        return 0
-    write(TOOL, {"note": NOTE, "rows": rows}, device=device, results=results, draw=draw_curves, console=console)
-    found = [problem for row in rows for problem in problems(row)]
-    for problem in found or ["every final loss is as low as it must be"]:
-        console.print(f"pretrain: {problem}", highlight=False, soft_wrap=True)
-    return 1 if found else 0
+    found = [] if options.quick else [problem for row in rows for problem in problems(row)]
+    outcome = "no loss is required of few steps" if options.quick else "every final loss is as low as it must be"
+    return Report([result_table(rows), f"peak: {rows[0]['peak_is']}."], {"rows": rows}, found, outcome)
 
 
-TOOL = Tool(
+BENCH = Bench(
     name="pretrain",
     description="300 training steps on real text: tokens/s, MFU, peak and saved bytes, losses; on one GPU, else a CPU",
+    device=None,
+    options={"--quick": {"action": "store_true", "help": f"{QUICK_STEPS} steps, nothing written"}},
     run=run,
+    draw=draw_curves,
+    note=NOTE,
 )

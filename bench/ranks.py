@@ -37,11 +37,10 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             place = (f"file://{self.directory.name}/store", rank, size, threads)
-            process = context.Process(target=_serve, args=(*place, setup, arguments, theirs), daemon=True)
-            process.start()
+            self.processes.append(context.Process(target=_serve, args=(*place, setup, arguments, theirs), daemon=True))
+            self.processes[-1].start()
             theirs.close()
             self.pipes.append(ours)
-            self.processes.append(process)
         self._results()
 
     def call(self, name: str) -> list[Any]:

@@ -1,7 +1,7 @@
-"""What every bench shares: the row, the correctness gate, the machine line, the table, the JSON file, the exit code.
+"""The one runner of benches: options, gate, tables, results file, picture, exit code.
 
-Belongs here: nothing that knows what is timed. A bench is a `Bench`, or a `Tool`, in a file of its own, listed in
-__main__.py.
+Belongs here: nothing that knows what is measured. A bench is a `Bench` in a file of its own, listed in __main__.py;
+one whose rows are ratios states them with ratios.py.
 """
 
 from __future__ import annotations
@@ -16,117 +16,86 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from statistics import geometric_mean
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from .plot import write_svg
-from .timing import Comparison
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = 1
+LETTERS = 280  # in a line of a results file, at most, where it can be broken
+QUICK = {"--quick": {"action": "store_true", "help": "small sizes, few repetitions, nothing written"}}
+REFUSED = (
+    "files besides bench/results differ from the commit, so results are printed and none is written; commit first to "
+    "keep them"
+)
 
 
-class Row(TypedDict):
-    """One comparison. ratio above 1: provider is better than baseline; its range is over the interleaved rounds."""
+class WrongCall(ValueError):
+    """Options that make no sense: its text is printed, and the exit code is 2."""
 
-    case: str
-    shape: str
-    provider: str
-    baseline: str
-    unit: str
-    value: float
-    baseline_value: float
-    ratio: float
-    ratio_min: float
-    ratio_max: float
-    bar: float | None
-    ok: bool
+
+class Report(NamedTuple):
+    """What a bench has found.
+
+    tables: printed in order, with strings between them. content: of the results file, after its head. problems: what
+    is not as required; each is printed, and any makes the exit code 1. outcome: printed where there are none.
+    files: writes further files into the folder of the results.
+    """
+
+    tables: Sequence[Table | str]
+    content: Mapping[str, Any]
+    problems: Sequence[str]
+    outcome: str
+    files: Callable[[Path], object] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """check raises when a result is wrong, on the shapes that run times; run(quick) returns the rows."""
+    """A question, and what answers it. Its results are written when it is called without any option."""
 
     name: str
     description: str
-    device: str
-    """cpu or cuda: which device's results these are."""
-    check: Callable[[], None]
-    run: Callable[[bool], list[Row]]
+    run: Callable[[argparse.Namespace], Report]
+    """Raises WrongCall for options that make no sense."""
+    draw: Callable[[Path], object]
+    """Makes the picture beside a results file (.json)."""
+    device: str | None = "cpu"
+    """cpu or cuda: which device it needs, and whose results these are; None: the GPU if there is one, else the CPU."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: QUICK)
+    """As argparse takes them; each makes the bench do less than the whole."""
+    check: Callable[[], None] | None = None
+    """The gate: raises when a result is wrong, on the shapes that are timed."""
     obstacle: Callable[[], str | None] | None = None
-    """What it needs and does not find here, None if nothing. By default it needs its device."""
-    predict: Callable[[], list[Row]] | None = None
-    """Rows that come from a model and not from a measurement: what is shown where the bench cannot run."""
+    """What the bench needs and does not find here, None if nothing. By default it needs its device."""
+    predict: Callable[[], str] | None = None
+    """The table of a model: shown where the bench cannot run."""
     note: str = ""
-    """What a reader of the rows must know; printed below them."""
+    """What a reader of the tables must know; printed below them, and in the results file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tool:
-    """What measures something else than ratios: it has arguments, rows and a table of its own."""
-
-    name: str
-    description: str
-    run: Callable[[Sequence[str], Path, Console], int]
-    """(arguments after the name, directory of results, console) -> exit code."""
-
-
-def make_row(
-    *,
-    case: str,
-    shape: str,
-    provider: str,
-    baseline: str,
-    unit: str,
-    convert: Callable[[float], float],
-    comparison: Comparison,
-    bar: float | None = None,
-) -> Row:
-    """A row from a comparison; convert turns the seconds of one repetition into `unit`, bar is the required ratio."""
-    return {
-        "case": case,
-        "shape": shape,
-        "provider": provider,
-        "baseline": baseline,
-        "unit": unit,
-        "value": round(convert(comparison.seconds), 1),
-        "baseline_value": round(convert(comparison.baseline_seconds), 1),
-        "ratio": round(comparison.ratio, 3),
-        "ratio_min": round(comparison.ratio_min, 3),
-        "ratio_max": round(comparison.ratio_max, 3),
-        "bar": bar,
-        "ok": bar is None or comparison.ratio >= bar,
-    }
+def columns(left: Iterable[str], right: Iterable[str] = ()) -> Table:
+    """An empty table with columns that are aligned left, then columns that are aligned right; none wraps."""
+    table = Table(box=None, pad_edge=False)
+    for justify, names in (("left", left), ("right", right)):
+        for name in names:
+            table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    return table
 
 
-def mean_row(rows: Sequence[Row], *, case: str, shape: str, provider: str, bar: float | None = None) -> Row:
-    """The geometric means of rows with one unit and baseline; the range is that of their ratios."""
-    values = [max(row["value"], 0.05) for row in rows]  # a row's 0.0 is a rounded number
-    baselines = [max(row["baseline_value"], 0.05) for row in rows]
-    ratios = [row["ratio"] for row in rows]
-    mean = Comparison(
-        geometric_mean(values), geometric_mean(baselines), geometric_mean(ratios), min(ratios), max(ratios)
-    )
-    common: dict = {"baseline": rows[0]["baseline"], "unit": rows[0]["unit"], "convert": float}
-    return make_row(case=case, shape=shape, provider=provider, comparison=mean, bar=bar, **common)
-
-
-def missing_device(device: str) -> str | None:
+def missing_device(device: str | None) -> str | None:
     """What a bench of this device lacks here."""
-    return None if device == "cpu" or torch.cuda.is_available() else "a CUDA device"
+    return "a CUDA device" if device == "cuda" and not torch.cuda.is_available() else None
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, usable cores, torch's threads, memory, GPU. No names of hosts or users."""
+    """CPU model, usable cores, torch's threads, GPU. No names of hosts or users."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -139,77 +108,70 @@ def machine() -> dict[str, Any]:
     }
 
 
+def machine_line() -> str:
+    """The machine in words."""
+    here = machine()
+    gpu = f", {here['gpu']}" if here["gpu"] else ""
+    return f"{here['cpu']}, {here['cores']} cores, {here['threads']} threads, torch {torch.__version__}{gpu}"
+
+
 def versions() -> dict[str, str]:
+    """Of python, torch, and triton where it is installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
     return found
 
 
-def machine_line() -> str:
-    here = machine()
-    gpu = f", {here['gpu']}" if here["gpu"] else ""
-    return f"{here['cpu']}, {here['cores']} cores, {here['threads']} threads, torch {torch.__version__}{gpu}"
-
-
-def device_directory(device: str) -> str:
-    """cpu, or the GPU's name as part of a path."""
-    return "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+def device_directory(device: str | None) -> str:
+    """cpu, or the GPU's name as part of a path; device None: of the GPU if there is one."""
+    if device == "cpu" or (device is None and not torch.cuda.is_available()):
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
 def commit() -> dict[str, Any]:
-    """The commit that is checked out, and whether files besides the results differ from it; nulls outside git."""
+    """The commit that is checked out, and whether files besides bench/results differ from it; nulls outside git."""
 
     def git(*arguments: str) -> str | None:
         try:
-            result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
-        return result.stdout.strip()
+        return done.stdout.strip()
 
     status = git("status", "--porcelain", "--", ".", ":!bench/results")
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
-def table(rows: Sequence[Row]) -> Table:
-    result = Table(box=None, pad_edge=False)
-    for column in ("case", "shape", "provider", "baseline"):
-        result.add_column(column, no_wrap=True)
-    for column in ("value", "baseline value", "unit", "ratio", "min", "max", "bar", "ok"):
-        result.add_column(column, justify="left" if column == "unit" else "right", no_wrap=True)
-    for row in rows:
-        result.add_row(
-            *(row["case"], row["shape"], row["provider"], row["baseline"]),
-            *(f"{row['value']:,.1f}", f"{row['baseline_value']:,.1f}", row["unit"]),
-            *(f"{ratio:.3f}" for ratio in (row["ratio"], row["ratio_min"], row["ratio_max"])),
-            "" if row["bar"] is None else f"{row['bar']:g}",
-            "" if row["bar"] is None else "yes" if row["ok"] else "NO",
-        )
-    return result
+def refused(results: Path) -> bool:
+    """Whether results must not be written there: into the repository, while its files differ from the commit."""
+    return results == RESULTS and bool(commit()["dirty"])
 
 
-def check_rows(rows: Sequence[Row]) -> None:
-    columns = list(Row.__annotations__)
-    for row in rows:
-        if list(row) != columns:
-            raise ValueError(f"a row has the columns {list(row)}, not {columns}")
-    if not rows:
-        raise ValueError("the bench returned no rows")
+def say(console: Console, text: str) -> None:
+    """A line of text as it is, however long."""
+    console.print(text, highlight=False, soft_wrap=True)
 
 
-def write(
-    bench: Bench | Tool,
-    content: Mapping[str, Any],
-    *,
-    device: str,
-    results: Path,
-    draw: Callable[[Path], object],
-    console: Console,
-) -> None:
-    """Write <device>/<name>.json, and beside it the SVG that `draw` makes of it."""
-    directory = results / device_directory(device)
+def readable(value: Any, indent: str = "") -> str:
+    """JSON in which every list or dictionary that fits is on one line."""
+    line = json.dumps(value)
+    if len(indent + line) <= LETTERS or not isinstance(value, list | tuple | dict):
+        return line
+    if isinstance(value, dict):
+        inner = [f"{json.dumps(key)}: {readable(each, indent + ' ')}" for key, each in value.items()]
+    else:
+        inner = [readable(each, indent + " ") for each in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{last}"
+
+
+def write(bench: Bench, content: Mapping[str, Any], results: Path, console: Console) -> Path:
+    """Write <device>/<name>.json, and beside it the bench's picture of it; the folder."""
+    directory = results / device_directory(bench.device)
     directory.mkdir(parents=True, exist_ok=True)
-    result = {
+    head = {
         "schema": SCHEMA,
         "bench": bench.name,
         "description": bench.description,
@@ -217,86 +179,73 @@ def write(
         "machine": machine(),
         **commit(),
         "versions": versions(),
-        **content,
     }
     path = directory / f"{bench.name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    draw(path)
-    console.print(f"written: {path} and {path.with_suffix('.svg').name}", highlight=False, soft_wrap=True)
+    path.write_text(readable({**head, **content}) + "\n")
+    bench.draw(path)
+    say(console, f"written: {path} and {path.with_suffix('.svg').name}")
+    return directory
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    required = [row for row in rows if row["bar"] is not None]
-    missed = [row for row in required if not row["ok"]]
-    if not missed:
-        return f"all {len(required)} bars hold"
-    where = "; ".join(f"{row['case']} {row['shape']}: {row['ratio']:.3f} < {row['bar']:g}" for row in missed)
-    return f"{len(missed)} of {len(required)} bars missed: {where}"
+def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Path, console: Console) -> int:
+    """Gate, measure, report; the exit code. whole: it was called without options.
 
-
-def decline(bench: Bench, needed: str, console: Console) -> int:
-    """Say what the bench needs, and show what a model predicts of it; the exit code."""
-    console.print(
-        f"{bench.name} needs {needed}: nothing is measured, nothing is written", highlight=False, soft_wrap=True
-    )
-    if bench.predict is not None:
-        console.print("\nPREDICTION, not a measurement", highlight=False)
-        console.print(table(bench.predict()), highlight=False)
-        console.print(bench.note, highlight=False, soft_wrap=True)
-    return 0
-
-
-def execute(bench: Bench, *, quick: bool, results: Path, console: Console) -> int:
-    """Gate, time, report; the exit code. Of several ranks' consoles one is not quiet: its rank writes the results."""
-    console.print(machine_line(), highlight=False, soft_wrap=True)
+    Of several ranks one has a console that is not quiet: it writes the results.
+    """
     needed = missing_device(bench.device) if bench.obstacle is None else bench.obstacle()
     if needed is not None:
-        return decline(bench, needed, console)
+        say(console, f"{bench.name} needs {needed}: nothing is measured, nothing is written")
+        if bench.predict is not None:
+            say(console, "\nPREDICTION, not a measurement")
+            say(console, f"{bench.predict()}\n{bench.note}")
+        return 0
+    unwanted = whole and refused(results)
+    if unwanted:
+        say(console, f"{bench.name}: {REFUSED}")
     try:
-        bench.check()
+        if bench.check is not None:
+            bench.check()
     except Exception:
         traceback.print_exc()
-        console.print(f"{bench.name}: a result is wrong, so nothing is timed", highlight=False, soft_wrap=True)
+        say(console, f"{bench.name}: a result is wrong, so nothing is timed")
         return 1
-    rows = bench.run(quick)
-    check_rows(rows)
-    if quick:  # a required ratio is one of full-size shapes
-        rows = [{**row, "bar": None, "ok": True} for row in rows]
-    console.print(table(rows), highlight=False)
-    if bench.note:
-        console.print(bench.note, highlight=False, soft_wrap=True)
-    if quick:
-        console.print("--quick: small sizes, few repetitions; nothing is written and no bar applies", highlight=False)
-        return 0
-    if not console.quiet:
-        content = {"rows": list(rows)}
-        write(bench, content, device=bench.device, results=results, draw=write_svg, console=console)
-    console.print(f"{bench.name}: {verdict(rows)}", highlight=False, soft_wrap=True)
-    return 0 if all(row["ok"] for row in rows) else 1
+    try:
+        report = bench.run(options)
+    except WrongCall as error:
+        say(console, f"{bench.name}: {error}")
+        return 2
+    for table in (*report.tables, bench.note):
+        console.print(table, highlight=False, soft_wrap=isinstance(table, str))
+    if unwanted or not whole:
+        say(console, f"nothing is written: {REFUSED if unwanted else 'called with an option'}")
+    elif not console.quiet:
+        note = {"note": bench.note} if bench.note else {}
+        directory = write(bench, {**note, **report.content}, results, console)
+        if report.files is not None:
+            report.files(directory)
+    for problem in report.problems or [report.outcome]:
+        say(console, f"{bench.name}: {problem}")
+    return 1 if report.problems else 0
 
 
-def main(arguments: Sequence[str], benches: Sequence[Bench | Tool], results: Path = RESULTS) -> int:
-    """`python -m bench [NAME] [--quick]`; the exit code: 1 for a wrong result or a missed bar, 2 for a wrong call.
-
-    What follows the name of a Tool is the Tool's to read.
-    """
+def main(arguments: Sequence[str], benches: Sequence[Bench], results: Path = RESULTS) -> int:
+    """`python -m bench [NAME] [options]`; the exit code: 1 for a wrong result or a missed bar, 2 for a wrong call."""
     first = os.environ.get("RANK", "0") == "0"  # torchrun's variable
     console = Console(width=None if sys.stdout.isatty() else 180, quiet=not first)
-    by_name = {bench.name: bench for bench in benches}
-    named = by_name.get(arguments[0]) if arguments else None
-    if isinstance(named, Tool):
-        console.print(machine_line(), highlight=False, soft_wrap=True)
-        return named.run(arguments[1:], results, console)
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Time what was first found to be correct.")
-    parser.add_argument("name", nargs="?", help="the bench; without it, list them")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few repetitions, nothing written")
-    options = parser.parse_args(arguments)
-    bench = by_name.get(options.name)
-    if isinstance(bench, Bench):
-        return execute(bench, quick=options.quick, results=results, console=console)
-    for each in benches:
-        console.print(f"{each.name:22} {each.description}", highlight=False, soft_wrap=True)
-    if options.name is not None:
-        print(f"there is no bench {options.name!r}", file=sys.stderr)
-        return 2
-    return 0
+    bench = next((bench for bench in benches if bench.name in arguments), None)
+    if bench is None:
+        parser = argparse.ArgumentParser(prog="python -m bench", description="Time what was first found to be correct.")
+        parser.add_argument("name", nargs="?", help="the bench; without it, list them; NAME --help: its options")
+        name = parser.parse_args(arguments).name
+        for each in benches:
+            say(console, f"{each.name:22} {each.description}")
+        if name is not None:
+            print(f"there is no bench {name!r}", file=sys.stderr)
+        return 0 if name is None else 2
+    others = [argument for argument in arguments if argument != bench.name]
+    parser = argparse.ArgumentParser(prog=f"python -m bench {bench.name}", description=bench.description)
+    for name, settings in bench.options.items():
+        parser.add_argument(name, **settings)
+    options = parser.parse_args(others)
+    say(console, machine_line())
+    return execute(bench, options, not others, results, console)

@@ -8,18 +8,18 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import TypedDict
+from typing import Any
 
 import torch
 from rich.table import Table
 
-from tpformer.config import RECOMPUTE, build_config, check_config
+from tpformer.config import RECOMPUTE
 from tpformer.training.setup import build_model, run_mesh
 
 from .ranks import Calls, Ranks
-from .step_counts import StepCounts, count_step
+from .runner import columns
+from .step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name, bytes_of, count_step, run_config
 
 BASELINE = "1F1B"
 SCHEDULES = (BASELINE, "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -28,92 +28,43 @@ MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, 
 MICROBATCHES = 4
 
 
-class SplitRow(TypedDict):
-    """What all ranks do together in one step. sends: point-to-point messages; more stages exchange more."""
-
-    schedule: str
-    recompute: str
-    tensor_parallel: int
-    data_parallel: int
-    stages: int
-    gemm_flops: int
-    layer_collectives: dict[str, int]
-    layer_bytes: int
-    data_collectives: dict[str, int]
-    data_bytes: int
-    sends: int
-    ok: bool
-
-
 def count_schedule(schedule: str, recompute: str, data_parallel: int) -> StepCounts:
     """This rank's counts of one step of the schedule: forward and backward of all microbatches, and the reduction."""
-    config = build_config(
-        {
-            "model": MODEL,
-            "data": {"train": ["unused"]},
-            "parallel": {
-                "tensor_parallel": 2,
-                "pipeline_parallel": 2,
-                "data_parallel_shard": data_parallel,
-                "pipeline_schedule": schedule,
-                "recompute": recompute,
-            },
-            "train": {"steps": 1, "global_batch_size": MICROBATCHES * data_parallel, "microbatch_size": 1},
-        }
-    )
-    check_config(config)
-    model = build_model(config, run_mesh(config, "cpu"))
+    parallel = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": data_parallel}
+    parallel |= {"pipeline_schedule": schedule, "recompute": recompute}
+    config = run_config(parallel, "float32", MODEL, MICROBATCHES)
+    mesh = run_mesh(config, "cpu")
+    model = build_model(config, mesh)
     assert model.pipeline is not None
     tokens = torch.randint(MODEL["vocab_size"], (MICROBATCHES, MODEL["seq_length"]))
     index = torch.arange(MICROBATCHES)
     for _ in range(2):  # the first step also opens the engine's connections
-        with count_step() as counts:
+        with count_step(mesh) as counts:
             model.pipeline.step(tokens, tokens, targets=tokens, sample_index=index, step=1)
     return counts
 
 
-def total(ranks: Sequence[StepCounts]) -> StepCounts:
-    """The sum over ranks."""
-    return StepCounts(
-        layers=sum((each.layers for each in ranks), Counter()),
-        data=sum((each.data for each in ranks), Counter()),
-        messages=sum((each.messages for each in ranks), Counter()),
-        flops=sum(each.flops for each in ranks),
-    )
-
-
 def differences(counts: StepCounts, baseline: StepCounts) -> list[str]:
-    """Which of the two steps' counts differ, messages left out."""
-    ours, theirs = asdict(counts), asdict(baseline)
+    """Which calls one of the two steps makes more often than the other, messages left out."""
     return [
-        f"{name}: {ours[name]}, not {theirs[name]}"
-        for name in ("flops", "layers", "data")
-        if ours[name] != theirs[name]
+        f"{call}: {counts[call]}, not {baseline[call]}"
+        for call in {**counts, **baseline}
+        if call.of != SENDS and counts[call] != baseline[call]
     ]
 
 
-def _by_name(calls: Counter[tuple[str, int]]) -> tuple[dict[str, int], int]:
-    numbers: Counter[str] = Counter()
-    for (name, _), count in calls.items():
-        numbers[name] += count
-    return dict(sorted(numbers.items())), sum(size * count for (_, size), count in calls.items())
-
-
-def make_row(schedule: str, recompute: str, data_parallel: int, counts: StepCounts, ok: bool) -> SplitRow:
-    layers, layer_bytes = _by_name(counts.layers)
-    data, data_bytes = _by_name(counts.data)
+def make_row(schedule: str, recompute: str, counts: StepCounts, ok: bool) -> dict[str, Any]:
+    """What all ranks do together in one step. sends: point-to-point messages; more stages exchange more."""
     return {
         "schedule": schedule,
         "recompute": recompute,
-        "tensor_parallel": 2,
-        "data_parallel": data_parallel,
         "stages": 2 if schedule == BASELINE else 4,
-        "gemm_flops": counts.flops,
-        "layer_collectives": layers,
-        "layer_bytes": layer_bytes,
-        "data_collectives": data,
-        "data_bytes": data_bytes,
-        "sends": sum(counts.messages.values()),
+        "gemm_flops": counts[Call(GEMMS)],
+        "layer_collectives": by_name(counts, LAYERS),
+        "layer_bytes": bytes_of(counts, LAYERS),
+        "data_collectives": by_name(counts, DATA),
+        "data_bytes": bytes_of(counts, DATA),
+        "sends": sum(by_name(counts, SENDS).values()),
         "ok": ok,
     }
 
@@ -126,24 +77,23 @@ def setup(data_parallel: int) -> Calls:
     }
 
 
-def split_rows(data_parallel: int = 2) -> tuple[list[SplitRow], list[str]]:
+def split_rows(data_parallel: int = 2) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of all schedules under TP 2, PP 2 and data_parallel, on that many processes; and what is not as it should
     be."""
     rows, problems = [], []
     with Ranks(4 * data_parallel, 1, setup, data_parallel) as ranks:
         for recompute in RECOMPUTE:
-            counts = {each: total(ranks.call(f"{each} {recompute}")) for each in SCHEDULES}
+            counts = {each: sum(ranks.call(f"{each} {recompute}"), Counter()) for each in SCHEDULES}
             for schedule in SCHEDULES:
                 found = differences(counts[schedule], counts[BASELINE])
                 problems += [f"{schedule}, recompute {recompute}: {problem}" for problem in found]
-                rows.append(make_row(schedule, recompute, data_parallel, counts[schedule], not found))
+                rows.append(make_row(schedule, recompute, counts[schedule], not found))
     return rows, problems
 
 
-def split_table(rows: Sequence[SplitRow]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("schedule", "recompute"):
-        table.add_column(name, no_wrap=True)
+def split_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line for each schedule and recompute mode."""
+    table = columns(("schedule", "recompute"))
     for name in (
         "stages",
         "GEMM MFLOPs",
@@ -156,19 +106,13 @@ def split_table(rows: Sequence[SplitRow]) -> Table:
     ):
         table.add_column(name, justify="right")
     for row in rows:
-        numbers = (", ".join(f"{n} {name}" for name, n in row[key].items()) for key in _COLLECTIVES)
-        layers, data = numbers
+        layers, data = (
+            ", ".join(f"{n} {name}" for name, n in calls.items())
+            for calls in (row["layer_collectives"], row["data_collectives"])
+        )
         table.add_row(
-            *(row["schedule"], row["recompute"], str(row["stages"]), f"{row['gemm_flops'] / 1e6:.3f}", layers),
-            *(
-                f"{row['layer_bytes']:,}",
-                data,
-                f"{row['data_bytes']:,}",
-                str(row["sends"]),
-                "yes" if row["ok"] else "NO",
-            ),
+            *(row["schedule"], row["recompute"], str(row["stages"]), f"{row['gemm_flops'] / 1e6:.3f}"),
+            *(layers, f"{row['layer_bytes']:,}", data, f"{row['data_bytes']:,}", str(row["sends"])),
+            "yes" if row["ok"] else "NO",
         )
     return table
-
-
-_COLLECTIVES = ("layer_collectives", "data_collectives")

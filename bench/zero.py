@@ -1,59 +1,52 @@
 """`python -m bench zero`: bytes of parameters, gradients and optimizer state per rank under ZeRO, beside the formulas.
 
-Belongs here: which layouts, the step that is measured, the rows, what must hold, the tables, the result file. The
-counting is in held.py and step_counts.py, the formulas are in zero_formulas.py, the table of --split in
-split_backward.py.
+Belongs here: which layouts, the step that is measured, what must hold, the tables. The formulas are those of a dry run
+(tpformer.planner.states). The counting is in held.py and step_counts.py, the table of --split in split_backward.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
-from tpformer.config import RunConfig, build_config, check_config
-from tpformer.models import GPT
+from tpformer.config import RunConfig
+from tpformer.planner.states import (
+    ACCUMULATED,
+    COPIES,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Moments,
+    rank_moments,
+    stage_elements,
+)
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.setup import build_model, default_dtype, run_mesh
+from tpformer.training.setup import build_model, run_mesh
 
-from .held import (
-    GATHERED,
-    OPTIMIZER,
-    SHARDED,
-    SHARDED_GRADIENTS,
-    WHOLE_GRADIENTS,
-    Held,
-    at_layers,
-    held,
-    live_bytes,
-)
+from .bars import Bar, write_bars
+from .held import KINDS, Held, held, live_bytes, watch_layers
 from .ranks import Calls, Ranks
-from .runner import Tool, write
+from .runner import Bench, Report, columns
 from .split_backward import split_rows, split_table
-from .step_counts import StepCounts, count_step
-from .zero_chart import draw_moments
-from .zero_formulas import BACKWARD, FORWARD, IDLE, STEP, Expected, Move, PartSizes, Plan, expected, paper, slides
+from .step_counts import DATA, StepCounts, by_name, count_step, run_config
 
 # 18 positions: FSDP2 pads them, as 4 ranks do not divide 18
 MODEL = {"vocab_size": 1024, "seq_length": 18, "n_layers": 8, "hidden_size": 128, "n_heads": 4}
 RANKS, MICROBATCHES, BAR = 4, 4, 0.03
-PEAK = "peak at layers"
-GROUPS = {
-    "parameters": (SHARDED, GATHERED),
-    "gradients": (WHOLE_GRADIENTS, SHARDED_GRADIENTS),
-    "optimizer": (OPTIMIZER,),
-}
+MOMENTS = IDLE, FORWARD, BACKWARD, STEP, PEAK = (
+    *("idle", "end of forward", "end of backward", "after step"),
+    "peak at layers",
+)
+GROUPS = ((PARAMETERS, COPIES), (ACCUMULATED, GRADIENTS), (OPTIMIZER,))  # each must be within BAR
 PP = {"pipeline_parallel": 2}
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO 0 x4": {"data_parallel_replicate": 4},
@@ -62,114 +55,35 @@ CASES: dict[str, dict[str, Any]] = {
     "PP2 1F1B ZeRO 0 x2": {**PP, "data_parallel_replicate": 2},
     **{f"PP2 1F1B ZeRO {stage} x2": {**PP, "data_parallel_shard": 2, "zero_stage": stage} for stage in (1, 2, 3)},
     **{
-        f"PP2 Interleaved1F1B ZeRO {stage} x2": {
+        f"PP2 {schedule} ZeRO {stage} x2": {
             **PP,
             "data_parallel_shard": 2,
             "zero_stage": stage,
-            "pipeline_schedule": "Interleaved1F1B",
+            "pipeline_schedule": schedule,
         }
-        for stage in (2, 3)
+        for schedule, stage in (("Interleaved1F1B", 2), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 1))
     },
-    "PP2 ZBVZeroBubble ZeRO 1 x2": {**PP, "data_parallel_shard": 2, "pipeline_schedule": "ZBVZeroBubble"},
 }
 DTYPES = ("bfloat16", "float32")
 NOTE = (
-    "Bytes per parameter of the rank's own parts. N: ranks that share. Columns: FSDP2's tensors, each storage once; "
-    "memory: all live storages, less those of before the model was built (no activations live at these moments). "
-    "slides: 2 + 2 + 16 (16-bit parameters and gradients; float32 parameters, gradients, two moments), paper: 2 + 2 + "
-    "12 (arXiv:1910.02054), both divided by N as the stage says, and both for all moments; docs/zero.md names the "
+    "Bytes per parameter of the rank's own parts. N: ranks that share; x4: four data-parallel ranks, 2x2: two groups "
+    "of two that share. Columns: FSDP2's tensors, each storage once; formula: tpformer dry-run's; memory: all live "
+    "storages, less those of before the model was built (no activations live at these moments). slides: 2 + 2 + 16 "
+    "(16-bit parameters and gradients; float32 parameters, gradients, two moments), paper: 2 + 2 + 12 "
+    "(arXiv:1910.02054), both divided by N as the stage says, and both for all moments; docs/zero.md names the "
     "differences."
 )
 
 
-class ZeroRow(TypedDict):
-    """One moment of one rank. bytes by kind of thing held; expected_bytes: the formula's, peaks only in total; memory:
-    of all live storages, None where activations live too."""
-
-    case: str
-    dtype: str
-    zero: int
-    shards: int
-    rank: int
-    parameters: int
-    moment: str
-    bytes: Held
-    total: int
-    expected_bytes: Held | None
-    expected_total: int
-    relative: float
-    memory: int | None
-    slides: int | None
-    paper: int | None
-    ok: bool
-
-
-class CollectiveRow(TypedDict):
-    """FSDP2's collectives in one step of one rank."""
-
-    case: str
-    dtype: str
-    rank: int
-    all_gather: int
-    reduce_scatter: int
-    all_reduce: int
-    expected: list[int]
-    ok: bool
+Row = dict[str, Any]
 
 
 class Measured(NamedTuple):
-    """One rank's step."""
+    """One rank's step: what it held at each moment, by kind and in all, and its collectives."""
 
-    parts: list[PartSizes]
-    plan: Plan
-    moves: list[Move]
     moments: dict[str, Held]
     memory: dict[str, int]
     collectives: StepCounts
-
-
-def _padded(parameter: nn.Parameter, shards: int) -> int:
-    """Elements of a sharded parameter, with FSDP2's padding."""
-    assert isinstance(parameter, DTensor)
-    dim = next((p.dim for p in reversed(parameter.placements[:-1]) if isinstance(p, Shard)), 0)
-    size = parameter.shape[dim]
-    return parameter.numel() // size * (-(-size // shards) * shards)
-
-
-def part_sizes(part: GPT, stage: int, shards: int) -> PartSizes:
-    """Of a part with FSDP2 applied, before its first forward or after a backward."""
-    layers = [list(layer.parameters()) for layer in part.layers.values()]
-    root = [parameter for name, parameter in part.named_parameters() if not name.startswith("layers.")]
-    return PartSizes(
-        stage=stage,
-        total=sum(parameter.numel() for parameter in part.parameters()),
-        padded=sum(_padded(parameter, shards) for parameter in part.parameters()),
-        root=sum(_padded(parameter, shards) for parameter in root),
-        layer=max(sum(parameter.numel() for parameter in layer) for layer in layers),
-        n_layers=len(layers),
-        queued=sum(parameter.numel() for layer in layers for parameter in layer if parameter.ndim > 1),
-        early=sum(parameter.numel() for parameter in root) if part.is_last and not part.is_first else 0,
-    )
-
-
-def run_config(parallel: Mapping[str, Any], dtype: str, model: Mapping[str, Any] = MODEL) -> RunConfig:
-    """MICROBATCHES microbatches of one sample for every data-parallel rank."""
-    share = parallel.get("data_parallel_shard", 1) * parallel.get("data_parallel_replicate", 1)
-    config = build_config(
-        {
-            "model": dict(model),
-            "data": {"train": ["unused"]},
-            "parallel": dict(parallel),
-            "train": {
-                "steps": 2,
-                "dtype": dtype,
-                "global_batch_size": share * MICROBATCHES,
-                "microbatch_size": 1,
-            },
-        }
-    )
-    check_config(config)
-    return config
 
 
 class _Largest:
@@ -184,29 +98,25 @@ class _Largest:
             self.held = now
 
 
-def measure(parallel: Mapping[str, Any], dtype: str, model: Mapping[str, Any] = MODEL) -> Measured:
+def measure(config: RunConfig) -> Measured:
     """This rank's second step, when the optimizer's state is there."""
-    config = run_config(parallel, dtype, model)
-    layout, compute = config.parallel, default_dtype(config)
     mesh = run_mesh(config, "cpu")
     gc.collect()
     before = live_bytes()
-    whole = build_model(config, mesh)
-    stages = layout.stages_of(mesh["pp"].get_local_rank())
-    parts = [part_sizes(p, stage, layout.data_parallel_shard) for p, stage in zip(whole.parts, stages, strict=True)]
-    optimizers = [build_optimizer(part, config.optimizer) for part in whole.parts]
+    model = build_model(config, mesh)
+    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
     moments: dict[str, Held] = {}
     memory: dict[str, int] = {}
 
     def look(moment: str) -> None:
         gc.collect()
-        moments[moment], memory[moment] = held(whole, optimizers), live_bytes() - before
+        moments[moment], memory[moment] = held(model, optimizers), live_bytes() - before
 
+    forward, peak = (_Largest(lambda: held(model, optimizers)) for _ in range(2))
+    watch_layers(model, sample=peak, at_end=forward)
     for step in (1, 2):
-        forward, peak = (_Largest(lambda: held(whole, optimizers)) for _ in range(2))
-        recording = nullcontext([]) if whole.pipeline is None else whole.pipeline.recording()
-        with at_layers(whole, sample=peak, at_end=forward), recording as actions, count_step() as counts:
-            _backward(whole, step)
+        with count_step(mesh) as counts:
+            _backward(model, step)
         moments |= {FORWARD: forward.held, PEAK: peak.held}
         look(BACKWARD)
         for optimizer in optimizers:
@@ -215,12 +125,7 @@ def measure(parallel: Mapping[str, Any], dtype: str, model: Mapping[str, Any] = 
         for optimizer in optimizers:
             optimizer.zero_grad()
         look(IDLE)
-    moves = [Move(action.stage, action.kind) for action in actions]
-    if whole.pipeline is None:
-        moves = [*(Move(0, kind) for _ in range(MICROBATCHES) for kind in "FB"), Move(0, "R")]
-    accumulate = max(compute.itemsize, getattr(torch, layout.reduce_dtype).itemsize)
-    plan = Plan(layout.zero, layout.data_parallel_shard, compute.itemsize, accumulate)
-    return Measured(parts, plan, moves, moments, memory, counts)
+    return Measured(moments, memory, counts)
 
 
 def _backward(model: ModelParts, step: int) -> None:
@@ -230,163 +135,173 @@ def _backward(model: ModelParts, step: int) -> None:
     model.gradients(batch, first_sample=step * 1000 + model.data_rank * MICROBATCHES, step=step)
 
 
-def close(measured: Held, formula: Held) -> bool:
+def close(measured: Held, formula: Mapping[str, float]) -> bool:
     """Whether parameters, gradients and optimizer state are each within BAR of the formula."""
-    pairs = [(sum(measured[k] for k in kinds), sum(formula[k] for k in kinds)) for kinds in GROUPS.values()]
+    pairs = [(sum(measured[k] for k in kinds), sum(formula.get(k, 0) for k in kinds)) for kinds in GROUPS]
     return all(abs(ours - theirs) <= BAR * theirs for ours, theirs in pairs)
 
 
-def zero_rows(case: str, dtype: str, rank: int, measured: Measured) -> list[ZeroRow]:
-    formula: Expected = expected(measured.parts, measured.plan, measured.moves, pipeline="PP" in case)
-    parameters, plan = sum(part.total for part in measured.parts), measured.plan
-    rows: list[ZeroRow] = []
-    for moment in (IDLE, FORWARD, BACKWARD, STEP, PEAK):
-        sizes, wanted = measured.moments[moment], formula.moments.get(moment)
-        total, wanted_total = sum(sizes.values()), sum(wanted.values()) if wanted else formula.peak
-        memory = measured.memory.get(moment)
+def moment_rows(measured: Measured, formula: Moments) -> dict[str, Row]:
+    """Each moment beside its formula, peaks in total only. held: bytes by kind, in the order of KINDS; memory: bytes of
+    all live storages, None where activations live too."""
+    by_kind = {IDLE: formula.idle, FORWARD: formula.forward, BACKWARD: formula.backward, STEP: formula.backward}
+    rows: dict[str, Row] = {}
+    for moment in MOMENTS:
+        sizes, wanted, memory = measured.moments[moment], by_kind.get(moment), measured.memory.get(moment)
+        total, expected = sum(sizes.values()), formula.peak if wanted is None else sum(wanted.values())
         right = [
-            abs(total - wanted_total) <= BAR * wanted_total,
+            abs(total - expected) <= BAR * expected,
             wanted is None or close(sizes, wanted),
             memory is None or abs(memory - total) <= BAR * total,
         ]
-        rows.append(
-            {
-                "case": case,
-                "dtype": dtype,
-                "zero": plan.zero,
-                "shards": plan.shards,
-                "rank": rank,
-                "parameters": parameters,
-                "moment": moment,
-                "bytes": sizes,
-                "total": total,
-                "expected_bytes": wanted,
-                "expected_total": wanted_total,
-                "relative": round(total / wanted_total - 1, 5),
-                "memory": memory,
-                "slides": slides(parameters, plan) if plan.compute == 2 else None,
-                "paper": paper(parameters, plan) if plan.compute == 2 else None,
-                "ok": all(right),
-            }
-        )
+        rows[moment] = {"held": list(sizes.values()), "formula": round(expected), "memory": memory, "ok": all(right)}
     return rows
 
 
-def collective_row(case: str, dtype: str, rank: int, parallel: Mapping[str, Any], measured: Measured) -> CollectiveRow:
-    """One all-gather a unit and step below stage 3, where it is two a microbatch (the root's stays for the backward);
-    one reduce-scatter a unit and microbatch in stages 2 and 3, below one a step; one all-reduce a unit and step."""
-    plan, parts = measured.plan, measured.parts
-    layers, roots = sum(part.n_layers for part in parts), sum(part.root > 0 for part in parts)
-    shares, copies = plan.shards > 1, parallel.get("data_parallel_replicate", 1) > 1
-    gathers = MICROBATCHES * (2 * layers + roots) if plan.zero == 3 else layers + roots
-    scatters = (layers + roots) * (MICROBATCHES if plan.zero >= 2 else 1)
-    wanted = [gathers * shares, scatters * shares, (layers + roots) * copies]
-    counted = [measured.collectives.number(name) for name in ("all_gather", "reduce_scatter", "all_reduce")]
+def published(parameters: float, zero: int, shards: int, optimizer: int) -> int:
+    """2 + 2 + `optimizer` bytes a parameter: 16 bits, its gradient, and state; divided by shards as the stage says."""
+    sizes = ((2, zero == 3), (2, zero >= 2), (optimizer, zero >= 1))
+    return round(sum(size * parameters / (shards if shared else 1) for size, shared in sizes))
+
+
+def expected_collectives(config: RunConfig, pipeline_rank: int) -> list[int]:
+    """All-gathers, reduce-scatters and all-reduces of a step.
+
+    One all-gather a unit and step below stage 3, where it is two a microbatch (the root's stays for the backward);
+    one reduce-scatter a unit and microbatch in stages 2 and 3, below one a step; one all-reduce a unit and step.
+    """
+    layout, sizes = config.parallel, stage_elements(config, pipeline_rank).values()
+    layers, roots = sum(size.n_layers for size in sizes), sum(size.rest > 0 for size in sizes)
+    shares, copies = layout.data_parallel_shard > 1, layout.data_parallel_replicate > 1
+    gathers = MICROBATCHES * (2 * layers + roots) if layout.zero == 3 else layers + roots
+    scatters = (layers + roots) * (MICROBATCHES if layout.zero >= 2 else 1)
+    return [gathers * shares, scatters * shares, (layers + roots) * copies]
+
+
+def zero_row(case: str, config: RunConfig, pipeline_rank: int, measured: Measured) -> Row:
+    """What a rank held and communicated, beside the planner's formulas for its configuration. slides, paper: bytes by
+    published formulas, for 16-bit compute only."""
+    layout, low = config.parallel, config.train.dtype == "bfloat16"
+    m = sum(size.total for size in stage_elements(config, pipeline_rank).values())
+    numbers = by_name(measured.collectives, DATA)
+    slides, paper = (published(m, layout.zero, layout.data_parallel_shard, size) if low else None for size in (16, 12))
     return {
         "case": case,
-        "dtype": dtype,
-        "rank": rank,
-        "all_gather": counted[0],
-        "reduce_scatter": counted[1],
-        "all_reduce": counted[2],
-        "expected": wanted,
-        "ok": counted == wanted,
+        "dtype": config.train.dtype,
+        "rank": pipeline_rank,
+        "shards": layout.data_parallel_shard,
+        "parameters": round(m),
+        "slides": slides,
+        "paper": paper,
+        "moments": moment_rows(measured, rank_moments(config, pipeline_rank)),
+        "collectives": [numbers.get(name, 0) for name in ("all_gather", "reduce_scatter", "all_reduce")],
+        "expected": expected_collectives(config, pipeline_rank),
     }
 
 
-def zero_table(rows: Sequence[ZeroRow]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("layout", "moment"):
-        table.add_column(name, no_wrap=True)
-    for name in (
-        *("N", "pp rank", "shards", "gathered", "grads", "grad shards", "optimizer", "buffers"),
-        *("total", "formula", "off by", "memory", "slides", "paper", "ok"),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+def problems_of(rows: Sequence[Row]) -> list[str]:
+    """The moments and counts that are not as they should be."""
+    found = []
     for row in rows:
-        m, first = row["parameters"], row["moment"] == IDLE
+        where = f"{row['case']}, {row['dtype']}, pp rank {row['rank']}"
+        for moment, each in row["moments"].items():
+            if not each["ok"]:
+                found.append(f"{where}, {moment}: {sum(each['held']) / each['formula'] - 1:+.2%}")
+        if row["collectives"] != row["expected"]:
+            found.append(f"{where}: {row['collectives']} collectives, not {row['expected']}")
+    return found
 
-        def per(size: int | None, m: int = m) -> str:
-            return "" if size is None else f"{size / m:.3f}"
 
-        table.add_row(
-            *(f"{row['case']}, {row['dtype']}" if first else "", row["moment"], str(row["shards"]), str(row["rank"])),
-            *(per(size) for size in row["bytes"].values()),
-            *(per(row["total"]), per(row["expected_total"]), f"{row['relative']:+.2%}", per(row["memory"])),
-            *(per(row["slides"]), per(row["paper"]), "yes" if row["ok"] else "NO"),
-        )
+def zero_table(rows: Sequence[Row]) -> Table:
+    """A line for each moment."""
+    names = ("N", "pp rank", "shards", "gathered", "grads", "grad shards", "optimizer", "buffers")
+    names += ("total", "formula", "off by", "memory", "slides", "paper", "ok")
+    table = columns(("layout", "moment"), names)
+    for row in rows:
+        for moment, found in row["moments"].items():
+            total, formula = sum(found["held"]), found["formula"]
+            sizes = (*found["held"], total, formula, found["memory"], row["slides"], row["paper"])
+            cells = ["" if size is None else f"{size / row['parameters']:.3f}" for size in sizes]
+            cells.insert(8, f"{total / formula - 1:+.2%}")
+            table.add_row(
+                f"{row['case']}, {row['dtype']}" if moment == IDLE else "",
+                *(moment, str(row["shards"]), str(row["rank"]), *cells, "yes" if found["ok"] else "NO"),
+            )
     return table
 
 
-def collective_table(rows: Sequence[CollectiveRow]) -> Table:
+def collective_table(rows: Sequence[Row]) -> Table:
+    """Counts, and what they should be where they are not."""
     table = Table("layout", "pp rank", "all-gather", "reduce-scatter", "all-reduce", "ok", box=None, pad_edge=False)
     for row in rows:
-        counts = (row["all_gather"], row["reduce_scatter"], row["all_reduce"])
-        cells = (
-            f"{ours}" if ours == wanted else f"{ours}, not {wanted}"
-            for ours, wanted in zip(counts, row["expected"], strict=True)
-        )
-        table.add_row(f"{row['case']}, {row['dtype']}", str(row["rank"]), *cells, "yes" if row["ok"] else "NO")
+        pairs = list(zip(row["collectives"], row["expected"], strict=True))
+        cells = (f"{ours}" if ours == wanted else f"{ours}, not {wanted}" for ours, wanted in pairs)
+        ok = all(ours == wanted for ours, wanted in pairs)
+        table.add_row(f"{row['case']}, {row['dtype']}", str(row["rank"]), *cells, "yes" if ok else "NO")
     return table
 
 
-def setup(cases: Mapping[str, Mapping[str, Any]]) -> Calls:
-    """A rank's calls: `measure` of each case and dtype."""
-    return {
-        f"{case} {dtype}": partial(measure, parallel, dtype) for case, parallel in cases.items() for dtype in DTYPES
-    }
+def draw(path: Path) -> Path:
+    """Bars of what the first pipeline rank of each layout holds in bfloat16."""
+    result, bars = json.loads(path.read_text()), []
+    for row in result["rows"]:
+        if row["dtype"] == "bfloat16" and row["rank"] == 0:
+            m = row["parameters"]
+            for moment, found in row["moments"].items():
+                sizes = {kind: size / m for kind, size in zip(result["kinds"], found["held"], strict=True)}
+                total = f"{sum(sizes.values()):.2f}"
+                bars.append(Bar(row["case"], moment, sizes, total, mark=found["formula"] / m))
+    note = (
+        "Bytes per parameter on one rank: bfloat16 compute, float32 master weights, 4 microbatches. Red lines: the "
+        "formulas of tpformer dry-run. x4: four data-parallel ranks; 2x2: two groups of two that share; PP2: two "
+        "pipeline ranks, the first is shown."
+    )
+    return write_bars(path, note, "bytes per parameter", bars)
 
 
-def measure_all(dtypes: Sequence[str]) -> tuple[list[ZeroRow], list[CollectiveRow]]:
+def setup(configs: Mapping[str, RunConfig]) -> Calls:
+    """A rank's calls: `measure` of each configuration, by name."""
+    return {name: partial(measure, config) for name, config in configs.items()}
+
+
+def measure_all(dtypes: Sequence[str]) -> list[Row]:
     """Rows of all cases: the first rank of each pipeline rank is shown, all must hold."""
-    rows: list[ZeroRow] = []
-    collectives: list[CollectiveRow] = []
-    with Ranks(RANKS, 1, setup, CASES) as ranks:
-        for dtype in dtypes:
-            for case, parallel in CASES.items():
-                results = ranks.call(f"{case} {dtype}")
-                share = RANKS // parallel.get("pipeline_parallel", 1)
-                for rank, measured in enumerate(results):
-                    of_rank = zero_rows(case, dtype, rank // share, measured)
-                    moved = collective_row(case, dtype, rank // share, parallel, measured)
-                    shown = rank % share == 0
-                    rows += [row for row in of_rank if shown or not row["ok"]]
-                    collectives += [moved] if shown or not moved["ok"] else []
-    return rows, collectives
+    rows: list[Row] = []
+    configs = {(case, dtype): run_config(CASES[case], dtype, MODEL, MICROBATCHES) for dtype in dtypes for case in CASES}
+    with Ranks(RANKS, 1, setup, {str(key): config for key, config in configs.items()}) as ranks:
+        for key, config in configs.items():
+            share = RANKS // config.parallel.pipeline_parallel
+            for rank, measured in enumerate(ranks.call(str(key))):
+                row = zero_row(key[0], config, rank // share, measured)
+                rows += [row] if rank % share == 0 or problems_of([row]) else []
+    return rows
 
 
-def run(arguments: Sequence[str], results: Path, console: Console) -> int:
-    """The tool; the exit code: 1 where bytes or counts are not what the formulas say."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench {TOOL.name}", description=TOOL.description)
-    parser.add_argument("--split", action="store_true", help="only the counts of split-backward schedules; not written")
-    parser.add_argument("--dtype", choices=DTYPES, help="only this compute dtype, no other counts; nothing written")
-    options = parser.parse_args(arguments)
-    rows: list[ZeroRow] = []
-    moved: list[CollectiveRow] = []
+def run(options: argparse.Namespace) -> Report:
+    """Measure what the options leave: without any, all."""
+    content: Row = {"model": MODEL, "microbatches": MICROBATCHES, "bar": BAR, "kinds": KINDS}
+    tables: list[Table | str] = []
     problems: list[str] = []
-    content: dict[str, Any] = {"note": NOTE, "model": MODEL, "microbatches": MICROBATCHES, "bar": BAR}
     if not options.split:
-        rows, moved = measure_all([options.dtype] if options.dtype else DTYPES)
-        console.print(zero_table(rows), highlight=False)
-        console.print(f"\n{NOTE}\n", highlight=False, soft_wrap=True)
-        console.print(collective_table(moved), highlight=False)
-        problems += [f"{r['case']}, {r['dtype']}, {r['moment']}: {r['relative']:+.2%}" for r in rows if not r["ok"]]
-        problems += [f"{r['case']}, {r['dtype']}: {r}" for r in moved if not r["ok"]]
+        content["rows"] = rows = measure_all([options.dtype] if options.dtype else DTYPES)
+        tables += [zero_table(rows), "", collective_table(rows)]
+        problems += problems_of(rows)
     if options.dtype is None:
-        splits, found = split_rows()
-        console.print("\nTP 2 x PP 2 x DP 2, all ranks together, 4 microbatches, untied embeddings", highlight=False)
-        console.print(split_table(splits), highlight=False)
+        content["splits"], found = split_rows()
+        title = "\nTP 2 x PP 2 x DP 2, all ranks together, 4 microbatches, untied embeddings"
+        tables += [title, split_table(content["splits"])]
         problems += found
-        content |= {"rows": rows, "collectives": moved, "splits": splits}
-    if not options.split and options.dtype is None:
-        write(TOOL, content, device="cpu", results=results, draw=draw_moments, console=console)
-    for problem in problems or [f"every size is within {BAR:.0%} of its formula, every count is exact"]:
-        console.print(f"zero: {problem}", highlight=False, soft_wrap=True)
-    return 1 if problems else 0
+    return Report(tables, content, problems, f"every size is within {BAR:.0%} of its formula, every count is exact")
 
 
-TOOL = Tool(
+BENCH = Bench(
     name="zero",
     description="bytes per rank of parameters, gradients, optimizer state under ZeRO 0-3, beside formulas; on a CPU",
+    options={
+        "--split": {"action": "store_true", "help": "only the counts of split-backward schedules; not written"},
+        "--dtype": {"choices": DTYPES, "help": "only this compute dtype, no other counts; nothing written"},
+    },
     run=run,
+    draw=draw,
+    note=NOTE,
 )

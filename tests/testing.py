@@ -1,6 +1,6 @@
-"""The rule by which a low-precision result is accepted, the bytes that autograd saves, and poisoned memory.
+"""The rule by which a low-precision result is accepted, and poisoned memory.
 
-Belongs here: what tests of every folder measure results and memory with.
+Belongs here: what tests of every folder judge results with.
 """
 
 from collections.abc import Iterator
@@ -37,25 +37,6 @@ def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype
         f"(max {bounds[0]:.3g}, rms {bounds[1]:.3g}) = 2 * (baseline (max {baseline[0]:.3g}, rms {baseline[1]:.3g}) + "
         f"eps * {largest:.3g})"
     )
-
-
-@contextmanager
-def record_saved(*parameters: Tensor) -> Iterator[dict[int, int]]:
-    """Yield {storage address: bytes} of all that autograd saves in the context, without the parameters. Two views of
-    one storage count once, with the whole storage: that is what is held."""
-    storages: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no later tensor gets an address that is counted
-    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in known and storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
-            kept.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield storages
 
 
 @contextmanager

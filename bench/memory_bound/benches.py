@@ -1,7 +1,6 @@
-"""The benches of memory-bound kernels: against a copy of as many bytes, torch.compile and Liger-Kernel.
+"""How memory-bound kernels compare with a copy of as many bytes, with torch.compile and with Liger-Kernel.
 
-Belongs here: the gate, what is timed beside what, the required ratios, the rows. What the operations are, and who can
-do them, is in the files named after them.
+Belongs here: the gate, what is timed beside what, the required ratios, the rows. The operations are in cases.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,32 +9,27 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tpformer.kernels.cost import Machine
-
 from ..accuracy import require_accurate
-from ..gpu_timing import FULL, QUICK, Call, Effort, flush_buffer, measure
 from ..predict import present_machine
-from ..runner import Bench, Row, make_row, mean_row
-from ..timing import Comparison, compare
+from ..ratios import Row, compared, draw_ratios, means, ratios, table
+from ..runner import Bench
+from ..timing import FULL, QUICK, Call, Effort, flush_buffer, measure
 from . import liger
-from .activation import activation_cases
 from .case import COMPILED, LIGER, Case, Function, Work, each, flat
-from .cross_entropy import cross_entropy_cases
-from .dropout import dropout_cases
-from .norm import norm_cases
-from .rope import rope_cases
+from .cases import CASES, KEPT
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 OURS, COPY = "tpformer", "copy"
 REQUIRED = {COPY: 0.9, COMPILED: 1.0, LIGER: 1.0}
 SAME = 0.05  # relative RMS error of a rival: wide enough for bfloat16 statistics, too narrow for another function
+Cases = Callable[[bool], Sequence[Case]]
 
 NOTE = (
     "GB/s: bytes by the operation's cost function (each operand once) over the time, cold L2. copy: Tensor.copy_ of a "
     "contiguous tensor that reads and writes as many bytes in all. torch.compile: the same formula in plain torch, its "
-    "backward written out, one graph, default mode; where there is dropout, torch's own random numbers. Operands that "
-    "a provider overwrites are restored before each call. Prediction: the bytes at the memory bandwidth "
-    "(kernels/cost.py), a GEMM-bound one at the FLOP/s of large GEMMs. "
+    "backward written out, one graph, default mode; where there is dropout, torch's own random numbers. Operands are "
+    "restored before each call. Prediction: the bytes at the memory bandwidth (kernels/cost.py), a GEMM-bound one at "
+    "the FLOP/s of large GEMMs. "
 )
 LIGER_NOTE = (
     f"{LIGER} is installed; its Functions are called without autograd, rmsnorm in its casting mode 'llama'."
@@ -43,18 +37,18 @@ LIGER_NOTE = (
     else f"{LIGER} is not installed here: its rows are left out."
 )
 NOTES = {
-    "norm": f"after finish: bias, dropout ({LIGER} has neither) and residual before the norm.",
+    "norm": f"after finish: bias, dropout ({LIGER} has neither) and residual before the norm. ",
     "activation": f"Backwards also give the activation again, for the weight's gradient: {LIGER} runs its forward for "
-    "it, and without a bar its backward alone, as if the activation had been stored.",
+    "it, and without a bar its backward alone, as if the activation had been stored. ",
     "cross_entropy": f"{LIGER} waits for the device in its forward (item()), which is in its time. linear cross "
-    "entropy, forward and backward: bound by GEMMs, hence TFLOP/s; torch.compile holds all logits, hence no bar.",
+    "entropy, forward and backward: bound by GEMMs, hence TFLOP/s; torch.compile holds all logits, hence no bar. ",
 }
 
 
-def check(cases: Callable[[bool], Sequence[Case]]) -> None:
+def check(cases: Cases) -> None:
     for case in cases(False):
         check_case(case)
-        free_memory()
+        torch.cuda.empty_cache()  # the next case's tensors have other sizes
 
 
 def check_case(case: Case) -> None:
@@ -79,9 +73,8 @@ def check_case(case: Case) -> None:
     for index, (actual, exact, plain) in enumerate(zip(ours, oracle, baseline, strict=True)):
         require_accurate(f"{what}, result {index}", actual, exact, plain)
     for name, function in rivals(work).items():
-        for index, (actual, exact) in enumerate(
-            zip(results(function), oracle, strict=False)
-        ):  # Liger gives no statistics
+        # Liger gives no statistics
+        for index, (actual, exact) in enumerate(zip(results(function), oracle, strict=False)):
             require_same(f"{what}, result {index} of {name}", actual, exact, work.random)
 
 
@@ -106,118 +99,77 @@ def rms(x: Tensor) -> float:
 
 
 def rivals(work: Work) -> dict[str, Function]:
+    """Those that have the operation."""
     return {name: function for name, function in work.rivals.items() if function is not None}
 
 
-def copy_call(nbytes: int) -> Call:
-    """Reads and writes nbytes in all."""
-    source = torch.randint(256, (nbytes // 2,), dtype=torch.uint8, device=DEVICE)
-    return Call(partial(torch.empty_like(source).copy_, source))
-
-
 def calls_of(case: Case, work: Work) -> dict[str, Call]:
-    prepare = restore(work) if work.mutated else None
-    functions = {OURS: work.ours, **rivals(work)}
-    calls = {name: Call(partial(function, *work.inputs), prepare) for name, function in functions.items()}
-    return calls if case.nbytes is None else {**calls, COPY: copy_call(case.nbytes)}
+    """What is timed: before each call its inputs are restored, which leaves the L2 cold."""
+    pristine, flushed = each(Tensor.clone, work.inputs), flush_buffer()
 
-
-def restore(work: Work) -> Callable[[], None]:
-    """What puts the overwritten inputs back, and then leaves the L2 cold."""
-    overwritten = [work.inputs[index] for index in work.mutated]
-    pristine = [(x, x.clone()) for x in overwritten if x is not None]
-    flushed = flush_buffer()
-
-    def prepare() -> None:
-        for x, value in pristine:
+    def restore() -> None:
+        for x, value in zip(flat(work.inputs), flat(pristine), strict=True):
             x.copy_(value)
         flushed.zero_()
 
-    return prepare
+    functions = {OURS: work.ours, **rivals(work)}
+    calls = {name: Call(partial(function, *work.inputs), restore) for name, function in functions.items()}
+    if case.nbytes is not None:  # read and written in all
+        source = torch.randint(256, (case.nbytes // 2,), dtype=torch.uint8, device=DEVICE)
+        calls[COPY] = Call(partial(torch.empty_like(source).copy_, source))
+    return calls
 
 
-def case_rows(case: Case, effort: Effort) -> list[Row]:
-    work = case.build(DEVICE, DTYPE)
-    seconds = measure(calls_of(case, work), effort)
-    return [case_row(case, name, compare(seconds[OURS], seconds[name])) for name in seconds if name != OURS]
-
-
-def case_row(case: Case, baseline: str, comparison: Comparison) -> Row:
+def case_rows(case: Case, seconds: dict[str, list[float]]) -> list[Row]:
     """GEMM-bound: no bar but Liger's, which keeps as few logits."""
-    memory_bound = case.nbytes is not None
-    giga = (case.nbytes if case.nbytes is not None else case.flops / 1000) / 1e9
-    return make_row(
-        case=case.name,
-        shape=case.shape,
-        provider=OURS,
-        baseline=baseline,
-        unit="GB/s" if memory_bound else "TFLOP/s",
-        convert=lambda seconds: giga / seconds,
-        comparison=comparison,
-        bar=REQUIRED.get(baseline) if memory_bound or baseline == LIGER else None,
-    )
+    bars = REQUIRED if case.nbytes is not None else {LIGER: REQUIRED[LIGER]}
+    pairs = [(OURS, name, bars.get(name)) for name in (COMPILED, LIGER, KEPT, COPY)]
+    if case.nbytes is None:
+        return compared(case.name, case.shape, seconds, pairs, unit="TFLOP/s", amount=case.flops / 1e12)
+    return compared(case.name, case.shape, seconds, pairs, unit="GB/s", amount=case.nbytes / 1e9)
 
 
-def run(cases: Callable[[bool], Sequence[Case]], quick: bool) -> list[Row]:
-    rows: list[Row] = []
+def rows(cases: Cases, quick: bool) -> list[Row]:
+    """Of all cases, and their means over the rows in GB/s."""
+    effort: Effort = QUICK if quick else FULL
+    found: list[Row] = []
     for case in cases(quick):
-        rows += case_rows(case, QUICK if quick else FULL)
-        free_memory()
-    return rows + means(rows)
+        found += case_rows(case, measure(calls_of(case, case.build(DEVICE, DTYPE)), effort))
+        torch.cuda.empty_cache()
+    return found + means(row for row in found if row["unit"] == "GB/s")
 
 
-def free_memory() -> None:
-    """The next case's tensors have other sizes."""
-    torch.cuda.empty_cache()
+def predictions(cases: Cases) -> list[Row]:
+    """The time of a copy of each case's bytes, or of its GEMMs."""
+    machine, found = present_machine(), []
+    for case in cases(False):
+        copied = case.nbytes is not None
+        baseline = COPY if copied else "GEMMs alone"
+        seconds = (case.nbytes or 0) / machine.memory if copied else case.flops / machine.flops
+        label = f"prediction: {case.name}, 1 {machine.name}"
+        found += compared(label, case.shape, {"predicted": [seconds], baseline: [seconds]}, [("predicted", baseline)])
+    return found
 
 
-def means(rows: Sequence[Row]) -> list[Row]:
-    """One for each baseline, over the rows that it has a bar in; the bars are the rows' own."""
-    baselines: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["unit"] == "GB/s":
-            baselines.setdefault(row["baseline"], []).append(row)
-    return [
-        mean_row(chosen, case="geometric mean", shape=f"{len(chosen)} cases", provider=OURS)
-        for chosen in baselines.values()
-    ]
-
-
-def prediction_row(case: Case, machine: Machine) -> Row:
-    """The time of a copy of the case's bytes, or of its GEMMs."""
-    seconds = case.nbytes / machine.memory if case.nbytes is not None else case.flops / machine.flops
-    return make_row(
-        case=f"prediction: {case.name}, 1 {machine.name}",
-        shape=case.shape,
-        provider="predicted",
-        baseline=COPY if case.nbytes is not None else "GEMMs alone",
-        unit="us",
-        convert=lambda seconds: 1e6 * seconds,
-        comparison=Comparison(seconds, seconds, 1.0, 1.0, 1.0),
-    )
-
-
-def predictions(cases: Callable[[bool], Sequence[Case]]) -> list[Row]:
-    machine = present_machine()
-    return [prediction_row(case, machine) for case in cases(False)]
-
-
-def bench(name: str, what: str, cases: Callable[[bool], Sequence[Case]]) -> Bench:
+def bench(name: str, what: str) -> Bench:
+    """The bench of the cases of this name."""
+    cases = CASES[name]
     return Bench(
         name=name,
         description=f"{what} in bfloat16 against a copy's bandwidth, torch.compile and {LIGER} (1 GPU)",
         device="cuda",
         check=partial(check, cases),
-        run=partial(run, cases),
-        predict=partial(predictions, cases),
-        note=f"{NOTE}{NOTES[name] + ' ' if name in NOTES else ''}{LIGER_NOTE}",
+        run=ratios(partial(rows, cases)),
+        predict=lambda: table(predictions(cases)),
+        draw=draw_ratios,
+        note=f"{NOTE}{NOTES.get(name, '')}{LIGER_NOTE}",
     )
 
 
 BENCHES = (
-    bench("norm", "LayerNorm and RMSNorm, forward, backward and after the reduction", norm_cases),
-    bench("activation", "GELU, SwiGLU, GeGLU and squared ReLU, forward and backward", activation_cases),
-    bench("rope", "rotary embedding of queries and keys, forward and backward", rope_cases),
-    bench("dropout", "Philox dropout, with bias and residual, forward and backward", dropout_cases),
-    bench("cross_entropy", "the loss of vocabulary slices, and fused with the output projection", cross_entropy_cases),
+    bench("norm", "LayerNorm and RMSNorm, forward, backward and after the reduction"),
+    bench("activation", "GELU, SwiGLU, GeGLU and squared ReLU, forward and backward"),
+    bench("rope", "rotary embedding of queries and keys, forward and backward"),
+    bench("dropout", "Philox dropout, with bias and residual, forward and backward"),
+    bench("cross_entropy", "the loss of vocabulary slices, and fused with the output projection"),
 )

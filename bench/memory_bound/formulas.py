@@ -1,8 +1,8 @@
 """The memory-bound operations in plain torch: the oracle in float64, the baseline in a tensor's own dtype, and what
 torch.compile gets.
 
-Belongs here: one function per operation and direction, tensors in, a tuple of tensors out, computed in at least
-float32 and rounded once, as our kernels do. Backwards are written out, so that no autograd is timed.
+Belongs here: a function for each operation and direction, which takes and gives what the operation does, computed in
+at least float32 and rounded once. Backwards are written out, so that no autograd is timed.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpformer.kernels.finish import Dropout, Finish, Norm
+from tpformer.kernels.norm.reference import Statistics
+from tpformer.kernels.philox.reference import random_words
+from tpformer.kernels.rope.reference import Table
+
 Tensors = tuple[Tensor, ...]
-
-
-def compiled(function: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """One graph for these shapes, in torch.compile's default mode. Forgets what was compiled before."""
-    torch.compiler.reset()  # else the same formula at a ninth shape is refused
-    return torch.compile(function, fullgraph=True, dynamic=False)
+Drop = Callable[[Tensor], Tensor]
 
 
 def wide(x: Tensor) -> Tensor:
+    """x in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensors:
+def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
     """(y, statistics...): mean and rstd of layernorm, rstd of rmsnorm; each (M, 1)."""
+    kind, weight, bias, eps = norm
+    assert weight is not None and eps is not None
     rows, scale = wide(x), wide(weight)
     if kind == "rmsnorm":
         rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
@@ -37,15 +40,11 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps:
 
 
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dresidual: Tensor | None,
+    dy: Tensor, x: Tensor, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None
 ) -> Tensors:
-    """(dx + dresidual, dweight), and dbias if there is a bias; mean None: rmsnorm."""
+    """(dx + dresidual, dweight), and dbias if there is a bias."""
+    (mean, rstd), weight, bias = statistics, norm.weight, norm.bias
+    assert weight is not None
     rows, gradient = wide(x), wide(dy)
     normed = (rows if mean is None else rows - mean) * rstd
     inner = gradient * wide(weight)
@@ -61,24 +60,44 @@ def norm_backward(
     return dx.to(x.dtype), *parameters
 
 
-def dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
-    """x with what is not kept zeroed, in x's dtype; keep None: x."""
-    return x if keep is None else torch.where(keep, x * (1 / (1 - p)), 0)
+def kept(dropout: Dropout, n: int) -> Tensor:
+    """The mask (M, N) of these rows: what plain torch would have stored."""
+    return random_words(dropout.key, dropout.start, n) >= round(dropout.p * 2**32)
 
 
-def finish_forward(x: Tensor, bias: Tensor | None, residual: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensors:
-    """(z,): residual + drop(x + bias)."""
-    total = wide(x) if bias is None else wide(x) + wide(bias)
-    return ((wide(residual) + drop(total)).to(x.dtype),)
+def masked(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """x with what is not kept zeroed."""
+    return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-def finish_backward(dz: Tensor, keep: Tensor | None, p: float) -> Tensors:
-    """(dx, dbias) of finish_forward."""
-    dx = dropped(wide(dz), keep, p)
+def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
+    return masked(x, kept(Dropout(start, key, p), x.shape[-1]), p)
+
+
+def finish_forward(x: Tensor, finish: Finish, drop: Drop | None = None) -> Tensor:
+    """residual + dropout(x + bias); drop: instead of the dropout with the bits of `finish`."""
+    total = wide(x) if finish.bias is None else wide(x) + wide(finish.bias)
+    if finish.dropout is not None:
+        total = dropout_apply(total, *finish.dropout) if drop is None else drop(total)
+    assert finish.residual is not None
+    return (wide(finish.residual) + total).to(x.dtype)
+
+
+def finish_norm_forward(x: Tensor, finish: Finish, drop: Drop | None = None) -> Tensors:
+    """(z, norm of z as it is stored, statistics...)."""
+    z = finish_forward(x, finish, drop)
+    assert finish.norm is not None
+    return z, *norm_forward(z, finish.norm)
+
+
+def finish_backward(dz: Tensor, keep: Tensor, p: float) -> Tensors:
+    """(dx, dbias) of finish_forward, from the mask that its forward would have stored."""
+    dx = masked(wide(dz), keep, p)
     return dx.to(dz.dtype), dx.sum(0).to(dz.dtype)
 
 
 def act(x: Tensor, name: str) -> Tensor:
+    """The activation of this name, in x's dtype."""
     if name == "relu2":
         return F.relu(x).square()
     return F.silu(x) if name == "silu" else F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
@@ -97,13 +116,11 @@ def act_derivative(x: Tensor, name: str) -> Tensor:
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x)
 
 
-def activation_forward(x: Tensor, gate: Tensor | None, name: str) -> Tensors:
-    if gate is None:
-        return (act(wide(x), name).to(x.dtype),)
-    return ((act(wide(gate), name) * wide(x)).to(x.dtype),)
+def activation_forward(x: Tensor, name: str, gate: Tensor | None = None) -> Tensor:
+    return (act(wide(x), name) if gate is None else act(wide(gate), name) * wide(x)).to(x.dtype)
 
 
-def activation_backward(da: Tensor, x: Tensor, gate: Tensor | None, name: str) -> Tensors:
+def activation_backward(da: Tensor, x: Tensor, name: str, gate: Tensor | None = None) -> Tensors:
     """(dx, a), or (dx, dgate, a): the gradients, and the activation again for the weight's gradient."""
     upstream, up = wide(da), wide(x)
     if gate is None:
@@ -114,11 +131,11 @@ def activation_backward(da: Tensor, x: Tensor, gate: Tensor | None, name: str) -
     return (upstream * value).to(x.dtype), dgate.to(x.dtype), (value * up).to(x.dtype)
 
 
-def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, inverse: bool
+def rope_rotate(
+    q: Tensor, k: Tensor, table: Table, positions: Tensor, interleaved: bool = False, inverse: bool = False
 ) -> Tensors:
-    """q and k (T, heads, d) turned by their positions' rows of the tables (length, d / 2)."""
-    cosine, sine = cos[positions][:, None], sin[positions][:, None]
+    """q and k (T, heads, d) turned by their positions' rows of the table."""
+    cosine, sine = (rows[positions][:, None] for rows in table)
     if inverse:
         sine = -sine
 
@@ -131,8 +148,8 @@ def rope(
     return turned(q), turned(k)
 
 
-def cross_entropy_forward(logits: Tensor, targets: Tensor) -> Tensors:
-    return (F.cross_entropy(wide(logits), targets, reduction="none"),)
+def cross_entropy_forward(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(wide(logits), targets, reduction="none")
 
 
 def cross_entropy_both(logits: Tensor, targets: Tensor) -> Tensors:

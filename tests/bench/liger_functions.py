@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.memory_bound import formulas
-from bench.memory_bound.case import EPS
+from bench.memory_bound.cases import EPS
 
 
 def kept(context: Any, *tensors: Tensor) -> None:

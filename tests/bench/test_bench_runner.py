@@ -1,5 +1,6 @@
 """The bench runner on toy benches: the gate, the result file, --quick, the drawing; and the plain model it times."""
 
+import argparse
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,9 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench.baseline import check_against_plain  # noqa: E402
+from bench import runner  # noqa: E402
+from bench.plain import check_against_plain  # noqa: E402
 from bench.ranks import Ranks  # noqa: E402
-from bench.runner import Bench, Row, Tool, main, make_row  # noqa: E402
+from bench.ratios import CROWDED, Row, draw_ratios, make_row, ratios, table  # noqa: E402
+from bench.runner import Bench, Report, WrongCall, main, readable  # noqa: E402
 from bench.timing import Comparison, compare, interleave, timed  # noqa: E402
 from tpformer.models import GPT, GPTConfig  # noqa: E402
 
@@ -22,15 +25,16 @@ TINY = GPTConfig(vocab_size=13, vocab_multiple=8, seq_length=6, n_layers=2, hidd
 
 def toy_rows(ratio: float = 2.0) -> list[Row]:
     comparison = Comparison(0.5, 0.5 * ratio, ratio, 0.9 * ratio, 1.1 * ratio)
-    common: dict = {"baseline": "slow & <steady>", "unit": "calls/s", "convert": lambda seconds: 1 / seconds}
+    common: dict = {"unit": "calls/s", "amount": 1}
     return [
-        make_row(case="addition", shape="3", provider="fast", comparison=comparison, bar=1.5, **common),
-        make_row(case="product", shape="4", provider="faster", comparison=comparison, **common),
+        make_row("addition", "3", "fast", "slow & <steady>", comparison, bar=1.5, **common),
+        make_row("product", "4", "faster", "slow & <steady>", comparison, **common),
     ]
 
 
 def toy(check: Callable[[], None] = lambda: None, ratio: float = 2.0, name: str = "toy") -> Bench:
-    return Bench(name=name, description="a toy", device="cpu", check=check, run=lambda quick: toy_rows(ratio))
+    run = ratios(lambda quick: toy_rows(ratio))
+    return Bench(name=name, description="a toy", check=check, run=run, draw=draw_ratios)
 
 
 def wrong() -> None:
@@ -93,12 +97,22 @@ def test_quick_leaves_results_untouched(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["toy", "--quick"], [toy(wrong)], tmp_path) == 1
 
 
-def test_rows_with_other_columns_are_refused(tmp_path: Path) -> None:
-    rows = [{**toy_rows()[0], "speed": 1}]
-    bench = Bench(name="toy", description="", device="cpu", check=lambda: None, run=lambda quick: rows)  # type: ignore
-    with pytest.raises(ValueError, match="speed"):
-        main(["toy"], [bench], tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_results_of_a_changed_tree_are_refused_before_they_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git: dict = {"commit": "abc", "dirty": True}
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    monkeypatch.setattr(runner, "commit", lambda: git)
+    assert main(["toy"], [toy(lambda: print("checked"))], tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("files besides bench/results differ from the commit") < printed.index("checked")
+    assert "all 1 bars hold" in printed and list(tmp_path.iterdir()) == []
+    for git in ({"commit": "abc", "dirty": False}, {"commit": None, "dirty": None}):  # clean; not in git
+        assert main(["toy"], [toy()], tmp_path) == 0
+        written = json.loads((tmp_path / "cpu" / "toy.json").read_text())
+        assert {key: written[key] for key in git} == git
+        shown = "commit abc" if git["commit"] else "commit unknown"
+        assert shown in (tmp_path / "cpu" / "toy.svg").read_text()
 
 
 def test_the_list_of_benches(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -109,22 +123,50 @@ def test_the_list_of_benches(capsys: pytest.CaptureFixture, tmp_path: Path) -> N
     assert "three" in capsys.readouterr().err
 
 
-def test_a_tool_reads_its_own_arguments(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    calls: list = []
-    tool = Tool(name="tool", description="a tool", run=lambda *given: calls.append(given) or 3)
-    assert main(["tool", "--size", "4"], [toy(), tool], tmp_path) == 3
-    ((arguments, results, console),) = calls
-    assert arguments == ["--size", "4"] and results == tmp_path and not console.quiet
-    assert main([], [toy(), tool], tmp_path) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]][-1] == ["tool", "a", "tool"]
+def test_options_problems_and_further_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def run(options: argparse.Namespace) -> Report:
+        if options.size == 0:
+            raise WrongCall("--size 0 is nothing")
+        return Report(["a table"], {"size": options.size}, ["too small"], "", lambda folder: (folder / "more").touch())
+
+    bench = Bench(
+        name="sized", description="", run=run, draw=lambda path: None, options={"--size": {"type": int}}, note="a note"
+    )
+    assert main(["sized", "--size", "4"], [toy(), bench], tmp_path) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        *("a table", "a note", "nothing is written: called with an option", "sized: too small")
+    ]
+    assert list(tmp_path.iterdir()) == []
+    assert main(["sized", "--size", "0"], [toy(), bench], tmp_path) == 2
+    assert "sized: --size 0 is nothing" in capsys.readouterr().out
+    assert main(["sized"], [toy(), bench], tmp_path) == 1 and (tmp_path / "cpu" / "more").exists()
+    assert json.loads((tmp_path / "cpu" / "sized.json").read_text())["note"] == "a note"
 
 
 def test_the_drawing_is_xml_with_every_row(tmp_path: Path) -> None:
     main(["toy"], [toy()], tmp_path)
     tree = ElementTree.parse(tmp_path / "cpu" / "toy.svg")
     texts = [element.text for element in tree.iter("{http://www.w3.org/2000/svg}text")]
-    assert "3: fast against slow & <steady>" in texts and "4: faster against slow & <steady>" in texts
-    assert texts.count("2.00  (2 calls/s)") == 2
+    assert "3: fast" in texts and "4: faster" in texts and "addition, against slow & <steady>" in texts
+    assert texts.count("2.00 (2 calls/s)") == 2
+
+
+def test_many_rows_are_dots(tmp_path: Path) -> None:
+    rows = [{**toy_rows()[0], "shape": f"layer {index}"} for index in range(CROWDED + 1)]
+    bench = Bench(name="toy", description="", run=ratios(lambda quick: rows), draw=draw_ratios)  # type: ignore[arg-type]
+    main(["toy"], [bench], tmp_path)
+    tree = ElementTree.parse(tmp_path / "cpu" / "toy.svg")
+    circles = list(tree.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(circles) == CROWDED + 1 and {circle.attrib["cy"] for circle in circles} == {circles[0].attrib["cy"]}
+
+
+def test_a_table_is_grouped_and_narrow() -> None:
+    long = [
+        {**row, "shape": "405B gate+up 16384x13312x16384", "provider": "tpformer, recompute full"} for row in toy_rows()
+    ]
+    lines = table([*toy_rows(), *long]).splitlines()  # type: ignore[list-item]
+    assert lines[1] == "addition, against slow & <steady>" and lines[2].split()[:4] == ["3", "fast", "2.0", "1.0"]
+    assert lines[2].split()[-2:] == ["1.5", "yes"] and max(map(len, lines)) <= 120
 
 
 def test_ratios_are_taken_round_by_round() -> None:
@@ -171,3 +213,15 @@ def test_ranks_run_calls_and_report_failures(forked: None) -> None:
         assert ranks.sample("seconds") == 3.0
         with pytest.raises(RuntimeError, match="rank 0 of 2: (.|\n)*ZeroDivisionError"):
             ranks.call("fail")
+
+
+def test_results_files_have_a_row_on_a_line() -> None:
+    rows = [{"name": f"row {index}", "values": [0.5] * index, "none": None} for index in (1, 4, 80)]
+    text = readable({"schema": 1, "rows": rows, "empty": []})
+    assert json.loads(text) == {"schema": 1, "rows": rows, "empty": []}
+    assert text.splitlines()[2:5] == [
+        ' "rows": [',
+        '  {"name": "row 1", "values": [0.5], "none": null},',
+        '  {"name": "row 4", "values": [0.5, 0.5, 0.5, 0.5], "none": null},',
+    ]
+    assert len(text.splitlines()) > 80 and max(map(len, text.splitlines())) < 280

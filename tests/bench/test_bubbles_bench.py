@@ -6,13 +6,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 
 from bench import bubbles  # noqa: E402
-from bench.bubbles import BubbleRow, Case, make_row, measure  # noqa: E402
+from bench.bubbles import Case, make_row, measure  # noqa: E402
+from bench.runner import main  # noqa: E402
 from tpformer.parallel import Action  # noqa: E402
 from tpformer.planner import schedule_order, simulate  # noqa: E402
 
@@ -24,13 +24,12 @@ def step(schedule: str, stages: int, gap: float = 0.0) -> list[Action]:
 
 
 def test_the_bar_is_a_part_of_the_share() -> None:
-    row = make_row("ZBVZeroBubble", 8, 0.1, 1, step("ZBVZeroBubble", 2))
-    assert list(row) == list(BubbleRow.__annotations__)
+    row = make_row(Case("ZBVZeroBubble", 8, 0.1), 1, step("ZBVZeroBubble", 2))
     assert row["measured_share"] == row["simulated_share"] == row["formula_share"] == 0.05882 and row["ok"]
-    close, far = (make_row("ZBVZeroBubble", 8, 0.1, 1, step("ZBVZeroBubble", 2, gap)) for gap in (0.002, 0.005))
+    close, far = (make_row(Case("ZBVZeroBubble", 8, 0.1), 1, step("ZBVZeroBubble", 2, gap)) for gap in (0.002, 0.005))
     assert close["ok"] and 0.02 < close["relative"] < 0.05
     assert not far["ok"] and far["relative"] > 0.05 and far["difference"] < 0.01
-    assert make_row("1F1B", 8, 0.1, 1, step("1F1B", 1))["formula_share"] == 0.27273
+    assert make_row(Case("1F1B", 8, 0.1), 1, step("1F1B", 1))["formula_share"] == 0.27273
 
 
 def test_another_order_is_refused() -> None:
@@ -38,7 +37,7 @@ def test_another_order_is_refused() -> None:
     first, second = (next(a for a in actions if a[:4] == (3, 3, microbatch, "F")) for microbatch in (0, 1))
     swapped = [a._replace(microbatch=1 - a.microbatch) if a in (first, second) else a for a in actions]
     with pytest.raises(ValueError, match="1F1B: rank 3 ran"):
-        make_row("1F1B", 8, 0.1, 1, swapped)
+        make_row(Case("1F1B", 8, 0.1), 1, swapped)
 
 
 class Ranks:
@@ -67,7 +66,7 @@ def test_a_run_writes_shares_and_timelines(forked: None, tmp_path: Path, monkeyp
     for name, value in short.items():
         monkeypatch.setattr(bubbles, name, value)
     monkeypatch.setattr(bubbles, "BAR", -1.0)  # what no share can be within
-    assert bubbles.run([], tmp_path, Console(quiet=True)) == 1
+    assert main(["bubbles"], [bubbles.BENCH], tmp_path) == 1
     (row,) = json.loads((tmp_path / "cpu" / "bubbles.json").read_text())["rows"]
     assert row["seconds"] == 0.01 and row["steps"] == 1 and row["span"] > 33 * 0.01 and 0 < row["measured_share"] < 1
     for name in ("bubbles", "pipeline_1F1B"):

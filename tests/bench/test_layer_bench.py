@@ -1,7 +1,4 @@
-"""The bench `layer` without a GPU: blocks, the gate, rows and predictions at tiny sizes on a CPU.
-
-Marked `gpu`: the bench as a whole, --quick.
-"""
+"""The bench `layer` without a GPU: blocks, the gate, rows and predictions at tiny sizes on a CPU."""
 
 import sys
 from pathlib import Path
@@ -13,10 +10,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
 from bench import layer as bench  # noqa: E402
-from bench.gpu_timing import Call, Effort  # noqa: E402
-from bench.layer import BENCH, Layer, check_layer, inputs_of, our_block, our_dropout, step  # noqa: E402
-from bench.plain_layer import plain_layer  # noqa: E402
-from bench.runner import check_rows, main  # noqa: E402
+from bench.layer import Layer, check_layer, inputs_of, our_block, our_dropout, step  # noqa: E402
+from bench.plain import plain_block  # noqa: E402
+from bench.timing import Call, Effort  # noqa: E402
 from tpformer.kernels.cost import machine_for  # noqa: E402
 from tpformer.models import GPTConfig  # noqa: E402
 
@@ -69,13 +65,13 @@ def test_plain_blocks_are_ours(name: str, fused_qkv: bool, on_cpu: None, monkeyp
     nn.init.normal_(block.input_layernorm.weight)
     x, dy, options = inputs_of(block, config, 2, 16)
     drop = our_dropout(config, options) if config.dropout else None
-    plain = plain_layer(block, config, torch.float64, fused_qkv=fused_qkv, drop=drop)
+    plain = plain_block(block, config, torch.float64, fused_qkv=fused_qkv, drop=drop)
     ours = step(block, lambda x: block(x, **options), x, dy)
     for result, value in step(plain, plain, x, dy).items():
         parts = [result.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if "qkv_proj" in result else [result]
         torch.testing.assert_close(torch.cat([ours[part] for part in parts]), value, rtol=1e-9, atol=1e-9)
     if config.dropout:
-        assert not torch.allclose(plain_layer(block, config, torch.float64)(x), ours["output"])
+        assert not torch.allclose(plain_block(block, config, torch.float64)(x), ours["output"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -108,8 +104,7 @@ def once(calls: dict[str, Call], effort: Effort) -> dict[str, list[float]]:
 def test_rows_are_complete(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "measure", once)
     monkeypatch.setattr(bench, "layers", lambda quick: [Layer("tiny", CONFIGS[name], 1)])
-    rows = BENCH.run(False)
-    check_rows(rows)
+    rows = bench.rows(False)
     pairs = [(row["provider"], row["baseline"], row["bar"]) for row in rows]
     bar = None if name == "llama" else 1.1
     assert ("tpformer", "torch.compile", bar) in pairs
@@ -140,27 +135,5 @@ def test_predictions_by_hand() -> None:
     assert bench.passes_bytes(dropping) > passes and bench.passes_bytes(llama) > 0
     fc1 = 2 * 8192 * 4096 * 16384 / 700e12
     assert bench.predicted_seconds(gpt, h200, "mlp") - bench.predicted_seconds(gpt, h200) == pytest.approx(fc1)
-    rows = BENCH.predict()  # type: ignore[misc]
-    check_rows(rows)
+    rows = bench.predictions()
     assert len(rows) == 3 * 3 and all(0.4 < row["ratio"] < 0.75 for row in rows)
-
-
-@pytest.mark.parametrize("options", [[], ["--quick"]])
-def test_without_a_gpu_predictions_are_shown(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["layer", *options], [BENCH], tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "layer needs a CUDA device: nothing is measured, nothing is written"
-    assert lines[3] == "PREDICTION, not a measurement"
-    assert sum(line.startswith("prediction: ") and " predicted" in line for line in lines) == 9
-    assert "kernels/cost.py" in lines[-1]
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-def test_quick_on_gpu(tmp_path: Path) -> None:
-    assert main(["layer", "--quick"], [BENCH], tmp_path) == 0
-    assert list(tmp_path.iterdir()) == []

@@ -22,45 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 from bench import memory  # noqa: E402
 from bench.layer_memory import RESIDUALS, SCORES, STATISTICS, Counted, Layer, Step, count, expected_items  # noqa: E402
 from bench.runner import main  # noqa: E402
-from bench.saved import OTHER, RESULT, Gemms, record_saved  # noqa: E402
+from bench.step_counts import Gemms  # noqa: E402
 from tpformer.distributed import build_mesh  # noqa: E402
 from tpformer.models import GPTConfig  # noqa: E402
+from tpformer.planner.storages import OTHER  # noqa: E402
 
 GPT = replace(memory.GPT, hidden_size=64, n_heads=4, seq_length=32)
 LLAMA = replace(memory.LLAMA, hidden_size=64, n_heads=4, n_kv_heads=2, seq_length=32, ffn_hidden_size=96)
 MODES = ("none", "mlp", "full")
-
-
-class Toy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-def test_storages_count_once_and_whole() -> None:
-    toy, x = Toy(), torch.randn(6, 4)
-    with record_saved(
-        toy, {"first": {0: "input"}, "second": {0: "hidden", RESULT: "output"}, "": {0: "late"}}
-    ) as saved:
-        y = toy(x[:3])
-        y = y.exp()
-    # x is kept as a view of 3 rows; tanh and the second linear keep one tensor; no weight counts
-    assert saved.items() == {"late": 6 * 4 * 4, "hidden": 3 * 8 * 4, OTHER: 3 * 2 * 4}
-    assert saved.items(lambda x: f"of {tuple(x.shape)}")["of (3, 2)"] == y.untyped_storage().nbytes()
-    assert saved.total() == 96 + 96 + 24
-    saved.leave_out([x])
-    assert saved.total() == 96 + 24
-
-
-def test_hooks_are_gone_afterwards() -> None:
-    toy = Toy()
-    with record_saved(toy) as saved:
-        pass
-    toy(torch.randn(3, 4))
-    assert saved.total() == 0 and not any(module._forward_pre_hooks for module in toy.modules())
 
 
 def test_gemms_by_hand() -> None:
@@ -154,17 +123,18 @@ def test_no_gemm_is_recomputed() -> None:
             layer = Layer("layer", config, 1, mode)
             assert memory.gemm_problems(layer, memory.gemm_row(layer)) == []
     row = memory.gemm_row(Layer("layer", GPT, 1))
-    assert row["recomputed_flops"] == 0 and row["backward_flops"] == 2 * row["forward_flops"]
+    assert row["recomputed"] == 0 and row["backward"] == 2 * row["forward"]
 
 
 def test_formulas() -> None:
     rows = memory.formula_rows(Layer("GPT layer", GPT, 2))
-    assert [(row["recompute"], row["item"], row["sbh_over_t"], row["bytes"]) for row in rows] == [
-        ("attention", "total", 34, 34 * 32 * 64 // 2),
-        ("attention +norms", "total", 30, 30 * 32 * 64 // 2),
+    assert [(row["recompute"], row["items"]) for row in rows] == [
+        ("attention", {"total": 34 * 32 * 64 // 2}),
+        ("attention +norms", {"total": 30 * 32 * 64 // 2}),
     ]
     narrow = replace(GPT, ffn_hidden_size=2 * GPT.hidden_size)
-    assert [row["sbh_over_t"] for row in memory.formula_rows(Layer("GPT layer", narrow, 1))] == [26, 22]
+    rows = memory.formula_rows(Layer("GPT layer", narrow, 1))
+    assert [row["items"]["total"] / row["unit"] for row in rows] == [26, 22]
     assert memory.formula_rows(Layer("Llama layer", LLAMA, 1)) == []
     assert memory.formula_rows(Layer("grouped", replace(GPT, n_kv_heads=2), 1)) == []
 
@@ -200,19 +170,17 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_result_file_and_its_drawing(
     tiny: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["memory"], [memory.TOOL], tmp_path) == 0
+    assert main(["memory"], [memory.BENCH], tmp_path) == 0
     assert "every size and count is as it should be" in capsys.readouterr().out
     result = json.loads((tmp_path / "cpu" / "memory.json").read_text())
     header = "schema bench description date machine commit dirty versions"
-    assert list(result) == [*header.split(), "sources", "models", "rows", "gemms", "collectives"]
+    assert list(result) == [*header.split(), "note", "models", "rows", "gemms", "collectives"]
     assert GPTConfig(**result["models"]["Llama layer"]) == LLAMA
-    for row in result["rows"]:
-        assert list(row) == ["model", "tp", "recompute", "item", "bytes", "sbh_over_t"]
-        assert isinstance(row["bytes"], int) and row["sbh_over_t"] == row["bytes"] / (32 * 64)
-    totals = {(row["model"], row["recompute"]): row["sbh_over_t"] for row in result["rows"] if row["item"] == "total"}
+    assert {row["unit"] for row in result["rows"]} == {32 * 64}
+    totals = {(row["model"], row["recompute"]): sum(row["items"].values()) / row["unit"] for row in result["rows"]}
     assert totals["GPT layer", "none"] == 20.5 and totals["GPT layer", "full"] == 2
     assert totals["GPT layer, Megatron (formula)", "attention"] == 34
-    assert {row["recompute"]: row["recomputed_flops"] for row in result["gemms"][:3]}["none"] == 0
+    assert {row["recompute"]: row["recomputed"] for row in result["gemms"][:3]}["none"] == 0
     svg = ElementTree.parse(tmp_path / "cpu" / "memory.svg")
     texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("20.50") == 1 and "GPT layer, PyTorch TP+SP" in texts and "fc1 output" in texts
@@ -223,7 +191,7 @@ def test_a_layer_that_keeps_too_much_is_reported(
 ) -> None:
     right = Step.saved_items
     tiny.setattr(Step, "saved_items", lambda step: right(step) | {OTHER: 512})
-    assert main(["memory"], [memory.TOOL], tmp_path) == 1
+    assert main(["memory"], [memory.BENCH], tmp_path) == 1
     printed = capsys.readouterr().out
     assert "memory: GPT layer, t = 1, recompute none: other takes 512 bytes, not 0" in printed
     assert "20.25 sbh/t without statistics, not 20" in printed
@@ -239,8 +207,7 @@ def test_smaller_layers_and_other_counts_are_problems() -> None:
         f"{where}: q takes 0 bytes, not 2048",
         f"{where}: 18 sbh/t without statistics, not 20",
     ]
-    flops = {"forward_flops": 30, "backward_flops": 90, "recomputed_flops": 30}
-    row: memory.GemmRow = {"model": "GPT layer", "recompute": "none", **flops}  # type: ignore[typeddict-item]
+    row = {"model": "GPT layer", "recompute": "none", "forward": 30, "backward": 90, "recomputed": 30}
     assert [problem.split(": ")[1].split()[0] for problem in memory.gemm_problems(layer, row)] == ["forward", "30"]
     calls = {"forward": [("all_gather", 2 * 32 * 64)] * 2 + [("reduce_scatter", 8000)] * 3}
     found = memory.collective_problems(Counted(layer, {}, calls))
@@ -258,7 +225,7 @@ def test_smaller_layers_and_other_counts_are_problems() -> None:
     ],
 )
 def test_wrong_calls(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["memory", *arguments], [memory.TOOL], tmp_path) == 2
+    assert main(["memory", *arguments], [memory.BENCH], tmp_path) == 2
     assert message in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -267,14 +234,14 @@ def test_a_preset_is_printed_and_not_written(
     tiny: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     tiny.setattr(memory, "preset_config", lambda name, **fields: replace(GPT, **fields))
-    assert main(["memory", "--preset", "gpt2-124m"], [memory.TOOL], tmp_path) == 0
+    assert main(["memory", "--preset", "gpt2-124m"], [memory.BENCH], tmp_path) == 0
     printed = capsys.readouterr().out
     assert "gpt2-124m layer: hidden 64, 1 x 32 tokens" in printed and "20.5 (0.04)" in printed
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.proof
-def test_rows_for_a_planner_from_processes() -> None:
-    rows = memory.layer_rows(GPT, 2, "mlp", "GPT layer")
-    assert [row["sbh_over_t"] for row in rows if row["item"] == "total"] == [12 + 8 / 64 + 4 / 16]
-    assert count([Layer("GPT layer", GPT, 2)], collectives=True)[0].collectives["forward"]
+def test_counts_of_processes() -> None:
+    (found,) = count([Layer("GPT layer", GPT, 2, "mlp")], collectives=True)
+    assert sum(found.items.values()) / found.layer.unit == 12 + 8 / 64 + 4 / 16
+    assert found.collectives["forward"]

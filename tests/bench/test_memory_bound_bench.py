@@ -1,7 +1,4 @@
-"""The benches of memory-bound kernels without a GPU: shapes and bytes, formulas, Liger's calls, the gate, rows.
-
-Marked `gpu`: each bench as a whole, --quick.
-"""
+"""The benches of memory-bound kernels without a GPU: shapes and bytes, formulas, Liger's calls, the gate, rows."""
 
 import sys
 from collections.abc import Callable
@@ -20,29 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 
 from liger_functions import functions  # noqa: E402
 
-from bench.gpu_timing import Call, Effort  # noqa: E402
-from bench.memory_bound import (  # noqa: E402
-    BENCHES,
-    activation,
-    benches,
-    cross_entropy,
-    dropout,
-    formulas,
-    liger,
-    norm,
-    rope,
-)
-from bench.memory_bound.case import COMPILED, EPS, LIGER, Case, Rows, each, flat  # noqa: E402
-from bench.runner import check_rows, main  # noqa: E402
-
-MODULES = (norm, activation, rope, dropout, cross_entropy)
-LISTS: dict[str, Callable[[bool], list[Case]]] = {
-    "norm": norm.norm_cases,
-    "activation": activation.activation_cases,
-    "rope": rope.rope_cases,
-    "dropout": dropout.dropout_cases,
-    "cross_entropy": cross_entropy.cross_entropy_cases,
-}
+from bench.memory_bound import benches, cases, formulas, liger  # noqa: E402
+from bench.memory_bound.case import COMPILED, LIGER, Case, Rows, each, flat  # noqa: E402
+from bench.memory_bound.cases import CASES, EPS, Heads  # noqa: E402
+from bench.timing import Call, Effort  # noqa: E402
+from tpformer.kernels.finish import Norm  # noqa: E402
 
 
 def tiny(case: Case) -> Case:
@@ -51,8 +30,8 @@ def tiny(case: Case) -> Case:
     def smaller(argument: Any) -> Any:
         if isinstance(argument, Rows):
             return Rows("tiny", 60, 40)
-        if isinstance(argument, rope.Heads):
-            return rope.Heads("tiny", 60, 4, 2, 8)
+        if isinstance(argument, Heads):
+            return Heads("tiny", 60, 4, 2, 8)
         return 24 if isinstance(argument, int) and argument > 1 else argument
 
     build = case.build
@@ -62,24 +41,23 @@ def tiny(case: Case) -> Case:
 
 def distinct(name: str) -> list[Case]:
     """One tiny case for each operation, direction and option of a bench."""
-    return list({case.name: tiny(case) for case in LISTS[name](False)}.values())
+    return list({case.name: tiny(case) for case in CASES[name](False)}.values())
 
 
-TINY = {f"{name}: {case.name}": case for name in LISTS for case in distinct(name)}
+TINY = {f"{name}: {case.name}": case for name in CASES for case in distinct(name)}
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny cases on a CPU; what is given to torch.compile runs as it is."""
-    for module in MODULES:
-        monkeypatch.setattr(module, "compiled", lambda function: function)
+    monkeypatch.setattr(cases, "compiled", lambda function: function)
     monkeypatch.setattr(benches, "DEVICE", "cpu")
     monkeypatch.setattr(benches, "flush_buffer", lambda: torch.empty(16))
     torch.manual_seed(0)
 
 
 def test_shapes_are_the_models() -> None:
-    shapes = {name: sorted({case.shape for case in cases(False)}) for name, cases in LISTS.items()}
+    shapes = {name: sorted({case.shape for case in listed(False)}) for name, listed in CASES.items()}
     assert shapes["norm"] == shapes["dropout"] == ["405B 4096x16384", "70B 8192x8192", "8B 8192x4096"]
     assert shapes["activation"] == [
         "70B/8 16384x3584",
@@ -90,17 +68,17 @@ def test_shapes_are_the_models() -> None:
     ]
     assert shapes["rope"] == ["70B 8192x(64+8)x128", "8B 8192x(32+8)x128"]
     assert shapes["cross_entropy"] == ["8B 4096x128256", "8B/8 4096x16032", "8B/8 4096x16032x4096"]
-    for cases in LISTS.values():
-        assert all(case.nbytes is None or case.nbytes >= 2 * 64e6 for case in cases(False))
-        assert {case.name for case in cases(True)} <= {case.name for case in cases(False)}
-        assert len(cases(True)) < len(cases(False))
+    for listed in CASES.values():
+        assert all(case.nbytes is None or case.nbytes >= 2 * 64e6 for case in listed(False))
+        assert {case.name for case in listed(True)} <= {case.name for case in listed(False)}
+        assert len(listed(True)) < len(listed(False))
 
 
 def test_bytes_by_hand() -> None:
     """Operands of M x N that are read or written, 2 bytes each: vectors and statistics are under 1 %."""
 
     def operands(name: str) -> dict[str, float]:
-        return {case.name: case.nbytes / (2 * 8192 * 4096) for case in LISTS[name](True) if case.nbytes is not None}
+        return {case.name: case.nbytes / (2 * 8192 * 4096) for case in CASES[name](True) if case.nbytes is not None}
 
     for kind in ("layernorm", "rmsnorm"):
         moved = [operands("norm")[f"{kind} {name}"] for name in ("forward", "backward", "backward + residual")]
@@ -109,14 +87,14 @@ def test_bytes_by_hand() -> None:
     assert list(operands("dropout").values()) == pytest.approx([2, 3, 2], rel=0.01)
     assert list(operands("rope").values()) == pytest.approx([2 * 40 / 32] * 4, rel=0.03)
     logits = 4096 * 16032 * 2
-    forward, both, linear = LISTS["cross_entropy"](True)
+    forward, both, linear = CASES["cross_entropy"](True)
     assert (forward.nbytes, both.nbytes) == pytest.approx((logits, 3 * logits), rel=0.01)
     assert (linear.nbytes, linear.flops) == (None, 6 * 4096 * 16032 * 4096)
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if name.startswith("activation")])
 def test_every_operand_of_an_activation_counts_once(name: str, on_cpu: None) -> None:
-    case = next(case for case in LISTS["activation"](False) if name == f"activation: {case.name}")
+    case = next(case for case in CASES["activation"](False) if name == f"activation: {case.name}")
     work = TINY[name].build("cpu", torch.bfloat16)
     tensors = len(flat(work.inputs)) + len(flat(work.plain(*work.inputs)))
     m, n = (int(size) for size in case.shape.split()[1].split("x"))
@@ -131,8 +109,7 @@ def test_the_gate_passes_on_a_cpu(name: str, on_cpu: None, monkeypatch: pytest.M
         torch.compiler.reset()
         return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
 
-    for module in MODULES:
-        monkeypatch.setattr(module, "compiled", compiled)
+    monkeypatch.setattr(cases, "compiled", compiled)
     benches.check_case(TINY[name])
 
 
@@ -153,13 +130,16 @@ def test_backward_formulas_are_autograds() -> None:
     weight, bias = torch.randn(2, 12, dtype=torch.float64)
     for kind, shift in (("layernorm", bias), ("rmsnorm", None)):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, shift) if tensor is not None]
-        y = F.layer_norm(leaves[0], (12,), *leaves[1:], EPS) if shift is not None else F.rms_norm(x, (12,), weight, EPS)
-        if shift is None:
-            y = F.rms_norm(leaves[0], (12,), leaves[1], EPS)
+        y = (
+            F.rms_norm(*leaves[:1], (12,), *leaves[1:], EPS)
+            if shift is None
+            else F.layer_norm(leaves[0], (12,), *leaves[1:], EPS)
+        )
         expected = list(torch.autograd.grad(y, leaves, dy))
         expected[0] += residual
-        _, *mean, rstd = formulas.norm_forward(x, weight, shift, kind, EPS)
-        found = formulas.norm_backward(dy, x, mean[0] if mean else None, rstd, weight, shift, residual)
+        norm = Norm(kind, weight, shift, EPS)
+        _, *mean, rstd = formulas.norm_forward(x, norm)
+        found = formulas.norm_backward(dy, x, (mean[0] if mean else None, rstd), norm, residual)
         torch.testing.assert_close(list(found), expected)
     for name in ("gelu", "gelu_tanh", "silu", "relu2"):
         leaf = x.clone().requires_grad_()
@@ -173,7 +153,7 @@ def test_backward_formulas_are_autograds() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [f"{name}: {cases(True)[0].name}" for name, cases in LISTS.items()])
+@pytest.mark.parametrize("name", [f"{name}: {listed(True)[0].name}" for name, listed in CASES.items()])
 def test_the_gate_refuses_what_is_wrong(name: str, on_cpu: None) -> None:
     case = TINY[name]
 
@@ -217,8 +197,8 @@ def test_overwritten_operands_are_restored_before_each_call(on_cpu: None) -> Non
         before = each(Tensor.clone, work.inputs)
         prepare = benches.calls_of(case, work)[benches.OURS].prepare
         assert prepare is not None
-        for index in work.mutated:
-            work.inputs[index].zero_()  # type: ignore[union-attr]
+        for x in flat(work.inputs):
+            x.zero_()
         prepare()
         torch.testing.assert_close(flat(work.inputs), flat(before), rtol=0, atol=0)
 
@@ -231,13 +211,12 @@ def once(calls: dict[str, Call], effort: Effort) -> dict[str, list[float]]:
     return {name: [1e-3 * (index + 1)] * effort.rounds for index, name in enumerate(calls)}
 
 
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("name", CASES)
 def test_rows_are_complete(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benches, "measure", once)
-    cases = [replace(case, nbytes=case.nbytes and 4800) for case in distinct(name)]
-    rows = benches.run(lambda quick: cases, False)
-    check_rows(rows)
-    for case in cases:
+    listed = [replace(case, nbytes=case.nbytes and 4800) for case in distinct(name)]
+    rows = benches.rows(lambda quick: listed, False)
+    for case in listed:
         bars = {row["baseline"]: row["bar"] for row in rows if row["case"] == case.name}
         expected = {COMPILED: 1.0, "copy": 0.9} if case.nbytes else {COMPILED: None}
         assert bars == expected
@@ -248,41 +227,19 @@ def test_rows_are_complete(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_values_by_hand() -> None:
-    case = Case("it", "8B 8192x4096", 2 * 8192 * 4096 * 2, norm.norm_cases(True)[0].build)
-    comparison = benches.compare([40e-6], [32e-6])
-    row = benches.case_row(case, "copy", comparison)
+    case = Case("it", "8B 8192x4096", 2 * 8192 * 4096 * 2, cases.norm_cases(True)[0].build)
+    (row,) = benches.case_rows(case, {"tpformer": [40e-6], "copy": [32e-6]})
     assert (row["value"], row["baseline_value"], row["unit"]) == (3355.4, 4194.3, "GB/s")
     assert (row["ratio"], row["bar"], row["ok"]) == (0.8, 0.9, False)
     head = replace(case, nbytes=None, flops=6 * 4096 * 16032 * 4096)
-    row = benches.case_row(head, LIGER, benches.compare([3e-3], [4e-3]))
+    (row,) = benches.case_rows(head, {"tpformer": [3e-3], LIGER: [4e-3]})
     assert (row["value"], row["unit"], row["bar"], row["ok"]) == (537.9, "TFLOP/s", 1.0, True)
 
 
-COUNTS = {"norm": 24, "activation": 16, "rope": 8, "dropout": 9, "cross_entropy": 5}
-
-
-@pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("options", [[], ["--quick"]])
-def test_without_a_gpu_predictions_are_shown(
-    name: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main([name, *options], BENCHES, tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"{name} needs a CUDA device: nothing is measured, nothing is written"
-    assert lines[3] == "PREDICTION, not a measurement"
-    rows = [line for line in lines if line.startswith("prediction: ")]
-    assert len(rows) == COUNTS[name] and all("H200" in row and " predicted" in row for row in rows)
-    assert "kernels/cost.py" in lines[-1] and LIGER in lines[-1]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_predictions_by_hand() -> None:
-    bench = {bench.name: bench for bench in BENCHES}["norm"]
-    rows = bench.predict()  # type: ignore[misc]
-    check_rows(rows)
+    row = benches.predictions(CASES["norm"])[0]
     # x in, y out, mean and rstd: 2 * 8192 * 4096 * 2 + 8 * 8192 bytes at 4.3e12
-    assert rows[0]["value"] == pytest.approx(31.2, abs=0.1) and rows[0]["unit"] == "us"
+    assert row["value"] == pytest.approx(31.2, abs=0.1) and row["unit"] == "us"
 
 
 LIGERS = [
@@ -321,7 +278,7 @@ def test_liger_is_asked_for_the_same(name: str, on_cpu: None, monkeypatch: pytes
 
 def test_liger_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     if not liger.installed():
-        assert liger.function("rope", "LigerRopeFunction") is None
+        assert liger.provider(liger.function, "rope", "LigerRopeFunction") is None
         assert "not installed" in benches.LIGER_NOTE
     package, ops, one = ModuleType("liger_kernel"), ModuleType("liger_kernel.ops"), ModuleType("liger_kernel.ops.rope")
     one.LigerRopeFunction = "it"  # type: ignore[attr-defined]
@@ -330,12 +287,4 @@ def test_liger_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(liger.util, "find_spec", lambda name: present.get(name))
     assert liger.function("rope", "LigerRopeFunction") == "it"
-    assert liger.function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") is None
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", LISTS)
-def test_quick_on_gpu(name: str, tmp_path: Path) -> None:
-    assert main([name, "--quick"], BENCHES, tmp_path) == 0
-    assert list(tmp_path.iterdir()) == []
+    assert liger.provider(liger.function, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction") is None

@@ -13,8 +13,9 @@ from pool import WorkerPool
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
 from bench import nvlink  # noqa: E402
-from bench.gpu_timing import Effort  # noqa: E402
+from bench.ratios import means  # noqa: E402
 from bench.shapes import Shape  # noqa: E402
+from bench.timing import Effort  # noqa: E402
 from tpformer.config.transport_table import read_transport_table  # noqa: E402
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER  # noqa: E402
 
@@ -95,7 +96,7 @@ def test_rows_and_table_of_the_nvlink_bench(tmp_path: Path) -> None:
         ("torch async-TP", "sequential", 1.111),
         ("fused", "predicted fused", 0.9),
     ]
-    assert len(nvlink.means(rows * 2)) == 3
+    assert len(means(rows * 2)) == 3
     path = nvlink.write_table([nvlink.table_row(shape, seconds)], tmp_path)
     assert path.name == "transports_8.json"
     (row,) = read_transport_table(path).rows

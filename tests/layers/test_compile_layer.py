@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_block_layer import BATCH, SEQ, inputs, make_block
-from testing import assert_kernel_close, record_saved
+from testing import assert_kernel_close
 from torch import Tensor
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import MLP, ColumnParallelLinear, DropoutKey, LayerNorm, Positions, RowParallelLinear
+from tpformer.planner.storages import Saved
 
 # inductor compiles C++, which takes half a minute
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -33,11 +34,11 @@ def run(kind: str, dtype: torch.dtype, recompute: str, backend: str | None) -> d
         block.zero_grad()
         x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()].clone() for z in inputs())
         x.requires_grad_()
-        with record_saved(*(p.to_local() for p in block.parameters())) as saved:
+        with Saved(*block.parameters()).recording() as saved:
             y = step(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(0, index, SAMPLES, block))
         y.backward(dy)
     gradients = {name: p.grad.to_local() for name, p in block.named_parameters()}
-    return {"y": y.detach(), "dx": x.grad, "saved": torch.tensor(sum(saved.values()))} | gradients
+    return {"y": y.detach(), "dx": x.grad, "saved": torch.tensor(saved.total())} | gradients
 
 
 @pytest.mark.parametrize("t", [1, pytest.param(2, marks=pytest.mark.proof)])

@@ -5,13 +5,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from testing import record_saved
-from torch.distributed.tensor import DTensor
 
 from tpformer import ops
 from tpformer.distributed import build_mesh
 from tpformer.layers import Positions, TensorParallel, TransformerBlock
 from tpformer.ops import attention
+from tpformer.planner.storages import Saved
 
 BATCH, SEQ, HIDDEN, HEADS, ITEM = 2, 8, 32, 4, 4
 TOKENS = BATCH * SEQ
@@ -23,18 +22,18 @@ def saved_by_block(options: dict, sequence_parallel: bool) -> tuple[list[int], b
     mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
     block = TransformerBlock(HIDDEN, HEADS, tp=TensorParallel(mesh, sequence_parallel), **options)
     x = torch.randn(TOKENS // t if sequence_parallel else TOKENS, HIDDEN, requires_grad=True)
-    attended: list[int] = []
+    attended: list[torch.UntypedStorage] = []
 
     def recorded(*args):
-        attended.append((y := attention(*args)).untyped_storage().data_ptr())
+        attended.append((y := attention(*args)).untyped_storage())
         return y
 
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
     positions = Positions(BATCH, SEQ)
-    with mock.patch.object(ops, "attention", recorded), record_saved(*local) as saved:
+    with mock.patch.object(ops, "attention", recorded), Saved(*block.parameters()).recording() as saved:
         y = block(x, positions=positions)
     assert y.requires_grad
-    return sorted((nbytes // ITEM for nbytes in saved.values()), reverse=True), attended[0] in saved
+    sizes = saved.sizes()
+    return sorted((nbytes // ITEM for nbytes in sizes.values()), reverse=True), attended[0] in sizes
 
 
 def expected(t: int, sequence_parallel: bool, ffn: int, pre_activations: int, kv_heads: int, statistics: int):

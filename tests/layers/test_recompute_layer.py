@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from steps import Results, gradients, joined
 from test_block_layer import BATCH, HEADS, HIDDEN, SEQ, by_plain_block, inputs, make_block
-from testing import assert_kernel_close, record_saved
+from testing import assert_kernel_close
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE
@@ -16,6 +15,7 @@ from tpformer.distributed import build_mesh, record_collectives
 from tpformer.kernels.dropout.reference import dropout_apply
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
+from tpformer.planner.storages import Saved
 
 P, SEED, STEP = 0.1, 3, 7
 SAMPLES = torch.tensor([11, 4])
@@ -88,11 +88,10 @@ def kept(recompute: str) -> int:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     block = TransformerBlock(HIDDEN, HEADS, dropout=P, recompute=recompute, tp=TensorParallel(mesh, True))
     x = torch.randn(BATCH * SEQ // mesh.size(), HIDDEN, requires_grad=True)
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
-    with record_saved(*local) as saved:
+    with Saved(*block.parameters()).recording() as saved:
         y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
     assert y.requires_grad
-    return sum(nbytes // 4 for nbytes in saved.values())
+    return saved.total() // 4
 
 
 @pytest.mark.parametrize("t", [1, 2])
@@ -108,9 +107,9 @@ def test_without_gradients_no_mode_keeps_anything():
     x, _ = inputs()
     for recompute in RECOMPUTE:
         block = make_block(DROPPED[0], recompute=recompute)
-        with torch.no_grad(), record_saved() as saved:
+        with torch.no_grad(), Saved().recording() as saved:
             assert torch.equal(block(x), make_block(DROPPED[0])(x))
-        assert saved == {}
+        assert saved.total() == 0
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

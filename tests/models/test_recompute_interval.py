@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from steps import Results, assert_same, gradients
-from testing import record_saved
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +12,7 @@ from tpformer.distributed import record_collectives
 from tpformer.layers import TensorParallel
 from tpformer.layers.children import others_hook
 from tpformer.models import GPT, GPTConfig
+from tpformer.planner.storages import Saved
 
 BATCH, SEQ, HIDDEN, LAYERS = 2, 6, 24, 5
 CONFIG = {"vocab_size": 40, "seq_length": SEQ, "n_layers": LAYERS, "hidden_size": HIDDEN, "n_heads": 6, "dropout": 0.1}
@@ -128,9 +128,9 @@ def test_one_input_is_kept_for_each_region():
         config = {**CONFIG, "position": "rope", "vocab_size": 1}
         model = GPT(GPTConfig(**config), **FULL, **options)
         ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-        with record_saved(*model.parameters()) as saved:
+        with Saved(*model.parameters()).recording() as saved:
             model(ids, targets=ids, sample_index=torch.arange(BATCH), step=1)
-        return sum(saved.values())
+        return saved.total()
 
     by_interval = {k: kept(recompute_interval=k) for k in (1, 2, 3, LAYERS)}
     row_bytes = 4 * BATCH * SEQ * HIDDEN

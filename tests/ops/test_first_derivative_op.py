@@ -3,13 +3,13 @@ never takes one for zero, also where the incoming gradient needs none."""
 
 import pytest
 import torch
-from testing import record_saved
 from torch import Tensor, nn
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE
 from tpformer.kernels.rope.reference import rope_table
 from tpformer.layers import LayerNorm, RowParallelLinear, TransformerBlock
+from tpformer.planner.storages import Saved
 
 REFUSED = r"tpformer.ops.\w+ has no second derivative: if you need one, as for a gradient penalty or a Hessian, use"
 ROWS, K = 6, 4
@@ -101,6 +101,6 @@ def test_a_queue_has_no_graph():
 
 def test_traces_keep_no_memory():
     x, weight, _ = inputs()
-    with record_saved(weight) as saved:
+    with Saved(weight).recording() as saved:
         head(2 * x, weight, weight)
-    assert sorted(saved.values()) == sorted([x.nbytes, weight.nbytes])  # their gradients
+    assert sorted(saved.sizes().values()) == sorted([x.nbytes, weight.nbytes])  # their gradients

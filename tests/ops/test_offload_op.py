@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from testing import record_saved
 from torch import Tensor, nn
 
 from tpformer import ops
 from tpformer.layers import DropoutKey, TransformerBlock
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import offload as module
+from tpformer.planner.storages import Saved
 
 HIDDEN, BATCH, SEQ = 32, 2, 8
 
@@ -51,10 +51,11 @@ def test_storages_are_copied_once_and_parameters_never(monkeypatch):
     monkeypatch.setattr(module._Storage, "_copy", spy)
     layers = blocks()
     x, key = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), DropoutKey(0, 1, torch.arange(BATCH), layers)
-    with record_saved(*layers[0].parameters()) as saved:
+    with Saved(*layers[0].parameters()).recording() as saved:
         layers[0](x, dropout_key=key)
-    large = sorted(nbytes for nbytes in saved.values() if nbytes >= 256)
-    assert len(large) < len(saved)  # row statistics are too small to be offloaded
+    sizes = saved.sizes().values()
+    large = sorted(nbytes for nbytes in sizes if nbytes >= 256)
+    assert len(large) < len(sizes)  # row statistics are too small to be offloaded
     offload = ops.Offload(smallest=256)
     for layer in layers[:2]:
         with offload.layer(layer):

@@ -3,20 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from testing import record_saved
 
 from tpformer import ops
 from tpformer.kernels.rope.reference import rope_table
+from tpformer.planner.storages import Saved
 
 TOKENS, K, N = 12, 10, 6
 
 
 def rand(*shape: int) -> torch.Tensor:
     return torch.randn(shape, requires_grad=True)
-
-
-def address(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
 
 
 def column(sequence_parallel: bool) -> None:
@@ -26,11 +22,12 @@ def column(sequence_parallel: bool) -> None:
     for kind, statistics in (("layernorm", 2), ("rmsnorm", 1), (None, 0)):
         x = rand(rows, K)
         norm = ops.Norm(kind, norm_weight, norm_bias if kind == "layernorm" else None, 1e-5) if kind else None
-        with record_saved(*weights, norm_weight, norm_bias) as saved:
+        with Saved(*weights, norm_weight, norm_bias).recording() as saved:
             ops.column_linear(x, weights, norm=norm, group=dist.group.WORLD, sequence_parallel=sequence_parallel)
         # x before the norm, and the statistics; but no normed rows, gathered rows or output
-        assert saved.pop(address(x)) == 4 * rows * K
-        assert sorted(saved.values()) == [4 * rows] * statistics, kind
+        sizes = saved.sizes()
+        assert sizes.pop(x.untyped_storage()) == 4 * rows * K
+        assert sorted(sizes.values()) == [4 * rows] * statistics, kind
 
 
 def row(sequence_parallel: bool) -> None:
@@ -40,7 +37,7 @@ def row(sequence_parallel: bool) -> None:
     site = ops.Dropout(ops.dropout_starts(torch.arange(3), 4, N, slice(0, rows)), 1, 0.5)
     for activation, gated in ((None, False), ("gelu_tanh", False), ("silu", True)):
         x, gate = rand(TOKENS, K), rand(TOKENS, K) if gated else None
-        with record_saved(weight, bias) as saved:
+        with Saved(weight, bias).recording() as saved:
             ops.row_linear(
                 x,
                 weight,
@@ -53,8 +50,8 @@ def row(sequence_parallel: bool) -> None:
                 sequence_parallel=sequence_parallel,
             )
         # the pre-activation and the gate; but no activation output, mask or residual
-        expected = {address(x): 4 * TOKENS * K} | ({address(gate): 4 * TOKENS * K} if gated else {})
-        assert saved == expected, activation
+        expected = {x.untyped_storage(): 4 * TOKENS * K} | ({gate.untyped_storage(): 4 * TOKENS * K} if gated else {})
+        assert saved.sizes() == expected, activation
 
 
 @pytest.mark.parametrize("t", [1, 2])
@@ -66,36 +63,39 @@ def test_linears_save_what_they_list(ranks, t, sequence_parallel, operation):
 
 def test_dropout_and_rope_save_nothing():
     site = ops.Dropout(ops.dropout_starts(torch.arange(3), 4, K, slice(0, TOKENS)), 1, 0.5)
-    with record_saved() as saved:
+    with Saved().recording() as saved:
         ops.dropout(rand(TOKENS, K), site)
-    assert saved == {}
+    assert saved.total() == 0
     cos, sin = rope_table(TOKENS, 4, 10000.0, torch.float32, "cpu")
     positions = torch.arange(TOKENS)
-    with record_saved() as saved:
+    with Saved().recording() as saved:
         ops.rope(rand(TOKENS, 2, 4), rand(TOKENS, 1, 4), (cos, sin), positions)
-    assert saved == {}
+    assert saved.total() == 0
 
 
 def test_norm_saves_its_input_and_statistics():
     x, weight, bias = rand(TOKENS, K), rand(K), rand(K)
-    with record_saved(weight, bias) as saved:
+    with Saved(weight, bias).recording() as saved:
         ops.norm(x, ops.Norm("layernorm", weight, bias, 1e-5))
-    assert saved.pop(address(x)) == 4 * TOKENS * K
-    assert list(saved.values()) == [4 * TOKENS] * 2
+    sizes = saved.sizes()
+    assert sizes.pop(x.untyped_storage()) == 4 * TOKENS * K
+    assert list(sizes.values()) == [4 * TOKENS] * 2
 
 
 def test_cross_entropy_saves_the_logits_and_two_numbers_a_token():
     logits, targets = rand(TOKENS, 20), torch.arange(TOKENS)
-    with record_saved() as saved:
+    with Saved().recording() as saved:
         ops.vocab_parallel_cross_entropy(logits, targets, ops.VocabSlice(0, 20, 20))
-    assert saved == {address(logits): 4 * TOKENS * 20, address(targets): 8 * TOKENS} | saved
-    assert sorted(saved.values()) == [2 * 4 * TOKENS, 8 * TOKENS, 4 * TOKENS * 20]
+    sizes = saved.sizes()
+    assert sizes[logits.untyped_storage()] == 4 * TOKENS * 20 and sizes[targets.untyped_storage()] == 8 * TOKENS
+    assert sorted(sizes.values()) == [2 * 4 * TOKENS, 8 * TOKENS, 4 * TOKENS * 20]
 
 
 def test_fused_cross_entropy_saves_gradients_only():
     x, weight, targets = rand(TOKENS, K), rand(200, K), torch.arange(TOKENS)
-    with record_saved(weight) as saved:
+    with Saved(weight).recording() as saved:
         ops.linear_cross_entropy(x, weight, targets, ops.VocabSlice(0, 200, 200), chunk_tokens=4)
     # the gradients of x and of W; but not x itself, nor anything of tokens x vocabulary elements
-    assert address(x) not in saved
-    assert sorted(saved.values()) == [4 * TOKENS * K, 4 * 200 * K]
+    sizes = saved.sizes()
+    assert x.untyped_storage() not in sizes
+    assert sorted(sizes.values()) == [4 * TOKENS * K, 4 * 200 * K]

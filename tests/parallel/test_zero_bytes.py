@@ -14,9 +14,10 @@ from pool import WorkerPool
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
 from bench import zero  # noqa: E402
-from bench.held import WHOLE_GRADIENTS  # noqa: E402
-from bench.zero_formulas import FORWARD  # noqa: E402
+from bench.step_counts import DATA, by_name  # noqa: E402
 from tpformer.config import build_config, check_config  # noqa: E402
+from tpformer.planner.states import ACCUMULATED, stage_elements  # noqa: E402
+from tpformer.planner.storages import live_storages  # noqa: E402
 from tpformer.training.setup import build_model, run_mesh  # noqa: E402
 
 SMALL = {**zero.MODEL, "vocab_size": 250, "hidden_size": 64, "n_layers": 4}
@@ -30,15 +31,13 @@ CHOSEN = (
 OTHERS = [each for each in itertools.product(zero.CASES, zero.DTYPES) if each not in CHOSEN]
 
 
-def problems(case: str, dtype: str, parallel: dict[str, Any], measured: list[zero.Measured]) -> list[Any]:
-    rows = [row for rank, each in enumerate(measured) for row in zero.zero_rows(case, dtype, rank, each)]
-    assert len(rows) == 5 * len(measured)
-    moved = [zero.collective_row(case, dtype, rank, parallel, each) for rank, each in enumerate(measured)]
-    return [row for row in (*rows, *moved) if not row["ok"]]
-
-
-def measure(parallel: dict[str, Any], dtype: str) -> zero.Measured:
-    return zero.measure(parallel, dtype, SMALL)
+def problems(ranks: WorkerPool, case: str, dtype: str) -> list[str]:
+    """What four ranks hold or communicate otherwise than the planner's formulas say."""
+    config = zero.run_config(zero.CASES[case], dtype, SMALL)
+    measured, share = ranks(4).run(zero.measure, config), 4 // config.parallel.pipeline_parallel
+    rows = [zero.zero_row(case, config, rank // share, each) for rank, each in enumerate(measured)]
+    assert all(len(row["moments"]) == 5 for row in rows)
+    return zero.problems_of(rows)
 
 
 @pytest.mark.parametrize(
@@ -46,22 +45,21 @@ def measure(parallel: dict[str, Any], dtype: str) -> zero.Measured:
     [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)],
 )
 def test_bytes_and_collectives(ranks: WorkerPool, case: str, dtype: str) -> None:
-    measured = ranks(4).run(measure, zero.CASES[case], dtype)
-    wrong = problems(case, dtype, zero.CASES[case], measured)
-    assert not wrong, wrong
+    assert problems(ranks, case, dtype) == []
 
 
 def test_reduction_in_16_bits(ranks: WorkerPool) -> None:
     """Microbatches add up in bfloat16 only where FSDP2 can do nothing else: before its reduction, below stage 2."""
     parallel = {"data_parallel_shard": 2, "data_parallel_replicate": 2, "reduce_dtype": "bfloat16"}
-    second, first = (ranks(4).run(measure, {**parallel, "zero_stage": stage}, "bfloat16") for stage in (2, 1))
+    configs = [zero.run_config({**parallel, "zero_stage": stage}, "bfloat16", SMALL) for stage in (1, 2)]
+    first, second = (ranks(4).run(zero.measure, config) for config in configs)
     units = 5
-    assert second[0].collectives.number("all_reduce") == units * zero.MICROBATCHES
-    assert second[0].collectives.number("reduce_scatter") == units * zero.MICROBATCHES
-    assert first[0].collectives.number("all_reduce") == units
-    total = sum(part.total for part in first[0].parts)
-    assert first[0].moments[FORWARD][WHOLE_GRADIENTS] == 2 * total
-    assert second[0].moments[FORWARD][WHOLE_GRADIENTS] == 0
+    once, each = (by_name(measured[0].collectives, DATA) for measured in (first, second))
+    assert each["all_reduce"] == each["reduce_scatter"] == units * zero.MICROBATCHES
+    assert once["all_reduce"] == units
+    (size,) = stage_elements(configs[0], 0).values()
+    assert first[0].moments[zero.FORWARD][ACCUMULATED] == 2 * size.total
+    assert second[0].moments[zero.FORWARD][ACCUMULATED] == 0
 
 
 def boundary_tensors(schedule: str, n_microbatches: int) -> tuple[int, int]:
@@ -81,9 +79,7 @@ def boundary_tensors(schedule: str, n_microbatches: int) -> tuple[int, int]:
     size, largest = 24 * 32 * 4, 0
 
     def count() -> int:
-        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
-        storages = {each.untyped_storage() for each in tensors}
-        return sum(storage.nbytes() == size for storage in storages)
+        return sum(storage.nbytes() == size for storage in live_storages(lambda x: not x.is_meta))
 
     def look(*_: Any) -> None:
         nonlocal largest

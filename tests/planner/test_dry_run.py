@@ -16,10 +16,12 @@ from tpformer.distributed import record_collectives
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
 from tpformer.planner.bubbles import schedule_order
-from tpformer.planner.counting import CollectiveCounter, StageCount, nbytes, storages
+from tpformer.planner.counting import CollectiveCounter, StageCount
 from tpformer.planner.dry_run import count_parameters, count_rank, default_ranks, plan_config
-from tpformer.planner.memory import Precision, fused_workspaces, layer_workspace, schedule_peak
+from tpformer.planner.memory import fused_workspaces, layer_workspace, schedule_peak
 from tpformer.planner.report import head, rank_lines, rank_plan, report
+from tpformer.planner.states import Precision
+from tpformer.planner.storages import nbytes, storages
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 

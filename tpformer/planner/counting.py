@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.ops.offload import SMALLEST
+
+from .storages import Saved, live_storages, local, storages
 
 
 class Collective(NamedTuple):
@@ -46,17 +46,20 @@ class StageCount(NamedTuple):
     queued: int
 
 
+SEND = "send"
 # torch.distributed's operations -> (name, the argument that has the full tensor)
 OPERATIONS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
     "all_reduce": ("all_reduce", 0),  # the functional one, by which DTensor adds up partial gradients
+    SEND: (SEND, 0),
 }
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts this process's collectives while it is the active mode, those of FSDP2 and DTensor included."""
+    """Counts this process's collectives and sent messages while it is the active mode, those of FSDP2, DTensor and the
+    pipeline engine included."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -85,69 +88,51 @@ class CollectiveCounter(TorchDispatchMode):
         return taken
 
 
-def local(x: Tensor) -> Tensor:
-    return x._local_tensor if isinstance(x, DTensor) else x
-
-
-def nbytes(tensors: Iterable[Tensor | None]) -> int:
-    """Of this rank's parts."""
-    return sum(local(x).numel() * x.dtype.itemsize for x in tensors if x is not None)
-
-
-def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
-    return {local(x).untyped_storage() for x in tensors}
-
-
 def live_bytes(mode: FakeTensorMode) -> int:
     """Of all storages that tensors of the mode refer to: what a real run would have allocated for them."""
     gc.collect()
-    fakes = (each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode)
-    return sum(storage.nbytes() for storage in {x.untyped_storage() for x in fakes})
+    alive = live_storages(lambda x: type(x) is FakeTensor and x.fake_mode is mode)
+    return sum(storage.nbytes() for storage in alive)
 
 
-class SavedBytes:
-    """What autograd keeps of one forward of a part: each storage once and with its whole size, parameters left out."""
+class SavedBytes(Saved):
+    """What autograd keeps of one forward of a part, and which of it ops.Offload would move to the host."""
 
-    def __init__(self, part: GPT) -> None:
-        self.part = part
-        self.kept: dict[torch.UntypedStorage, tuple[int, int]] = {}  # bytes; 0 before the first unit, 1 in it, ...
+    def __init__(self) -> None:
+        super().__init__()
         self.units = 0  # that ops.Offload would move one after another: layers, or regions of several
-        self.left_out: set[torch.UntypedStorage] = set()
+        self.unit_of: dict[torch.UntypedStorage, int] = {}  # 0 before the first unit, 1 in it, ...
         self.gathered: list[int] = []
-        """Bytes of the parameters that each layer, and before them the whole part, had when its forward began."""
+        """Bytes of the parameters that the part, and then each of FSDP2's units, had when its forward began."""
 
-    def _before(self, module: nn.Module, _: Any) -> None:
-        found = storages(module.parameters())  # now: FSDP2 replaces them when its unit is called
-        self.left_out |= found
-        self.gathered.append(sum(storage.nbytes() for storage in found))
+    def enter(self, module: nn.Module) -> None:
+        """See Saved; and note how much is gathered."""
+        super().enter(module)
+        self.gathered.append(sum(storage.nbytes() for storage in storages(module.parameters())))
 
-    def _pack(self, x: Tensor) -> Tensor:
-        storage = local(x).untyped_storage()
-        self.kept.setdefault(storage, (storage.nbytes(), self.units))
-        return x
+    def pack(self, x: Tensor) -> Tensor:
+        """See Saved; and note the unit that keeps the storage first."""
+        self.unit_of.setdefault(local(x).untyped_storage(), self.units)
+        return super().pack(x)
 
     @contextmanager
     def layer(self, *_: nn.Module) -> Iterator[None]:
-        """In the place of ops.Offload's, whose hooks would hide what is saved."""
+        """What ops.Offload has by this name. Its own hooks would hide what is saved."""
         self.units += 1
         yield
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        modules: list[nn.Module] = [self.part, *self.part.layers.values()]
-        hooks = [module.register_forward_pre_hook(self._before) for module in modules]
-        self.part.offload = lambda: self
+    def of_part(self, part: GPT) -> Iterator[None]:
+        """Record a forward of the part, which does not offload meanwhile."""
+        offload, part.offload = part.offload, lambda: self
         try:
-            with saved_tensors_hooks(self._pack, lambda x: x):
+            with self.recording(part):
                 yield
         finally:
-            self.part.offload = None
-            for hook in hooks:
-                hook.remove()
+            part.offload = offload
 
-    def totals(self, other: Iterable[Tensor] = ()) -> tuple[int, int]:
-        """(all bytes, of which those that ops.Offload would move to the host), the storages of `other` left out."""
-        left_out = self.left_out | storages(other)
-        sizes = [size for storage, size in self.kept.items() if storage not in left_out]
-        moved = range(1, self.units)  # all but the last, whose storages stay; what the head keeps is with it
-        return sum(size for size, _ in sizes), sum(size for size, at in sizes if at in moved and size >= SMALLEST)
+    def totals(self) -> tuple[int, int]:
+        """(all bytes, of which those that ops.Offload would move to the host)."""
+        sizes, moved = self.sizes(), range(1, self.units)  # all units but the last; what the head keeps is with that
+        offloaded = (size for each, size in sizes.items() if self.unit_of[each] in moved and size >= SMALLEST)
+        return sum(sizes.values()), sum(offloaded)

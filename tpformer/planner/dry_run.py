@@ -33,8 +33,9 @@ from tpformer.training.optimizer import build_optimizer
 from tpformer.training.resolve import resolve
 from tpformer.training.setup import build_parts, default_dtype, run_mesh
 
-from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes, nbytes, storages
+from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes
 from .memory import boundary_bytes, microbatch_rows
+from .storages import nbytes, storages
 
 
 class RankCount(NamedTuple):
@@ -173,15 +174,17 @@ class _Rank:
         """Forward and backward of one microbatch of a part, as the trainer runs them, or in a pipeline its stage."""
         part, queue, zero = self.model.parts[index], self.queues[index], self.layout.zero
         before = 0 if queue is None else live_bytes(self.mode)
-        x, saved = self._input(part), SavedBytes(part)
+        x, saved = self._input(part), SavedBytes()
         sample_index = torch.zeros(self.config.microbatch_size, dtype=torch.int64)
         targets = torch.zeros(self.config.microbatch_size, self.config.model.seq_length, dtype=torch.int64)
-        with saved.recording(), nullcontext() if queue is None else queue.collect():
+        with saved.of_part(part), nullcontext() if queue is None else queue.collect():
             y = part(x, targets=targets, sample_index=sample_index, step=1)
         self.copies[index] = sum(storage.nbytes() for storage in storages(part.parameters()) - self.shards)
         if zero == 3:
             self.copies[index] += sum(sorted(saved.gathered[1:])[-2:])  # a layer's, and the next one's beside it
-        kept, offloaded = saved.totals([x] if part.is_first else [])  # token ids are the batch's
+        if part.is_first:
+            saved.leave_out([x])  # token ids are the batch's
+        kept, offloaded = saved.totals()
         output = 0 if part.is_last else nbytes([y])
         prepare_backward(part, zero, last=last and (zero >= 2 or not self.pipelined))
         y.backward(torch.empty_like(y))

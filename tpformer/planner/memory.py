@@ -1,123 +1,25 @@
-"""What a rank should hold, by formula: model states by ZeRO stage, buffers, workspaces, and the peak of a schedule.
+"""What a rank should hold besides model states, by formula: buffers, workspaces, and the peak of a schedule.
 
-Belongs here: arithmetic on a configuration, without tensors. What the built model really holds: dry_run.py.
-
-M: elements of this rank's stages after tensor parallelism, before ZeRO; N: data_parallel_shard.
+Belongs here: arithmetic on a configuration, without tensors. Model states: states.py. What the built model really
+holds: dry_run.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import torch
 
 from tpformer.config import MLP_ACTIVATIONS, RunConfig
 from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIMUM
 from tpformer.distributed.sizes import slot_bytes
-from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
 
 from .bubbles import Step
 from .counting import StageCount
+from .states import Elements, Precision, in_backward, uses_fsdp
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the largest shipped tile, to whole ones of which a reduction's slot is padded
-
-
-class Elements(NamedTuple):
-    """Of a rank's stages, on one tensor-parallel rank: of each layer, of all layers, of the tables and the norm."""
-
-    layer: float
-    layers: float
-    rest: float
-
-    @property
-    def total(self) -> float:
-        return self.layers + self.rest
-
-
-def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
-    """From the architecture alone (docs/layouts.md: what is sharded). A fraction where tp does not divide a dim."""
-    h, f, t = config.hidden_size, config.ffn_size, tp
-    up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
-    kv = h // config.n_heads * config.kv_heads / (t if config.kv_heads % t == 0 else 1)
-    norm = h * (2 if config.norm == "layernorm" else 1)
-    layer = (2 * h * h + (up + 1) * h * f) / t + 2 * h * kv + 2 * norm
-    if config.bias:
-        layer += (h + up * f) / t + 2 * kv + 2 * h
-    table = padded_vocab(config.vocab_size or 0, config.vocab_multiple) * h / t
-    n_layers, rest = 0, 0.0
-    for stage in stages:
-        n_layers += len(stage)
-        first, last = stage.start == 0, stage.stop == config.n_layers
-        if first:
-            rest += table + (config.seq_length * h if config.position == "learned" else 0)
-        if last:
-            rest += norm + (0 if first and config.tie_embeddings else table)
-    return Elements(layer, n_layers * layer, rest)
-
-
-class Precision(NamedTuple):
-    """Of parameters and optimizer, of the computation, and of the reduction of gradients."""
-
-    master: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Precision:
-        """train.dtype must be set."""
-        compute = getattr(torch, str(config.train.dtype))
-        low = compute.itemsize < 4
-        master = torch.float32 if low else compute
-        return cls(master, compute, getattr(torch, config.parallel.reduce_dtype) if low else master)
-
-
-def uses_fsdp(layout: Layout, precision: Precision) -> bool:
-    """As training.setup.build_parts has it."""
-    return layout.data_parallel > 1 or layout.cpu_offload or precision.compute.itemsize < 4
-
-
-class State(NamedTuple):
-    """One kind of model state: its bytes, and the formula that they are by."""
-
-    name: str
-    formula: str
-    nbytes: float
-
-
-def model_states(size: Elements, layout: Layout, precision: Precision, *, accumulates: bool) -> list[State]:
-    """Parameters, gradients and Adam's moments as shards, and what FSDP2 keeps whole besides.
-
-    accumulates: whether the step has backwards before the one that reduces. Copies for compute are whole below stage 3;
-    there the tables and two layers, this one and the next one. Below stage 2 gradients add up whole in the reduce dtype
-    until the step's end, when shards take their place.
-    """
-    m, n = size.total, layout.data_parallel_shard
-    w, c, r = (dtype.itemsize for dtype in precision)
-    states = [
-        State("parameters", f"{w} M / {n}", w * m / n),
-        State("gradients", f"{w} M / {n}", w * m / n),
-        State("optimizer", f"{2 * w} M / {n}", 2 * w * m / n),
-    ]
-    if not uses_fsdp(layout, precision):
-        return states
-    if layout.zero < 3:
-        states.append(State("unsharded copies", f"{c} M", c * m))
-    else:
-        gathered = size.rest + min(size.layers, 2 * size.layer)
-        states.append(State("unsharded copies", f"{c} (tables + 2 layers)", c * gathered))
-    if layout.zero < 2 and accumulates:
-        states.append(State("accumulated gradients", f"{r} M", r * m))
-    return states
-
-
-def most_at_once(states: Iterable[State]) -> float:
-    """Bytes of a rank's model states in a step: accumulated gradients and their shards take turns, unit by unit."""
-    sizes = {state.name: state.nbytes for state in states}
-    gradients = max(sizes.pop("gradients"), sizes.pop("accumulated gradients", 0.0))
-    return sum(sizes.values()) + gradients
 
 
 def microbatch_rows(config: GPTConfig, layout: Layout, microbatch_size: int) -> int:
@@ -179,11 +81,19 @@ def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float
     return item * (tokens * (3 * h + (up + 1) * f / t) + layer) + again
 
 
-def reduction_workspace(layout: Layout, layer: float, precision: Precision) -> float:
-    """Bytes of FSDP2's reduction of one layer's gradients: what goes in, and this rank's share."""
+def reduction_workspace(
+    size: Elements, layout: Layout, precision: Precision, *, accumulates: bool, at_end: bool = False
+) -> float:
+    """Bytes of FSDP2's reductions while a layer's backward runs: what the one before holds, and its result.
+
+    at_end: instead, of the first reduction when no backward runs any more: what goes in, and this rank's share.
+    """
     if not uses_fsdp(layout, precision):
         return 0.0
-    return layer * precision.reduce.itemsize * (1 + 1 / layout.data_parallel_shard)
+    share = size.layer * precision.reduce.itemsize / layout.data_parallel_shard
+    if at_end:
+        return size.layer * precision.reduce.itemsize + share
+    return in_backward(size, layout, precision, accumulates=accumulates).reduction + share
 
 
 class Peak(NamedTuple):

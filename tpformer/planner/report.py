@@ -18,20 +18,15 @@ from tpformer.ops import VocabSlice, default_chunk_tokens
 from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank
 from .memory import (
-    Elements,
     Peak,
-    Precision,
-    State,
-    elements,
     fused_workspaces,
     layer_workspace,
     loss_workspace,
-    model_states,
-    most_at_once,
     pipeline_buffers,
     reduction_workspace,
     schedule_peak,
 )
+from .states import Elements, Precision, State, accumulates, elements, model_states, most_at_once
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 SHOWN_FIRST, SHOWN_LAST = 10, 4  # actions of a schedule
@@ -69,15 +64,10 @@ def rank_size(config: RunConfig, count: RankCount) -> Elements:
     return elements(config.model, [stage.layers for stage in count.stages], config.parallel.tensor_parallel)
 
 
-def _accumulates(config: RunConfig) -> bool:
-    """Whether gradients wait for their reduction, until the last microbatch or, in a pipeline, the last action."""
-    return config.n_microbatches > 1 or config.parallel.pipeline_parallel > 1
-
-
 def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
     """The memory that a rank needs. order: the pipeline's; None without a pipeline."""
     layout, precision, of_rank = config.parallel, Precision.of(config), rank_size(config, count)
-    states = model_states(of_rank, layout, precision, accumulates=_accumulates(config))
+    states = model_states(of_rank, layout, precision, accumulates=accumulates(config))
     indices = [stage.stage for stage in count.stages]
     steps = [(Step(indices[0], "F", 0),)] if order is None else order[count.coordinates["pp"]]
     peak = schedule_peak(steps, count.stages)
@@ -118,11 +108,9 @@ def _temporaries(config: RunConfig, count: RankCount, of_rank: Elements, saved: 
     """Bytes that the loss needs, or a layer's backward with the reduction of its gradients, whichever are more."""
     layout, precision, tokens = config.parallel, Precision.of(config), _tokens(config)
     backward = layer_workspace(config.model, layout, tokens, of_rank.layer, precision)
-    reduction = reduction_workspace(layout, of_rank.layer, precision)
-    if layout.pipeline_parallel > 1 and layout.zero < 2:  # after the last backward, in the place of activations
-        most = max(backward, reduction - saved)
-    else:
-        most = backward + reduction
+    at_end = layout.pipeline_parallel > 1 and layout.zero < 2  # after the last backward, in the place of activations
+    reduction = reduction_workspace(of_rank, layout, precision, accumulates=accumulates(config), at_end=at_end)
+    most = max(backward, reduction - saved) if at_end else backward + reduction
     if count.stages[-1].stage != layout.n_stages - 1:
         return most
     entries = config.model.vocab_size or 0
@@ -142,7 +130,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
         )
         with contextlib.suppress(ValueError):  # this schedule refuses the stage
             changed.check()
-            states = model_states(of_rank, changed, Precision.of(config), accumulates=_accumulates(config))
+            states = model_states(of_rank, changed, Precision.of(config), accumulates=accumulates(config))
             where = f" with data_parallel_shard = {ranks}" if replicated else ""
             found.append((f"zero_stage = {stage}{where}", most_at_once(plan.states) - most_at_once(states)))
     if not layout.cpu_offload:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -29,9 +30,10 @@ PATTERN = (
     '<defs><pattern id="bubble" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="6" height="6" fill="#fdeceb"/><rect width="2" height="6" fill="#f3a6a3"/></pattern></defs>'
 )
-LEFT, RIGHT, LANE, GAP = 70, 24, 30, 6  # pixels
-NARROWEST, WIDEST = 900, 4000  # of the lanes
-SHORT = 17  # pixels of a box that three quarters of the boxes are longer than
+LEFT, RIGHT, LANE, GAP = 58, 18, 30, 6  # pixels
+WIDTH, BANDS = 560, 10  # pixels of the lanes, so that a phone shows them; how often time may go on below
+LETTERS, TITLE = 96, 66  # letters in a line of text, and of the title
+SHORT = 17  # pixels of a box that three quarters of the boxes are longer than, if there are not too many boxes
 MARGIN, DIGIT = 2, 7  # pixels of a number in a box: around it, and of each digit
 PALER = 0.55  # how far a rank's last stage is from the colour of its first, towards white
 
@@ -76,28 +78,34 @@ def write_trace(actions: Sequence[Action], path: Path) -> None:
 def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -> None:
     """One lane per rank: a box per action with its microbatch, paler on a rank's later stages; between them, bubbles.
 
+    A step of many actions is drawn in several bands: where the lanes of one end, those below it go on.
     title: the first line. formula: what the bubble should be, shown beside what it was; may have several lines.
     """
     ranks = 1 + max(action.rank for action in actions)
     origin, end = min(action.start for action in actions), max(action.end for action in actions)
     short = statistics.quantiles((action.end - action.start for action in actions if action.kind in COMPUTE), n=4)[0]
-    width = min(WIDEST, max(NARROWEST, SHORT * (end - origin) / short))
+    bands = min(BANDS, max(1, math.ceil(SHORT * (end - origin) / short / WIDTH - 0.25)))  # a little more still fits
+    span = (end - origin) / bands
     share = bubble_share(actions, ranks)
     lines = [f"bubble measured: {share:.1%} of the ranks' time, {share / (1 - share):.3f} of their computing time"]
-    lines += formula.split("\n")
-    parts = [_text(10, 24, title, font_size=15, font_weight="bold")]
-    parts += [_text(10, 44 + 17 * index, line, fill="#333") for index, line in enumerate(lines)]
-    y = 44 + 17 * len(lines)
-    visible = [action.kind for action in actions if (action.end - action.start) * width > end - origin]
-    parts += _legend(visible, y)
-    y += 28
-    for rank in range(ranks):
-        parts.append(_text(LEFT - 10, y + LANE / 2 + 4, f"rank {rank}", "end"))
-        parts += _lane([action for action in actions if action.rank == rank], y, origin, end, width / (end - origin))
-        y += LANE + GAP
-    parts += _axis(y, end - origin, width)
-    size = f'width="{LEFT + width + RIGHT:.0f}" height="{y + 30:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    lines = [part for line in (*lines, *formula.split("\n")) for part in textwrap.wrap(line, LETTERS) or [""]]
+    titles = textwrap.wrap(title, TITLE) or [""]
+    parts = [_text(10, 24 + 19 * index, line, font_size=15, font_weight="bold") for index, line in enumerate(titles)]
+    top = 25 + 19 * len(titles)
+    parts += [_text(10, top + 17 * index, line, fill="#333") for index, line in enumerate(lines)]
+    visible = [action.kind for action in actions if (action.end - action.start) * WIDTH > span]
+    legend, y = _legend(visible, top + 17 * len(lines))
+    parts += legend
+    for start in (origin + span * band for band in range(bands)):
+        for rank in range(ranks):
+            parts.append(_text(LEFT - 8, y + LANE / 2 + 4, f"rank {rank}", "end"))
+            parts += _lane([action for action in actions if action.rank == rank], y, origin, start, span)
+            y += LANE + GAP
+        parts += _axis(y, start - origin, span)
+        y += 36
+    size = f'width="{LEFT + WIDTH + RIGHT}" height="{y:.0f}"'
+    box = f'viewBox="0 0 {LEFT + WIDTH + RIGHT} {y:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box} font-family="sans-serif" font-size="12">'
     path.write_text("\n".join([head, PATTERN, f'<rect {size} fill="white"/>', *parts, "</svg>"]) + "\n")
 
 
@@ -125,50 +133,53 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def _legend(kinds: Sequence[str], y: float) -> list[str]:
+def _legend(kinds: Sequence[str], y: float) -> tuple[list[str], float]:
+    """What colours and numbers mean, and the y below it."""
     entries = [(name, colour) for kind, (name, colour) in KINDS.items() if kind in kinds] + [("bubble", BUBBLE)]
     parts, x = [], 10.0
     for name, colour in entries:
+        if x + 25 + 6.5 * len(name) > LEFT + WIDTH:
+            x, y = 10.0, y + 20
         parts.append(f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="14" height="14" fill="{colour}"/>')
         parts.append(_text(x + 19, y + 2, name))
-        x += 45 + 6.5 * len(name)
-    return [*parts, _text(x, y + 2, "numbers: microbatches; paler: a rank's later stages", fill="#777")]
+        x += 38 + 6.5 * len(name)
+    note = "numbers in boxes: microbatches; paler boxes: a rank's later stages"
+    return [*parts, _text(10, y + 22, note, fill="#777")], y + 36
 
 
-def _lane(actions: list[Action], y: float, origin: float, end: float, scale: float) -> list[str]:
-    """A rank's boxes from the time `origin` to `end`, over one bubble as long as the lane."""
+def _lane(actions: list[Action], y: float, origin: float, start: float, span: float) -> list[str]:
+    """A rank's boxes, or parts of boxes, in the `span` seconds from `start` on, over one bubble as long as the lane."""
 
     def x(time: float) -> float:
-        return LEFT + (time - origin) * scale
+        return LEFT + min(max(time - start, 0.0), span) * WIDTH / span
 
-    parts = [_box(x(origin), y, (end - origin) * scale, BUBBLE, "bubble")]
+    parts = [_box(LEFT, y, WIDTH, BUBBLE, "bubble")]
     stages = sorted({action.stage for action in actions})
-    for action in actions:
+    for action in (each for each in actions if each.end > start and each.start < start + span):
         paler = PALER * stages.index(action.stage) / max(1, len(stages) - 1)
         what = f"{KINDS[action.kind][0]}, stage {action.stage}"
         if action.kind in COMPUTE:
             what += f", microbatch {action.microbatch}"
         what += f": {_milliseconds(action.end - action.start)} from {_milliseconds(action.start - origin)} on"
-        width = (action.end - action.start) * scale
+        left, right = x(action.start), x(action.end)
         colour = _paler(KINDS[action.kind][1], paler)
-        parts.append(_box(x(action.start), y, width, colour, what, stroke="white", stroke_width=0.7))
+        parts.append(_box(left, y, right - left, colour, what, stroke="white", stroke_width=0.7))
         number = str(action.microbatch)
-        if action.kind in COMPUTE and width >= MARGIN + DIGIT * len(number):
+        if action.kind in COMPUTE and right - left >= MARGIN + DIGIT * len(number):
             fill = "#222" if paler > PALER / 2 else "white"
-            middle = x((action.start + action.end) / 2)
-            parts.append(_text(middle, y + LANE / 2 + 4, number, "middle", font_size=11, fill=fill))
+            parts.append(_text((left + right) / 2, y + LANE / 2 + 4, number, "middle", font_size=11, fill=fill))
     return parts
 
 
-def _axis(y: float, span: float, width: float) -> list[str]:
-    """Times below the lanes, from the first start on, about 100 pixels apart."""
-    least = span * 100 / width
+def _axis(y: float, start: float, span: float) -> list[str]:
+    """Times below the lanes, counted from the first start, 70 pixels or more apart. start: of this band."""
+    least = span * 70 / WIDTH
     power = 10 ** math.floor(math.log10(least))
     tick = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
     unit, name = (1.0, "s") if tick >= 0.1 else (1e-3, "ms")
     parts = []
-    for index in range(int(span / tick + 1e-9) + 1):
-        x = LEFT + index * tick * width / span
+    for index in range(math.ceil(start / tick - 1e-9), int((start + span) / tick + 1e-9) + 1):
+        x = LEFT + (index * tick - start) * WIDTH / span
         parts.append(f'<path d="M{x:.1f} {y:.0f}v5" stroke="#666"/>')
         parts.append(_text(x, y + 19, f"{index * tick / unit:g} {name}", "middle", fill="#666", font_size=11))
     return parts
@@ -184,7 +195,8 @@ def describe(actions: Sequence[Action], schedule: str, n_microbatches: int) -> s
     ratio = bubble_ratio(schedule, ranks, n_microbatches, per_rank)
     equal = "equal stages and F = I = W" if SCHEDULES[schedule].splits_backward else "equal stages"
     first = f"formula for {equal}: {RATIOS[schedule]}"
-    sizes = f"p = {ranks}, m = {n_microbatches}" + (f", v = {per_rank}" if per_rank > 1 else "")
+    sizes = f"p = {ranks} ranks, m = {n_microbatches} microbatches"
+    sizes += f", v = {per_rank} stages on a rank" if per_rank > 1 else ""
     if ratio is None:
         first += f" does not hold for {sizes}"
     else:

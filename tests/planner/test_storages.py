@@ -1,0 +1,81 @@
+"""The one way to count storages: what autograd keeps counts once, whole and by name; what is alive is found."""
+
+import gc
+
+import torch
+from torch import nn
+
+from tpformer.models import GPT, GPTConfig
+from tpformer.planner.counting import SavedBytes
+from tpformer.planner.storages import OTHER, RESULT, Saved, live_storages, nbytes, storages
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_storages_count_once_and_whole():
+    toy, x = Toy(), torch.randn(6, 4)
+    names = {"first": {0: "input"}, "second": {0: "hidden", RESULT: "output"}, "": {0: "late"}}
+    with Saved().recording(toy, names) as saved:
+        y = toy(x[:3])
+        y = y.exp()
+    # x is kept as a view of 3 rows; tanh and the second linear keep one tensor; no weight counts
+    assert saved.items() == {"late": 6 * 4 * 4, "hidden": 3 * 8 * 4, OTHER: 3 * 2 * 4}
+    assert saved.items(lambda x: f"of {tuple(x.shape)}")["of (3, 2)"] == y.untyped_storage().nbytes()
+    assert saved.total() == 96 + 96 + 24
+    saved.leave_out([x])
+    assert saved.total() == 96 + 24
+
+
+def test_hooks_are_gone_afterwards():
+    toy = Toy()
+    with Saved().recording(toy) as saved:
+        pass
+    toy(torch.randn(3, 4))
+    assert saved.total() == 0 and not any(module._forward_pre_hooks for module in toy.modules())
+
+
+def test_what_is_given_as_left_out_does_not_count():
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with Saved(weight).recording() as saved:
+        y = (x[:2] @ weight).exp()
+    assert saved.sizes() == {x.untyped_storage(): 3 * 4 * 4, y.untyped_storage(): 2 * 4 * 4}
+
+
+def test_attention_names_its_own():
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+    with Saved().recording(nn.Identity()) as saved:
+        nn.functional.scaled_dot_product_attention(q, q * 2, q * 3)
+    assert {"q", "k", "v", "attention output"} <= set(saved.items())
+
+
+def test_alive_are_views_and_gradients_of_leaves():
+    def found() -> int:
+        gc.collect()
+        return sum(storage.nbytes() == 4 * 977 for storage in live_storages(lambda x: not x.is_meta))
+
+    before = found()
+    x = torch.zeros(977, requires_grad=True)
+    view = x.detach()[:5]
+    assert found() == before + 1 and storages([x, view]) == {x.untyped_storage()} and nbytes([x, view, None]) == 3928
+    x.sum().backward()
+    assert found() == before + 2
+    del x
+    assert found() == before + 1, "the view holds the storage"
+
+
+def test_a_part_offloads_again_after_it_was_recorded():
+    config = GPTConfig(vocab_size=250, seq_length=16, n_layers=4, hidden_size=32, n_heads=4)
+    part = GPT(config, offload_activations=True)
+    ids, saved = torch.zeros(1, 16, dtype=torch.int64), SavedBytes()
+    offload = part.offload
+    assert offload is not None
+    with saved.of_part(part):
+        part(ids, targets=ids, sample_index=torch.arange(1), step=1)
+    assert part.offload is offload and saved.units == 4 and saved.totals()[0] > 0

@@ -1,0 +1,264 @@
+"""What a rank holds of parameters, gradients and optimizer state, by formula: in each ZeRO stage, through a step.
+
+Belongs here: arithmetic on a configuration, without tensors. `python -m bench zero` counts the same bytes on real ranks
+and requires them to be within 3 %. Activations and workspaces: memory.py.
+
+M: elements of this rank's stages after tensor parallelism, before ZeRO; N: data_parallel_shard.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tpformer.config import MLP_ACTIVATIONS, RunConfig
+from tpformer.layers.embedding import padded_vocab
+from tpformer.models import GPTConfig
+from tpformer.parallel import Layout, split_stages
+
+from .bubbles import Step, schedule_order
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+COPIES, ACCUMULATED = "unsharded copies", "accumulated gradients"
+
+
+class Elements(NamedTuple):
+    """Of some stages, on one tensor-parallel rank; a mean over ranks where a size does not divide."""
+
+    layer: float
+    n_layers: int
+    matrices: float
+    """Of all layers' matrices: a schedule that splits the backward makes their gradients last."""
+    rest: float
+    """Of what is in no layer: embeddings, last norm, head. FSDP2 gathers it as one unit, the root."""
+    head: float
+    """The last stage's `rest` where it is not also the first: its gradient waits for the end of the backward."""
+
+    @property
+    def layers(self) -> float:
+        """Elements of all layers."""
+        return self.n_layers * self.layer
+
+    @property
+    def total(self) -> float:
+        """M: elements of everything."""
+        return self.layers + self.rest
+
+
+def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
+    """From the architecture alone (docs/layouts.md: what is sharded). stages: the layers of each."""
+    h, f, t = config.hidden_size, config.ffn_size, tp
+    up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
+    kv = h // config.n_heads * config.kv_heads / (t if config.kv_heads % t == 0 else 1)
+    norm = h * (2 if config.norm == "layernorm" else 1)
+    matrices = (2 * h * h + (up + 1) * h * f) / t + 2 * h * kv
+    biases = (h + up * f) / t + 2 * kv + 2 * h if config.bias else 0
+    table = padded_vocab(config.vocab_size or 0, config.vocab_multiple) * h / t
+    n_layers, rest, head = 0, 0.0, 0.0
+    for stage in stages:
+        n_layers += len(stage)
+        first, last = stage.start == 0, stage.stop == config.n_layers
+        if first:
+            rest += table + (config.seq_length * h if config.position == "learned" else 0)
+        if last:
+            rest += norm + (0 if first and config.tie_embeddings else table)
+            head += 0 if first else norm + table
+    return Elements(matrices + biases + 2 * norm, n_layers, n_layers * matrices, rest, head)
+
+
+class Precision(NamedTuple):
+    """Of parameters and optimizer, of the computation, and of the reduction of gradients."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Precision:
+        """The dtypes that FSDP2 is told; train.dtype must be set."""
+        compute = getattr(torch, str(config.train.dtype))
+        low = compute.itemsize < 4
+        master = torch.float32 if low else compute
+        return cls(master, compute, getattr(torch, config.parallel.reduce_dtype) if low else master)
+
+
+def uses_fsdp(layout: Layout, precision: Precision) -> bool:
+    """Whether training.setup.build_parts applies FSDP2."""
+    return layout.data_parallel > 1 or layout.cpu_offload or precision.compute.itemsize < 4
+
+
+def accumulates(config: RunConfig) -> bool:
+    """Whether gradients wait for their reduction: until the last microbatch, or in a pipeline its last action."""
+    return config.n_microbatches > 1 or config.parallel.pipeline_parallel > 1
+
+
+class State(NamedTuple):
+    """One kind of model state: its bytes, and the formula that they are by."""
+
+    name: str
+    formula: str
+    nbytes: float
+
+
+def model_states(size: Elements, layout: Layout, precision: Precision, *, accumulates: bool) -> list[State]:
+    """Parameters, gradients and Adam's moments as shards, and what FSDP2 keeps whole besides.
+
+    accumulates: whether the step has backwards before the one that reduces. Copies for compute are whole below stage 3;
+    there the tables and two layers, this one and the next one. Below stage 2 gradients add up whole in the reduce dtype
+    until the step's end, when shards take their place.
+    """
+    m, n = size.total, layout.data_parallel_shard
+    w, c, r = (dtype.itemsize for dtype in precision)
+    states = [
+        State(PARAMETERS, f"{w} M / {n}", w * m / n),
+        State(GRADIENTS, f"{w} M / {n}", w * m / n),
+        State(OPTIMIZER, f"{2 * w} M / {n}", 2 * w * m / n),
+    ]
+    if not uses_fsdp(layout, precision):
+        return states
+    if layout.zero < 3:
+        states.append(State(COPIES, f"{c} M", c * m))
+    else:
+        gathered = size.rest + min(size.n_layers, 2) * size.layer
+        states.append(State(COPIES, f"{c} (tables + 2 layers)", c * gathered))
+    if layout.zero < 2 and accumulates:
+        states.append(State(ACCUMULATED, f"{r} M", r * m))
+    return states
+
+
+def most_at_once(states: Iterable[State]) -> float:
+    """Bytes of a rank's model states in a step: accumulated gradients and their shards take turns, unit by unit."""
+    sizes = {state.name: state.nbytes for state in states}
+    gradients = max(sizes.pop(GRADIENTS), sizes.pop(ACCUMULATED, 0.0))
+    return sum(sizes.values()) + gradients
+
+
+class InBackward(NamedTuple):
+    """Bytes that come and go with the backward of a layer. In stage 3 that layer and the next one are gathered."""
+
+    gathered: float
+    gradients: float
+    """In the compute dtype, until they are added up or reduced."""
+    head: float
+    """The head's gradient, which a last pipeline stage holds meanwhile."""
+    reduction: float
+    """What the reduction of the layer before still holds, beyond what that reduction gave up."""
+
+
+def in_backward(
+    size: Elements, layout: Layout, precision: Precision, *, accumulates: bool, kind: str = "B"
+) -> InBackward:
+    """What a layer's backward holds besides model_states, at most.
+
+    kind: B, or in schedules that split the backward I (input gradients) or W (weight gradients, of all layers at once).
+    accumulates: as in model_states. Where the compute dtype is the reduce dtype, autograd adds gradients up in place.
+    """
+    w, c, r = (dtype.itemsize for dtype in precision)
+    layer, n = size.layer, size.n_layers
+    if not uses_fsdp(layout, precision):
+        return InBackward(0.0, c * layer, 0.0, 0.0)
+    if layout.zero < 2 and accumulates:
+        cast = c if c != r else 0
+        made = {"B": layer, "I": 0.0, "W": size.matrices}[kind]
+        # without a pipeline the last backward reduces layer by layer: a shard is new, the compute copy is given up
+        reduction = 0.0 if layout.pipeline_parallel > 1 else max(0.0, w / layout.data_parallel_shard - c) * layer
+        return InBackward(0.0, cast * made, 0.0 if kind == "W" else cast * size.head, reduction)
+    gathered = c * min(n, 2) * layer if layout.zero == 3 else 0.0
+    reduction = r * layer if n > 1 else 0.0
+    if layout.zero == 3 and n == 2:  # the last of two gathers no next one
+        reduction = max(0.0, reduction - c * layer)
+    return InBackward(gathered, c * layer, c * size.head, reduction)
+
+
+class Moments(NamedTuple):
+    """Bytes by kind of state before a step, when the largest forward has ended, and from the reduction to zero_grad.
+
+    peak: the largest sum, in the backward of a layer.
+    """
+
+    idle: dict[str, float]
+    forward: dict[str, float]
+    backward: dict[str, float]
+    peak: float
+
+
+class _Stage:
+    """What a stage holds as its rank goes through a step."""
+
+    def __init__(self, size: Elements, layout: Layout, precision: Precision, accumulates: bool, backwards: int) -> None:
+        self.zero, self.left = layout.zero, backwards
+        self.of_backward = {
+            kind: in_backward(size, layout, precision, accumulates=accumulates, kind=kind) for kind in "BIW"
+        }
+        self.sizes = {
+            state.name: state.nbytes for state in model_states(size, layout, precision, accumulates=accumulates)
+        }
+        if COPIES in self.sizes:
+            self.sizes[COPIES] -= self.of_backward["B"].gathered
+        self.held = {name: self.sizes[name] for name in (PARAMETERS, OPTIMIZER)}
+
+    def begin(self, kind: str) -> float:
+        """A step of this kind begins; bytes that come and go with it."""
+        if kind == "F" or self.zero == 3:
+            self.held[COPIES] = self.sizes.get(COPIES, 0.0)
+        return 0.0 if kind == "F" else sum(self.of_backward[kind])
+
+    def end(self, kind: str) -> None:
+        """The step is over: a backward leaves gradients, and may give up the parameters that it gathered."""
+        if kind in "BW":
+            self.left -= 1
+            name = ACCUMULATED if ACCUMULATED in self.sizes else GRADIENTS
+            self.held[name] = self.sizes[name]
+            if self.zero == 3 or (self.zero == 2 and self.left == 0):
+                self.held[COPIES] = 0.0
+
+    def reduced(self) -> None:
+        """All gradients are shards, and nothing is gathered."""
+        self.held = {name: self.sizes[name] for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+
+
+def step_moments(parts: Mapping[int, Elements], steps: Sequence[Step], layout: Layout, precision: Precision) -> Moments:
+    """What a rank holds through a step that is not its first. parts: its stages by index; steps: in their order."""
+    backwards = Counter(step.stage for step in steps if step.kind in "BW")
+    adds = layout.pipeline_parallel > 1 or max(backwards.values()) > 1
+    stages = {index: _Stage(size, layout, precision, adds, backwards[index]) for index, size in parts.items()}
+
+    def together() -> dict[str, float]:
+        names = dict.fromkeys(name for stage in stages.values() for name in stage.held)
+        return {name: sum(stage.held.get(name, 0.0) for stage in stages.values()) for name in names}
+
+    idle = forward = together()
+    peak = 0.0
+    for step in steps:
+        passing = stages[step.stage].begin(step.kind)
+        peak = max(peak, sum(together().values()) + passing)
+        stages[step.stage].end(step.kind)
+        now = together()
+        peak = max(peak, sum(now.values()))
+        if step.kind == "F" and sum(now.values()) > sum(forward.values()):
+            forward = now
+    for stage in stages.values():
+        stage.reduced()
+    return Moments(idle, forward, together(), peak)
+
+
+def stage_elements(config: RunConfig, pipeline_rank: int) -> dict[int, Elements]:
+    """Of each stage of a pipeline rank, by its index."""
+    model, layout = config.model.architecture, config.parallel
+    ranges = split_stages(model.layer_costs(layout.pipeline_split), layout.n_stages)
+    return {
+        stage: elements(model, [ranges[stage]], layout.tensor_parallel) for stage in layout.stages_of(pipeline_rank)
+    }
+
+
+def rank_moments(config: RunConfig, pipeline_rank: int) -> Moments:
+    """step_moments of a pipeline rank in the order of its schedule; train.dtype must be set."""
+    layout, m = config.parallel, config.n_microbatches
+    steps = [Step(0, kind, index) for index in range(m) for kind in "FB"]
+    if layout.pipeline_parallel > 1:
+        order = schedule_order(layout.pipeline_schedule, layout.pipeline_parallel, m, layout.stages_per_rank)
+        steps = [step for together in order[pipeline_rank] for step in together]
+    return step_moments(stage_elements(config, pipeline_rank), steps, layout, Precision.of(config))
