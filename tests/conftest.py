@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import Commands
 from pool import WorkerPool
+from versions import why_too_old
 
 
 @pytest.fixture(scope="session")
@@ -106,19 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 if item.get_closest_marker(marker) is not None:
                     item.add_marker(pytest.mark.skip(reason=reason))
     for item in items:
-        if torch.__version__ < (2, 13) and needs_newest_torch(item):
-            item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__}: {BEFORE_2_13}"))
-
-
-# what torch 2.11 lacks, and the folders whose tests need it
-BEFORE_2_13 = "pipelines and FSDP2 need torch 2.13: V-shaped schedules hang before, and other bytes are held"
-RUNS = {"bench", "models", "parallel", "planner", "regressions", "training"}
-
-
-def needs_newest_torch(item: pytest.Item) -> bool:
-    """A test of a pipeline, or of whole runs; those of a run on one GPU need no pipeline and no FSDP2."""
-    on_gpu = item.get_closest_marker("gpu") is not None
-    return "pipeline" in item.nodeid or (not on_gpu and not RUNS.isdisjoint(item.path.parts))
+        if (reason := why_too_old(item)) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
