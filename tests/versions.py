@@ -10,7 +10,7 @@ RUNS = {"bench", "models", "parallel", "planner", "regressions", "training"}  # 
 
 
 def why_too_old(item: pytest.Item) -> str | None:
-    """Why this torch cannot run a test, or None. Tests marked `gpu` use one GPU, and no FSDP2, unless they name a pipeline."""
+    """Why this torch cannot run a test, or None. A test marked `gpu` uses no FSDP2; its name says if it uses a pipeline."""
     if torch.__version__ >= (2, 13):
         return None
     pipeline = re.search(r"pipeline(?!d)", item.nodeid)  # `pipelined` is a transport
