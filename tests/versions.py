@@ -10,7 +10,7 @@ RUNS = {"bench", "models", "parallel", "planner", "regressions", "training"}  # 
 
 
 def why_too_old(item: pytest.Item) -> str | None:
-    """Why this torch cannot run a test, or None. A test marked `gpu` uses no FSDP2; its name says if it uses a pipeline."""
+    """Why this torch cannot run a test, or None. Those marked `gpu` have no FSDP2, and name their pipelines."""
     if torch.__version__ >= (2, 13):
         return None
     pipeline = re.search(r"pipeline(?!d)", item.nodeid)  # `pipelined` is a transport

@@ -98,7 +98,7 @@ def api_page(package: str) -> str:
     """A package's names: those it exports, or those of its modules where it exports none."""
     folder = ROOT / "tpformer" / package
     tree = ast.parse((folder / "__init__.py").read_text())
-    lines = [f"# tpformer.{package}", "", ast.get_docstring(tree) or "", ""]
+    lines = [f"# tpformer.{package}", "", (ast.get_docstring(tree) or "").replace("Re-exports only.", ""), ""]
     # by the module that defines it: a function may be called as its module is
     exported = {
         name.name: f"{'tpformer.' + package + '.' if node.level else ''}{node.module}.{name.name}"
