@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+import zipfile
 
 import pytest
 from test_repo import ROOT
@@ -49,6 +50,10 @@ def test_readme_commands_in_a_fresh_clone(tmp_path):
             rows = [json.loads(line) for line in (clone / "runs/gpt_tiny/metrics.jsonl").read_text().splitlines()]
             assert rows[-1]["val_loss"] <= 2.1
             assert result.stdout.split("val_loss")[-1].count("def ") >= 1, "the sample begins with its prompt"
+    wheel = [".venv/bin/pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "dist", "."]
+    subprocess.run(wheel, cwd=clone, env=environment, check=True)
+    with zipfile.ZipFile(next((clone / "dist").glob("*.whl"))) as packed:
+        assert {"tpformer/py.typed", "tpformer/kernels/protocol.py"} <= set(packed.namelist())
     shutil.rmtree(clone)
 
 
