@@ -36,9 +36,10 @@ check: .venv/ready  ## format, lint, types, repository rules; under a minute
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_repo.py
 
+# not --quiet: what it hides does not count for --strict
 docs: .venv/ready  ## the documentation site in build/site, an error for a link that leads nowhere
 	$(PIP) --editable '.[docs]'
-	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build --strict
 
 proofs: compile-check  ## the long checks: compiled kernels, protocol model, every random kill, every README command
 	$(PYTEST) --proof -m "not alone"

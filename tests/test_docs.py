@@ -1,11 +1,8 @@
-"""The documentation site: its pictures are what their script draws, every page is in its menu, and it builds."""
+"""The pages of docs/: pictures are what their script draws, all pages are in the menu. `make docs` follows links."""
 
 import importlib.util
 import re
-import subprocess
-import sys
 
-import pytest
 from test_repo import ROOT
 
 PICTURES = ROOT / "docs/pictures"
@@ -32,16 +29,3 @@ def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").glob("*.md")):
         assert f" {page.name}\n" in menu, page.name
-
-
-def test_the_site_builds_without_a_broken_link(tmp_path):
-    if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed: pip install -c constraints.txt -e '.[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for page in ("index.html", "api/ops/index.html", "source/kernels/protocol.py/index.html"):
-        assert (tmp_path / page).exists()
-    loaded = r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"'
-    for page in tmp_path.rglob("*.html"):
-        assert not re.findall(loaded, page.read_text()), f"{page} loads from another host"

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -27,6 +28,7 @@ OUTSIDE = {
 API = ("layers", "models", "ops", "parallel", "distributed", "processes", "config", "training", "planner")
 COPIED = (".svg", ".png", ".json")  # what a browser shows by itself; other files get a page with their text
 LINK = re.compile(r'(\]\(|(?:src|href)=")(?!https?:|#|mailto:)([^)"#\s]+)')
+LOADED = re.compile(r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"')
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -57,6 +59,12 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return found[1] + posixpath.relpath(site_path(target) or source_page(target), here or ".")
 
     return LINK.sub(pointed, markdown)
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    if loaded := LOADED.findall(output):
+        raise BuildError(f"{page.file.src_uri} loads from another host: {', '.join(loaded)}")
+    return output
 
 
 def followed(source: str, link: str) -> str:
