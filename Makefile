@@ -13,7 +13,7 @@ GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce 
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: train test check proofs coverage mutations compile-check gpu nvlink bench clean
+.PHONY: train test check docs proofs coverage mutations compile-check gpu nvlink bench clean
 
 # the environment, remade when the pins or the package's metadata change
 .venv/ready: constraints.txt pyproject.toml
@@ -35,6 +35,11 @@ check: .venv/ready  ## format, lint, types, repository rules; under a minute
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_repo.py
+
+# not --quiet: what it hides does not count for --strict
+docs: .venv/ready  ## the documentation site in build/site, an error for a link that leads nowhere
+	$(PIP) --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 proofs: compile-check  ## the long checks: compiled kernels, protocol model, every random kill, every README command
 	$(PYTEST) --proof -m "not alone"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import Commands
 from pool import WorkerPool
+from versions import why_too_old
 
 
 @pytest.fixture(scope="session")
@@ -106,6 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(marker) is not None:
                     item.add_marker(pytest.mark.skip(reason=reason))
+    for item in items:
+        if (reason := why_too_old(item)) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

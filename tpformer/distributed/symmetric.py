@@ -198,7 +198,7 @@ def device_facts(device: torch.device) -> tuple:
     if sys.platform != "linux":
         return (f"its platform is {sys.platform}, not Linux", (), 0, "", "", (0, 0), False)
     if importlib.util.find_spec(PRIVATE_MODULE) is None:
-        problem = f"torch {torch.__version__} has no {PRIVATE_MODULE}: install torch 2.11 or later"
+        problem = f"torch {torch.__version__} has no {PRIVATE_MODULE}: install torch 2.13 or later"
     properties = torch.cuda.get_device_properties(device)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     capability = (properties.major, properties.minor)

@@ -1,0 +1,110 @@
+"""docs/architecture.md: each function of its lists is called by the one that it stands under, in the list's order."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from calls import ROOT, Calls, Function
+from torch.distributed.device_mesh import init_device_mesh
+
+Order = dict[tuple[Function | None, Function], int]
+PAGE = (ROOT / "docs/architecture.md").read_text()
+ITEM = re.compile(r"^( *)- (?:`(?P<file>[\w/.]+)`: )?`(?P<name>[\w.]+)`", re.M)
+
+
+def items(title: str) -> list[tuple[Function | None, Function]]:
+    """(caller, callee) of a section's list, in its order. An item without a file is in that of the item above it."""
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    above: list[tuple[int, Function]] = []
+    found: list[tuple[Function | None, Function]] = []
+    file = ""
+    for item in ITEM.finditer(section):
+        file = item["file"] or file
+        function = (file, item["name"])
+        above = [each for each in above if each[0] < len(item[1])]
+        found.append((above[-1][1] if above else None, function))
+        above.append((len(item[1]), function))
+    assert len(found) == len(re.findall(r"^ *- ", section, re.M)), f"{title}: an item is not read"
+    return found
+
+
+def check(title: str, order: Order) -> None:
+    found = items(title)
+    assert len(found) > 4
+    last: dict[Function | None, int] = {}
+    for pair in found:
+        caller, callee = pair
+        names = ":".join(callee)
+        assert (None, callee) in order, f"{title}: {names} is not called"
+        callers = sorted({":".join(up) for up, down in order if down == callee and up is not None})
+        assert pair in order, f"{title}: {names} is not called by {caller}, but by {callers}"
+        assert order[pair] >= last.get(caller, -1), f"{title}: {names} is called before the item above it"
+        last[caller] = order[pair]
+
+
+def _block() -> Order:
+    from tpformer.layers import TensorParallel, TransformerBlock
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    tp = TensorParallel(mesh["tp"], sequence_parallel=True, transport="fused")
+    block = TransformerBlock(32, n_heads=2, tp=tp)
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    calls = Calls()
+    with calls.recording():
+        block(x).sum().backward()
+    return calls.order
+
+
+def test_the_way_of_an_x(interpreted):
+    check("The way of an x", interpreted(2).run(_block)[0])
+
+
+def pretraining(*arguments: str) -> None:
+    """A `tpformer` command whose calls are written to the current directory when its process leaves."""
+    from tpformer import cli
+
+    calls = Calls()
+    with calls.recording():
+        cli.main(list(arguments))
+    Path("calls.json").write_text(json.dumps([[*pair, number] for pair, number in calls.order.items()]))
+
+
+def recorded(commands, *arguments: str) -> Order:
+    code, out, err = commands.call(pretraining, *arguments).finish()
+    assert code == 0, out + err
+    rows = json.loads(Path("calls.json").read_text())
+    return {(None if caller is None else tuple(caller), tuple(callee)): number for caller, callee, number in rows}
+
+
+@pytest.fixture(scope="module")
+def runs(commands, tmp_path_factory) -> tuple[Order, Order]:
+    """A run of one process that saves a checkpoint, and one that continues from it."""
+    folder = tmp_path_factory.mktemp("runs")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        Path("text").mkdir()
+        Path("text/a.txt").write_text("to be read, and read again. " * 200)
+        assert commands.run("data", "build", "text", "--out", "prose")[0] == 0
+        model = "n_layers = 1\nhidden_size = 32\nn_heads = 2\nseq_length = 16\n"
+        Path("run.toml").write_text(f'[data]\ntrain = ["prose"]\n[model]\n{model}[train]\nglobal_batch_size = 2\n')
+        first = recorded(commands, "pretrain", "run.toml", "--train.steps", "1")
+        return first, recorded(commands, "pretrain", "run.toml", "--train.steps", "2", "--run.resume", "True")
+    finally:
+        os.chdir(before)
+
+
+def test_the_way_of_a_batch(runs):
+    check("The way of a batch", runs[0])
+
+
+def test_the_way_of_a_config_key(runs):
+    check("The way of a config key", runs[0])
+
+
+def test_the_way_of_a_checkpoint(runs):
+    check("The way of a checkpoint: saved", runs[0])
+    check("The way of a checkpoint: loaded", runs[1])

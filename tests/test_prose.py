@@ -1,0 +1,87 @@
+"""Prose is true of the code: what it names exists, and CONTRIBUTING's imports are the allowed ones.
+
+A name is looked up if it stands in backticks and cannot be an English word: it has an underscore, a capital within, or
+parentheses behind it.
+"""
+
+import builtins
+import io
+import re
+import tokenize
+from functools import cache
+from pathlib import Path
+
+from test_repo import ARROWS, FILES, PROSE, PYTHON, ROOT, name
+
+# pages that tell what was, and so name what is gone
+HISTORY = ("docs/LOG.md", "CHANGELOG.md")
+PAGES = [path for path in PROSE if name(path) not in HISTORY]
+FILE = re.compile(r"(?<![\w./*-])((?:[\w-]+/)*[\w.-]+\.(?:py|md|toml|json|svg|sh|yml))\b(?![\w/*(])")
+NAME = re.compile(
+    r"`(?:[\w.]*\.)?(\w*[a-z]_\w+|[A-Z]+[a-z]\w*[A-Z]\w*)(?:\([^`]*\))?`|`(?:[\w.]+\.)?([a-z]\w+)\([^`]*\)`"
+)
+# files that are no part of the repository: a run, a build or a user makes them, another project has them
+ELSEWHERE = re.compile(
+    r"[A-Z]{4}|-N\.|(^|/)(runs|build|data|checkpoints|my-model|plots|directory|pydoc_data)/"
+    r"|^(run|config|tokenizer|plan|timeline|pipeline|table|trainer|manifest|metrics|module|model|file)\.\w+$"
+    r"|\.index\.json$"
+)
+SOURCES = [path for path in FILES if path.suffix in (".py", ".toml", ".pml") or path.name == "Makefile"]
+
+
+@cache
+def parts(path: Path) -> tuple[str, frozenset[str]]:
+    """(prose, words) of a source: comments and strings in three quotes; names and the words of other strings."""
+    if path.suffix != ".py":
+        return "", frozenset(re.findall(r"\w+", path.read_text()))
+    prose, words = [], set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            words.add(token.string)
+        elif token.type == tokenize.COMMENT or token.string.lstrip("rf").startswith('"""'):
+            prose.append(token.string)
+        elif token.type == tokenize.STRING:
+            words.update(re.findall(r"\w+", token.string))
+    return "\n".join(prose), frozenset(words)
+
+
+@cache
+def known() -> tuple[set[str], set[str]]:
+    """(ends of the paths of files, words of the sources)."""
+    files = [name(path).split("/") for path in FILES]
+    ends = {"/".join(file[-n:]) for file in files for n in range(1, len(file) + 1)}
+    return ends, set(dir(builtins)).union(*(parts(path)[1] for path in SOURCES))
+
+
+def missing(text: str) -> list[str]:
+    """What a text names that does not exist."""
+    files, words = known()
+    absent = [file for file in FILE.findall(text) if file not in files and not ELSEWHERE.search(file)]
+    return absent + [found[0] for found in NAME.finditer(text) if (found[1] or found[2]) not in words]
+
+
+def test_a_wrong_name_is_noticed():
+    text = (
+        "See `no_such_{}`, `NoSuch{}`, `nosuch{}()`, kernels/no_such_{}.py and `ops.column_linear(x)` in `RunConfig`."
+    )
+    assert len(missing(text.format(*4 * ["thing"]))) == 4
+
+
+def test_files_and_names_exist():
+    texts = {path: path.read_text() for path in PAGES} | {path: parts(path)[0] for path in PYTHON}
+    assert {name(path): absent for path, text in texts.items() if (absent := missing(text))} == {}
+
+
+def test_contributing_has_the_arrows():
+    rows = re.findall(r"^\| `([\w/.]+)`.*\| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    table = {part.rstrip("/"): re.findall(r"`(\w+)`", allowed) for part, allowed in rows}
+    assert {part: set(allowed) for part, allowed in table.items() if part in ARROWS} == {
+        part: set(allowed) for part, allowed in ARROWS.items()
+    }
+
+
+def test_tests_named_in_the_readme_exist():
+    rows = re.findall(r"\[item (\d+)\]\((tests/[\w/.]+)\)", (ROOT / "README.md").read_text())
+    assert len(rows) == 6
+    for number, file in rows:
+        assert f"def test_item_{number}_" in (ROOT / file).read_text(), f"{file} has no test of item {number}"
