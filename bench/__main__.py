@@ -1,11 +1,13 @@
-"""The list of benches.
+"""The list of benches, and of the checks that have a table and a picture of their own.
 
-Belongs here: one import and one entry per bench. Everything else is in runner.py or in the bench's own file.
+Belongs here: one import and one entry for each. Everything else is in runner.py or in the bench's own file.
 """
 
 import sys
 
-from . import bubbles, cpu, fused, layer, layouts, matmul, memory, nvlink, pretrain, zero
+from checks import layouts, zero
+
+from . import bubbles, cpu, fused, layer, matmul, memory, nvlink, pretrain
 from .memory_bound import benches as memory_bound
 from .runner import Bench, main
 

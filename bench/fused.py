@@ -12,11 +12,9 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 from .predict import MODEL, predicted_rows
 from .ratios import Row, draw_ratios, means, ratios, table
 from .runner import Bench
-from .shapes import DECODE_ROWS, Shape, operation_shapes, shapes
+from .shapes import BARE, DECODE_ROWS, FUSED, Shape, operation_shapes, shapes
 from .timing import FULL, QUICK
 
-BARE, LIBRARY, SUMMED = "matmul", "torch.matmul", "matmul, torch.sum"
-FUSED, PUSHED, BUMPED = "fused", "fused, SM push", "fused, with bump"
 REQUIRED = 0.97  # of the bare GEMM: flags and waits may cost 3 %
 VIRTUAL_RANKS = (2, 4, 8)
 OTHER_ROWS = 4096  # of the virtual ranks and of the GEMM on fewer SMs

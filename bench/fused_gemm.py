@@ -22,10 +22,9 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .accuracy import poisoned, require_accurate
 from .channels import local_channel
-from .fused import BARE, BUMPED, FUSED, LIBRARY, PUSHED, SUMMED
 from .predict import predicted_rows
 from .ratios import Row, compared
-from .shapes import Shape
+from .shapes import BARE, BUMPED, FUSED, LIBRARY, PUSHED, SUMMED, Shape
 from .timing import Call, Effort, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16

@@ -1,6 +1,7 @@
 """The GEMMs of the models that tensor parallelism is for, as one of t ranks has them.
 
-Belongs here: which models, layers and numbers of rows are measured. Every size follows from a model's configuration.
+Belongs here: which models, layers and numbers of rows are measured, and the names of what is timed on them. Every
+size follows from a model's configuration.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from tpformer.config import MLP_ACTIVATIONS, preset_config
 from tpformer.models import GPTConfig
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
+BARE, LIBRARY, SUMMED = "matmul", "torch.matmul", "matmul, torch.sum"
+FUSED, PUSHED, BUMPED = "fused", "fused, SM push", "fused, with bump"
 MODELS = {
     "8B": preset_config("llama3-8b"),
     "70B": preset_config("llama3-70b"),

@@ -42,7 +42,8 @@ ARROWS = {
     # a dry run builds a run's ranks as training does; nothing but the command imports it
     "tpformer/planner": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "training"],
     "tpformer/cli.py": ["config", "processes", "parallel", "training", "planner"],
-    "checks": ["kernels"],
+    # the compile check reads compiled code alone; the other checks run training, and show it as a bench does
+    "checks/compile": ["kernels"],
 }
 
 
@@ -81,9 +82,8 @@ def test_imports_point_one_way(part):
             if root == "tpformer" and rest:
                 target = rest.split(".")[0]
                 assert target in [own, "torch_private", *ARROWS[part]], f"{name(path)} imports {module}"
-            assert root not in ("bench", "checks", "tests", "examples") or root == part, (
-                f"{name(path)} imports {module}"
-            )
+            outside = root in ("bench", "checks", "tests", "examples")
+            assert not outside or root == part.split("/")[0], f"{name(path)} imports {module}"
             assert root != "kernels" or part == "kernels", f"{name(path)}: write tpformer.kernels"
 
 
@@ -230,6 +230,7 @@ PRIVATE = (
     "tpformer/parallel/zero.py",
     "tpformer/planner/counting.py",
     "tpformer/planner/dry_run.py",
+    "tpformer/planner/storages.py",
 )
 
 

@@ -20,7 +20,7 @@ WARPS = 8
 class Heads(NamedTuple):
     """What the compiler must know of the queries, or of the keys."""
 
-    count: int
+    heads: int
     """Heads of a token."""
     stride: int
     """Elements from one token to the next."""
@@ -79,11 +79,11 @@ def rotate_rows(x, y, table, positions, block, tokens, HEADS: tl.constexpr, ROTA
     HALF: tl.constexpr = ROTATION.half
     start = tl.cast(block, tl.int64) * ROTATION.rows
     # counted from the first head of the block's first token
-    row = (start % HEADS.count).to(tl.int32) + tl.arange(0, ROTATION.rows)
-    token = start // HEADS.count + row // HEADS.count
+    row = (start % HEADS.heads).to(tl.int32) + tl.arange(0, ROTATION.rows)
+    token = start // HEADS.heads + row // HEADS.heads
     mask = token < tokens
     place = tl.load(positions + token, mask=mask, other=0).to(tl.int64) * HALF
-    token, head, place, mask = token[:, None], (row % HEADS.count)[:, None], place[:, None], mask[:, None]
+    token, head, place, mask = token[:, None], (row % HEADS.heads)[:, None], place[:, None], mask[:, None]
     pair = tl.arange(0, ROTATION.columns)[None, :]
     inside = mask & (pair < HALF)
     first, second = load_pairs(x + token * HEADS.stride + head * (2 * HALF), pair, mask, ROTATION)
@@ -92,7 +92,7 @@ def rotate_rows(x, y, table, positions, block, tokens, HEADS: tl.constexpr, ROTA
     s = tl.load(sin + place + pair, mask=inside, other=0.0)
     if ROTATION.inverse:
         s = -s
-    target = y + (token * HEADS.count + head) * (2 * HALF)
+    target = y + (token * HEADS.heads + head) * (2 * HALF)
     store_pairs(target, first * c - second * s, second * c + first * s, pair, mask, ROTATION)
 
 

@@ -9,8 +9,8 @@ from pool import WorkerPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench.split_backward import BASELINE, MICROBATCHES, SCHEDULES, count_schedule, differences  # noqa: E402
 from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name  # noqa: E402
+from checks.split_backward import BASELINE, MICROBATCHES, SCHEDULES, count_schedule, differences  # noqa: E402
 
 
 def counts(ranks: WorkerPool, recompute: str, data_parallel: int) -> dict[str, StepCounts]:

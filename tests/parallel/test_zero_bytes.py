@@ -13,8 +13,8 @@ from pool import WorkerPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench import zero  # noqa: E402
 from bench.step_counts import DATA, by_name  # noqa: E402
+from checks import zero  # noqa: E402
 from tpformer.config import build_config, check_config  # noqa: E402
 from tpformer.planner.states import ACCUMULATED, stage_elements  # noqa: E402
 from tpformer.planner.storages import live_storages  # noqa: E402

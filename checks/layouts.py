@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from bench.ranks import Calls, Ranks
+from bench.runner import Bench, Report
 from tpformer.config import (
     DataSection,
     ModelSection,
@@ -37,8 +39,6 @@ from tpformer.training.step import batch, train_step
 from tpformer.training.verify import full_tensor
 
 from .layout_report import bfloat16_table, draw, result_table
-from .ranks import Calls, Ranks
-from .runner import Bench, Report
 
 STEPS, CURVE_STEPS, BATCH = 10, 60, 8
 LR, CURVE_LR = 1e-3, 5e-3
@@ -70,8 +70,9 @@ class Case(NamedTuple):
             vocab_size=257, seq_length=16, n_layers=self.layers, hidden_size=32, n_heads=4, dropout=0.1,
             tie_embeddings=self.tied,
         )  # fmt: skip
-        batch = {"global_batch_size": BATCH, "microbatch_size": self.microbatch_size}
-        section = TrainSection(steps=steps, dtype=dtype, device="cpu", **batch)
+        section = TrainSection(
+            steps=steps, dtype=dtype, device="cpu", global_batch_size=BATCH, microbatch_size=self.microbatch_size
+        )
         optimizer = OptimizerSection(lr=lr, warmup_steps=steps // 5)
         data = DataSection(train=(train,))
         return RunConfig(model=model, data=data, parallel=self.layout, optimizer=optimizer, train=section)
@@ -177,8 +178,8 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained
     for step in range(1, steps + 1):
         first, share = model.own_samples(step, BATCH)
         lr = learning_rate(step, steps, config.optimizer)
-        options = {"first_sample": first, "step": step, "lr": lr, "clip_norm": config.optimizer.clip_norm}
-        result = train_step(model, optimizers, batch(data, first, share), **options)
+        samples, clip_norm = batch(data, first, share), config.optimizer.clip_norm
+        result = train_step(model, optimizers, samples, first_sample=first, step=step, lr=lr, clip_norm=clip_norm)
         losses.append(result.loss)
         norms.append(result.norm)
     seconds = time.perf_counter() - start

@@ -23,9 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 
-from bench import layouts  # noqa: E402
-from bench.layout_report import draw  # noqa: E402
-from bench.layouts import (  # noqa: E402
+from bench.runner import machine, main, versions  # noqa: E402
+from checks import layouts  # noqa: E402
+from checks.layout_report import draw  # noqa: E402
+from checks.layouts import (  # noqa: E402
     BFLOAT16_CASES,
     CASES,
     FLOAT32,
@@ -37,7 +38,6 @@ from bench.layouts import (  # noqa: E402
     make_row,
     plan,
 )
-from bench.runner import machine, main, versions  # noqa: E402
 from tpformer.config import RunConfig  # noqa: E402
 from tpformer.parallel import SCHEDULES, TiedParameter  # noqa: E402
 from tpformer.training import model as training_model  # noqa: E402
@@ -226,7 +226,7 @@ def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_the_whole_matrix(tmp_path: Path) -> None:
-    run = "import sys; from pathlib import Path; from bench import layouts; from bench.runner import main; "
+    run = "import sys; from pathlib import Path; from checks import layouts; from bench.runner import main; "
     run += "sys.exit(main(['layouts'], [layouts.BENCH], Path(sys.argv[1])))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", run, str(tmp_path)]

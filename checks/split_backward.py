@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from bench.ranks import Calls, Ranks
+from bench.runner import columns
+from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name, bytes_of, count_step, run_config
 from tpformer.config import RECOMPUTE
 from tpformer.training.setup import build_model, run_mesh
-
-from .ranks import Calls, Ranks
-from .runner import columns
-from .step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name, bytes_of, count_step, run_config
 
 BASELINE = "1F1B"
 SCHEDULES = (BASELINE, "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -30,8 +29,8 @@ MICROBATCHES = 4
 
 def count_schedule(schedule: str, recompute: str, data_parallel: int) -> StepCounts:
     """This rank's counts of one step of the schedule: forward and backward of all microbatches, and the reduction."""
-    parallel = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": data_parallel}
-    parallel |= {"pipeline_schedule": schedule, "recompute": recompute}
+    sizes = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": data_parallel}
+    parallel = {**sizes, "pipeline_schedule": schedule, "recompute": recompute}
     config = run_config(parallel, "float32", MODEL, MICROBATCHES)
     mesh = run_mesh(config, "cpu")
     model = build_model(config, mesh)
@@ -83,7 +82,9 @@ def split_rows(data_parallel: int = 2) -> tuple[list[dict[str, Any]], list[str]]
     rows, problems = [], []
     with Ranks(4 * data_parallel, 1, setup, data_parallel) as ranks:
         for recompute in RECOMPUTE:
-            counts = {each: sum(ranks.call(f"{each} {recompute}"), Counter()) for each in SCHEDULES}
+            counts: dict[str, StepCounts] = {
+                each: sum(ranks.call(f"{each} {recompute}"), Counter()) for each in SCHEDULES
+            }
             for schedule in SCHEDULES:
                 found = differences(counts[schedule], counts[BASELINE])
                 problems += [f"{schedule}, recompute {recompute}: {problem}" for problem in found]

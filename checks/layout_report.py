@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
-from .bars import legend, paragraph
-from .plot import LINE, TOP, WIDTH, frame, step_x, text, write_document
-from .runner import columns
+from bench.bars import legend, paragraph
+from bench.plot import LINE, TOP, WIDTH, frame, step_x, text, write_document
+from bench.runner import columns
 
 HEIGHTS = {"losses": 260, "differences": 130}  # pixels
 COLOURS = ("#222222", "#4e79a7", "#e15759", "#59a14f", "#b07aa1")

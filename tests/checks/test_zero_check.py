@@ -10,13 +10,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench import zero  # noqa: E402
-from bench.held import BUFFERS, KINDS, Held  # noqa: E402
 from bench.plot import REQUIRED  # noqa: E402
 from bench.runner import main  # noqa: E402
-from bench.split_backward import differences  # noqa: E402
 from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts  # noqa: E402
-from bench.zero import BACKWARD, FORWARD, IDLE, PEAK, STEP, Measured, zero_row  # noqa: E402
+from checks import zero  # noqa: E402
+from checks.held import BUFFERS, KINDS, Held  # noqa: E402
+from checks.split_backward import differences  # noqa: E402
+from checks.zero import BACKWARD, FORWARD, IDLE, PEAK, STEP, Measured, zero_row  # noqa: E402
 from tpformer.planner.states import GRADIENTS, OPTIMIZER, rank_moments  # noqa: E402
 
 CASE = "ZeRO 2 x4"

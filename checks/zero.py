@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
+from bench.bars import Bar, write_bars
+from bench.ranks import Calls, Ranks
+from bench.runner import Bench, Report, columns
+from bench.step_counts import DATA, StepCounts, by_name, count_step, run_config
 from tpformer.config import RunConfig
 from tpformer.planner.states import (
     ACCUMULATED,
@@ -32,12 +36,8 @@ from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 
-from .bars import Bar, write_bars
 from .held import KINDS, Held, held, live_bytes, watch_layers
-from .ranks import Calls, Ranks
-from .runner import Bench, Report, columns
 from .split_backward import split_rows, split_table
-from .step_counts import DATA, StepCounts, by_name, count_step, run_config
 
 # 18 positions: FSDP2 pads them, as 4 ranks do not divide 18
 MODEL = {"vocab_size": 1024, "seq_length": 18, "n_layers": 8, "hidden_size": 128, "n_heads": 4}
@@ -214,9 +214,9 @@ def problems_of(rows: Sequence[Row]) -> list[str]:
 
 def zero_table(rows: Sequence[Row]) -> Table:
     """A line for each moment."""
-    names = ("N", "pp rank", "shards", "gathered", "grads", "grad shards", "optimizer", "buffers")
-    names += ("total", "formula", "off by", "memory", "slides", "paper", "ok")
-    table = columns(("layout", "moment"), names)
+    kinds = ("N", "pp rank", "shards", "gathered", "grads", "grad shards", "optimizer", "buffers")
+    sums = ("total", "formula", "off by", "memory", "slides", "paper", "ok")
+    table = columns(("layout", "moment"), (*kinds, *sums))
     for row in rows:
         for moment, found in row["moments"].items():
             total, formula = sum(found["held"]), found["formula"]
