@@ -173,7 +173,8 @@ class _Scale:
             parts.append(line(x, top, x, bottom, "#333" if tick == 1 else "#ddd"))
             if all(abs(x - other) > 34 for other in labelled):
                 labelled.append(x)
-                parts.append(text(x, top - 3, f"{tick:g}", "middle", fill="#444"))
+                inside = min(max(x, 24), WIDTH - 24)  # half of the widest label
+                parts.append(text(inside, top - 3, f"{tick:g}", "middle", fill="#444"))
         return parts
 
 
@@ -189,7 +190,7 @@ def _bars(rows: Sequence[Row], scale: _Scale, y: float) -> tuple[list[str], floa
         parts.append(f'<rect x="{left:.1f}" y="{y + 11:.1f}" width="{right - left:.1f}" height="9" fill="{colour}"/>')
         parts.append(line(scale.x(row["ratio_min"]), y + 15.5, scale.x(row["ratio_max"]), y + 15.5, "#222", 1.5))
         if row["bar"] is not None:
-            parts.append(line(scale.x(row["bar"]), y + 8, scale.x(row["bar"]), y + 23, REQUIRED, 2.5))
+            parts.append(line(scale.x(row["bar"]), y + 10, scale.x(row["bar"]), y + 23, REQUIRED, 2.5))
         y += 34
     return parts, y - 6
 

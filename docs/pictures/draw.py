@@ -169,8 +169,9 @@ MODELS = {"tpformer": "GPT layer", "none": "GPT layer, PyTorch TP+SP", "attentio
 def memory() -> str:
     """The sums of bench/results/cpu/memory.json for a GPT layer on four tensor-parallel ranks."""
     measured = json.loads(MEMORY.read_text())
-    rows = [row for row in measured["rows"] if row.get("item") == "total" and row["tp"] == RANKS]
-    sums = {(row["model"], row["recompute"]): row["sbh_over_t"] for row in rows}
+    # the formula is the same for any number of ranks, and its rows say 1
+    rows = [row for row in measured["rows"] if row["tp"] == RANKS or row["model"] == MODELS["attention"]]
+    sums = {(row["model"], row["recompute"]): sum(row["items"].values()) / row["unit"] for row in rows}
     drawing = Drawing()
     drawing.text("title", MARGIN, 28, "Kept for the backward, one GPT layer")
     drawing.text("soft", MARGIN, 48, "Bytes by token and hidden unit, before the division by")
@@ -180,7 +181,7 @@ def memory() -> str:
         model = MODELS[whose if whose == "tpformer" else recompute]
         kept = sums[model, recompute]
         drawing.text("", MARGIN, drawing.y + 14, label)
-        length = kept / 50 * (WIDTH - 2 * MARGIN)
+        length = kept / 53 * (WIDTH - 2 * MARGIN)
         drawing.rect("held r0" if whose == "tpformer" else "held both", MARGIN, drawing.y + 20, length, 16, 2)
         drawing.text("name", MARGIN + length + 6, drawing.y + 33, f"{kept:.1f}")
         drawing.y += 44
