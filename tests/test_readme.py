@@ -31,7 +31,7 @@ def test_commands_name_what_exists():
         words = [word for word in line.split() if "=" not in word]
         assert words[0] in ("make", "python3") or words[0].startswith(".venv/bin/"), line
         assert words[0] != "make" or words[1] in targets, line
-        for file in re.findall(r"(?:examples|bench|tests|docs)/\S+", line):
+        for file in re.findall(r"(?:examples|bench|checks|tests|docs)/\S+", line):
             assert (ROOT / file).exists(), line
 
 
