@@ -1,6 +1,6 @@
 """How fast is a training step beside plain PyTorch, two ranks beside two threads, shared memory beside gloo?
 
-Belongs here: shapes, inputs, providers, what must agree, which ratios are required.
+Belongs here: shapes, inputs, what is timed, what must agree, which ratios are required.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from .timing import interleave, timed
 
 THREADS = 2  # of one process; two ranks get one each
 OPTIONS = OptimizerSection()
-# the model as ours, the same with one projection for q, k and v, the same with tpformer's allocator settings
+# the same model in plain PyTorch; with one projection for q, k and v; with tpformer's allocator settings
 PLAIN, PLAIN_FUSED, PLAIN_PREPARED = "PyTorch", "PyTorch, fused qkv", "PyTorch, keep_freed_memory"
 OURS, OURS_MESH = "tpformer", "tpformer, mesh of 1"  # DTensor parameters on a mesh, as the trainer builds it
 TP2 = "tpformer, 2 ranks"
@@ -44,7 +44,7 @@ REQUIRED = 0.95  # of plain PyTorch, which keeps what is rebuilt here
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, samples per step, and steps per round, each timed in turn with the other providers'."""
+    """A model, samples per step, and steps per round; steps of all providers are timed in turn."""
 
     config: GPTConfig
     samples: int
@@ -89,9 +89,9 @@ def plain(shape: Shape, fused_qkv: bool) -> Callable[[], Tensor]:
 
 
 def training_calls(shape: Shape, tp: int) -> Calls:
-    """A rank's timed training steps, set up as the trainer does; a single rank has the model without a mesh too.
+    """A rank's timed training steps, set up as the trainer does. A single rank also times the model without a mesh.
 
-    Beside them, what a step's backward makes again instead of keeping it: passes of their own, as often as in a step.
+    It times apart from them what a step's backward computes again: norms and activations, as many as in a step.
     """
     keep_freed_memory()
     steps: dict[str, Callable[[], object]] = {OURS_MESH: ours(shape, tp)}
@@ -157,7 +157,7 @@ def check() -> None:
 
 
 def step_rows(shape: Shape, rounds: int) -> list[Row]:
-    """Steps of every provider, what they would take without what is rebuilt, and two ranks beside one."""
+    """Steps of every provider, our steps less what they rebuild, and steps of two ranks beside one."""
     with (
         Ranks(1, THREADS, training_calls, shape, 1) as alone,
         Ranks(1, THREADS, plain_calls, shape, False) as torch_alone,

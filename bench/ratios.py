@@ -1,6 +1,6 @@
 """Rows that compare: a provider's speed beside a baseline's, their ratio, and the ratio that is required.
 
-Belongs here: what benches of ratios share: rows, means, their table, their picture, the verdict.
+Belongs here: the rows, means, table, picture and verdict that all benches of ratios share.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from .plot import FASTER, LINE, REQUIRED, SLOWER, TOP, WIDTH, line, text, ticks,
 from .runner import Report
 from .timing import Comparison, compare
 
-SMALLEST = 0.01  # ratio that is drawn: a difference of times may even be negative
-CROWDED = 40  # rows of one comparison that are too many for a bar each
+SMALLEST = 0.01  # the least ratio that is drawn: one from a difference of times may be negative
+CROWDED = 40  # a comparison with more rows than this is drawn in dots, not bars
 
 
 class Row(TypedDict):
@@ -41,8 +41,11 @@ def make_row(
     case: str, shape: str, provider: str, baseline: str, found: Comparison,
     *, unit: str = "us", amount: float | None = None, bar: float | None = None,
 ) -> Row:  # fmt: skip
-    """A row of what was compared. amount: of `unit` per call and second; None: values are microseconds. bar: the
-    required ratio."""
+    """A row of what was compared. bar: the required ratio.
+
+    amount: what one call does, in `unit` times seconds, so that amount / seconds is in `unit`. None: values are
+    microseconds.
+    """
     values = [1e6 * s if amount is None else amount / s for s in (found.seconds, found.baseline_seconds)]
     numbers = [*(round(value, 1) for value in values), *(round(ratio, 3) for ratio in found[2:])]
     cells = (case, shape, provider, baseline, unit, *numbers, bar, bar is None or found.ratio >= bar)
@@ -67,8 +70,10 @@ def compared(
 def mean_row(
     rows: Sequence[Row], *, case: str = "geometric mean", shape: str = "", provider: str = "", bar: float | None = None
 ) -> Row:
-    """The geometric means of rows with one unit and baseline; the range is that of their ratios."""
-    values, baselines = ([max(row[key], 0.05) for row in rows] for key in ("value", "baseline_value"))  # 0.0 is rounded
+    """The geometric means of rows that share unit and baseline; the range is that of their ratios."""
+    values, baselines = (
+        [max(row[key], 0.05) for row in rows] for key in ("value", "baseline_value")
+    )  # 0.0: less than 0.05
     ratios = [row["ratio"] for row in rows]
     # as the seconds of one call, in `unit`
     mean = Comparison(
@@ -122,7 +127,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def ratios(rows: Callable[[bool], list[Row]]) -> Callable[[argparse.Namespace], Report]:
-    """The `run` of a bench of ratios; rows(quick) measures them. A required ratio is one of full-size shapes."""
+    """The `run` of a bench of ratios; rows(quick) measures them. Bars apply to full-size shapes only."""
 
     def run(options: argparse.Namespace) -> Report:
         found = rows(options.quick)

@@ -29,7 +29,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = 1
-LETTERS = 280  # in a line of a results file, at most, where it can be broken
+LETTERS = 280  # a longer line of a results file is broken, if it has parts
 QUICK = {"--quick": {"action": "store_true", "help": "small sizes, few repetitions, nothing written"}}
 REFUSED = (
     "files besides bench/results differ from the commit, so results are printed and none is written; commit first to "
@@ -44,8 +44,8 @@ class WrongCall(ValueError):
 class Report(NamedTuple):
     """What a bench has found.
 
-    tables: printed in order, with strings between them. content: of the results file, after its head. problems: what
-    is not as required; each is printed, and any makes the exit code 1. outcome: printed where there are none.
+    tables: tables and lines of text, printed in order. content: what the results file has after its head. problems:
+    what is not as required; each is printed, and any makes the exit code 1. outcome: printed if there is no problem.
     files: writes further files into the folder of the results.
     """
 
@@ -58,7 +58,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A question, and what answers it. Its results are written when it is called without any option."""
+    """A question, and what answers it. Its results are written if it is called without options, from a clean tree."""
 
     name: str
     description: str
@@ -69,13 +69,13 @@ class Bench:
     device: str | None = "cpu"
     """cpu or cuda: which device it needs, and whose results these are; None: the GPU if there is one, else the CPU."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: QUICK)
-    """As argparse takes them; each makes the bench do less than the whole."""
+    """For argparse. Each makes the bench do less than the whole, so that nothing is written."""
     check: Callable[[], None] | None = None
     """The gate: raises when a result is wrong, on the shapes that are timed."""
     obstacle: Callable[[], str | None] | None = None
-    """What the bench needs and does not find here, None if nothing. By default it needs its device."""
+    """Names what the bench needs and does not find here; None if it finds all. Unset, it needs its device."""
     predict: Callable[[], str] | None = None
-    """The table of a model: shown where the bench cannot run."""
+    """A table of predicted times, shown where the bench cannot run."""
     note: str = ""
     """What a reader of the tables must know; printed below them, and in the results file."""
 
@@ -168,7 +168,7 @@ def readable(value: Any, indent: str = "") -> str:
 
 
 def write(bench: Bench, content: Mapping[str, Any], results: Path, console: Console) -> Path:
-    """Write <device>/<name>.json, and beside it the bench's picture of it; the folder."""
+    """Write <device>/<name>.json and the bench's picture beside it. Returns the folder."""
     directory = results / device_directory(bench.device)
     directory.mkdir(parents=True, exist_ok=True)
     head = {

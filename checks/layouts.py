@@ -1,6 +1,6 @@
 """`python -m bench layouts`: one training run in many layouts on 1 to 8 CPU processes, compared with one process.
 
-Belongs here: which layouts, a rank's training, what must agree and how closely, the result file. Tables and
+Belongs here: which layouts, a rank's training, what must agree and how closely. Tables and
 drawing: layout_report.py.
 """
 
@@ -58,7 +58,7 @@ Row = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A layout, and what else of the run it goes with. microbatch_size unset: what the configuration derives."""
+    """A layout, and the settings that it is trained with. microbatch_size None: the configuration derives it."""
 
     layout: Layout
     microbatch_size: int | None = None
@@ -103,7 +103,7 @@ class Case(NamedTuple):
 
 
 def case(microbatch_size: int | None = None, tied: bool = True, **layout: object) -> Case:
-    """Keywords of Layout by their short names: tp, pp, schedule, replicate, shard, zero. Layers: 4, or one a stage."""
+    """A case from Layout's keywords, some by short names. It has 4 layers, or one a stage if stages are more."""
     short = {
         "tp": "tensor_parallel",
         "pp": "pipeline_parallel",
@@ -157,7 +157,7 @@ CURVES = {ALONE: ONE, "TP4": TP4, "PP4 1F1B": PP4, "DP4 ZeRO-3": DP4}
 
 
 class Trained(NamedTuple):
-    """What a rank has of a run: per step the mean loss and the gradient norm; and whole parameters after it."""
+    """A rank's run: mean loss and gradient norm of each step, and whole parameters after the last."""
 
     losses: list[float]
     norms: list[float]
@@ -198,14 +198,14 @@ def setup(runs: Mapping[str, RunConfig]) -> Calls:
     warnings.filterwarnings("ignore", module="torch")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how a whole tensor is gathered
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
-    gc.freeze()  # what is imported is not to be searched for the models that are collected below
+    gc.freeze()  # the collections below then skip what is imported, and are quick
 
     def call(config: RunConfig) -> Trained:
         layout = config.parallel
         degrees = (layout.pipeline_parallel, layout.data_parallel_replicate, layout.data_parallel_shard)
         if degrees not in meshes:
             meshes[degrees] = run_mesh(config, "cpu")
-        gc.collect()  # a model refers to itself
+        gc.collect()  # frees the model of the run before, which refers to itself
         return train(config, meshes[degrees], config.train.dtype == FLOAT64 and config.train.steps == STEPS)
 
     return {name: partial(call, config) for name, config in runs.items()}
@@ -241,7 +241,7 @@ def rounded(value: Any) -> Any:
 
 
 def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> Row:
-    """A layout against one process. runs, expected: by dtype, of all ranks and of one process; ok: within BOUNDS."""
+    """A layout's row. runs: of all its ranks, by dtype; expected: of one process, by dtype; ok: within BOUNDS."""
     found = {dtype: compare(runs[dtype], expected[dtype]) for dtype in BOUNDS}
     ok = all(found[dtype][key] <= bound for dtype, bound in BOUNDS.items() for key in ("loss", "norm", "parameters"))
     sizes: Row = {"layout": str(one), "ranks": one.layout.world_size, "microbatches": one.n_microbatches}
@@ -252,7 +252,7 @@ def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping
 
 
 def errors(values: Sequence[Sequence[float]], oracle: Sequence[float]) -> list[float]:
-    """Maximum and RMS over the steps of the difference from float64, the largest of several ranks'."""
+    """Largest and RMS difference from float64 over the steps; of several ranks, the worst one's."""
     difference = np.abs(np.array(values) - np.array(oracle))
     return [float(difference.max()), float(np.sqrt(np.square(difference).mean(axis=1)).max())]
 
@@ -277,7 +277,7 @@ def bfloat16_row(one: Case, ranks: Sequence[Trained], single: Trained, oracle: T
 
 
 def curves_of(trained: Results) -> Row:
-    """Losses of one process in float64, and by dtype and layout the relative differences from it, of every step."""
+    """One process's float64 losses, and for each dtype and layout the relative difference from it at every step."""
     losses = {
         dtype: {name: np.array(trained[f"curve {dtype}", one][0].losses) for name, one in CURVES.items()}
         for dtype in BOUNDS
@@ -294,7 +294,7 @@ def curves_of(trained: Results) -> Row:
 
 
 def plan(cases: Sequence[Case], complete: bool, train: str) -> dict[int, dict[tuple[str, Case], RunConfig]]:
-    """World size -> what runs in it, by purpose (a dtype, or a curve's) and layout; refused here if it cannot run."""
+    """World size -> its runs, by purpose (a dtype, or a curve's) and layout. ValueError for one that cannot run."""
     wanted = {(dtype, one) for dtype in BOUNDS for one in cases}
     wanted |= {(dtype, one.alone) for dtype, one in wanted}
     if complete:

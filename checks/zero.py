@@ -1,6 +1,6 @@
 """`python -m bench zero`: bytes of parameters, gradients and optimizer state per rank under ZeRO, beside the formulas.
 
-Belongs here: which layouts, the step that is measured, what must hold, the tables. The formulas are those of a dry run
+Belongs here: which layouts, the step that is measured, what must hold, tables and picture. The formulas are a dry run's
 (tpformer.planner.states). The counting is in held.py and step_counts.py, the table of --split in split_backward.py.
 """
 
@@ -99,7 +99,7 @@ class _Largest:
 
 
 def measure(config: RunConfig) -> Measured:
-    """This rank's second step, when the optimizer's state is there."""
+    """Measure this rank's second step: the first creates the optimizer's state."""
     mesh = run_mesh(config, "cpu")
     gc.collect()
     before = live_bytes()
@@ -167,8 +167,9 @@ def published(parameters: float, zero: int, shards: int, optimizer: int) -> int:
 def expected_collectives(config: RunConfig, pipeline_rank: int) -> list[int]:
     """All-gathers, reduce-scatters and all-reduces of a step.
 
-    One all-gather a unit and step below stage 3, where it is two a microbatch (the root's stays for the backward);
-    one reduce-scatter a unit and microbatch in stages 2 and 3, below one a step; one all-reduce a unit and step.
+    A unit of FSDP2 is a layer, or the root, which has all else. All-gathers of a unit: one a step below stage 3; in
+    stage 3 a layer has two a microbatch and the root one, as the root stays gathered for the backward. Reduce-scatters
+    of a unit: one a microbatch in stages 2 and 3, one a step below. All-reduces of a unit: one a step, among copies.
     """
     layout, sizes = config.parallel, stage_elements(config, pipeline_rank).values()
     layers, roots = sum(size.n_layers for size in sizes), sum(size.rest > 0 for size in sizes)
@@ -265,7 +266,7 @@ def setup(configs: Mapping[str, RunConfig]) -> Calls:
 
 
 def measure_all(dtypes: Sequence[str]) -> list[Row]:
-    """Rows of all cases: the first rank of each pipeline rank is shown, all must hold."""
+    """Rows of all cases: of each pipeline rank's ranks the first one's, and any other's that has a problem."""
     rows: list[Row] = []
     configs = {(case, dtype): run_config(CASES[case], dtype, MODEL, MICROBATCHES) for dtype in dtypes for case in CASES}
     with Ranks(RANKS, 1, setup, {str(key): config for key, config in configs.items()}) as ranks:
@@ -278,7 +279,7 @@ def measure_all(dtypes: Sequence[str]) -> list[Row]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Measure what the options leave: without any, all."""
+    """Measure both dtypes and the counts of split backwards, or what an option leaves of that."""
     content: Row = {"model": MODEL, "microbatches": MICROBATCHES, "bar": BAR, "kinds": KINDS}
     tables: list[Table | str] = []
     problems: list[str] = []

@@ -21,7 +21,7 @@ from .cases import CASES, KEPT
 DEVICE, DTYPE = "cuda", torch.bfloat16
 OURS, COPY = "tpformer", "copy"
 REQUIRED = {COPY: 0.9, COMPILED: 1.0, LIGER: 1.0}
-SAME = 0.05  # relative RMS error of a rival: wide enough for bfloat16 statistics, too narrow for another function
+SAME = 0.05  # a rival's largest relative RMS error: bfloat16 statistics stay below it, another function does not
 Cases = Callable[[bool], Sequence[Case]]
 
 NOTE = (
@@ -52,7 +52,7 @@ def check(cases: Cases) -> None:
 
 
 def check_case(case: Case) -> None:
-    """Ours by the accuracy rule; of the rivals, that they compute the same thing."""
+    """Check our results by the accuracy rule, and that rivals compute the same function."""
     work = case.build(DEVICE, DTYPE)
     pristine = each(Tensor.clone, work.inputs)
     oracle = flat(work.plain(*each(lambda x: x.double() if x.is_floating_point() else x, work.inputs)))
@@ -60,7 +60,7 @@ def check_case(case: Case) -> None:
 
     def results(function: Function) -> list[Tensor]:
         holes = [torch.full_like(x, float("nan")) for x in baseline]
-        del holes  # the memory that the allocator gives next: what a provider leaves out then shows
+        del holes  # the allocator gives this memory next, so elements that a provider does not write are NaN
         found = [x.clone() for x in flat(function(*work.inputs))]
         for x, value in zip(flat(work.inputs), flat(pristine), strict=True):
             x.copy_(value)
@@ -79,9 +79,10 @@ def check_case(case: Case) -> None:
 
 
 def require_same(what: str, actual: Tensor, oracle: Tensor, random: bool) -> None:
-    """AssertionError unless a rival computes what we do: its error is small beside the RMS.
+    """AssertionError unless a rival's RMS error is small beside the oracle's RMS.
 
-    random: the error of its RMS, which is uncertain by about the root of the number of results.
+    random: rivals draw other random numbers, so only the RMS of results is compared. By chance, that of n results is
+    off by a share of about n**-0.5.
     """
     if actual.shape != oracle.shape:
         raise AssertionError(f"{what}: {tuple(actual.shape)}, not {tuple(oracle.shape)}")
@@ -99,12 +100,12 @@ def rms(x: Tensor) -> float:
 
 
 def rivals(work: Work) -> dict[str, Function]:
-    """Those that have the operation."""
+    """The rivals that have the operation."""
     return {name: function for name, function in work.rivals.items() if function is not None}
 
 
 def calls_of(case: Case, work: Work) -> dict[str, Call]:
-    """What is timed: before each call its inputs are restored, which leaves the L2 cold."""
+    """The calls to time. Before each, inputs are restored and the L2 cache is flushed."""
     pristine, flushed = each(Tensor.clone, work.inputs), flush_buffer()
 
     def restore() -> None:
@@ -121,7 +122,7 @@ def calls_of(case: Case, work: Work) -> dict[str, Call]:
 
 
 def case_rows(case: Case, seconds: dict[str, list[float]]) -> list[Row]:
-    """GEMM-bound: no bar but Liger's, which keeps as few logits."""
+    """A case's rows. A GEMM-bound one has a bar beside Liger only, which keeps as few logits as we do."""
     bars = REQUIRED if case.nbytes is not None else {LIGER: REQUIRED[LIGER]}
     pairs = [(OURS, name, bars.get(name)) for name in (COMPILED, LIGER, KEPT, COPY)]
     if case.nbytes is None:
@@ -130,7 +131,7 @@ def case_rows(case: Case, seconds: dict[str, list[float]]) -> list[Row]:
 
 
 def rows(cases: Cases, quick: bool) -> list[Row]:
-    """Of all cases, and their means over the rows in GB/s."""
+    """The rows of all cases, and the means of those in GB/s."""
     effort: Effort = QUICK if quick else FULL
     found: list[Row] = []
     for case in cases(quick):
@@ -140,7 +141,7 @@ def rows(cases: Cases, quick: bool) -> list[Row]:
 
 
 def predictions(cases: Cases) -> list[Row]:
-    """The time of a copy of each case's bytes, or of its GEMMs."""
+    """Rows whose time is predicted: that of a copy of the case's bytes, or of its GEMMs."""
     machine, found = present_machine(), []
     for case in cases(False):
         copied = case.nbytes is not None

@@ -19,7 +19,7 @@ class Work(NamedTuple):
     """A case's inputs, and functions of *inputs that give the same tensors in the same order.
 
     plain: the formula in torch; of float64 inputs it is the oracle. rivals: by name; None where one has no such
-    operation. Any of them may overwrite inputs. random: the rivals draw other random numbers than ours, so that only
+    operation. Any of them may overwrite inputs. random: the rivals draw other random numbers than we do, so that only
     distributions agree.
     """
 
@@ -72,5 +72,5 @@ def flat(result: Any) -> list[Tensor]:
 
 def compiled(function: Function) -> Function:
     """One graph for these shapes, in torch.compile's default mode. Forgets what was compiled before."""
-    torch.compiler.reset()  # else the same formula at a ninth shape is refused
+    torch.compiler.reset()  # otherwise torch refuses to compile a function for a ninth shape
     return torch.compile(function, fullgraph=True, dynamic=False)

@@ -27,7 +27,7 @@ from .case import COMPILED, LIGER, Case, Function, Rows, Work, compiled
 
 ITEMSIZE, P, EPS = 2, 0.1, 1e-5
 KEY = philox_key("bench")
-KEPT = f"{LIGER}, a kept"  # its gradients alone: the activation was stored in the forward
+KEPT = f"{LIGER}, a kept"  # its backward without the activation, as if the forward had stored that
 BASE, SEQUENCE = 10000.0, 2048  # of rotary embedding: the base of its angles, tokens of a sample
 
 
@@ -54,7 +54,7 @@ def norm_forward(kind: str, rows: Rows, device: str, dtype: torch.dtype) -> Work
 
 
 def norm_backward(kind: str, residual: bool, rows: Rows, device: str, dtype: torch.dtype) -> Work:
-    """residual: the gradient that passes the norm by is added."""
+    """residual: the gradient of the residual stream is added to that of the norm's input."""
     dy, x, dresidual = rows.random(3, device, dtype)
     norm = norm_of(kind, rows, device, dtype)
     _, *mean, rstd = formulas.norm_forward(x, norm)
@@ -65,7 +65,7 @@ def norm_backward(kind: str, residual: bool, rows: Rows, device: str, dtype: tor
 
 
 def finish_norm(kind: str, rows: Rows, device: str, dtype: torch.dtype) -> Work:
-    """layernorm: after GPT's bias and dropout; rmsnorm: as in Llama, after nothing but the residual."""
+    """layernorm: after bias, dropout and residual, as in GPT; rmsnorm: after the residual only, as in Llama."""
     x, residual = rows.random(2, device, dtype)
     (bias,), norm = rows.random_vectors(1, device, dtype), norm_of(kind, rows, device, dtype)
     full, plain = kind == "layernorm", formulas.finish_norm_forward
@@ -180,7 +180,7 @@ def finish_forward(rows: Rows, device: str, dtype: torch.dtype) -> Work:
 
 
 def finish_backward(rows: Rows, device: str, dtype: torch.dtype) -> Work:
-    """torch reads the mask that its forward would have stored."""
+    """We draw the mask again; torch.compile reads the one that a forward would have stored."""
     (dz,), drawn = rows.random(1, device, dtype), dropout_of(rows, device)
     op, plain = implementation("dropout", dz).finish_backward, formulas.finish_backward
     inputs = (dz, formulas.kept(drawn, rows.n), P)

@@ -1,7 +1,7 @@
 """Draws the two pictures of README.md: block.svg, where the tensors of a block live, and memory.svg, what it keeps.
 
 `python docs/pictures/draw.py` writes both; tests/test_docs.py compares the committed pictures with what it draws.
-They are as wide as a phone. Text is 13 units of 400 high, so that it has more than 11 pixels there.
+They are drawn for the width of a phone: 400 units are then about 360 pixels, and text of 13 units is over 11 pixels high.
 """
 
 import json
@@ -65,7 +65,7 @@ class Drawing:
                 self.rect(f"held r{owner}", x, y + owner * height / RANKS, width, height / RANKS)
 
     def row(self, name: str, layout: str, cut: str, *, kept: int = 0, last: bool = False) -> None:
-        """A tensor as it lies on the four ranks, between two kernels. kept: bytes of it that wait for the backward."""
+        """A tensor on the four ranks, between two kernels. kept: bytes by token and hidden unit that wait for the backward."""
         y = self.y
         self.text("name", MARGIN, y + 16, name)
         self.text("soft right", WIDTH - MARGIN, y + 16, layout + (f" · kept: {kept}" if kept else ""))
@@ -77,7 +77,7 @@ class Drawing:
         self.y = y + 72
 
     def kernel(self, name: str, lines: list[str], operands: str = "") -> None:
-        """What computes: its name, what it does, and in each rank what it multiplies."""
+        """A kernel's name, what it does, and if it is a GEMM what each rank multiplies: "gather" or "scatter"."""
         top = self.y
         height = 12 + 18 * (1 + len(lines)) + (44 if operands else 0)
         self.rect("kernel", MARGIN, top, WIDTH - 2 * MARGIN, height, 7)

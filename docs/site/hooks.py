@@ -26,7 +26,7 @@ OUTSIDE = {
     "tests/regressions/README.md": "regressions.md",
 }
 API = ("layers", "models", "ops", "parallel", "distributed", "processes", "config", "training", "planner")
-COPIED = (".svg", ".png", ".json")  # what a browser shows by itself; other files get a page with their text
+COPIED = (".svg", ".png", ".json")  # a browser shows these as they are; any other file gets a page with its text
 LINK = re.compile(r'(\]\(|(?:src|href)=")(?!https?:|#|mailto:)([^)"#\s]+)')
 LOADED = re.compile(r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"')
 
@@ -103,11 +103,11 @@ def source_file(config: Any, target: str) -> File:
 
 
 def api_page(package: str) -> str:
-    """A package's names: those it exports, or those of its modules where it exports none."""
+    """The reference of the names that a package exports, or of its modules if it exports none."""
     folder = ROOT / "tpformer" / package
     tree = ast.parse((folder / "__init__.py").read_text())
     lines = [f"# tpformer.{package}", "", (ast.get_docstring(tree) or "").replace("Re-exports only.", ""), ""]
-    # by the module that defines it: a function may be called as its module is
+    # with the module that defines it, as a function may have the name of a module
     exported = {
         name.name: f"{'tpformer.' + package + '.' if node.level else ''}{node.module}.{name.name}"
         for node in tree.body

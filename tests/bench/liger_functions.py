@@ -1,6 +1,7 @@
-"""Stand-ins for Liger-Kernel's autograd Functions that take, overwrite and give what those of 0.8.5 do, in plain torch.
+"""Stand-ins in plain torch for the autograd Functions of Liger-Kernel 0.8.5.
 
-Belongs here: their signatures. bench/memory_bound/liger.py calls them.
+Each takes the same arguments, overwrites the same ones and returns as many results; bench/memory_bound/liger.py calls them.
+Belongs here: nothing else.
 """
 
 from typing import Any
@@ -132,7 +133,7 @@ class LinearCrossEntropy:
 
 
 def functions() -> dict[tuple[str, str], Any]:
-    """By module and name."""
+    """The stand-ins, by Liger-Kernel's module and name."""
     return {
         ("layer_norm", "LigerLayerNormFunction"): Norm,
         ("rms_norm", "LigerRMSNormFunction"): RMSNorm,

@@ -58,7 +58,7 @@ def test_blocks_are_the_models() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("fused_qkv", [False, True])
 def test_plain_blocks_are_ours(name: str, fused_qkv: bool, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, output and every gradient; of qkv, the three projections' one after another."""
+    """Output and every gradient agree in float64; a fused qkv gradient is the three projections' in a row."""
     monkeypatch.setattr(bench, "DTYPE", torch.float64)
     config = CONFIGS[name]
     block = our_block(config)

@@ -1,5 +1,5 @@
 """Items 14-19 and 23: what made other systems train to another loss, or not at all, without a message. Each test
-compares a layout with one process, in the terms of the report, and in float64 unless it is about rounding."""
+compares a layout with one process, in the terms of the report, and in float64."""
 
 import math
 from unittest import mock
