@@ -1,7 +1,7 @@
 """Draws the two pictures of README.md: block.svg, where the tensors of a block live, and memory.svg, what it keeps.
 
 `python docs/pictures/draw.py` writes both; tests/test_docs.py compares the committed pictures with what it draws.
-They are drawn for the width of a phone: 400 units are then about 360 pixels, and text of 13 units is over 11 pixels high.
+They are drawn for a phone: their 400 units are about 360 pixels there, and text of 13 units is over 11 pixels high.
 """
 
 import json
@@ -65,7 +65,7 @@ class Drawing:
                 self.rect(f"held r{owner}", x, y + owner * height / RANKS, width, height / RANKS)
 
     def row(self, name: str, layout: str, cut: str, *, kept: int = 0, last: bool = False) -> None:
-        """A tensor on the four ranks, between two kernels. kept: bytes by token and hidden unit that wait for the backward."""
+        """A tensor on the four ranks, between two kernels. kept: bytes that wait for the backward."""
         y = self.y
         self.text("name", MARGIN, y + 16, name)
         self.text("soft right", WIDTH - MARGIN, y + 16, layout + (f" · kept: {kept}" if kept else ""))

@@ -1,6 +1,7 @@
 """Stand-ins in plain torch for the autograd Functions of Liger-Kernel 0.8.5.
 
-Each takes the same arguments, overwrites the same ones and returns as many results; bench/memory_bound/liger.py calls them.
+Each takes the same arguments, overwrites the same ones and returns as many results. bench/memory_bound/liger.py calls
+them.
 Belongs here: nothing else.
 """
 

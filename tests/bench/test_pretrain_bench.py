@@ -25,7 +25,7 @@ from tpformer.models import GPTConfig  # noqa: E402
 from tpformer.training.setup import build_model  # noqa: E402
 
 SMALL = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=32, n_heads=2)
-# Runs in a process of its own, as it joins and leaves a process group. It does so twice: one process may run two benches.
+# Runs in a process of its own, as it joins and leaves a process group. It does so twice, as one process may.
 RUN = """
 import sys
 from dataclasses import replace
