@@ -6,7 +6,6 @@ interrupted save leaves the previous ones whole. Tensors have global names, what
 and optimizer.NAME.KEY for each key of a parameter's optimizer state.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,6 +25,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from tpformer.processes.files import file_sha256
+
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -37,11 +38,6 @@ class CheckpointError(ValueError):
 
 
 # files
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:
@@ -57,7 +53,7 @@ def manifest_entries(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     entries = {}
     for path in sorted(files):
         _fsync(path)
-        entries[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        entries[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     return entries
 
 
@@ -83,7 +79,7 @@ def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
             raise CheckpointError(f"{path} is missing")
         if path.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}")
-        if _digest(path) != entry["sha256"]:
+        if file_sha256(path) != entry["sha256"]:
             raise CheckpointError(f"{path} is corrupted: its SHA-256 differs from the manifest's")
 
 

@@ -9,6 +9,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tpformer.processes.files import replace_file
+
 
 def read_metrics(path: Path) -> list[dict]:
     """Rows of a metrics.jsonl. A last line that a kill cut short is left out; ValueError names any other bad line."""
@@ -26,9 +28,7 @@ def read_metrics(path: Path) -> list[dict]:
 def cut_metrics(path: Path, step: int) -> None:
     """Drop the rows after `step`, which a resumed run will write again."""
     rows = [row for row in read_metrics(path) if row["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    temporary.replace(path)
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 class MetricsLog:

@@ -19,6 +19,7 @@ from tpformer.distributed import all_reduce, check_all, close, indexed
 from tpformer.distributed.mesh import AXES
 from tpformer.kernels.cost import machine_for
 from tpformer.parallel import gather_actions
+from tpformer.processes.files import replace_file
 from tpformer.processes.watchdog import Watchdog
 
 from .checkpoint import Checkpointer, CheckpointError, steps
@@ -124,10 +125,8 @@ class Trainer:
             raise ValueError(errors[0])
 
     def _write_config(self) -> None:
-        """Write config.toml, whole or not at all: no run resumes without it. Only once the layout has been built."""
-        temporary = self.directory / "config.tmp"
-        temporary.write_text(to_toml(self.config))
-        temporary.replace(self.directory / "config.toml")
+        """Write config.toml, without which no run resumes. Call it once the layout has been built."""
+        replace_file(self.directory / "config.toml", to_toml(self.config))
 
     def _resume(self) -> int:
         """Load the newest good checkpoint; returns its step, or 0 if the run has no checkpoint."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tpformer.processes.files import file_sha256, replace_file
+
 from .corpus import split_files, stdlib_files, stdlib_root
 from .indexed import IndexedDataset, IndexedWriter, dataset_paths, read_sidecar, token_dtype
 from .tokenizer import load_tokenizer
@@ -136,11 +138,6 @@ def _add_to_digest(digest: "hashlib._Hash", text: bytes) -> None:
     digest.update(text)
 
 
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _summarize(prefix: Path, tokenizer_name: str, vocab_size: int, documents_sha256: str) -> Summary:
     dataset = IndexedDataset(prefix)
     return Summary(
@@ -149,16 +146,13 @@ def _summarize(prefix: Path, tokenizer_name: str, vocab_size: int, documents_sha
         n_documents=dataset.n_documents,
         n_tokens=dataset.n_tokens,
         entropy_nats_per_token=_unigram_entropy(dataset, vocab_size),
-        sha256=_file_sha256(dataset.bin_path),
+        sha256=file_sha256(dataset.bin_path),
         documents_sha256=documents_sha256,
     )
 
 
 def _write_sidecar(prefix: Path, summary: Summary) -> None:
-    path = dataset_paths(prefix).sidecar
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-    temporary.rename(path)
+    replace_file(dataset_paths(prefix).sidecar, json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def _is_built_from(prefix: Path, files: Sequence[Path]) -> bool:
@@ -173,7 +167,7 @@ def _is_built_from(prefix: Path, files: Sequence[Path]) -> bool:
     sidecar = read_sidecar(prefix) or {}
     expected = ("bytes", digest.hexdigest())
     found = (sidecar.get("tokenizer"), sidecar.get("documents_sha256"))
-    if len(existing) < len(paths) or found != expected or sidecar.get("sha256") != _file_sha256(paths.bin):
+    if len(existing) < len(paths) or found != expected or sidecar.get("sha256") != file_sha256(paths.bin):
         raise ValueError(
             f"{prefix} does not hold this Python's standard library ({len(files)} files) as bytes: built "
             f"by another Python, changed or incomplete; delete {', '.join(existing)} and build again"
