@@ -25,9 +25,9 @@ class Regressor(nn.Module):
 
 
 def train(tp=None, steps=100):
-    """The loss of the last step."""
+    """Train on a small regression; return the loss of the last step."""
     model = Regressor(tp)
-    init_weights(model, seed=0)  # the same weights whatever the mesh
+    init_weights(model, seed=0)  # the same weights on any number of ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, 16, generator=generator)

@@ -19,7 +19,7 @@ STEPS, BATCH, MICROBATCHES, SIZE = 40, 64, 8, 16
 
 
 def block(channels_in: int, channels_out: int, stride: int = 1) -> nn.Sequential:
-    # GroupNorm, not BatchNorm: statistics of a batch would differ between microbatches
+    # GroupNorm instead of BatchNorm, whose statistics would be those of a microbatch, not of the batch
     convolution = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1)
     return nn.Sequential(convolution, nn.GroupNorm(4, channels_out), nn.ReLU())
 
@@ -31,7 +31,7 @@ def cnn() -> nn.Sequential:
 
 
 def images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise images (BATCH, 1, SIZE, SIZE) with one brighter quadrant, and its number (BATCH,); equal on all ranks."""
+    """Noise images (BATCH, 1, SIZE, SIZE) with one brighter quadrant, and its number (BATCH,), equal on all ranks."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(BATCH, 1, SIZE, SIZE, generator=generator)
     labels = torch.randint(4, (BATCH,), generator=generator)

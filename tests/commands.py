@@ -1,7 +1,7 @@
-"""`tpformer` commands for tests: each is a process of its own, which starts in milliseconds.
+"""`tpformer` commands for tests. Each is a process of its own, which starts in milliseconds.
 
-Belongs here: starting such a process, its output and its end. It is a fork of a server that has imported everything;
-its environment, standard output and exit code are its own, as if a shell had started it.
+Belongs here: how such a process starts and ends, and its output. It is a fork of a server that has imported everything,
+but has an environment, standard output and exit code of its own, as if a shell had started it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Commands:
         return self.start(*arguments, **environment).finish(seconds)
 
     def call(self, function: Callable[..., None], *args: Any, **environment: str) -> Command:
-        """Run the module-level `function(*args)` instead of the command; it may patch modules and then call `main`."""
+        """Start the module-level `function(*args)` instead of a command. It may patch modules and then call `main`."""
         return Command(self.server, function, args, environment)
 
 
@@ -47,7 +47,7 @@ class Command:
         self.files = [Path(self.folder.name, name) for name in ("out", "err")]
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         place = (test, list(sys.path), function.__module__, inspect.getfile(function), function.__qualname__)
-        # it may start ranks, which a daemon may not
+        # no daemon, because a daemon could not start ranks
         self.process = server.start(enter, os.getcwd(), environment, self.files, *place, args, daemon=False)
         self.pid: int = self.process.pid
 
@@ -106,7 +106,7 @@ def enter(
     name: str,
     args: tuple,
 ) -> None:
-    """In the new process: take on what a shell would have given it, then call the function."""
+    """Take on the directory, environment and files that a shell would give a process, then call the function."""
     threading.Thread(target=stop_without_pytest, daemon=True).start()
     os.chdir(directory)
     os.environ.update(environment)

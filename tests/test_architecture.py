@@ -1,4 +1,4 @@
-"""docs/architecture.md: each function of its lists is called by the one that it stands under, in the list's order."""
+"""The lists of docs/architecture.md are true: each function is called by the one above it, in the list's order."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ITEM = re.compile(r"^( *)- (?:`(?P<file>[\w/.]+)`: )?`(?P<name>[\w.]+)`", re.M)
 
 
 def items(title: str) -> list[tuple[Function | None, Function]]:
-    """(caller, callee) of a section's list, in its order. An item without a file is in that of the item above it."""
+    """The (caller, callee) pairs of a section's list, in order. An item without a file has that of the item above."""
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     above: list[tuple[int, Function]] = []
     found: list[tuple[Function | None, Function]] = []

@@ -1,16 +1,19 @@
-"""Which tests need the floor of torch that this project supports, 2.13, and are skipped on an older one."""
+"""Which tests need torch 2.13, the oldest version that this project supports whole, and are skipped on older ones."""
 
 import re
 
 import pytest
 import torch
 
-REASON = "pipelines and FSDP2 need torch 2.13: before it V-shaped schedules hang, and other bytes are held"
+REASON = "pipelines and FSDP2 need torch 2.13: in older ones V-shaped schedules hang, and FSDP2 holds other bytes"
 RUNS = {"bench", "models", "parallel", "planner", "regressions", "training"}  # folders of tests
 
 
 def why_too_old(item: pytest.Item) -> str | None:
-    """Why this torch cannot run a test, or None. Those marked `gpu` have no FSDP2, and name their pipelines."""
+    """Why this torch cannot run a test, or None if it can.
+
+    Of the tests marked `gpu` only those with pipelines need the newer torch, and "pipeline" is in their names.
+    """
     if torch.__version__ >= (2, 13):
         return None
     pipeline = re.search(r"pipeline(?!d)", item.nodeid)  # `pipelined` is a transport

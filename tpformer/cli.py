@@ -65,9 +65,10 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
 
 
 def _with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0) -> None:
-    """Do the work in this process if it is a rank or the only one, else in one fork per rank. Restarts resume the run.
+    """Do the work here if this process is a rank, or the only one. Otherwise start a fork for each rank, which does it.
 
-    Import what `work` needs before this call, so that the forks share it.
+    After a failure all ranks start again, at most max_restarts times, and resume the run. Import what `work` needs
+    before this call, so that the forks share it.
     """
     world_size = config.parallel.world_size
     if launched() or (world_size == 1 and not max_restarts):
@@ -88,7 +89,7 @@ def pretrain_command(arguments: Sequence[str]) -> None:
 
     config = parse_run(arguments)
     check_config(config)
-    # every rank does these again; here a mistake is one message instead of one per rank
+    # every rank repeats these checks; a mistake that is found here gives one message, not one per rank
     check_datasets(config)
     resolve(config)
 
@@ -224,7 +225,7 @@ class BuildData:
 
 
 def build_data_command(arguments: Sequence[str]) -> None:
-    """`tpformer data build`."""
+    """`tpformer data build`: make a token dataset from files."""
     from tpformer.training.data import build_dataset
 
     options = tyro.cli(BuildData, prog="tpformer data build", args=list(arguments))
@@ -232,7 +233,7 @@ def build_data_command(arguments: Sequence[str]) -> None:
 
 
 def stdlib_command(arguments: Sequence[str]) -> None:
-    """`tpformer data stdlib`."""
+    """`tpformer data stdlib`: make the default corpus."""
     from tpformer.training.data import build_stdlib
 
     def stdlib(out: Annotated[Path, tyro.conf.arg(help="Folder for stdlib_train and stdlib_valid.")]) -> None:
@@ -243,7 +244,7 @@ def stdlib_command(arguments: Sequence[str]) -> None:
 
 
 def timeline_command(arguments: Sequence[str]) -> None:
-    """`tpformer timeline`; FileNotFoundError for a run that recorded no step."""
+    """`tpformer timeline`: draw a recorded step. FileNotFoundError for a run that recorded none."""
 
     def timeline(run_dir: tyro.conf.Positional[Path]) -> None:
         """Draw the pipeline step that a run recorded: plots/pipeline.svg, and plots/pipeline.json for Perfetto."""
@@ -281,7 +282,7 @@ def guarded(work: Callable[[], None]) -> None:
 
     Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
     interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
-    that has ended. Where nobody reads the output any more (`| head`), the process ends by SIGPIPE.
+    that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE.
     """
     try:
         try:
@@ -289,7 +290,7 @@ def guarded(work: Callable[[], None]) -> None:
         finally:
             sys.stdout.flush()
     except (SystemExit, BrokenPipeError) as error:
-        # no pipe but the output is written here; rich raises SystemExit when it is broken
+        # the only pipe that is written to is the output; rich turns its BrokenPipeError into SystemExit
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,6 +1,7 @@
 """The private names of torch that tpformer uses, each with what it is and why no public one serves.
 
-The tests of what uses them pass with torch 2.11 and with 2.13. Three places keep private names beside what they serve:
+The tests of layers, operations and kernels pass with torch 2.11 and with 2.13, so these names exist in both, where
+nothing else is said. Three places keep private names beside what they serve:
 distributed/symmetric.py (symmetric memory), parallel/zero.py (FSDP2) and planner/ (fake tensors, fake process groups).
 tests/test_repo.py refuses private names everywhere else.
 """
@@ -66,20 +67,20 @@ def compiler_is_imported() -> bool:
 
 
 def leave_uncompiled(function: Callable, why: str) -> None:
-    """Mark a function as torch.compiler.disable marks what it returns, without importing the compiler for it."""
+    """Keep torch.compile out of a function, as torch.compiler.disable does, but without importing the compiler."""
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Give a process group its timeout: init_device_mesh makes groups with torch's own, of 10 to 30 minutes."""
+    """Set a process group's timeout. init_device_mesh makes groups with torch's defaults, 10 to 30 minutes."""
     _set_pg_timeout(timeout, group)
 
 
 def forget_meshes() -> None:
     """Empty DTensor's cache of layouts: call it when the process group has been destroyed and another one follows.
 
-    The cache is kept by mesh. A mesh of the next process group can be equal to an earlier one; DTensor would take it
-    for that one, and use groups that are gone.
+    The cache is kept by mesh. A mesh of the next process group can be equal to an earlier one. DTensor would then
+    find the earlier one's layouts, and use process groups that no longer exist.
     """
     from torch.distributed.tensor import DTensor, debug
 
@@ -92,15 +93,15 @@ def forget_meshes() -> None:
 def own_part(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of what this rank holds of a tensor laid out in this way: DTensor's arithmetic, without one."""
+    """(shape, offset) of this rank's part of a tensor with these placements. DTensor computes it, but none is made."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    with torch.device("cpu"):  # torch computes with small tensors, which have no values where the default is meta
+    with torch.device("cpu"):  # torch computes this with tensors, which have no values if the default device is meta
         return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The norm of each tensor, in one launch on a GPU; torch's own clip_grad_norm_ is made of it."""
+    """The norm of each tensor, in one launch on a GPU. torch's clip_grad_norm_ uses it."""
     return torch._foreach_norm(tensors)
 
 

@@ -144,7 +144,7 @@ def test_a_tied_embedding_of_others_is_refused():
     model = build(tied=True)
     model.embed_tokens = nn.Embedding(VOCAB, 24)
     with pytest.raises(
-        ValueError, match="which is a Embedding without a VocabParallelEmbedding: wrap the original one"
+        ValueError, match=r"but embed_tokens \(Embedding\) contains no VocabParallelEmbedding: wrap the original one"
     ):
         model(IDS[:, :-1])
 

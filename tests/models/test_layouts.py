@@ -88,7 +88,7 @@ def run_training(config: dict, tp: int, sequence_parallel: bool, options: dict |
 
 
 def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest |difference| in units of max(|expected|, lr), over all elements, and its name."""
+    """The largest |difference| / max(|expected|, LR) of any element, and the name of its tensor."""
     assert actual.keys() == expected.keys()
     return max((float(((actual[name] - p).abs() / p.abs().clamp(min=LR)).max()), name) for name, p in expected.items())
 

@@ -1,4 +1,4 @@
-"""Presets have the published parameter counts, and n_parameters is the built model's without padding."""
+"""Presets have the published parameter counts. n_parameters is the built model's count without padding."""
 
 import pytest
 

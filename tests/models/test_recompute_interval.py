@@ -1,4 +1,5 @@
-"""A recomputed region of several layers keeps every bit and only its first input, and leaves out its last GEMM."""
+"""A recomputed region of several layers keeps only its first input. Its recomputation leaves out the last GEMM, and all
+results have the bits that they have without recomputation."""
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "position": "rope", "n_kv_h
 
 
 def hook(index: int):
-    """Return an edit that adds a hook, whose gradient reads the values that it is given."""
+    """Return an edit that adds a hook to a layer. The hook's gradient needs the layer's output."""
 
     def add(model: GPT) -> None:
         model.gain = nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
@@ -39,7 +40,7 @@ def drop_between(model: GPT) -> None:
     model.layers["0"].register_forward_hook(lambda _, inputs, y: nn.functional.dropout(y, 0.5))
 
 
-HABITS = {"hooked first": hook(0), "hooked last": hook(LAYERS - 1), "adapters": adapt, "dropout between": drop_between}
+EDITS = {"hooked first": hook(0), "hooked last": hook(LAYERS - 1), "adapters": adapt, "dropout between": drop_between}
 
 
 def run(edit=None, *, swiglu: bool = False, sequence_parallel: bool = True, **options) -> tuple[Results, int]:
@@ -72,10 +73,10 @@ def test_bits_are_those_without_recomputation(name, monkeypatch):
     assert_same(run(**OPTIONS[name])[0], run(swiglu="swiglu" in OPTIONS[name])[0], tolerance=0)
 
 
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("interval", [1, 2, LAYERS])
-def test_hooks_and_adapters_keep_the_bits_in_regions(habit, interval):
-    assert_same(run(HABITS[habit], **FULL, recompute_interval=interval)[0], run(HABITS[habit])[0], tolerance=0)
+def test_hooks_and_adapters_keep_the_bits_in_regions(edit, interval):
+    assert_same(run(EDITS[edit], **FULL, recompute_interval=interval)[0], run(EDITS[edit])[0], tolerance=0)
 
 
 def on_rank(options: dict) -> tuple[Results, int]:
@@ -89,7 +90,7 @@ def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_para
         options = {**FULL, "recompute_interval": interval} if interval else {}
         found[interval] = ranks(2).run(on_rank, {**options, "sequence_parallel": sequence_parallel})[0]
         assert_same(found[interval][0], found[0][0], tolerance=0)
-    # a layer repeats 2 reductions and, with sequence shards, 2 gathers; the last layer of a region repeats 1 less
+    # a recomputed layer repeats 2 reductions and, with sequence shards, 2 gathers; a region's last layer repeats 1 less
     again = 4 if sequence_parallel else 2
     for interval, regions in ((1, LAYERS), (2, 3), (LAYERS, 1)):
         assert found[interval][1] - found[0][1] == again * LAYERS - regions

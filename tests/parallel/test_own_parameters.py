@@ -1,4 +1,4 @@
-"""A user's own parameters between sequence-parallel blocks: gradients are summed where they are named, else refused."""
+"""A user's own parameters between sequence-parallel blocks: gradients of named ones are summed, others refused."""
 
 import pytest
 import torch

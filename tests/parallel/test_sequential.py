@@ -99,7 +99,7 @@ REFUSED = {"recompute": "mlp", "recompute_layers": "0:2", "recompute_interval": 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_children_have_to_do_is_refused_by_name(name):
     layout = Layout(pipeline_parallel=2, **{name: REFUSED[name]})
-    with pytest.raises(ValueError, match=f"parallel.{name}={REFUSED[name]!r} is not done by pipeline_sequential"):
+    with pytest.raises(ValueError, match=f"does not apply parallel.{name}={REFUSED[name]!r}"):
         pipeline_sequential(cnn(), layout, None, example=data()[0], n_microbatches=2, loss_fn=loss_fn)
 
 

@@ -1,4 +1,4 @@
-"""Split-backward schedules communicate and multiply exactly as much as 1F1B, whatever is recomputed."""
+"""Schedules that split the backward have exactly the GEMMs and collectives of 1F1B, with any recomputation."""
 
 import sys
 from collections import Counter
@@ -24,8 +24,8 @@ def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
     assert bool(by_name(baseline, DATA)) == (data_parallel > 1)
     for name in SCHEDULES:
         assert differences(by_schedule[name], baseline) == [], name
-    # more stages send more from point to point: activations and gradients at each boundary between ranks
-    pipelines = 2 * data_parallel  # of 2 ranks: TP 2 x DP
+    # at each boundary between ranks activations and gradients are sent; schedules with more stages have more of them
+    pipelines = 2 * data_parallel  # pipelines of 2 ranks each: one for every tensor-parallel and data-parallel index
     boundaries = {BASELINE: 1, "InterleavedZeroBubble": 3, "ZBVZeroBubble": 2, "DualPipeV": 2}
     sent = {name: sum(by_name(each, SENDS).values()) for name, each in by_schedule.items()}
     assert sent == {name: pipelines * 2 * MICROBATCHES * number for name, number in boundaries.items()}
@@ -35,7 +35,7 @@ def test_schedules_multiply_and_communicate_the_same(ranks: WorkerPool) -> None:
     kept, recomputed = (counts(ranks, recompute, 1) for recompute in ("none", "full"))
     for each in (kept, recomputed):
         check(each, 1)
-    # and the comparison notices a GEMM or a gather that is done again
+    # the comparison notices GEMMs and gathers that are repeated
     found = differences(recomputed[BASELINE], kept[BASELINE])
     assert {problem.split(",")[0].split(":")[0] for problem in found} == {LAYERS, GEMMS}
     assert recomputed[BASELINE][Call(GEMMS)] > kept[BASELINE][Call(GEMMS)]

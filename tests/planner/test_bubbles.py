@@ -1,4 +1,4 @@
-"""The closed forms of bubbles are what torch's own orders take in a simulation, which keeps their rules."""
+"""The closed forms of bubbles equal the idle time of torch's own orders in a simulation, which obeys their rules."""
 
 import itertools
 from fractions import Fraction
@@ -18,7 +18,7 @@ def simulated(schedule: str, ranks: int, n: int, stages: int, seconds: dict) -> 
 
 
 def idle(actions: list[Action], ranks: int) -> Fraction:
-    """The idle seconds of a rank, exact because the durations are rational."""
+    """The idle seconds of a rank, as a mean over the ranks; exact, because the durations are rational."""
     busy = sum(action.end - action.start for action in actions)
     return max(action.end for action in actions) - Fraction(busy, ranks)
 
@@ -45,7 +45,7 @@ def test_closed_forms_are_what_the_orders_take(seconds):
 
 
 def test_the_formulas_that_are_printed():
-    """With B = 2F the ratio is the text in RATIOS, read as arithmetic."""
+    """With F = I = W, bubble_ratio gives what the text in RATIOS evaluates to."""
     for schedule, p, m, v in layouts():
         ratio = bubble_ratio(schedule, p, m, v)
         if ratio is not None:
@@ -62,10 +62,10 @@ def test_no_closed_form_is_given_where_none_holds():
     for schedule in ("ZBVZeroBubble", "DualPipeV"):
         assert bubble_time(schedule, 4, 8, {"F": 1, "I": 1, "W": 2}) is None
     assert bubble_time("DualPipeV", 4, 7, EQUAL) is None and bubble_time("ZBVZeroBubble", 4, 7, EQUAL) == 3
-    # torch takes its order for 2p - 1 microbatches and leaves out the missing ones, whose time stays idle
+    # with fewer than 2p - 1 microbatches torch takes the order for 2p - 1, and is idle in the place of those missing
     assert bubble_time("ZBVZeroBubble", 4, 4, EQUAL) is None and bubble_ratio("ZBVZeroBubble", 4, 4, 2) is None
     assert idle(simulated("ZBVZeroBubble", 4, 4, 2, EQUAL), 4) == 6
-    # by its paper's measure, a rank's time from its own first start to its own last end, there is no bubble
+    # its paper measures a rank from its own first start to its own last end, and there it is never idle
     actions = simulated("ZBVZeroBubble", 4, 8, 2, EQUAL)
     for rank in range(4):
         own = [action for action in actions if action.rank == rank]

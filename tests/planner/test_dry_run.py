@@ -1,5 +1,5 @@
-"""What a dry run counts on fake tensors is what ranks of a real run hold and communicate. Its formulas are exact where
-they say so, and the largest example is counted in one process."""
+"""What a dry run counts on fake tensors is what ranks of a real run hold and communicate. Its formulas give the counted
+bytes, and the largest example is counted in one process."""
 
 import re
 from collections import Counter
@@ -190,7 +190,7 @@ def test_every_rank_holds_and_moves_what_was_counted(ranks, name):
 
 
 def saved_per_layer(tp: int, recompute: str) -> int:
-    """The bytes that a bfloat16 layer saves: those of two layers without those of one."""
+    """The bytes that a bfloat16 layer saves: what two layers save less what one layer saves."""
     sizes = []
     for n_layers in (1, 2):
         model = {**MODEL, "hidden_size": 128, "n_layers": n_layers}
@@ -203,7 +203,7 @@ def saved_per_layer(tp: int, recompute: str) -> int:
 
 @pytest.mark.parametrize("tp,recompute", [(2, "none"), (1, "mlp")])
 def test_a_layer_keeps_what_the_memory_bench_counts(tp, recompute):
-    """It is 20 s b h / t, or 12 with a recomputed MLP, and the statistics of rows."""
+    """They are 20 s b h / t bytes, or 12 s b h / t with a recomputed MLP, and the statistics of rows."""
     config = GPTConfig(**{**MODEL, "hidden_size": 128, "seq_length": 8 * MODEL["seq_length"], "n_layers": 1})
     layer = Layer("of the test", config, tp, recompute)  # one sample with as many tokens as 8
     assert saved_per_layer(tp, recompute) == sum(expected_items(layer).values())
@@ -363,7 +363,7 @@ def test_a_rank_that_does_not_exist_is_one_line_and_exit_code_2(commands):
 @pytest.mark.proof
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_counted_and_fits(path):
-    """The first rank, which holds most, has the GB of the example's comment within 3%, and so says the dry run."""
+    """The dry run predicts for the first rank, which holds most, the GB in the example's comment within 3 %."""
     if path.stem == "gpt_tiny":
         config = build_config(read_toml(path), {"model": {"vocab_size": 257}})
     else:

@@ -25,7 +25,7 @@ def test_a_weight_gradient_that_is_done_is_no_longer_queued():
     assert schedule_peak(order("FFBFBB"), [STAGE]) == Peak(140, 20, 0, in_flight=2)
 
 
-def test_the_loss_on_its_way():
+def test_what_the_loss_needs_while_it_runs():
     """It needs a chunk's logits, the table's float32 gradient, gathered rows and their gradient."""
     config = GPTConfig(vocab_size=100, seq_length=8, n_layers=1, hidden_size=16, n_heads=2)
     assert loss_workspace(config, 40, 25, 10, itemsize=2) == 10 * 25 * 2 + 4 * 25 * 16 + 2 * 40 * 16 * 2

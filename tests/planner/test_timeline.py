@@ -142,7 +142,7 @@ def test_describe_compares_with_formula_and_order():
 def test_a_record_that_is_not_one_whole_step_is_refused():
     actions = simulate(schedule_order("1F1B", 4, 8, 1), lambda step: 1.0)
     for wrong in (actions[1:], actions + actions[:1]):
-        with pytest.raises(ValueError, match=rf"has 64 actions, and the record {len(wrong)}.*one whole step"):
+        with pytest.raises(ValueError, match=rf"has 64 actions. The record has {len(wrong)},.*one whole step"):
             describe(wrong, "1F1B", 8)
     with pytest.raises(ValueError, match="1F1B on 4 ranks with 16 microbatches has 128 actions"):
         describe(actions, "1F1B", 16)

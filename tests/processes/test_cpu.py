@@ -20,7 +20,7 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         share_cores()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert threads == [cores, max(1, cores // 2), 1], "as many as OMP_NUM_THREADS says where it is set"
+    assert threads == [cores, max(1, cores // 2), 1], "nothing is set beside OMP_NUM_THREADS"
 
 
 def faults(keep: bool) -> None:

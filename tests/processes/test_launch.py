@@ -78,7 +78,7 @@ RAISES = "error('closed'); sys.exit(1)"
     ],
 )
 def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, code, note, end, consequence, text):
-    """All ranks have ended when the launcher first looks."""
+    """The launcher first looks when all ranks have ended, so their order must come from how they ended."""
 
     def start_and_wait(*arguments) -> None:
         _start(*arguments)

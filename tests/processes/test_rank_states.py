@@ -82,9 +82,9 @@ def computing_and_sleeping() -> list[Position]:
     watch = threading.Timer(0.1, lambda: found.append(position_of_thread(thread)))
     watch.start()
     time.sleep(0.2)
+    linear, x = torch.nn.Linear(256, 256), torch.ones(256, 256)
     watch = threading.Timer(0.1, lambda: found.append(position_of_thread(thread)))
     watch.start()
-    linear, x = torch.nn.Linear(256, 256), torch.ones(256, 256)
     while watch.is_alive():
         linear(x)
     return found

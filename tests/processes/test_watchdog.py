@@ -89,7 +89,7 @@ def test_a_hang_ends_the_job_and_names_the_culprit(ranks, tmp_path, how, culprit
 
 
 def move(directory: str, seconds: float) -> list[dict]:
-    """Each step takes half of the timeout, and all together more than it."""
+    """Take steps of half of the timeout each, which add up to more than it."""
     with Watchdog(Path(directory), timeout=seconds) as watchdog:
         for step in range(1, 7):
             watchdog.progress(step)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 MODEL = Path(__file__).with_name("protocol.pml")
-# ranks -> epochs. A slot is used again after two epochs, and the model's integers wrap every 8. 3 ranks have 8 million
-# states
+# ranks -> epochs. A slot is used again after two epochs, and the model's integers wrap every 8 epochs. The model of 3
+# ranks and 3 epochs already has 8 million states.
 EPOCHS = {2: 20, 3: 3}
 
 MUTATIONS = {

@@ -1,5 +1,5 @@
-"""`tpformer verify` passes layouts that train as one process does, names defects, and refuses models that do not
-fit."""
+"""`tpformer verify` passes layouts that train as one process does, names defects, and refuses models too large for the
+machine."""
 
 import contextlib
 import io

@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen dataclass per section, its TOML file, and the checks before anything starts.
 
-preset < TOML file < command line are merged as plain dicts before the dataclasses are built: what no layer sets can
-still be derived.
+A preset, the TOML file and the command line are merged as plain dicts, in this order: a later one replaces an earlier
+one's values. The dataclasses are built after that, so a value that none of them sets can still be derived.
 """
 
 import dataclasses
@@ -45,14 +45,14 @@ class RunSection:
     resume: bool = False
     """Continue the run in `dir` from its newest good checkpoint (start it if there is none)."""
     timeout: float = 600.0
-    """Seconds that a step, a validation or a checkpoint may take. Then the run ends with a report of who hangs."""
+    """Seconds that a step, a validation or a checkpoint may take. Then the run ends and reports which rank hangs."""
     max_restarts: int = 0
-    """How often to start all ranks again after one failed. Under torchrun use its --max-restarts and run.resume."""
+    """How often all ranks are started again after a failure. Under torchrun set its --max-restarts and run.resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """[data]: token datasets, each the path of its .bin/.idx pair without the ending."""
+    """[data]: token datasets. Each is given as the path of its .bin and .idx files without the ending."""
 
     train: tuple[str, ...] = ()
     """Training datasets, blended."""
@@ -66,7 +66,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]: AdamW, linear warm-up, cosine decay."""
+    """[optimizer]: AdamW. The learning rate rises linearly, then decays as a cosine."""
 
     lr: float = 3e-4
     """Peak learning rate."""
@@ -111,7 +111,7 @@ class TrainSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """[checkpoint]: written asynchronously, each whole or not at all."""
+    """[checkpoint]: checkpoints are written while training goes on, each whole or not at all."""
 
     interval: int = 500
     """Steps between checkpoints; the last step always writes one. 0: only the last."""
@@ -168,7 +168,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"no configuration file {path}")
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
 
@@ -219,7 +219,7 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML, from which read_toml and build_config make it again. Unset fields are left out."""
+    """The configuration as TOML, without unset fields. read_toml and build_config turn it back into the same one."""
     lines = []
     for section, values in dataclasses.asdict(config).items():
         lines.append(f"[{section}]")
@@ -232,14 +232,14 @@ def to_toml(config: RunConfig) -> str:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, float):
-        return repr(value)  # inf and nan are not JSON's
+        return repr(value)  # JSON has no inf and nan
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
     return json.dumps(value, ensure_ascii=False)
 
 
 def check_config(config: RunConfig) -> None:
-    """Refuse, before any process group exists, what cannot run: ValueError with the numbers and the remedy."""
+    """ValueError, with the numbers and the remedy, for a run that cannot work. It needs no process group."""
     model, parallel = config.model, config.parallel
     parallel.check()
     check_positive(

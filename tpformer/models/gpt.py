@@ -34,7 +34,7 @@ from tpformer.ops.sequence import flat_rows
 
 
 def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
-    """One layer of an architecture; options: further arguments of TransformerBlock."""
+    """One layer of an architecture. options: further arguments of TransformerBlock."""
     return TransformerBlock(
         config.hidden_size,
         config.n_heads,
@@ -64,7 +64,7 @@ def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
 
 
 def _regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]:
-    """The region of each recomputed layer, named by its first layer. A region has at most `interval` layers."""
+    """{name of a recomputed layer: index of the first layer of its region}. A region has at most `interval` layers."""
     regions: dict[str, int] = {}
     for index in part:
         first = regions.get(str(index - 1))
@@ -76,23 +76,25 @@ def _regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]
 class GPT(ParallelModule):
     """A decoder-only transformer.
 
-    tp: the tensor-parallel mesh (activations are then sequence shards), or a TensorParallel, which says more.
-    Parameters are DTensors on its axis, plain tensors for None; global shapes and initial values do not depend on it.
-    Inside, activations are flattened tokens: (batch * seq / t, hidden_size) with sequence_parallel.
-    recompute: what the backward of a layer computes again instead of keeping it: "none", "mlp" or "full".
-    recompute_layers: the layers that do so, as selected_layers reads them.
-    recompute_interval: for "full", how many consecutive ones of them are one region, which keeps only its input.
-    offload_activations: what the layers keep waits in pinned host memory (ops.Offload).
-    label_smoothing, z_loss: terms of the loss in training mode (ops.vocab_parallel_cross_entropy); evaluation is plain.
+    tp: the tensor-parallel mesh, of t ranks, with activations as sequence shards; or a TensorParallel, which can say
+    otherwise. With a mesh, parameters are DTensors on its axis; with None they are plain tensors. Their global shapes
+    and initial values are the same in both cases.
+    Between layers, activations are rows of tokens: (batch * seq / t, hidden_size) with sequence_parallel.
+    recompute: what the backward of a layer computes again, so that the forward need not keep it: "none", "mlp" or
+    "full". recompute_layers: which layers do so, in the notation of config.selected_layers.
+    recompute_interval: for "full", how many consecutive recomputed layers form a region. A region keeps only its input.
+    offload_activations: whether activations wait for the backward in pinned host memory (ops.Offload).
+    label_smoothing, z_loss: terms of the loss in training mode (ops.vocab_parallel_cross_entropy). Evaluation leaves
+    them out.
     part: build only these consecutive layers, a pipeline stage. Layers are named by their global index. The first part
     has the embeddings; the last one has norm, lm_head and its own copy of a tied embed_tokens.
     seed: of the initial values and the dropout.
-    device, dtype: unset, torch's defaults; but the mesh's kind of device where torch's default device is the CPU.
+    device, dtype: unset, torch's defaults. If torch's default device is the CPU, the mesh's kind of device is taken.
     device="meta" builds without memory: then shard, call `to_empty(device=...)` and `init_weights()`.
-    lm_head may be replaced, wrapped or hooked. It is then called for logits, and the loss is made from all of them; a
-    module that knows no ranks computes all vocab_size features on every tp rank.
-    Errors: ValueError, before anything is allocated, for an unset vocabulary, for heads that the layout cannot split,
-    and for layers to recompute that do not exist.
+    lm_head may be replaced, wrapped or hooked. It is then called for all logits, from which the loss is computed. A
+    replacement that is not tensor-parallel computes all vocab_size features on every tp rank.
+    Errors: ValueError for an unset vocabulary, for heads that the layout cannot split, and for recompute_layers that do
+    not exist. Nothing has been allocated by then.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class GPT(ParallelModule):
         self.regions = _regions(part, recomputed, recompute_interval) if recompute_interval > 1 else {}
         self.is_first, self.is_last = part.start == 0, part.stop == config.n_layers
         tied, std = config.tie_embeddings, config.init_std
-        # built on meta, so that values are made once, by global index
+        # built on meta: init_weights makes the values, so that nothing is initialized twice
         place: dict = {"tp": self.tp, "device": "meta", "dtype": dtype}
         table: dict = {"vocab_multiple": config.vocab_multiple, "init_std": std, **place}
         self.embed_tokens: Any = None
@@ -159,14 +161,17 @@ class GPT(ParallelModule):
     def explain(self, tokens: int | None = None, dtype: torch.dtype | None = None) -> str:
         """The table of layers.explain: each linear's transport and the reason. All ranks call it.
 
-        tokens: those of one forward; unset, one sample's.
+        tokens: how many one forward has. Unset: those of one sample.
         """
         return explain(self, tokens or self.config.seq_length, dtype)
 
     def _pad(
         self, ids: Tensor, targets: Tensor | None, position_ids: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Right-pad the sequence until ranks can share the tokens: causal attention never looks at the padding."""
+        """Pad the sequence at its end until the ranks can share the tokens. Causal attention never looks there.
+
+        ValueError in training mode.
+        """
         batch, seq = ids.shape
         if not (self.tp.sequence_parallel and batch * seq % self.tp.size):
             return ids, targets, position_ids
@@ -177,7 +182,7 @@ class GPT(ParallelModule):
             )
         extra = -seq % self.tp.size
         if position_ids is not None:
-            position_ids = F.pad(position_ids, (0, extra), value=0)  # each padding token is a document of its own
+            position_ids = F.pad(position_ids, (0, extra), value=0)  # each one begins a document
         if targets is not None:
             targets = F.pad(targets, (0, extra), value=IGNORE_INDEX)
         return F.pad(ids, (0, extra)), targets, position_ids
@@ -200,13 +205,14 @@ class GPT(ParallelModule):
         position_ids: (batch, seq) int64, equal on all tp ranks; they restart at 0 where a packed document begins.
         sample_index, step: the samples' global indices (batch,) int64 and a number; together they fix the dropout in
         training. Without both, one rank draws it from torch's generator. Parts after the first need sample_index.
-        Result: logits (batch, seq, vocab_size), on t > 1 ranks this rank's columns (LMHead); or the loss, a scalar in
-        promote_types(dtype, float32), equal on all tp ranks: the sum, or with reduction="mean" the mean, over the
-        tokens whose target is not -100.
+        Result: without targets logits (batch, seq, vocab_size); on t > 1 ranks each has its own columns (LMHead). With
+        targets the loss, a scalar in promote_types(dtype, float32), equal on all tp ranks: the sum over the tokens
+        whose target is not -100, or their mean with reduction="mean".
         Communication: that of the layers.
-        Errors: ValueError for ids, targets or position_ids of another shape or dtype, outside the vocabulary (on a CPU)
-        or longer than the learned positions. In training also for tokens that ranks cannot share, and with dropout
-        for only one of sample_index and step, or on several ranks for neither.
+        Errors: ValueError for ids, targets or position_ids of another shape or dtype, for ids outside the vocabulary
+        (on a CPU), and for more tokens than learned positions. In training also for tokens that cannot be divided among
+        the tp ranks. With dropout in training also where only one of sample_index and step is given, or, on several
+        ranks, neither.
         """
         key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:
@@ -238,7 +244,7 @@ class GPT(ParallelModule):
         return x if self.lm_head is None else self._head(x, targets, positions, wanted, reduction)
 
     def _units(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """The layers in order, a region's together, each group with whether it is a region."""
+        """The layers in order, as (layers, whether they are a region). A layer outside of regions comes alone."""
         for region, named in groupby(self.layers.items(), key=lambda item: self.regions.get(item[0])):
             layers = [layer for _, layer in named]
             yield from [(layers, True)] if region is not None else [([layer], False) for layer in layers]
@@ -263,7 +269,7 @@ class GPT(ParallelModule):
         return ops.dropout(x, self._embedding_dropout(key, x, positions))
 
     def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int, reduction: str) -> Tensor:
-        """Logits or loss. A head that was replaced, wrapped or hooked gives all logits; the loss is made of them."""
+        """Logits or loss. If the head was replaced, wrapped or hooked, the loss is computed from its logits."""
         head, vocab = self.lm_head, self.vocab
         own: dict[str, Any] = {}
         if fusable_norm(self.norm) and fusable(LMHead, head):
@@ -284,7 +290,10 @@ class GPT(ParallelModule):
 
     @contextmanager
     def _tied(self) -> Iterator[dict[str, Tensor]]:
-        """The argument `tied` of an LMHead that uses the embedding's table. FSDP2 keeps the table gathered within."""
+        """Yield the argument `tied` for an LMHead that uses the embedding's table; {} for any other head.
+
+        FSDP2 keeps the table gathered in this context.
+        """
         if not (self.config.tie_embeddings and isinstance(self.lm_head, LMHead)):
             yield {}
             return
@@ -292,14 +301,14 @@ class GPT(ParallelModule):
         embedding = next((part for part in parts if isinstance(part, VocabParallelEmbedding)), None)
         if embedding is None:
             raise ValueError(
-                f"lm_head is tied to the table of embed_tokens, which is a {type(self.embed_tokens).__name__} without "
-                f"a VocabParallelEmbedding: wrap the original one, or build with tie_embeddings=False"
+                f"lm_head is tied to the table of embed_tokens, but embed_tokens ({type(self.embed_tokens).__name__}) "
+                f"contains no VocabParallelEmbedding: wrap the original one, or build with tie_embeddings=False"
             )
         sharded = [part for part in parts if hasattr(part, "unshard")]  # FSDP2 may free the table after its forward
         for part in sharded:
             part.unshard()
         yield {"tied": embedding.local("weight")}
-        if not torch.is_grad_enabled():  # with gradients FSDP2 does it after the backward
+        if not torch.is_grad_enabled():  # with gradients FSDP2 frees the table after the backward
             for part in sharded:
                 part.reshard()
 

@@ -1,6 +1,6 @@
 """A pipeline rank: its stages, and the torch.distributed.pipelining schedule that runs them.
 
-Belongs here: the bridge between stages, FSDP2 and the weight-gradient queue. What a stage computes is in its module.
+Belongs here: what connects stages with FSDP2 and with the weight-gradient queue. A stage's module has what it computes.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class _Stage(PipelineStage):
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    # at the first step torch allocates, for good, the activations and gradients that every microbatch will receive; a
-    # schedule such as 1F1B needs memory for those in flight only, so the buffers are on meta until then
+    # At the first step torch allocates receive buffers for all microbatches, and keeps them. A schedule such as 1F1B
+    # needs them only for the microbatches in flight, so a buffer stays on meta until something is received into it.
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(*args, **kwargs)
         for infos in self.args_recv_info.values():
@@ -97,9 +97,9 @@ class _Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not self.has_backward:
-            self.fwd_cache.pop(bwd_chunk_id, None)  # torch would keep what an evaluation's forward left
+            self.fwd_cache.pop(bwd_chunk_id, None)  # otherwise torch would keep what this forward of an evaluation left
             return
-        # with ZeRO stages 0 and 1 perform_reduce_grad reduces last: weight gradients may still be to come
+        # in ZeRO stages 0 and 1 perform_reduce_grad reduces at the end, because weight gradients may still be missing
         prepare_backward(self.part, self.zero_stage, last=last_backward and self.zero_stage >= 2)
         with self._recorded("B" if full_backward else "I", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -107,7 +107,7 @@ class _Stage(PipelineStage):
                 take_weight_gradients(self.part)
         _receive_on(self.grad_recv_info[bwd_chunk_id], "meta")
         if loss is not None and (full_backward or self.dw_builder is not None) and not is_view(loss):
-            loss.detach_()  # torch keeps losses to the end of the step, and their graphs keep what was received
+            loss.detach_()  # torch keeps losses until the step ends; their graphs would keep what was received
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -117,7 +117,7 @@ class _Stage(PipelineStage):
             take_weight_gradients(self.part)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        # an evaluation walks through the backwards of a V schedule too, where torch asserts that there is one
+        # an evaluation, too, goes through a V schedule's backwards, and torch asserts that they left a gradient
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -125,7 +125,7 @@ class _Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Does nothing: torch drops all gradients here, after a run on real tensors, but the shapes here were given."""
+        """Do nothing. torch drops all gradients here, after it ran on real tensors to learn shapes; ours are given."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward and self.zero_stage < 2:
@@ -134,26 +134,26 @@ class _Stage(PipelineStage):
 
 
 def _receive_on(infos: Any, device: torch.device | str) -> None:
-    """Fresh memory on `device` for what a microbatch receives; on meta it keeps only its shape."""
+    """Replace the buffers that a microbatch receives into by new ones on `device`. On meta they take no memory."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
             info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=info.buffer.requires_grad)
 
 
 def _queues(part: nn.Module) -> bool:
-    """Whether the part has linears that use a WeightGradientQueue; other modules leave the split to torch."""
+    """Whether the part has linears that use a WeightGradientQueue. For other modules torch splits the backward."""
     return any(isinstance(module, ColumnParallelLinear | RowParallelLinear) for module in part.modules())
 
 
 class Pipeline:
     """The stages of one pipeline rank and the schedule that runs them.
 
-    parts: the modules of the stages layout.stages_of(rank), in that order, with apply_zero done where it is wanted.
-    boundaries: n_stages + 1 tensors without data (device="meta"): the first argument of each stage for one microbatch,
-    and last the result of the last stage; only floating-point ones get gradients.
-    loss_fn(result of the last stage, target) -> scalar; gradients of the microbatches' losses are summed.
-    Communication, per microbatch and boundary between ranks: the tensor forward and its gradient backward, point to
-    point. Errors: ValueError when there are not as many parts or boundaries as the layout needs.
+    parts: the modules of the stages layout.stages_of(rank), in that order. Call apply_zero on them before.
+    boundaries: n_stages + 1 tensors on the meta device, each for one microbatch: the first argument of every stage, and
+    then the result of the last one. Only floating-point ones get gradients.
+    loss_fn(result of the last stage, target) -> scalar. The gradients of all microbatches' losses are summed.
+    Communication, per microbatch and boundary between ranks: the boundary's tensor is sent forward and its gradient
+    backward, point to point. Errors: ValueError for more or fewer parts or boundaries than the layout has.
     """
 
     def __init__(
@@ -196,10 +196,10 @@ class Pipeline:
         self.schedule = schedule(stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False)
 
     def step(self, inputs: Tensor, target: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of all microbatches; the sum of their losses, 0 on ranks without the last stage.
+        """Forward and backward of all microbatches. Returns the sum of their losses, 0 on ranks without the last stage.
 
-        inputs, target and the tensors in kwargs are of all microbatches, split along dim 0; every stage gets kwargs.
-        Gradients are complete, up to reduce_partial_gradients, when it returns.
+        inputs, target and the tensors in kwargs hold all microbatches along dim 0. Every stage gets kwargs.
+        When it returns, gradients are complete but for reduce_partial_gradients.
         """
         return self._run(self.schedule.step, inputs, target, kwargs)
 
@@ -225,8 +225,10 @@ class Pipeline:
 
     @contextmanager
     def recording(self) -> Iterator[list[Action]]:
-        """A list that gets every action of this rank's stages while the context is open (a CUDA device is synchronised
-        around each)."""
+        """Yield a list to which every action of this rank's stages is added while the context is open.
+
+        A CUDA device is synchronised before and after each action.
+        """
         actions: list[Action] = []
         for stage in self.stages:
             stage.record = actions

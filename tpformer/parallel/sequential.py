@@ -1,4 +1,4 @@
-"""A pipeline of any nn.Sequential: its children are the layers that are divided among the stages."""
+"""A pipeline made of any nn.Sequential, whose children are divided among the stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pipeline import Pipeline
 from .split import split_stages
 from .zero import apply_zero
 
-CHILDREN_DO = ("recompute", "recompute_layers", "recompute_interval", "offload_activations")
+DONE_BY_CHILDREN = ("recompute", "recompute_layers", "recompute_interval", "offload_activations")
 
 
 def pipeline_sequential(
@@ -31,24 +31,24 @@ def pipeline_sequential(
     n_microbatches: int,
     loss_fn: Callable[[Tensor, Any], Tensor],
 ) -> Pipeline:
-    """This rank's stages of `model` and their schedule.
+    """Make a Pipeline of this rank's stages of `model`.
 
-    model: the same on all ranks, with the same values or on the meta device (then fill `Pipeline.parts` yourself). Each
-    child takes the tensor that the one before it returned. Parts keep the model's parameter names.
-    example: the input of one microbatch of one data-parallel rank; only its shape and dtype count.
+    model: the same on all ranks, either with equal values or on the meta device; then fill `Pipeline.parts` yourself.
+    Each child takes the tensor that the child before it returned. Parts keep the model's parameter names.
+    example: an input of one microbatch on one data-parallel rank. Only its shape and dtype matter.
     layout: its pipeline, ZeRO and data-parallel settings. Tensor parallelism, recomputation and offloading of
     activations are left to the children.
-    loss_fn(output, target): the loss of a microbatch. Gradients are summed over microbatches and data-parallel ranks:
-    divide it by the samples of the global batch.
-    Communication: Pipeline's and, with data-parallel axes or cpu_offload, apply_zero's, where each child is a unit.
+    loss_fn(output, target): the loss of a microbatch. Gradients are summed over microbatches and data-parallel ranks,
+    so divide the loss by the number of samples in the global batch.
+    Communication: Pipeline's, and with data-parallel axes or cpu_offload that of apply_zero, with a unit per child.
     Errors: ValueError for fewer children than stages, for a layout that contradicts itself, and for settings that are
     left to the children.
     """
     layout.check()
-    for name in CHILDREN_DO:
+    for name in DONE_BY_CHILDREN:
         if getattr(layout, name) != getattr(Layout, name):
             raise ValueError(
-                f"parallel.{name}={getattr(layout, name)!r} is not done by pipeline_sequential: leave it unset, and "
+                f"pipeline_sequential does not apply parallel.{name}={getattr(layout, name)!r}: leave it unset, and "
                 f"build children that do it themselves, with TransformerBlock(recompute=...), ops.recompute or "
                 f"ops.Offload"
             )
@@ -67,20 +67,23 @@ def pipeline_sequential(
             apply_zero(part, units, mesh, layout, next(part.parameters()).dtype)
         parts.append(part)
     output = torch.empty_like(boundaries[-1])
-    ends = [boundaries[each.start] for each in ranges]
+    begins = [boundaries[each.start] for each in ranges]
     return Pipeline(
         parts,
         layout,
         mesh,
         n_microbatches=n_microbatches,
-        boundaries=[*ends, output],
+        boundaries=[*begins, output],
         loss_fn=loss_fn,
         device=device,
     )
 
 
 def _trace(model: nn.Sequential, example: Tensor, by: str) -> tuple[list[Tensor], list[float]]:
-    """What goes into each child and out of the last one (meta tensors); each child's parameters or forward FLOPs."""
+    """(boundaries, costs). boundaries: meta tensors, the input of each child and then the output of the last one.
+
+    costs: each child's number of parameters if `by` is "parameters", else the FLOPs of its forward.
+    """
     x = torch.empty_like(example, device="meta")
     boundaries, costs = [x], []
     for child in model:

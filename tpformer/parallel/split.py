@@ -9,7 +9,7 @@ from operator import add
 
 
 def split_stages(costs: Sequence[float], n_stages: int) -> list[range]:
-    """Consecutive ranges of items, one per stage, none empty, whose largest cost is as small as possible.
+    """Consecutive ranges of items, one per stage and none empty. The largest cost of a range is as small as possible.
 
     costs: each item's cost, in any unit (parameters, FLOPs). Among the splits with the smallest largest cost, the one
     with the smallest sum of squares is taken, so that the other stages are even too. Takes O(items**2 * stages).

@@ -1,4 +1,4 @@
-"""A parameter that two pipeline stages hold under one name: their gradients are one sum, their values stay equal."""
+"""A parameter of which two pipeline stages hold a copy: adding up the copies' gradients keeps their values equal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .gradients import local_part
 class TiedParameter:
     """The copies of one parameter on the first and on the last stage of a pipeline.
 
-    owners: this rank's modules that have a copy as their `weight`: two (the stages share a rank), one, or none (only
-    stages in between). mesh: the run's mesh; first_rank, last_rank: the pipeline ranks of the two stages.
-    Constructing it is collective over the world: one process group, which waits `timeout`, for each pair of ranks that
+    owners: this rank's modules whose `weight` is a copy: two if both stages are on this rank, none if neither is.
+    mesh: the run's mesh. first_rank, last_rank: the pipeline ranks of the two stages.
+    Constructing it is collective over the world. It makes a process group, with `timeout`, for each pair of ranks that
     hold the same shard.
     """
 
@@ -50,12 +50,11 @@ class TiedParameter:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up the copies' gradients: all copies then have the sum. Call it after the reductions over other axes and
-        before the norm.
+        """Give both copies the sum of their gradients. Call it after the reductions over other axes, before the norm.
 
-        Communication: one all-reduce of this rank's shard between the two ranks; none where they are one.
+        Communication: one all-reduce of this rank's shard between the two ranks, or none if both stages are on one.
         """
-        found = [p.grad for p in self.local if p.grad is not None]  # a frozen table has none, on either rank
+        found = [p.grad for p in self.local if p.grad is not None]  # a frozen table has no gradient, on either rank
         gradients = [local_part(grad) for grad in found]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])

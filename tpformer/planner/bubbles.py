@@ -1,9 +1,9 @@
-"""What a pipeline schedule's bubble should be: closed forms where they exist, and a simulation of its order.
+"""Theory of a pipeline schedule's bubble: closed forms where they exist, and a simulation of its order.
 
-Belongs here: theory, computed from a schedule's name, its sizes and durations. Measured timelines: timeline.py.
+Belongs here: what follows from a schedule's name, its sizes and durations. Measured timelines are in timeline.py.
 
-p ranks, m microbatches, v stages per rank; F, B, I, W are the times of one microbatch on one stage: forward, full
-backward, input gradients and weight gradients (B = I + W). Ideal time of a rank: m v (F + B).
+There are p ranks, m microbatches and v stages per rank. F, B, I and W are the times of one microbatch on one stage:
+forward, full backward, input gradients and weight gradients (B = I + W). A rank without a bubble takes m v (F + B).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tpformer.parallel import SCHEDULES, Action
 
 
 class Step(NamedTuple):
-    """One thing to compute. kind: F, B, I or W."""
+    """What a stage computes for one microbatch. kind: F, B, I or W."""
 
     stage: int
     kind: str
@@ -41,7 +41,7 @@ RATIOS = {
     "ZBVZeroBubble": "(p-1)/(6 m)",
     "DualPipeV": "(p-1)/(3 m)",
 }
-"""Idle time of a rank / its computing time, for equal stages; the last three hold for F = I = W."""
+"""Idle time of a rank / its computing time, for equal stages. The last three hold only for F = I = W."""
 
 
 def bubble_time(schedule: str, ranks: int, n_microbatches: int, seconds: Mapping[str, float]) -> float | None:
@@ -52,12 +52,12 @@ def bubble_time(schedule: str, ranks: int, n_microbatches: int, seconds: Mapping
         (p-1)(F+B)      naive, GPipe, 1F1B, and Interleaved1F1B, whose stages are v times smaller (arXiv:2104.04473,
                         section 2.2); LoopedBFS (arXiv:2211.05953)
         (p-1)(F+I-W)    InterleavedZeroBubble: ZB-H1 of arXiv:2401.10241, section 2.3
-        (p-1)F          ZBVZeroBubble: no bubble (arXiv:2401.10241, section 6) after the first microbatch's way to
-                        rank p-1
-        (p-1)(F+2B-3W)  DualPipeV: arXiv:2412.19437, table 2, on half its ranks; torch runs F and B in turn
+        (p-1)F          ZBVZeroBubble: the time until the first microbatch is on rank p-1; after that there is no bubble
+                        (arXiv:2401.10241, section 6)
+        (p-1)(F+2B-3W)  DualPipeV: arXiv:2412.19437, table 2, on half as many ranks; torch runs F and B in turn
 
-    None where the form does not hold: fewer microbatches than ranks; InterleavedZeroBubble with W above F or I;
-    ZBVZeroBubble and DualPipeV unless F = I = W, and with fewer than 2p-1 and 2p microbatches.
+    None where the form does not hold: for fewer microbatches than ranks; for InterleavedZeroBubble if W is larger than
+    F or I; for ZBVZeroBubble and DualPipeV unless F = I = W, or with fewer than 2p-1 and 2p microbatches.
     """
     F, I, W = (seconds[kind] for kind in "FIW")
     if schedule != "naive" and n_microbatches < ranks:
@@ -72,18 +72,18 @@ def bubble_time(schedule: str, ranks: int, n_microbatches: int, seconds: Mapping
 
 
 def bubble_ratio(schedule: str, ranks: int, n_microbatches: int, stages_per_rank: int) -> float | None:
-    """The value of RATIOS: bubble_time / (m v (F+B)) with F = I = W. None where the closed form does not hold."""
+    """The value of the formula in RATIOS: bubble_time / (m v (F+B)) with F = I = W. None where it does not hold."""
     idle = bubble_time(schedule, ranks, n_microbatches, dict.fromkeys("FIW", 1))
     return None if idle is None else idle / (3 * stages_per_rank * n_microbatches)
 
 
 def schedule_order(schedule: str, ranks: int, n_microbatches: int, stages_per_rank: int) -> Order:
-    """What every rank computes, in the order of torch.distributed.pipelining's schedule; ValueErrors are torch's."""
+    """What every rank computes, in the order of torch.distributed.pipelining's schedule, which may raise ValueError."""
     if schedule in ("naive", "GPipe", "1F1B"):  # torch's own list of 1F1B begins at microbatch 1 on the last rank
         ahead = [min(n_microbatches, ranks - rank if schedule == "1F1B" else n_microbatches) for rank in range(ranks)]
         return [_one_stage(rank, n_microbatches, n) for rank, n in enumerate(ahead)]
     stage = dict(num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, submod=None)
-    stages = [SimpleNamespace(**stage) for _ in range(stages_per_rank)]  # all that a schedule reads of its stages
+    stages = [SimpleNamespace(**stage) for _ in range(stages_per_rank)]  # a schedule reads nothing else of them
     order = get_schedule_class(SCHEDULES[schedule].torch_name)(stages, n_microbatches).pipeline_order
     return [
         [
@@ -105,14 +105,14 @@ def _one_stage(stage: int, n_microbatches: int, ahead: int) -> list[tuple[Step, 
 
 
 def simulate(order: Order, seconds: Seconds) -> list[Action]:
-    """The timeline of an order if communication took no time. Each step starts when its rank and its input are ready.
+    """The timeline of an order if communication took no time. A step starts when its rank and its input are ready.
 
-    The first step starts at 0. ValueError for an order that waits for itself.
+    The first step starts at 0. ValueError for an order in which every rank waits for another.
     """
     rank_of = {step.stage: rank for rank, steps in enumerate(order) for together in steps for step in together}
     last = max(rank_of)
     here: dict[Step, float] = {}  # when a step's result can be read on its own rank
-    sent: dict[Step, float] = {}  # and on others
+    sent: dict[Step, float] = {}  # when it can be read on other ranks
     waiting = [deque(steps) for steps in order]
     clock: list[float] = [0] * len(order)
     actions: list[Action] = []
@@ -128,7 +128,7 @@ def simulate(order: Order, seconds: Seconds) -> list[Action]:
         return (here if rank_of[source.stage] == rank else sent).get(source)
 
     def run(rank: int) -> bool:
-        """The rank's next steps, if what they read exists."""
+        """Run the rank's next group of steps. False if what one of them reads does not exist yet."""
         time, made = clock[rank], []
         for step in waiting[rank][0]:
             start = ready(step, rank)

@@ -1,6 +1,6 @@
-"""Counting on fake tensors: collectives by mesh axis, bytes that autograd keeps, bytes that are allocated.
+"""Counters for a run on fake tensors: collectives by mesh axis, bytes that autograd keeps, bytes that are allocated.
 
-Belongs here: the counters, for any model. What is built and run under them: dry_run.py.
+Belongs here: the counters. dry_run.py builds what is counted, and runs it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from .storages import Saved, live_storages, local, storages
 
 
 class Collective(NamedTuple):
-    """nbytes: of the full tensor, as distributed.record_collectives has them; of the message for send and receive."""
+    """A kind of collective or message. nbytes: the bytes of the full tensor, as in distributed.record_collectives.
+
+    For "send" and "receive" they are the bytes of the message.
+    """
 
     axis: str
     operation: str
@@ -34,9 +37,12 @@ class Collective(NamedTuple):
 
 
 class StageCount(NamedTuple):
-    """One stage of a rank, and bytes of one microbatch: saved by autograd, the stage's input too, of which offloaded to
-    the host; output, which the pipeline keeps until the backward; queued for weight gradients, in schedules that
-    split the backward."""
+    """One stage of a rank, and the bytes that it keeps for one microbatch.
+
+    layers: the stage's layers. saved: what autograd saves, the stage's input included. offloaded: how much of `saved`
+    waits in host memory. output: the stage's result, which the pipeline keeps until the backward. queued: what waits
+    for the weight gradients, in schedules that split the backward.
+    """
 
     stage: int
     layers: range
@@ -47,19 +53,21 @@ class StageCount(NamedTuple):
 
 
 SEND = "send"
-# torch.distributed's operations -> (name, the argument that has the full tensor)
+# operation of torch.distributed -> (its name here, the position of the argument that is the full tensor)
 OPERATIONS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
-    "all_reduce": ("all_reduce", 0),  # the functional one, by which DTensor adds up partial gradients
+    "all_reduce": ("all_reduce", 0),  # functional: DTensor adds up partial gradients by it
     SEND: (SEND, 0),
 }
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts this process's collectives and sent messages while it is the active mode, those of FSDP2, DTensor and the
-    pipeline engine included."""
+    """Counts this process's collectives and sent messages while it is the active mode.
+
+    It sees those of FSDP2, of DTensor and of torch's pipeline engine, too.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -78,9 +86,9 @@ class CollectiveCounter(TorchDispatchMode):
     def _axis(self, arguments: Sequence[Any]) -> str:
         for argument in arguments:
             if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup":
-                # the one group beside the mesh's: the two pipeline ranks of a tied embedding
+                # only one group is not the mesh's: that of a tied embedding, on two pipeline ranks
                 return self.axes.get(dist.ProcessGroup.unbox(argument).group_name, "pp")
-        return "tp"  # a functional one, of the only axis that has partial gradients
+        return "tp"  # a functional collective has no group here; only this axis has partial gradients
 
     def take(self) -> Counter[Collective]:
         """What was counted since the last call."""
@@ -89,41 +97,41 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def live_bytes(mode: FakeTensorMode) -> int:
-    """Of all storages that tensors of the mode refer to: what a real run would have allocated for them."""
+    """Bytes of all storages that the mode's tensors refer to. A real run would have allocated as many."""
     gc.collect()
     alive = live_storages(lambda x: type(x) is FakeTensor and x.fake_mode is mode)
     return sum(storage.nbytes() for storage in alive)
 
 
 class SavedBytes(Saved):
-    """What autograd keeps of one forward of a part, and which of it ops.Offload would move to the host."""
+    """What autograd keeps of one forward of a part, and how much of it ops.Offload would move to the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.units = 0  # that ops.Offload would move one after another: layers, or regions of several
-        self.unit_of: dict[torch.UntypedStorage, int] = {}  # 0 before the first unit, 1 in it, ...
+        self.units = 0  # how many units have begun: a unit is a layer, or a region of several, which moves as a whole
+        self.unit_of: dict[torch.UntypedStorage, int] = {}  # the unit that kept it first: 1, 2, ...; 0 before them
         self.gathered: list[int] = []
-        """Bytes of the parameters that the part, and then each of FSDP2's units, had when its forward began."""
+        """For the part and then each of FSDP2's units: bytes of its parameters when its forward began."""
 
     def enter(self, module: nn.Module) -> None:
-        """See Saved; and note how much is gathered."""
+        """Do as Saved does, and note how many bytes are gathered."""
         super().enter(module)
         self.gathered.append(sum(storage.nbytes() for storage in storages(module.parameters())))
 
     def pack(self, x: Tensor) -> Tensor:
-        """See Saved; and note the unit that keeps the storage first."""
+        """Do as Saved does, and note which unit keeps the storage first."""
         self.unit_of.setdefault(local(x).untyped_storage(), self.units)
         return super().pack(x)
 
     @contextmanager
     def layer(self, *_: nn.Module) -> Iterator[None]:
-        """What ops.Offload has by this name. Its own hooks would hide what is saved."""
+        """Stand in for ops.Offload.layer, whose hooks would hide what is saved: begin a unit."""
         self.units += 1
         yield
 
     @contextmanager
     def of_part(self, part: GPT) -> Iterator[None]:
-        """Record a forward of the part, which does not offload meanwhile."""
+        """Record a forward of the part. Meanwhile the part does not offload."""
         offload, part.offload = part.offload, lambda: self
         try:
             with self.recording(part):
@@ -132,7 +140,7 @@ class SavedBytes(Saved):
             part.offload = offload
 
     def totals(self) -> tuple[int, int]:
-        """(all bytes, of which those that ops.Offload would move to the host)."""
-        sizes, moved = self.sizes(), range(1, self.units)  # all units but the last; what the head keeps is with that
+        """(all bytes, how many of them ops.Offload would move to the host)."""
+        sizes, moved = self.sizes(), range(1, self.units)  # not the last unit, nor the head, which counts as part of it
         offloaded = (size for each, size in sizes.items() if self.unit_of[each] in moved and size >= SMALLEST)
         return sum(sizes.values()), sum(offloaded)

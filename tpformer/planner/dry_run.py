@@ -1,7 +1,7 @@
-"""Count a run's ranks without its machines: the real model on fake tensors, rank after rank in one process.
+"""Count what ranks of a run hold and send, without its machines: the real model runs on fake tensors in one process.
 
-Belongs here: the fake world, the model in it, and the microbatches and the optimizer step that are run to be counted.
-Counters are in counting.py, formulas in memory.py, text in report.py.
+Belongs here: a process group without other processes, the model of one rank, and the microbatches and optimizer step
+that are counted. Counters are in counting.py, formulas in memory.py and states.py, text in report.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from .storages import nbytes, storages
 class RankCount(NamedTuple):
     """What was counted on a rank, in bytes.
 
-    coordinates: the rank's index on each mesh axis. gradients: the reduced ones. copies: parameters that FSDP2 gathers
-    for compute. accumulated: gradients that wait for their reduction. collectives: calls of each in an optimizer step.
+    coordinates: the rank's index on each mesh axis. gradients: those that are reduced. copies: the parameters that
+    FSDP2 gathers to compute with. accumulated: gradients that wait for their reduction. collectives: how often each is
+    called in an optimizer step.
     """
 
     rank: int
@@ -57,16 +58,16 @@ class RankCount(NamedTuple):
 
 
 def plan_config(config: RunConfig) -> RunConfig:
-    """The configuration to count: checked, for a GPU unless train.device is cpu, with vocabulary and dtype filled in.
+    """The configuration to count, checked, with vocabulary, device and dtype filled in. An unset device becomes cuda.
 
     No dataset is opened: an unset vocabulary comes from data.tokenizer, or from the sidecar of the first dataset.
-    Errors: check_config's, and ValueError where nothing tells the vocabulary.
+    Errors: check_config's, and ValueError if the vocabulary is unset and neither of these is there.
     """
     data = config.data
     if config.model.vocab_size is None:
         if not data.train or (data.tokenizer is None and read_sidecar(data.train[0]) is None):
             raise ValueError(
-                "model.vocab_size is unset, and data.train names no dataset of `tpformer data build` that tells it: "
+                "model.vocab_size is unset, and data.train names no dataset of `tpformer data build` to take it from: "
                 "set model.vocab_size"
             )
         config = resolve(config)
@@ -78,7 +79,7 @@ def plan_config(config: RunConfig) -> RunConfig:
 
 
 def default_ranks(config: RunConfig) -> list[int]:
-    """One rank at the first, a middle and the last place of the pipeline: these differ most."""
+    """One rank each from the first, a middle and the last place in the pipeline, because these differ most."""
     pipeline = config.parallel.pipeline_parallel
     return [config.parallel.world_size // pipeline * index for index in sorted({0, pipeline // 2, pipeline - 1})]
 
@@ -92,7 +93,7 @@ def check_ranks(config: RunConfig, ranks: Sequence[int]) -> None:
 
 
 def device_memory() -> float:
-    """Bytes of this machine's GPU, else 80e9, those of the most common kind."""
+    """Bytes of this machine's GPU. Without one 80e9, as of an A100 or H100."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
 
 
@@ -112,14 +113,14 @@ def count_rank(config: RunConfig, rank: int) -> RankCount:
     RuntimeError in a process that has a process group; none is left behind.
     """
     with _fake_world(rank, config.parallel.world_size), warnings.catch_warnings():
-        # FSDP2 warns of views, which nobody here changes in place
+        # FSDP2 warns that its outputs are views; nothing here changes them in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return _Rank(config).count(rank)
 
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
-    """Make this process one rank of a world that has no other processes: collectives return at once."""
+    """Make this process a rank of a world without other processes, in which collectives return at once."""
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own: run it in a process that has none")
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -127,18 +128,18 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()  # otherwise the next rank would get this one's groups
+        forget_meshes()  # otherwise the next rank would use this one's groups
 
 
 class _Rank:
     """One rank on fake CPU tensors. It runs the code of a CPU run, which keeps and sends what a GPU run does."""
 
     def __init__(self, config: RunConfig) -> None:
-        # every transport moves the bytes of the collectives that "sequential" calls
+        # every transport moves as many bytes as the collectives of "sequential", which can be counted
         layout = dataclasses.replace(config.parallel, transport="sequential", transport_table="")
         self.config, self.layout, self.dtype = config, layout, default_dtype(config)
         self.mesh = run_mesh(config, "cpu")
-        # dropout keeps and moves nothing, and its bits need the samples' indices, but fake tensors have no values
+        # dropout would need the values of sample indices, which fake tensors lack; it keeps and sends no bytes
         model = dataclasses.replace(config.model, dropout=0.0)
         parts = build_parts(dataclasses.replace(config, parallel=layout, model=model), self.mesh)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # the model is built of meta tensors
@@ -181,9 +182,9 @@ class _Rank:
             y = part(x, targets=targets, sample_index=sample_index, step=1)
         self.copies[index] = sum(storage.nbytes() for storage in storages(part.parameters()) - self.shards)
         if zero == 3:
-            self.copies[index] += sum(sorted(saved.gathered[1:])[-2:])  # a layer's, and the next one's beside it
+            self.copies[index] += sum(sorted(saved.gathered[1:])[-2:])  # those of a layer and of the next one
         if part.is_first:
-            saved.leave_out([x])  # token ids are the batch's
+            saved.leave_out([x])  # token ids are part of the batch, which is there anyway
         kept, offloaded = saved.totals()
         output = 0 if part.is_last else nbytes([y])
         prepare_backward(part, zero, last=last and (zero >= 2 or not self.pipelined))
@@ -199,15 +200,15 @@ class _Rank:
         return StageCount(self.indices[index], range(layers[0], layers[-1] + 1), kept, moved, output, queued)
 
     def _accumulated(self) -> int:
-        """Whole gradients that FSDP2 holds between microbatches of stages 0 and 1."""
+        """Bytes of the whole gradients that FSDP2 holds between microbatches, in ZeRO stages 0 and 1."""
         if self.layout.zero > 1 or not isinstance(self.model.parts[0], FSDPModule):
             return 0
         return live_bytes(self.mode) - self.parameters - sum(self.copies)
 
     def _step(self, recorder: CollectiveCounter) -> tuple[list[StageCount], int, Counter[Collective]]:
-        """An optimizer step up to the gradient norm: stages, bytes of accumulated gradients, collectives.
+        """Run a step up to the gradient norm. Returns its stages, bytes of accumulated gradients, and collectives.
 
-        At most three microbatches are run, as all between the first and the last are alike.
+        At most three microbatches are run, because all between the first and the last are alike.
         """
         m, zero, accumulated = self.config.n_microbatches, self.layout.zero, 0
         calls: Counter[Collective] = Counter()
@@ -227,7 +228,7 @@ class _Rank:
         return stages, accumulated, calls + recorder.take()
 
     def _messages(self) -> Counter[Collective]:
-        """Point-to-point messages of all microbatches: rows and gradients that cross between two ranks' stages."""
+        """Point-to-point messages of all microbatches: rows and gradients that go from one rank to another."""
         calls: Counter[Collective] = Counter()
         size = boundary_bytes(self.config)
         for stage in self.indices:

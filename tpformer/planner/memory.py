@@ -1,7 +1,7 @@
-"""What a rank should hold besides model states, by formula: buffers, workspaces, and the peak of a schedule.
+"""Formulas for what a rank holds besides model states: buffers, workspaces, and the peak of a schedule.
 
-Belongs here: arithmetic on a configuration, without tensors. Model states: states.py. What the built model really
-holds: dry_run.py.
+Belongs here: arithmetic on a configuration, without tensors. Model states are in states.py. dry_run.py counts what the
+built model holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .bubbles import Step
 from .counting import StageCount
 from .states import Elements, Precision, in_backward, uses_fsdp
 
-TILE_ROWS, TILE_COLUMNS = 128, 256  # of the largest shipped tile, to whole ones of which a reduction's slot is padded
+TILE_ROWS, TILE_COLUMNS = 128, 256  # the largest tile of the kernels; a reduction's slot holds whole tiles
 
 
 def microbatch_rows(config: GPTConfig, layout: Layout, microbatch_size: int) -> int:
@@ -29,15 +29,18 @@ def microbatch_rows(config: GPTConfig, layout: Layout, microbatch_size: int) -> 
 
 
 def boundary_bytes(config: RunConfig) -> int:
-    """Of one microbatch's rows between two pipeline stages; train.dtype must be set."""
+    """Bytes of the rows that one stage sends to the next for one microbatch. train.dtype must be set."""
     rows = microbatch_rows(config.model, config.parallel, config.microbatch_size)
     return rows * config.model.hidden_size * Precision.of(config).compute.itemsize
 
 
 def pipeline_buffers(config: RunConfig, stages: Sequence[int], outputs: int) -> int:
-    """Bytes of what the stages of a rank receive at a time (the rows of one microbatch, the gradient of another one)
-    and have sent: `outputs`, those in flight, or all of the step where a rank has several stages, since torch's engine
-    for these schedules lets go of what it sent, rows and gradients, at the end of the step."""
+    """Bytes that the pipeline holds for what a rank's stages receive and have sent.
+
+    stages: the rank's. Each receives the rows of one microbatch and the gradient of another one at a time.
+    outputs: bytes of the results in flight, which is what was sent if the rank has one stage. With several stages it is
+    all rows and gradients of the step: for such schedules torch's engine frees what it sent only when the step ends.
+    """
     layout, last = config.parallel, config.parallel.n_stages - 1
     received = sum((stage > 0) + (stage < last) for stage in stages) * boundary_bytes(config)
     if layout.stages_per_rank == 1:
@@ -48,10 +51,11 @@ def pipeline_buffers(config: RunConfig, stages: Sequence[int], outputs: int) -> 
 
 
 def fused_workspaces(tokens: int, hidden: int, itemsize: int, tp: int, sequence_parallel: bool = True) -> int:
-    """Bytes of the fused transport's workspaces on a rank (KernelWorkspace): flags and two slots each, powers of two.
+    """Bytes of the fused transport's workspaces on a rank (KernelWorkspace). Each has flags and two slots.
 
-    A gather's slot holds the gathered rows, a reduction's every rank's part of this rank's rows, in whole tiles; with
-    all-reduces, instead of both, also the sums.
+    A slot's bytes are a power of two. A gather's slot holds the gathered rows. A reduction's slot holds what every rank
+    adds to this rank's rows, in whole tiles. Without sequence_parallel both are replaced by the slot of an all-reduce,
+    which holds as much as a reduction's, and the sums.
     """
     rows = -(-tokens // tp)
     tiles = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-hidden // TILE_COLUMNS) * TILE_COLUMNS)
@@ -61,17 +65,23 @@ def fused_workspaces(tokens: int, hidden: int, itemsize: int, tp: int, sequence_
 
 
 def loss_workspace(config: GPTConfig, tokens: int, width: int, chunk_tokens: int, itemsize: int) -> int:
-    """Bytes that linear_cross_entropy needs on its way: a chunk's logits (width vocabulary entries on a rank), the
-    float32 gradient of the table, the gathered rows and their gradient."""
+    """Bytes that linear_cross_entropy needs while it runs.
+
+    They are a chunk's logits, the table's gradient in float32 (or float64), the gathered rows and their gradient.
+    width: vocabulary entries on a rank.
+    """
     h = config.hidden_size
     logits = min(chunk_tokens, tokens) * width * itemsize
     return logits + max(4, itemsize) * width * h + 2 * tokens * h * itemsize
 
 
 def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float, precision: Precision) -> float:
-    """Bytes on their way through the backward of one layer, at most: gathered output gradient and input, the partial
-    input gradient; the MLP's hidden gradients and activations; the gradients of the layer's parameters.
-    With recomputation also what the layers of a region keep without it."""
+    """The most bytes that the backward of one layer needs while it runs. layer: elements of its parameters on a rank.
+
+    They are the gathered output gradient and input, the partial input gradient, the MLP's hidden gradients and
+    activations, and the gradients of the layer's parameters. With recomputation also all that the layers of a region
+    would save without it.
+    """
     h, f, t = config.hidden_size, config.ffn_size, layout.tensor_parallel
     up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
     kv = h // config.n_heads * config.kv_heads
@@ -84,9 +94,10 @@ def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float
 def reduction_workspace(
     size: Elements, layout: Layout, precision: Precision, *, accumulates: bool, at_end: bool = False
 ) -> float:
-    """Bytes of FSDP2's reductions while a layer's backward runs: what the one before holds, and its result.
+    """Bytes that FSDP2 needs to reduce the gradients of a layer while the backward of the next one runs.
 
-    at_end: instead, of the first reduction when no backward runs any more: what goes in, and this rank's share.
+    at_end: the reductions come after all backwards. Then the bytes are a layer's gradients and this rank's share of
+    their sum.
     """
     if not uses_fsdp(layout, precision):
         return 0.0
@@ -97,8 +108,11 @@ def reduction_workspace(
 
 
 class Peak(NamedTuple):
-    """Bytes at the moment of a schedule at which a rank keeps most: saved for backwards, results sent on, and queued
-    for weight gradients. in_flight: most microbatches that wait for a backward at a time, of all its stages."""
+    """Bytes that a rank keeps at the moment of its schedule when their sum is largest.
+
+    saved: for backwards, without what is offloaded. output: results that were sent on. queued: for weight gradients.
+    in_flight: the most microbatches that wait for a backward at one time, added up over the rank's stages.
+    """
 
     saved: int
     output: int
@@ -107,7 +121,7 @@ class Peak(NamedTuple):
 
 
 def schedule_peak(steps: Sequence[Sequence[Step]], stages: Sequence[StageCount]) -> Peak:
-    """Over the actions of one rank in their order, steps[i] being what is executed together; stages: the rank's."""
+    """The Peak of one rank. steps: its schedule, in groups that are executed together. stages: the rank's."""
     forward, waiting = ({stage.stage: 0 for stage in stages} for _ in range(2))
     best, most = Peak(0, 0, 0, 0), 0
     for step in (step for together in steps for step in together):

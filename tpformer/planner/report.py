@@ -1,6 +1,6 @@
 """The dry run's report: what each rank holds and communicates, whether it fits, and what would make it fit.
 
-Belongs here: the sums of counts (dry_run.py) and formulas (memory.py), and their tables.
+Belongs here: the sums of counts (dry_run.py) and of formulas (memory.py, states.py), and their tables.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .memory import (
 from .states import Elements, Precision, State, accumulates, elements, model_states, most_at_once
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-SHOWN_FIRST, SHOWN_LAST = 10, 4  # actions of a schedule
+SHOWN_FIRST, SHOWN_LAST = 10, 4  # how many of a schedule's first and last actions are shown
 NOT_COUNTED = "not counted: CUDA context and libraries (about 1 GB), NCCL's buffers, and what the allocator cannot use"
 
 
 def size(nbytes: float) -> str:
-    """Bytes in words, with a decimal unit: "1.50 GB"."""
+    """Bytes as text with a decimal unit, such as "1.50 GB"."""
     for unit, name in UNITS:
         if nbytes >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -44,8 +44,8 @@ def size(nbytes: float) -> str:
 class Plan(NamedTuple):
     """One rank's memory.
 
-    states: the model states by formula. peak: what the schedule keeps when it keeps most. parts: (name, bytes) that add
-    up to what the device needs at its peak. host: bytes of host memory.
+    states: the model states by formula. peak: the schedule's Peak. parts: (name, bytes) of all that the device needs at
+    its peak. host: bytes of host memory.
     """
 
     states: list[State]
@@ -60,12 +60,12 @@ class Plan(NamedTuple):
 
 
 def rank_size(config: RunConfig, count: RankCount) -> Elements:
-    """Numbers of parameters of a rank's stages, before ZeRO."""
+    """The Elements of a rank's stages."""
     return elements(config.model, [stage.layers for stage in count.stages], config.parallel.tensor_parallel)
 
 
 def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
-    """The memory that a rank needs. order: the pipeline's; None without a pipeline."""
+    """The memory that a rank needs. order: that of the pipeline's schedule, None without a pipeline."""
     layout, precision, of_rank = config.parallel, Precision.of(config), rank_size(config, count)
     states = model_states(of_rank, layout, precision, accumulates=accumulates(config))
     indices = [stage.stage for stage in count.stages]
@@ -75,7 +75,7 @@ def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
     if layout.cpu_offload:
         host += sum(state.nbytes for state in states[:3])
         on_device = on_device[3:]
-    elif len(states) == 5:  # gradients accumulate, then become shards unit by unit
+    elif len(states) == 5:  # accumulated gradients turn into shards unit by unit, so only the larger of the two counts
         on_device.pop(1 if states[1].nbytes <= states[4].nbytes else 4)
     if layout.offload_activations:
         host += peak.in_flight * max(stage.offloaded for stage in count.stages)
@@ -105,10 +105,10 @@ def _workspaces(config: RunConfig) -> int:
 
 
 def _temporaries(config: RunConfig, count: RankCount, of_rank: Elements, saved: int) -> float:
-    """Bytes that the loss needs, or a layer's backward with the reduction of its gradients, whichever are more."""
+    """Bytes of temporaries: the loss's, or those of a layer's backward and of reducing gradients if they are more."""
     layout, precision, tokens = config.parallel, Precision.of(config), _tokens(config)
     backward = layer_workspace(config.model, layout, tokens, of_rank.layer, precision)
-    at_end = layout.pipeline_parallel > 1 and layout.zero < 2  # after the last backward, in the place of activations
+    at_end = layout.pipeline_parallel > 1 and layout.zero < 2  # then activations are freed already
     reduction = reduction_workspace(of_rank, layout, precision, accumulates=accumulates(config), at_end=at_end)
     most = max(backward, reduction - saved) if at_end else backward + reduction
     if count.stages[-1].stage != layout.n_stages - 1:
@@ -120,7 +120,7 @@ def _temporaries(config: RunConfig, count: RankCount, of_rank: Elements, saved: 
 
 
 def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str, float]]:
-    """Changes of the configuration, each with the bytes that it saves on this rank by formula, largest first."""
+    """(change of the configuration, bytes that it saves on this rank by formula), largest first."""
     layout, model, of_rank = config.parallel, config.model, rank_size(config, count)
     found: list[tuple[str, float]] = []
     ranks, replicated = layout.data_parallel, layout.data_parallel_replicate > 1
@@ -128,7 +128,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
         changed = dataclasses.replace(
             layout, data_parallel_replicate=1, data_parallel_shard=ranks, zero_stage=stage, cpu_offload=False
         )
-        with contextlib.suppress(ValueError):  # this schedule refuses the stage
+        with contextlib.suppress(ValueError):  # the schedule does not allow this stage
             changed.check()
             states = model_states(of_rank, changed, Precision.of(config), accumulates=accumulates(config))
             where = f" with data_parallel_shard = {ranks}" if replicated else ""
@@ -147,7 +147,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
 
 
 def verdict(config: RunConfig, count: RankCount, plan: Plan, device_memory: float) -> Iterator[str]:
-    """The lines that say whether a rank fits in device_memory bytes, and if not, which changes would help."""
+    """Lines that say whether a rank fits into device_memory bytes, and if not, which changes would help."""
     room = device_memory - plan.total
     of = f"predicted: {size(plan.total)} of {size(device_memory)}"
     if room >= 0:
@@ -161,7 +161,7 @@ def verdict(config: RunConfig, count: RankCount, plan: Plan, device_memory: floa
 
 
 def short_order(steps: Sequence[Sequence[Step]]) -> str:
-    """A rank's first and last actions as torch writes them: stage, kind and microbatch, such as 0F3."""
+    """A rank's first and last actions in torch's notation: stage, kind and microbatch, such as 0F3."""
     names = ["+".join(f"{step.stage}{step.kind}{step.microbatch}" for step in together) for together in steps]
     if len(names) > SHOWN_FIRST + SHOWN_LAST:
         names[SHOWN_FIRST:-SHOWN_LAST] = ["..."]
@@ -169,7 +169,7 @@ def short_order(steps: Sequence[Sequence[Step]]) -> str:
 
 
 def head(config: RunConfig) -> Iterator[str]:
-    """The lines about all ranks. The number of parameters is counted on the built model."""
+    """The lines that hold for all ranks. Parameters are counted on the built model."""
     layout, m = config.parallel, config.n_microbatches
     axes = f"pp {layout.pipeline_parallel} x dp_replicate {layout.data_parallel_replicate}"
     axes += f" x dp_shard {layout.data_parallel_shard} x tp {layout.tensor_parallel}"
@@ -223,7 +223,7 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
 
 
 def report(config: RunConfig, ranks: Sequence[int], device_memory: float) -> Iterator[str]:
-    """The lines of the dry run of a configuration that plan_config gave. device_memory: bytes of one device."""
+    """The dry run's lines for a configuration that plan_config returned. device_memory: bytes of one device."""
     yield from head(config)
     layout, order = config.parallel, None
     if layout.pipeline_parallel > 1:

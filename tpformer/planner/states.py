@@ -1,7 +1,7 @@
-"""What a rank holds of parameters, gradients and optimizer state, by formula: in each ZeRO stage, through a step.
+"""Formulas for a rank's bytes of parameters, gradients and optimizer state in each ZeRO stage, through a step.
 
 Belongs here: arithmetic on a configuration, without tensors. `python -m bench zero` counts the same bytes on real ranks
-and requires them to be within 3 %. Activations and workspaces: memory.py.
+and requires them to be within 3 %. Activations and workspaces are in memory.py.
 
 M: elements of this rank's stages after tensor parallelism, before ZeRO; N: data_parallel_shard.
 """
@@ -26,16 +26,21 @@ COPIES, ACCUMULATED = "unsharded copies", "accumulated gradients"
 
 
 class Elements(NamedTuple):
-    """Of some stages, on one tensor-parallel rank; a mean over ranks where a size does not divide."""
+    """How many parameter elements one tensor-parallel rank has in some stages, before ZeRO.
+
+    Where the ranks cannot share a size evenly, it is their mean.
+    """
 
     layer: float
+    """Elements of one layer."""
     n_layers: int
     matrices: float
-    """Of all layers' matrices: a schedule that splits the backward makes their gradients last."""
+    """Elements of all layers' matrices, whose gradients come last in a schedule that splits the backward."""
     rest: float
-    """Of what is in no layer: embeddings, last norm, head. FSDP2 gathers it as one unit, the root."""
+    """Elements outside of layers: embeddings, last norm and head. FSDP2 gathers them as one unit, the root."""
     head: float
-    """The last stage's `rest` where it is not also the first: its gradient waits for the end of the backward."""
+    """Elements of the last stage's norm and head, or 0 if that stage is also the first or not among these stages.
+    Their gradient waits for the end of the backward."""
 
     @property
     def layers(self) -> float:
@@ -49,7 +54,7 @@ class Elements(NamedTuple):
 
 
 def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
-    """From the architecture alone (docs/layouts.md: what is sharded). stages: the layers of each."""
+    """The Elements of stages on one of tp ranks. stages: the layers of each. docs/layouts.md says what is sharded."""
     h, f, t = config.hidden_size, config.ffn_size, tp
     up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
     kv = h // config.n_heads * config.kv_heads / (t if config.kv_heads % t == 0 else 1)
@@ -70,7 +75,7 @@ def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
 
 
 class Precision(NamedTuple):
-    """Of parameters and optimizer, of the computation, and of the reduction of gradients."""
+    """master: the dtype of parameters and optimizer. compute: of the computation. reduce: in which gradients add up."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -78,7 +83,7 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, config: RunConfig) -> Precision:
-        """The dtypes that FSDP2 is told; train.dtype must be set."""
+        """The dtypes that a configuration gives FSDP2. train.dtype must be set."""
         compute = getattr(torch, str(config.train.dtype))
         low = compute.itemsize < 4
         master = torch.float32 if low else compute
@@ -91,12 +96,12 @@ def uses_fsdp(layout: Layout, precision: Precision) -> bool:
 
 
 def accumulates(config: RunConfig) -> bool:
-    """Whether gradients wait for their reduction: until the last microbatch, or in a pipeline its last action."""
+    """Whether gradients add up before they are reduced: over microbatches, or until a pipeline's schedule ends."""
     return config.n_microbatches > 1 or config.parallel.pipeline_parallel > 1
 
 
 class State(NamedTuple):
-    """One kind of model state: its bytes, and the formula that they are by."""
+    """One kind of model state, its bytes and their formula."""
 
     name: str
     formula: str
@@ -104,11 +109,12 @@ class State(NamedTuple):
 
 
 def model_states(size: Elements, layout: Layout, precision: Precision, *, accumulates: bool) -> list[State]:
-    """Parameters, gradients and Adam's moments as shards, and what FSDP2 keeps whole besides.
+    """The model states of a rank: parameters, gradients and Adam's moments as shards, and what FSDP2 holds unsharded.
 
-    accumulates: whether the step has backwards before the one that reduces. Copies for compute are whole below stage 3;
-    there the tables and two layers, this one and the next one. Below stage 2 gradients add up whole in the reduce dtype
-    until the step's end, when shards take their place.
+    accumulates: whether the step has backwards before the one that reduces.
+    FSDP2 holds copies to compute with: below stage 3 of all parameters, in stage 3 of the tables and of two layers, the
+    current and the next one. Below stage 2 it also adds up gradients in the reduce dtype, unsharded, until the step
+    ends and shards take their place.
     """
     m, n = size.total, layout.data_parallel_shard
     w, c, r = (dtype.itemsize for dtype in precision)
@@ -130,31 +136,32 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
 
 
 def most_at_once(states: Iterable[State]) -> float:
-    """Bytes of a rank's model states in a step: accumulated gradients and their shards take turns, unit by unit."""
+    """The most bytes of a rank's model states in a step: accumulated gradients turn into shards unit by unit."""
     sizes = {state.name: state.nbytes for state in states}
     gradients = max(sizes.pop(GRADIENTS), sizes.pop(ACCUMULATED, 0.0))
     return sum(sizes.values()) + gradients
 
 
 class InBackward(NamedTuple):
-    """Bytes that come and go with the backward of a layer. In stage 3 that layer and the next one are gathered."""
+    """Bytes that a rank holds only while the backward of a layer runs."""
 
     gathered: float
+    """Parameters of this layer and the next one, which ZeRO stage 3 gathers."""
     gradients: float
-    """In the compute dtype, until they are added up or reduced."""
+    """The layer's gradients in the compute dtype, until they are added up or reduced."""
     head: float
-    """The head's gradient, which a last pipeline stage holds meanwhile."""
+    """The head's gradient, which the last pipeline stage holds until its backward ends."""
     reduction: float
-    """What the reduction of the layer before still holds, beyond what that reduction gave up."""
+    """What the reduction of the layer before still holds, less what it has freed."""
 
 
 def in_backward(
     size: Elements, layout: Layout, precision: Precision, *, accumulates: bool, kind: str = "B"
 ) -> InBackward:
-    """What a layer's backward holds besides model_states, at most.
+    """The most bytes that a layer's backward holds besides model_states.
 
     kind: B, or in schedules that split the backward I (input gradients) or W (weight gradients, of all layers at once).
-    accumulates: as in model_states. Where the compute dtype is the reduce dtype, autograd adds gradients up in place.
+    accumulates: as in model_states. If the compute dtype is also the reduce dtype, autograd adds up gradients in place.
     """
     w, c, r = (dtype.itemsize for dtype in precision)
     layer, n = size.layer, size.n_layers
@@ -163,20 +170,21 @@ def in_backward(
     if layout.zero < 2 and accumulates:
         cast = c if c != r else 0
         made = {"B": layer, "I": 0.0, "W": size.matrices}[kind]
-        # without a pipeline the last backward reduces layer by layer: a shard is new, the compute copy is given up
+        # without a pipeline the last backward reduces layer by layer, makes a shard and frees the compute copy
         reduction = 0.0 if layout.pipeline_parallel > 1 else max(0.0, w / layout.data_parallel_shard - c) * layer
         return InBackward(0.0, cast * made, 0.0 if kind == "W" else cast * size.head, reduction)
     gathered = c * min(n, 2) * layer if layout.zero == 3 else 0.0
     reduction = r * layer if n > 1 else 0.0
-    if layout.zero == 3 and n == 2:  # the last of two gathers no next one
+    if layout.zero == 3 and n == 2:  # the second of two layers has no next one to gather
         reduction = max(0.0, reduction - c * layer)
     return InBackward(gathered, c * layer, c * size.head, reduction)
 
 
 class Moments(NamedTuple):
-    """Bytes by kind of state before a step, when the largest forward has ended, and from the reduction to zero_grad.
+    """Bytes by kind of state at three moments of a step.
 
-    peak: the largest sum, in the backward of a layer.
+    idle: before the step. forward: after the forward that leaves most. backward: from the reduction to zero_grad.
+    peak: the largest sum at any moment of the step.
     """
 
     idle: dict[str, float]
@@ -186,7 +194,7 @@ class Moments(NamedTuple):
 
 
 class _Stage:
-    """What a stage holds as its rank goes through a step."""
+    """The bytes that a stage holds while its rank goes through the steps of a schedule."""
 
     def __init__(self, size: Elements, layout: Layout, precision: Precision, accumulates: bool, backwards: int) -> None:
         self.zero, self.left = layout.zero, backwards
@@ -201,13 +209,13 @@ class _Stage:
         self.held = {name: self.sizes[name] for name in (PARAMETERS, OPTIMIZER)}
 
     def begin(self, kind: str) -> float:
-        """A step of this kind begins; bytes that come and go with it."""
+        """Begin a step of this kind. Returns the bytes that are held only while it runs."""
         if kind == "F" or self.zero == 3:
             self.held[COPIES] = self.sizes.get(COPIES, 0.0)
         return 0.0 if kind == "F" else sum(self.of_backward[kind])
 
     def end(self, kind: str) -> None:
-        """The step is over: a backward leaves gradients, and may give up the parameters that it gathered."""
+        """End the step. A backward leaves gradients, and may free the parameters that it gathered."""
         if kind in "BW":
             self.left -= 1
             name = ACCUMULATED if ACCUMULATED in self.sizes else GRADIENTS
@@ -221,7 +229,10 @@ class _Stage:
 
 
 def step_moments(parts: Mapping[int, Elements], steps: Sequence[Step], layout: Layout, precision: Precision) -> Moments:
-    """What a rank holds through a step that is not its first. parts: its stages by index; steps: in their order."""
+    """The Moments of a rank in a training step that is not its first.
+
+    parts: its stages' Elements by index. steps: what its schedule computes, in order.
+    """
     backwards = Counter(step.stage for step in steps if step.kind in "BW")
     adds = layout.pipeline_parallel > 1 or max(backwards.values()) > 1
     stages = {index: _Stage(size, layout, precision, adds, backwards[index]) for index, size in parts.items()}
@@ -246,7 +257,7 @@ def step_moments(parts: Mapping[int, Elements], steps: Sequence[Step], layout: L
 
 
 def stage_elements(config: RunConfig, pipeline_rank: int) -> dict[int, Elements]:
-    """Of each stage of a pipeline rank, by its index."""
+    """The Elements of each stage of a pipeline rank, by the stage's index."""
     model, layout = config.model.architecture, config.parallel
     ranges = split_stages(model.layer_costs(layout.pipeline_split), layout.n_stages)
     return {
@@ -255,7 +266,7 @@ def stage_elements(config: RunConfig, pipeline_rank: int) -> dict[int, Elements]
 
 
 def rank_moments(config: RunConfig, pipeline_rank: int) -> Moments:
-    """step_moments of a pipeline rank in the order of its schedule; train.dtype must be set."""
+    """The Moments of a pipeline rank, in the order of its schedule. train.dtype must be set."""
     layout, m = config.parallel, config.n_microbatches
     steps = [Step(0, kind, index) for index in range(m) for kind in "FB"]
     if layout.pipeline_parallel > 1:

@@ -1,10 +1,10 @@
 """Counting memory by storages: what autograd keeps of a forward, by name, and what is alive in this process.
 
-Belongs here: the one way to count bytes, for the dry run, the benches and the tests. Nothing about which model is
-counted or what should come out.
+Belongs here: how bytes are counted, for the dry run, the benches and the tests. Which model is counted, and what
+should come out, is said there.
 
-A storage counts once and with its whole size, whatever views of it there are. It is known by its object, not by its
-address, which may belong to another storage after the memory was freed.
+A storage counts once and with its whole size, however many views it has. It is told apart by its object, because its
+address may belong to another storage once the memory is freed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NO_NAMES: Names = MappingProxyType({})
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's tensor of a DTensor; of a collective that may still be under way, its result."""
+    """This rank's part of a DTensor. If a collective that makes it is still running, its result is awaited."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 def nbytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of this rank's parts of the tensors' elements, views counted as often as they are given."""
+    """Bytes of the elements in this rank's parts of the tensors. Views count as often as they are given."""
     return sum(local(x).numel() * x.dtype.itemsize for x in tensors if x is not None)
 
 
@@ -60,7 +60,7 @@ def live_storages(wanted: Callable[[Tensor], bool]) -> set[torch.UntypedStorage]
 
 
 class Saved:
-    """What autograd keeps of what runs in `recording`; left_out: tensors that do not count, such as parameters."""
+    """What autograd keeps while `recording` is open. left_out: tensors that do not count, such as parameters."""
 
     def __init__(self, *left_out: Tensor) -> None:
         self.kept: dict[torch.UntypedStorage, Tensor] = {}
@@ -80,7 +80,7 @@ class Saved:
         self.leave_out((*module.parameters(), *module.buffers()))
 
     def pack(self, x: Tensor) -> Tensor:
-        """What autograd calls with everything that it keeps."""
+        """Note a tensor. autograd calls this with everything that it keeps."""
         inner = local(x)
         self.kept.setdefault(inner.untyped_storage(), inner)
         return x
@@ -90,7 +90,7 @@ class Saved:
         return {each: each.nbytes() for each in self.kept if each not in self.left_out and each.nbytes()}
 
     def items(self, leftover: Callable[[Tensor], str] = lambda _: OTHER) -> dict[str, int]:
-        """Bytes by name; leftover(x) names a storage that has no name, by the tensor that was saved of it."""
+        """Bytes by name. leftover(x) names a storage without a name; x is the tensor that was saved of it."""
         result: dict[str, int] = {}
         for storage, size in self.sizes().items():
             name = self.names.get(storage) or leftover(self.kept[storage])
@@ -105,13 +105,13 @@ class Saved:
     def recording(self, module: nn.Module | None = None, names: Names = NO_NAMES) -> Iterator[Self]:
         """Record what autograd keeps in this context. Parameters and buffers of `module` do not count.
 
-        names: by path of a submodule ("" is `module`) and by position or keyword of what it is called with, or RESULT.
-        With a module, what scaled_dot_product_attention is called with and returns is named too.
+        names: {path of a submodule: {position or keyword of an argument, or RESULT: name}}; "" is `module` itself.
+        With a module, the arguments and the result of scaled_dot_product_attention are named, too.
         """
         attention = nullcontext() if module is None else _NamesOfAttention(self)
         hooks: list[Any] = []
         for path, called in () if module is None else module.named_modules():
-            # no others: a hook on a part of this library's layers would have it called as a module, not fused
+            # other modules get no hook, because a hooked part of a layer would be called as a module, and not fused
             if path and path not in names and not isinstance(called, FSDPModule):
                 continue
             given = names.get(path, {})

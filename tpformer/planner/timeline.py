@@ -1,6 +1,6 @@
 """The executed pipeline schedule as a picture: recorded actions to SVG and to Chrome/Perfetto JSON, and its bubble.
 
-Belongs here: everything that is made of recorded actions. What the bubble should be: bubbles.py.
+Belongs here: everything that is made of recorded actions. bubbles.py says what the bubble should be.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ PATTERN = (
     '<rect width="6" height="6" fill="#fdeceb"/><rect width="2" height="6" fill="#f3a6a3"/></pattern></defs>'
 )
 LEFT, RIGHT, LANE, GAP = 58, 18, 30, 6  # pixels
-WIDTH, BANDS = 560, 10  # pixels of the lanes, so that a phone shows them; how often time may go on below
+WIDTH, BANDS = 560, 10  # pixels of a lane, few enough for a phone; the most bands that a step is drawn in
 LETTERS, TITLE = 96, 66  # letters in a line of text, and of the title
-SHORT = 17  # pixels of a box that three quarters of the boxes are longer than, if there are not too many boxes
-MARGIN, DIGIT = 2, 7  # pixels of a number in a box: around it, and of each digit
-PALER = 0.55  # how far a rank's last stage is from the colour of its first, towards white
+SHORT = 17  # pixels: bands are added until three quarters of the boxes are at least this wide
+MARGIN, DIGIT = 2, 7  # pixels that a number in a box needs: around it, and for each digit
+PALER = 0.55  # how far a rank's last stage is faded from the first one's colour to white
 
 
 def bubble_share(actions: Iterable[Action], ranks: int) -> float:
     """Idle share of the pipeline: 1 - busy / (ranks * span), in [0, 1).
 
-    busy: seconds of all ranks' F, B, I and W together. span: from the first start to the last end of those on any
-    rank, so a rank idles also before its first and after its last action. Gradient reductions (R) compute nothing and
-    count as idle. The usual (p-1)/m is another ratio, idle time to busy time: share / (1 - share).
+    busy: the seconds of F, B, I and W, added up over all ranks. span: from the first start to the last end of these on
+    any rank, so a rank is idle before its first and after its last action, too. Gradient reductions (R) count as idle.
+    The usual (p-1)/m is another ratio, idle time to busy time, which is share / (1 - share).
     """
     computed = [action for action in actions if action.kind in COMPUTE]
     span = max(action.end for action in computed) - min(action.start for action in computed)
@@ -51,7 +51,7 @@ def bubble_share(actions: Iterable[Action], ranks: int) -> float:
 
 
 def write_trace(actions: Sequence[Action], path: Path) -> None:
-    """Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing: ranks as processes, stages as threads."""
+    """Write Chrome's trace format, for https://ui.perfetto.dev. Ranks are its processes, stages its threads."""
     origin = min(action.start for action in actions)
     events: list[dict] = []
     for rank, stage in sorted({(action.rank, action.stage) for action in actions}):
@@ -76,15 +76,17 @@ def write_trace(actions: Sequence[Action], path: Path) -> None:
 
 
 def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -> None:
-    """One lane per rank: a box per action with its microbatch, paler on a rank's later stages; between them, bubbles.
+    """Draw a lane for each rank, with a box for each action and its microbatch in it. Boxes of later stages are paler.
 
-    A step of many actions is drawn in several bands: where the lanes of one end, those below it go on.
-    title: the first line. formula: what the bubble should be, shown beside what it was; may have several lines.
+    A step of many actions is drawn in several bands, each of which continues the one above it.
+    title: the first line. formula: what the bubble should be, shown below what it was. It may have several lines.
     """
     ranks = 1 + max(action.rank for action in actions)
     origin, end = min(action.start for action in actions), max(action.end for action in actions)
     short = statistics.quantiles((action.end - action.start for action in actions if action.kind in COMPUTE), n=4)[0]
-    bands = min(BANDS, max(1, math.ceil(SHORT * (end - origin) / short / WIDTH - 0.25)))  # a little more still fits
+    bands = min(
+        BANDS, max(1, math.ceil(SHORT * (end - origin) / short / WIDTH - 0.25))
+    )  # up to a quarter of a band is squeezed in
     span = (end - origin) / bands
     share = bubble_share(actions, ranks)
     lines = [f"bubble measured: {share:.1%} of the ranks' time, {share / (1 - share):.3f} of their computing time"]
@@ -134,7 +136,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _legend(kinds: Sequence[str], y: float) -> tuple[list[str], float]:
-    """What colours and numbers mean, and the y below it."""
+    """(the legend of colours and numbers, the y below it)."""
     entries = [(name, colour) for kind, (name, colour) in KINDS.items() if kind in kinds] + [("bubble", BUBBLE)]
     parts, x = [], 10.0
     for name, colour in entries:
@@ -148,7 +150,7 @@ def _legend(kinds: Sequence[str], y: float) -> tuple[list[str], float]:
 
 
 def _lane(actions: list[Action], y: float, origin: float, start: float, span: float) -> list[str]:
-    """A rank's boxes, or parts of boxes, in the `span` seconds from `start` on, over one bubble as long as the lane."""
+    """A rank's boxes in the `span` seconds from `start` on, drawn over a bubble as long as the lane."""
 
     def x(time: float) -> float:
         return LEFT + min(max(time - start, 0.0), span) * WIDTH / span
@@ -172,7 +174,7 @@ def _lane(actions: list[Action], y: float, origin: float, start: float, span: fl
 
 
 def _axis(y: float, start: float, span: float) -> list[str]:
-    """Times below the lanes, counted from the first start, 70 pixels or more apart. start: of this band."""
+    """Times below the lanes, at least 70 pixels apart. start: seconds from the step's first start to this band."""
     least = span * 70 / WIDTH
     power = 10 ** math.floor(math.log10(least))
     tick = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
@@ -186,9 +188,9 @@ def _axis(y: float, start: float, span: float) -> list[str]:
 
 
 def describe(actions: Sequence[Action], schedule: str, n_microbatches: int) -> str:
-    """What the bubble of a recorded step should be: by the closed form, and if communication took no time (two lines).
+    """Two lines on what a recorded step's bubble should be: by the closed form, and if communication took no time.
 
-    actions: of all ranks of one pipeline in one step. ValueError where they are not all actions of this schedule.
+    actions: those of all ranks of one pipeline in one step. ValueError if they are not exactly this schedule's.
     """
     ranks = 1 + max(action.rank for action in actions)
     per_rank = len({action.stage for action in actions}) // ranks
@@ -207,17 +209,17 @@ def describe(actions: Sequence[Action], schedule: str, n_microbatches: int) -> s
     recorded = sum(action.kind in COMPUTE for action in actions)
     if steps != seconds.keys() or recorded != len(steps):
         raise ValueError(
-            f"{schedule} on {ranks} ranks with {n_microbatches} microbatches has {len(steps)} actions, and the record "
-            f"{recorded}, of which {len(steps & seconds.keys())} are among them: record one whole step on every rank"
+            f"{schedule} on {ranks} ranks with {n_microbatches} microbatches has {len(steps)} actions. The record has "
+            f"{recorded}, {len(steps & seconds.keys())} of them the schedule's: record one whole step on every rank"
         )
     share = bubble_share(simulate(order, seconds.__getitem__), ranks)
     return f"{first}\nthese actions in this order, if communication took no time: {share:.1%}"
 
 
 def draw_timeline(actions: Sequence[Action], directory: Path, schedule: str, n_microbatches: int) -> None:
-    """Write directory/pipeline.svg and directory/pipeline.json of one recorded step; the directory is made.
+    """Write pipeline.svg and pipeline.json of one recorded step into `directory`, which is made if it is missing.
 
-    actions: of all ranks of one pipeline on one clock (tpformer.parallel.gather_actions). ValueError as `describe`.
+    actions: those of all ranks of one pipeline on one clock (tpformer.parallel.gather_actions). Errors: describe's.
     """
     directory.mkdir(parents=True, exist_ok=True)
     ranks = 1 + max(action.rank for action in actions)

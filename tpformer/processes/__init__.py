@@ -1,4 +1,4 @@
 """The processes of a job: they are started on this machine, watched, and ended together.
 
-Belongs here: what concerns processes, not tensors. Importing `launch` does not import torch.
+Belongs here: what concerns processes, not tensors. Importing `launch` or `files` does not import torch.
 """

@@ -20,22 +20,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 POLL_SECONDS = 0.05
-HANG_EXIT_CODE = 124  # a watchdog ended the rank; coreutils' timeout uses the same code
+HANG_EXIT_CODE = 124  # a watchdog ended the rank; the command `timeout` uses the same code
 STOPS = (signal.SIGTERM, signal.SIGINT)
-USAGE_EXIT_CODE = 2  # only the user can mend it (a value, a missing file): starting again would not help
+USAGE_EXIT_CODE = 2  # a mistake that only the user can mend, such as a missing file: starting again would not help
 
 
 def launched() -> bool:
-    """Whether this process already is a rank: torchrun, SLURM with torchrun's variables, or run_ranks started it."""
+    """Whether this process is already a rank, started by torchrun, by run_ranks or with the same variables."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def check_local_ranks(world_size: int, device: str | None) -> None:
-    """ValueError for more ranks than this machine should start: one per GPU; on CPUs four per core, 16 at least.
+    """ValueError for more ranks than this machine should start: one per GPU; on CPUs 16, or four per core.
 
-    device: cpu or cuda; None for cuda where there is one.
+    device: cpu or cuda. None stands for cuda if there is a GPU.
     """
-    # CUDA's own answer would start CUDA in this process, and its forks could not use it
+    # torch asks NVML: if it asked CUDA, CUDA would start in this process, and its forks could not use it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
@@ -53,8 +53,8 @@ def check_local_ranks(world_size: int, device: str | None) -> None:
 def record_exception(error: BaseException) -> None:
     """Write the exception to the file that torchrun and run_ranks name in TORCHELASTIC_ERROR_FILE.
 
-    Call it before the process exits: peers fail only once its connections are closed, so the oldest file of a job is
-    the first failure's. Without a launcher it does nothing.
+    Call it before the process exits. Peers fail only when its connections are closed, so the oldest file of a job tells
+    the first failure. Without a launcher it does nothing.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
@@ -75,7 +75,7 @@ def _error_file(directory: str, rank: int) -> Path:
 
 
 def _rank(work: Callable[[int], object], attempt: int, environment: dict[str, str]) -> None:
-    """Run `work` as a rank, in a process that takes signals as a new one does."""
+    """Run `work` as a rank. Handlers of signals are first set back to those of a new process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -104,7 +104,7 @@ def _start(work: Callable[[int], object], attempt: int, world_size: int, errors:
 
 
 def _order(code: int, error_file: Path) -> tuple[int, int]:
-    """A sort key that puts the cause first: a rank whose peer is gone raises too, or its native threads abort."""
+    """A sort key that puts the cause first. Peers of a rank that is gone raise too, or abort in native threads."""
     if code in (USAGE_EXIT_CODE, HANG_EXIT_CODE) or (code < 0 and code != -signal.SIGABRT):
         return 0, 0
     return (1, error_file.stat().st_mtime_ns) if error_file.exists() else (2, 0)
@@ -117,19 +117,22 @@ def _describe(code: int, error_file: Path) -> str:
         return "ended the job because a rank hangs (its report is above)"
     try:
         message = json.loads(error_file.read_text())["message"]["message"].splitlines()[0]
-    except (OSError, ValueError, LookupError):  # not every program leaves one, and a kill can cut it short
+    except (OSError, ValueError, LookupError):  # the program wrote no file, or was killed while it wrote
         return f"failed with exit code {code}"
     return f"failed with exit code {code} ({message})"
 
 
 def _run_once(work: Callable[[int], object], attempt: int, world_size: int, ranks: list[BaseProcess]) -> int:
-    """One attempt. Returns 0, or the code of the rank that failed first (negative: a signal), which stderr names."""
+    """Make one attempt. Returns 0, or the exit code of the rank that failed first, which is named on stderr.
+
+    A negative code is the number of the signal that ended the rank.
+    """
     with tempfile.TemporaryDirectory(prefix="tpformer-ranks-") as errors:
         try:
             _start(work, attempt, world_size, errors, ranks)
             while not any(codes := [rank.exitcode for rank in ranks]) and None in codes:
                 time.sleep(POLL_SECONDS)
-            # asked once more: the rank that died first may have been asked just before it died
+            # all are asked once more, because the rank that died first may have been asked just before it died
             failed = [(rank, code) for rank, process in enumerate(ranks) if (code := process.exitcode)]
             for process in ranks:
                 process.kill()
@@ -149,11 +152,11 @@ def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: i
     """Call `work(attempt)` in a process per rank, with torchrun's environment variables.
 
     Returns 0, or the exit code of the first rank to fail (128 + N if signal N killed it). SIGTERM and SIGINT are passed
-    on, so that ranks can finish in order; a second one kills them. When a rank fails, the others are killed at once,
-    since they would wait for it, and stderr names it, with the message that it left by `record_exception`. Then all
-    ranks are started again, at most max_restarts times; `attempt` counts from 0 and tells `work` that it continues.
-    Exit code 2 (a user's mistake), SIGPIPE (nobody reads the output) and a failure after SIGTERM or SIGINT end the job
-    at once.
+    on, so that ranks can finish in order; a second signal kills them. When a rank fails, the others are killed at once,
+    because they would wait for it. stderr names the rank and the message that it left by `record_exception`. Then all
+    ranks are started again, at most max_restarts times. `attempt` is 0 at first, and one more after each restart.
+    The job is not restarted after exit code 2 (a user's mistake), after SIGPIPE (nobody reads the output), or when a
+    rank fails after SIGTERM or SIGINT.
     """
     ranks: list[BaseProcess] = []
     received: list[int] = []

@@ -1,6 +1,6 @@
-"""What each rank of a job is doing: it is found in Python frames, kept in a file per rank and compared in a report.
+"""What each rank of a job is doing. Python frames tell it; each rank writes it to a file; a report compares the files.
 
-Belongs here: positions of threads, the files of a directory that all ranks share, and the sentences that blame a rank.
+Belongs here: positions of threads, the ranks' files in a directory that all share, and the sentences that blame a rank.
 The thread that uses them is in watchdog.py.
 """
 
@@ -22,24 +22,26 @@ import torch
 
 from tpformer.distributed.hang import PACKAGE
 
+from .files import replace_file
+
 ROWS = 64
 STACK_DEPTH = 12
 
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 DISTRIBUTED = (os.path.join(PACKAGE, "distributed") + os.sep, os.path.join(TORCH, "distributed") + os.sep)
-# collectives as callers know them are functions of these files; deeper frames are their implementation
+# the collectives that callers know are functions of these files; deeper frames are their implementation
 COLLECTIVES = (
     os.path.join(TORCH, "distributed", "distributed_c10d.py"),
     os.path.join(DISTRIBUTED[0], "collectives.py"),
 )
-# wrappers around and below collectives, which say nothing about what a thread does
+# frames of these wrappers, around and below collectives, say nothing about what a thread does
 TRANSPARENT = (
     os.path.join(TORCH, "distributed", "c10d_logger.py"),
     os.path.join(TORCH, "_ops.py"),
     os.path.join(TORCH, "utils", "_contextlib.py"),
 )
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-# a thread in these waits for another one: a backward pass on CUDA, a checkpoint being written
+# a thread in these files waits for another one, such as that of a backward on CUDA or of a checkpoint
 WAITING = (
     os.path.join(TORCH, "autograd", "graph.py"),
     *(os.path.join(STANDARD_LIBRARY, name) for name in ("threading.py", "queue.py", "concurrent")),
@@ -51,11 +53,11 @@ class Position:
     """Where a thread is."""
 
     collective: str | None
-    """The collective or other function of torch.distributed or tpformer.distributed that it is in, if it is in one."""
+    """The function of torch.distributed or tpformer.distributed that it is in, such as all_reduce; None outside."""
     at: str
     """file:line of the nearest caller outside of torch, tpformer.distributed and the standard library."""
     stack: tuple[str, ...]
-    """The innermost Python lines, the outermost of them first."""
+    """The STACK_DEPTH innermost Python lines; the last one is the innermost."""
 
 
 def _is_library(file: str) -> bool:
@@ -68,7 +70,7 @@ def _line(frame: FrameType) -> str:
 
 
 def position(frame: FrameType) -> Position:
-    """Where a thread is; frame: its innermost one."""
+    """Where the thread is whose innermost frame is this one."""
     frames: list[FrameType] = []
     innermost: FrameType | None = frame
     while innermost is not None:
@@ -80,7 +82,7 @@ def position(frame: FrameType) -> Position:
 
     opaque = (each for each in frames if each.f_code.co_filename not in TRANSPARENT)
     inside = list(takewhile(lambda each: each.f_code.co_filename.startswith(DISTRIBUTED), opaque))
-    # a collective may call others of its own file: the outermost is the one that its caller knows
+    # a collective may call others of its own file; the caller knows the outermost one
     called = list(takewhile(known, dropwhile(lambda each: not known(each), inside)))
     named = called[-1] if called else inside[0] if inside else None
     callers = [each for each in frames if not _is_library(each.f_code.co_filename)]
@@ -111,12 +113,12 @@ def position_of_thread(thread: int) -> Position:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank's file says. Durations are in seconds of the writer's clock, up to this heartbeat."""
+    """What a rank writes to its file at each heartbeat. Durations are seconds of that rank's clock."""
 
     rank: int
     attempt: str
     beat: int
-    """Counts heartbeats: a reader that sees it grow knows that the process lives, whatever the clocks say."""
+    """The number of heartbeats. If it grows, the process lives, even where the clocks of machines differ."""
     step: int
     doing: str
     step_seconds: float
@@ -124,7 +126,7 @@ class RankState:
     collective: str | None
     at: str
     at_seconds: float
-    """How long heartbeats have found the rank there."""
+    """How long every heartbeat has found the rank at this place."""
     stack: tuple[str, ...] = ()
     host: str = ""
     pid: int = 0
@@ -143,14 +145,12 @@ class RankState:
 
 
 def write_state(directory: Path, state: RankState) -> None:
-    """Write rank-N.json of `directory`, whole or not at all; OSError where that fails."""
-    temporary = directory / f".rank-{state.rank}.tmp"
-    temporary.write_text(json.dumps(dataclasses.asdict(state)))
-    temporary.replace(directory / f"rank-{state.rank}.json")
+    """Write rank-N.json in `directory`, whole or not at all. OSError where that fails."""
+    replace_file(directory / f"rank-{state.rank}.json", json.dumps(dataclasses.asdict(state)))
 
 
 def read_states(directory: Path, world_size: int, attempt: str) -> dict[int, RankState]:
-    """The states that ranks of this attempt have written; files that are missing, cut or older are left out."""
+    """The states that ranks of this attempt have written, by rank. Missing, damaged and older files are left out."""
     states = {}
     for rank in range(world_size):
         try:
@@ -183,8 +183,8 @@ def _each(states: Sequence[RankState], limit: int = 4) -> str:
 def find_culprits(world_size: int, states: Mapping[int, RankState], alive: set[int]) -> tuple[list[int], str]:
     """The ranks that the others wait for, and a sentence that says why.
 
-    In this order: ranks without a heartbeat; ranks that are in no collective while others are in one; ranks in another
-    place than most.
+    The first rule that finds any decides: ranks without a heartbeat; ranks that are in no collective while others are
+    in one; ranks at another place than most.
     """
     missing = [rank for rank in range(world_size) if rank not in states]
     if missing:
@@ -211,7 +211,7 @@ def find_culprits(world_size: int, states: Mapping[int, RankState], alive: set[i
         groups.setdefault((state.step, state.collective, state.at), []).append(state)
     if len(groups) == 1:
         return [], f"no rank stands out, all are the same: {_each(here)}"
-    # the smaller groups, or, of two equal ones, the one that is behind
+    # the smaller groups are blamed; of two equal ones, the one at the earlier step
     most = max(groups.values(), key=lambda group: (len(group), group[0].step))
     odd = [state for state in here if state not in most]
     why = "they may have called collectives in another order" if waiting else "the others may wait for their devices"
@@ -219,7 +219,7 @@ def find_culprits(world_size: int, states: Mapping[int, RankState], alive: set[i
 
 
 def report(world_size: int, states: Mapping[int, RankState], ages: Mapping[int, float], alive: set[int]) -> str:
-    """The sentence that names the culprits, a table of all ranks (culprits first, at most ROWS) and their stacks.
+    """The sentence that names the culprits, a table of at most ROWS ranks, culprits first, and two culprits' stacks.
 
     ages: seconds since each rank's last heartbeat.
     """

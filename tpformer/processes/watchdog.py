@@ -1,8 +1,8 @@
 """A watchdog ends a job whose ranks wait for one another in vain, and names the rank that they wait for.
 
-Belongs here: each rank's thread that writes down what its rank is doing. When nothing has moved for too long, it reads
-what the others wrote, reports and ends the process. It uses files only, no third process and no connection, so it works
-with any launcher, and while every process group is stuck.
+Belongs here: the thread in which each rank writes down what it is doing. When its rank has made no progress for too
+long, the thread reads what the others wrote, reports, and ends the process. It needs only files, so it works with any
+launcher, and while every process group is stuck.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from .files import replace_file
 from .launch import HANG_EXIT_CODE
 from .rank_states import RankState, position_of_thread, read_states, report, write_state
 
 HEARTBEAT_SECONDS = 1.0
-RANKS_PER_SECOND = 64  # how many files all ranks together may write
-PATIENCE = 5  # a rank counts as stopped after so many intervals without a heartbeat
-REPORT_SECONDS = 10.0  # how long the other ranks wait for the report of the first one
+RANKS_PER_SECOND = 64  # how many files all ranks together may write in a second
+PATIENCE = 5  # a rank counts as stopped after this many intervals without a heartbeat
+REPORT_SECONDS = 10.0  # how long the other ranks wait for the one that writes the report
 
 
 class Watchdog:
-    """The watching thread of one rank. Constructing it is collective over the world; use as a context manager.
+    """The watching thread of one rank. Constructing it is collective over the world. Use it as a context manager.
 
-    directory: one that all ranks share (`ranks/` of a run), for this object alone. It holds rank-N.json of every rank,
-    rewritten about once a second, and hang-report.txt after a hang; what an earlier attempt left there is removed.
-    timeout: seconds without a call of `progress` after which the job ends: one rank prints the report to stderr, and
-    each process exits at once with HANG_EXIT_CODE. Time in which the process itself did not run (it was stopped, the
-    machine slept) does not count. A process of an earlier attempt, or of one already reported, exits too: a rank that
-    was stopped and continues cannot write into its successors' run.
+    directory: a directory that all ranks share and nothing else uses (`ranks/` of a run). It holds every rank's
+    rank-N.json, rewritten about once a second, and after a hang hang-report.txt. Files of an earlier attempt are
+    removed.
+    timeout: after this many seconds without a call of `progress` the job ends. One rank prints the report to stderr,
+    and each process exits at once with HANG_EXIT_CODE. Time in which the process itself did not run, because it was
+    stopped or the machine slept, does not count. A rank that was stopped and continues exits, too, if its attempt has
+    been reported or another one has begun, so it cannot write into that run.
     Communicates: one broadcast of a short string, then only files. ValueError unless timeout is positive.
     """
 
@@ -46,7 +48,7 @@ class Watchdog:
             raise ValueError(f"a timeout must be positive, not {timeout}")
         self.directory, self.timeout = directory, timeout
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # more ranks write less often: they share one file system
+        # the more ranks there are, the less often each writes, because they share one file system
         self.interval = min(max(HEARTBEAT_SECONDS, self.world_size / RANKS_PER_SECOND), timeout / 10)
         self._report = directory / "hang-report.txt"
         self._attempt_file, self._claim = directory / "attempt", directory / "reporter"
@@ -79,7 +81,7 @@ class Watchdog:
             self._beat(finished=True)
 
     def progress(self, step: int, doing: str = "") -> None:
-        """This rank begins this step, or another part of it (`doing`: such as "validation"). Costs nothing."""
+        """Say that this rank begins a step, or a part of it that `doing` names, such as "validation". Costs nothing."""
         self._progress = (self._progress[0] + 1, step, doing)
 
     @property
@@ -87,7 +89,7 @@ class Watchdog:
         return self._lived - self._progressed_at
 
     def _beat(self, finished: bool = False) -> None:
-        """Write this rank's state. The disk may be full or its server away: that alone must not end the training."""
+        """Write this rank's state. A failure to write, as on a full disk, is ignored: training must go on."""
         now = time.monotonic()
         late = now - self._last > PATIENCE * self.interval
         self._lived += self.interval if late else now - self._last
@@ -129,14 +131,14 @@ class Watchdog:
                 return
 
     def _wait_for(self, happened: Callable[[], bool], seconds: float) -> bool:
-        """Whether it happened within the time; heartbeats go on, so that other ranks see this one alive."""
+        """Whether it happened within the time. Heartbeats go on, so that other ranks see that this one is alive."""
         deadline = time.monotonic() + seconds
         while not (over := happened()) and time.monotonic() < deadline and not self._closed.wait(self.interval):
             self._beat()
         return over
 
     def _end(self) -> None:
-        """Exit after a report, by this rank or one that began earlier; return if there was progress meanwhile."""
+        """Write the report, or wait for the rank that already writes it, and exit. Return if there was progress."""
         try:
             self._claim.open("x").close()
         except OSError:
@@ -163,13 +165,11 @@ class Watchdog:
         text += "If it was only slow (compilation, validation, a large checkpoint), raise run.timeout.\n"
         print(text, file=sys.stderr, flush=True, end="")
         with contextlib.suppress(OSError):
-            temporary = self._report.with_suffix(".tmp")
-            temporary.write_text(text)
-            temporary.replace(self._report)
+            replace_file(self._report, text)
         os._exit(HANG_EXIT_CODE)
 
     def _ages(self, states: Mapping[int, RankState]) -> dict[int, float]:
-        """Seconds from each rank's last heartbeat to the newest of all, by the times of their files: one clock."""
+        """Seconds from each rank's last heartbeat to the newest of all. The times are those of the files: one clock."""
         times: dict[int, float] = {}
         for rank in states:
             with contextlib.suppress(OSError):
@@ -180,16 +180,15 @@ class Watchdog:
     def _leave_if_over(self) -> None:
         """Exit if this attempt was reported, or another one has begun."""
         if self._report.exists():
-            self._leave()
+            self._leave(f"which was reported in {self._report}")
         self._leave_if_replaced()
 
     def _leave_if_replaced(self) -> None:
         """Exit if another attempt works in this directory."""
         with contextlib.suppress(OSError):
             if self._attempt_file.read_text() != self._attempt:
-                self._leave()
+                self._leave(f"because another attempt has begun in {self.directory}")
 
-    def _leave(self) -> None:
-        text = f"rank {self.rank} of an attempt that has ended leaves (see {self._report})"
-        print(text, file=sys.stderr, flush=True)
+    def _leave(self, why: str) -> None:
+        print(f"rank {self.rank} leaves an attempt that has ended, {why}", file=sys.stderr, flush=True)
         os._exit(HANG_EXIT_CODE)

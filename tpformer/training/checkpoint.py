@@ -1,12 +1,12 @@
-"""Checkpoints of a run: distributed (DCP, so they reshard), asynchronous, atomic, and verified before they are loaded.
+"""Checkpoints of a run. torch's distributed checkpoint (DCP) writes them, so any layout can load them.
 
-A checkpoint is a directory step-N: DCP's files, trainer.json (the step and the trainer's own numbers), and
-manifest.json (size and SHA-256 of every file). It is written under a temporary name and renamed when complete, so an
-interrupted save leaves the previous ones whole. Tensors have global names, whatever part or rank held them: model.NAME,
-and optimizer.NAME.KEY for each key of a parameter's optimizer state.
+They are written while training goes on, and verified before they are loaded. A checkpoint is a directory step-N with
+DCP's files, trainer.json (the step and the trainer's own numbers) and manifest.json (size and SHA-256 of every file).
+It is written under a temporary name and renamed when complete, so an interrupted save leaves the previous ones whole.
+Tensors have the same global names on every part and rank: model.NAME, and optimizer.NAME.KEY for each key of a
+parameter's optimizer state.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,6 +26,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from tpformer.processes.files import file_sha256
+
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -33,15 +35,10 @@ T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message names the file or the tensor and what is wrong with it."""
+    """A checkpoint cannot be used. The message names the file or the tensor, and what is wrong with it."""
 
 
 # files
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:
@@ -53,25 +50,25 @@ def _fsync(path: Path) -> None:
 
 
 def manifest_entries(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files by name. Waits until the files are on disk."""
+    """{name: size and SHA-256} of files. Returns when the files are on disk."""
     entries = {}
     for path in sorted(files):
         _fsync(path)
-        entries[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        entries[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     return entries
 
 
 def write_manifest(directory: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write a checkpoint's manifest. Waits until it and the directory are on disk."""
+    """Write a checkpoint's manifest. Returns when it and the directory are on disk."""
     (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
     _fsync(directory / MANIFEST)
     _fsync(directory)
 
 
 def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
-    """CheckpointError, naming the file, unless every file is there with the size and SHA-256 of the manifest.
+    """CheckpointError, which names the file, unless every file has the size and SHA-256 of the manifest.
 
-    share, of: check only every of-th file, from number `share` on, so that ranks can divide the reading.
+    share, of: check only the files share, share + of, share + 2 * of, ..., so that ranks can divide the reading.
     """
     try:
         entries = json.loads((directory / MANIFEST).read_text())
@@ -83,14 +80,16 @@ def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
             raise CheckpointError(f"{path} is missing")
         if path.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}")
-        if _digest(path) != entry["sha256"]:
+        if file_sha256(path) != entry["sha256"]:
             raise CheckpointError(f"{path} is corrupted: its SHA-256 differs from the manifest's")
 
 
 def steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints in a run's checkpoints directory, ascending; none if it does not exist."""
     names = (path.name.removeprefix("step-") for path in directory.glob("step-*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isdecimal())  # a copy such as step-100.keep is the user's
+    return sorted(
+        int(name) for name in names if name.isdecimal()
+    )  # step-100.keep, for one, is a copy that the user keeps
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -105,9 +104,9 @@ def newest_good(
     among: Sequence[int] | None = None,
     check: Callable[[Path], None] = verify,
 ) -> int | None:
-    """Step of the newest checkpoint that verifies, or None. Each bad one is reported, and left as it is.
+    """The step of the newest checkpoint that is good, or None. Bad ones are reported, and left as they are.
 
-    among: the steps to look at, ascending (unset: all). check: raises CheckpointError for a bad checkpoint.
+    among: the steps to look at, ascending; unset, all. check: raises CheckpointError for a bad checkpoint.
     """
     for step in reversed(steps(directory) if among is None else among):
         try:
@@ -122,10 +121,10 @@ def newest_good(
 
 
 def _on_every_rank(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
-    """The results of `work` on all ranks of the group (None: this process), by rank; an error on one is raised on all.
+    """The results of `work` on all ranks of the group, by rank. group: None for this process alone.
 
-    Communication: one all-gather of the pickled results. Where several ranks fail, the error of the first of them is
-    raised: as CheckpointError if it is one, else as RuntimeError.
+    Communication: one all-gather of the pickled results. If `work` fails on some rank, all ranks raise the error of the
+    first such rank: as CheckpointError if it is one, else as RuntimeError.
     """
     result, words, failure = None, None, None
     try:
@@ -146,7 +145,7 @@ def _on_every_rank(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]
 
 
 def _named_parameters(part: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """An optimizer's parameters in its order, each with its name in the part; ValueError for one of another part."""
+    """(name in the part, parameter) in the optimizer's order. ValueError for a parameter that is not in the part."""
     names = {id(parameter): name for name, parameter in part.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in parameters):
@@ -175,7 +174,7 @@ def _check_pairs(parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) ->
 def read_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors (plain or DTensor, on any device) in place, by global name, converting to their dtypes.
 
-    No communication, no process group: this process reads each saved shard that overlaps, one at a time.
+    There is no communication: this process reads the saved shards that overlap with the tensors, one at a time.
     CheckpointError for a name that the checkpoint lacks or holds in another shape.
     """
     reader = dcp.FileSystemReader(path)
@@ -198,13 +197,13 @@ def _listed(names: Iterable[str], limit: int = 3) -> str:
 
 
 def saved_tensors(path: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of a checkpoint's tensors whose names begin with `prefix`, MODEL or OPTIMIZER; without it."""
+    """{name without prefix: shape and dtype} of a checkpoint's tensors. prefix: MODEL or OPTIMIZER."""
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return {name.removeprefix(prefix): entry for name, entry in saved.items() if name.startswith(prefix)}
 
 
 def _load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the optimizer's state by the saved one of its parameters; its hyperparameters stay as they are."""
+    """Replace the optimizer's state by the saved state of its parameters. Its hyperparameters stay as they are."""
     state: dict[int, dict[str, Tensor]] = {}
     tensors: dict[str, Tensor] = {}
     for number, (name, parameter) in enumerate(_named_parameters(part, optimizer)):
@@ -227,11 +226,11 @@ def load_checkpoint(
     *,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill parts (and optimizers) in place from the checkpoint at `path`, saved under any layout; returns its `extra`.
+    """Fill parts, and optimizers if given, in place from a checkpoint of any layout. Returns the checkpoint's `extra`.
 
-    The parts of all ranks of `group` must be the whole model (None: this process alone, without a process group).
-    Communication: one all-gather of names and errors; each rank reads for itself. CheckpointError, on all ranks, for
-    names or shapes that only one side has.
+    group: its ranks' parts together must be the whole model. None stands for this process alone.
+    Communication: one all-gather of names and errors; each rank reads for itself.
+    CheckpointError, on all ranks, for names or shapes that the model and the checkpoint do not share.
     """
     if optimizers:
         _check_pairs(parts, optimizers)
@@ -261,8 +260,8 @@ class Checkpointer:
     """Saves and loads a model in parts, each with its optimizer, under any layout, in `directory`.
 
     Collective: all ranks construct it and call its methods in the same order. `directory` must be on a file system that
-    all of them share. keep: how many of the newest checkpoints stay. timeout: of the process group (gloo) that it makes
-    for itself, so that saving never meets the collectives of training.
+    they share. keep: how many of the newest checkpoints are kept. timeout: that of its own process group (gloo), which
+    it makes so that saving does not disturb the collectives of training.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -272,7 +271,7 @@ class Checkpointer:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
     def _leader_does(self, work: Callable[[], T]) -> T:
-        """Rank 0's result on all ranks; its error is raised on all."""
+        """Do the work on rank 0. Its result is returned, or its error raised, on all ranks."""
         return _on_every_rank(self._group, lambda: work() if self._rank == 0 else None)[0]  # type: ignore[return-value]
 
     def save(
@@ -282,11 +281,11 @@ class Checkpointer:
         optimizers: Sequence[Optimizer],
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start saving; training may go on at once. Waits for the save before it, and raises what went wrong there.
+        """Start saving. Training may go on at once. First waits for the save before, and raises what went wrong there.
 
-        parts: this rank's, with one optimizer each. Names are global: a parameter that stands in several parts or on
-        several ranks has the same values in all, and is written once. extra: numbers, strings, lists and dicts, equal
-        on all ranks (loss scale, counters); what follows from the step (learning rate, data position) needs no saving.
+        parts: this rank's, with one optimizer each. Names are global: a parameter in several parts or on several ranks
+        must be equal in all, and is written once. extra: numbers, strings, lists and dicts, equal on all ranks, such as
+        the loss scale. The learning rate and the position in the data follow from the step, so they need no saving.
         Memory: one copy of this rank's parameters and optimizer state in host memory until the save is done.
         Errors: ValueError for an optimizer that is not its part's; TypeError for an extra that JSON cannot hold;
         RuntimeError, with the path, when a file cannot be written.
@@ -315,7 +314,7 @@ class Checkpointer:
         saving.add_done_callback(lambda saved: self._finish(saved, temporary, step, done))
 
     def _finish(self, saving: Future, temporary: Path, step: int, done: Future) -> None:
-        """Runs in the saving thread when DCP has written the files of all ranks: adds the manifest, then publishes."""
+        """Add the manifest and publish. The saving thread calls it when DCP has written the files of all ranks."""
         try:
             saving.result()
             own = [temporary / TRAINER, temporary / ".metadata"] if self._rank == 0 else []
@@ -338,22 +337,22 @@ class Checkpointer:
             )
         write_manifest(temporary, entries)
         final = step_path(self.directory, step)
-        if final.exists():  # a bad one of the same step, which the resumed run now replaces
+        if final.exists():  # a bad checkpoint of this step, which the resumed run replaces
             shutil.rmtree(final)
         temporary.rename(final)
         _fsync(self.directory)
-        # later steps belong to bad checkpoints, from before the run was resumed: they are left as evidence
+        # checkpoints of later steps are bad ones, from before the run was resumed: they are kept as evidence
         for old in [other for other in steps(self.directory) if other <= step][: -self.keep]:
             shutil.rmtree(step_path(self.directory, old))
 
     def wait(self) -> None:
-        """Return when the save in progress, if any, is on disk; RuntimeError, once and with its path, if it failed."""
+        """Return when the save in progress, if any, is on disk. If it failed, RuntimeError names its path, once."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
     def newest(self, report: Callable[[str], None] = print) -> int | None:
-        """Step of the newest good checkpoint, the same on all ranks; bad ones are reported by rank 0.
+        """The step of the newest good checkpoint, the same on all ranks, or None. Rank 0 reports bad ones.
 
         Each rank reads its share of the files.
         """

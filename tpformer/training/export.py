@@ -1,7 +1,7 @@
 """A run's model as safetensors: writing an export, and reading it back.
 
-An export is a directory of config.json and model.safetensors, or several model-0000i-of-0000n.safetensors with
-model.safetensors.index.json, as Hugging Face lays them out. One process writes it, without process group or GPU.
+An export is a directory with config.json and model.safetensors, or with several model-0000i-of-0000n.safetensors and
+model.safetensors.index.json, as Hugging Face lays them out. One process writes it, without a process group or a GPU.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ def export(
 ) -> int:
     """Write the model of a run's checkpoint to the new directory `out`; returns the checkpoint's step.
 
-    step: unset, the newest checkpoint that verifies; bad ones are reported. dtype: float32 or bfloat16; unset, that of
-    the parameters. Vocabulary tables lose their padding rows, which are zero and never predicted: vocab_size rows stay.
-    Memory: one file's tensors (max_shard_bytes, or one tensor that is larger) and one saved shard.
-    Errors, before anything is written: FileNotFoundError for no run, no checkpoint or none of that step; ValueError for
-    an `out` that is not empty; CheckpointError for damage. A failure after that leaves no `out`.
+    step: unset, the newest good checkpoint; bad ones are reported. dtype: float32 or bfloat16; unset, that of the
+    parameters. Vocabulary tables keep vocab_size rows: their padding rows are zero, never predicted, and left out.
+    Memory: one file's tensors (max_shard_bytes, or one tensor if it is larger) and one saved shard.
+    Errors, before anything is written: FileNotFoundError without a run, a checkpoint or one of that step; ValueError if
+    `out` is not empty; CheckpointError for a damaged checkpoint. A failure after that leaves no `out`.
     """
     config = read_run_config(run).model.architecture
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -69,7 +69,7 @@ def export(
 
 
 def _choose(directory: Path, step: int | None, report: Callable[[str], None]) -> int:
-    """A step whose checkpoint verifies: the wanted one, or the newest."""
+    """A step whose checkpoint is good: the wanted one, or the newest."""
     found = steps(directory)
     if not found:
         raise FileNotFoundError(f"{directory} has no checkpoint yet: train the run first")
@@ -85,7 +85,7 @@ def _choose(directory: Path, step: int | None, report: Callable[[str], None]) ->
 
 
 def _reading_order(name: str) -> list[tuple[int, str]]:
-    """Sort key: names as people write them, layers.2 before layers.10."""
+    """A sort key that puts layers.2 before layers.10, as people would."""
     return [(len(word) if word.isdigit() else 0, word) for word in name.split(".")]
 
 
@@ -123,14 +123,14 @@ def _write_shards(
 
 
 def export_config(directory: Path) -> GPTConfig:
-    """The architecture of an export: GPT(export_config(directory)) takes its tensors."""
+    """The architecture of an export. GPT(export_config(directory)) is a model that takes its tensors."""
     values = json.loads((directory / CONFIG).read_text())
     return GPTConfig(**{field.name: values[field.name] for field in dataclasses.fields(GPTConfig)})
 
 
 @torch.no_grad()
 def load_export(directory: Path, model: GPT) -> None:
-    """Fill a GPT, or a part of one, from an export, in place. Each rank of any layout reads its own slices.
+    """Fill a GPT, or a part of one, in place from an export. In any layout each rank reads its own slices.
 
     Values are converted to the parameters' dtypes; padding rows of the vocabulary become zero. No communication.
     ValueError for a parameter that the export lacks or holds in another shape.
@@ -151,7 +151,7 @@ def load_export(directory: Path, model: GPT) -> None:
 
 
 def _fill(parameter: Tensor, values: Any, shape: tuple[int, ...]) -> None:
-    """Copy this process's part of a parameter out of a safetensors slice; zero where the slice ends before it."""
+    """Fill this process's part of a parameter from a safetensors slice. What lies beyond the slice becomes zero."""
     local, offsets = parameter, (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         local, offsets = parameter.to_local(), parameter.__create_chunk_list__()[0].offsets

@@ -25,10 +25,11 @@ def next_token_logits(model: GPT, ids: Tensor) -> Tensor:
 def generate(
     model: GPT, prompt: Tensor, max_new_tokens: int, *, temperature: float, seed: int, end: int | None = None
 ) -> Tensor:
-    """The prompt (n,) int64 followed by up to max_new_tokens sampled tokens; stops before `end`.
+    """The prompt (n,) int64 followed by up to max_new_tokens sampled tokens. It ends before the token `end`.
 
-    temperature 0 takes the most likely token. Every rank draws the same token from a generator of the same seed. Each
-    token runs the whole model on the last seq_length tokens: this is for a look at a run, not for serving.
+    temperature 0 takes the most likely token. Every rank draws the same token, because their generators have the same
+    seed. For each token the whole model runs on the last seq_length tokens: this shows what a run has learned, and is
+    too slow for serving.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = prompt
@@ -46,7 +47,7 @@ def generate(
 
 
 def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-    """The prompt, continued by the run's newest good checkpoint. Collective over the configured ranks.
+    """The prompt and what the run's newest good checkpoint adds to it. Collective over the configured ranks.
 
     ValueError for a negative temperature or a configuration that cannot run; FileNotFoundError without a checkpoint or
     a tokenizer.

@@ -9,9 +9,14 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tpformer.processes.files import replace_file
+
 
 def read_metrics(path: Path) -> list[dict]:
-    """Rows of a metrics.jsonl. A last line that a kill cut short is left out; ValueError names any other bad line."""
+    """The rows of a metrics.jsonl, none if it does not exist. A last line that a kill cut short is left out.
+
+    ValueError names any other bad line.
+    """
     rows = []
     lines = path.read_text().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -24,18 +29,16 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop the rows after `step`, which a resumed run will write again."""
+    """Remove the rows after `step`, because a resumed run writes them again."""
     rows = [row for row in read_metrics(path) if row["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    temporary.replace(path)
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 class MetricsLog:
     """Writes each row to metrics.jsonl, the console and TensorBoard. Use as a context manager.
 
-    first_step: the step that the run continues from; steps: its last one. tensorboard: write events too, where
-    tensorboard is installed.
+    first_step: the step after which the run begins, 0 for a new one. steps: its last step. tensorboard: whether events
+    are written, too, where tensorboard is installed.
     """
 
     def __init__(self, directory: Path, *, first_step: int, steps: int, tensorboard: bool) -> None:
@@ -75,7 +78,7 @@ class MetricsLog:
         self._progress.update(self._task, completed=step)
 
     def row(self, **values: float) -> None:
-        """Write one row, which needs `step`. Numbers are written as Python prints them: reading gives the same bits."""
+        """Write one row, which needs `step`. Reading it gives numbers of the same bits."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         step = int(values["step"])

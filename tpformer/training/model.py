@@ -26,17 +26,17 @@ from tpformer.parallel import (
     reshard,
 )
 
-NO_TARGET = -1  # every token of a sample that only fills up a batch: it gives no loss
+NO_TARGET = -1  # marks every token of a sample that only fills up a batch, and gives no loss
 
 
 class ModelParts:
     """What a rank holds of a model: one GPT, or the parts that are its pipeline stages.
 
-    parts: in the order of layout.stages_of(pipeline rank), with FSDP2 applied where it is wanted. mesh: the run's; None
-    for a single process without process groups. microbatch_size: samples in a forward of one data-parallel rank.
-    n_microbatches: forwards in a step, which only a pipeline needs. dtype: of the activations. timeout: of the process
-    groups that it makes.
-    Constructing it is collective over the world when there is a pipeline.
+    parts: in the order of layout.stages_of(pipeline rank). Apply FSDP2 to them before. mesh: the run's; None for a
+    single process without process groups. microbatch_size: samples in a forward of one data-parallel rank.
+    n_microbatches: forwards in a step; only a pipeline needs it. dtype: that of the activations. timeout: that of the
+    process groups made here.
+    With a pipeline, constructing it is collective over the world.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ModelParts:
         return gradient_norm(self.parameters(), groups, pipeline=self.groups.get("pp"), held_twice=tied)
 
     def first_not_finite(self) -> str | None:
-        """Name of the first parameter, in the model's order, whose gradient is not finite on some rank; collective."""
+        """The first parameter, in the model's order, whose gradient is not finite on some rank, or None. Collective."""
         found: list[tuple[int, int, str]] = []
         rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
         for stage, part in zip(self.layout.stages_of(rank), self.parts, strict=True):

@@ -12,8 +12,8 @@ from tpformer.config import OptimizerSection
 class LocalAdamW(torch.optim.AdamW):
     """AdamW that updates each rank's part of DTensor parameters directly.
 
-    The update is elementwise, so the result is torch.optim.AdamW's, without the several milliseconds a step that
-    DTensor takes to dispatch every operand. Parameters and state stay DTensors for checkpoints. No communication.
+    The update is elementwise, so its result is that of torch.optim.AdamW. It saves the several milliseconds in which
+    DTensor dispatches every operand of a step. For checkpoints, parameters and state stay DTensors. No communication.
     """
 
     def _init_group(self, group, *lists):

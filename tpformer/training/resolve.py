@@ -9,7 +9,7 @@ from .data import IndexedDataset, load_tokenizer, read_sidecar
 
 
 def tokenizer_name(config: RunConfig) -> str:
-    """The configured tokenizer, else the one that the first training dataset was built with; ValueError for neither."""
+    """The configured tokenizer, or else that of the first training dataset. ValueError if neither is known."""
     if config.data.tokenizer:
         return config.data.tokenizer
     sidecar = read_sidecar(config.data.train[0])
@@ -38,7 +38,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def check_datasets(config: RunConfig) -> None:
-    """Open every dataset; FileNotFoundError or ValueError names the file of one that is missing or damaged."""
+    """Open every dataset. FileNotFoundError or ValueError names a file that is missing or damaged."""
     for prefix in (*config.data.train, *config.data.valid):
         IndexedDataset(prefix)
 
@@ -52,9 +52,10 @@ def read_run_config(directory: Path) -> RunConfig:
 
 
 def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
-    """The configuration of a run for `tensor_parallel` ranks (unset: its own number) and no others.
+    """A run's configuration, with its layout replaced by tensor parallelism alone.
 
-    Errors: those of read_run_config.
+    tensor_parallel: on how many ranks. Unset: as many as the run's tensor-parallel ranks. Errors: those of
+    read_run_config.
     """
     config = read_run_config(directory)
     parallel = dataclasses.replace(

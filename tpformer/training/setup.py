@@ -46,7 +46,7 @@ def join_ranks(device: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
 
 
 def group_timeout(config: RunConfig) -> timedelta:
-    """The process groups' timeout: twice run.timeout, so that the watchdog, whose report says more, acts first."""
+    """The process groups' timeout. It is twice run.timeout, so that the watchdog, which reports more, acts first."""
     return timedelta(seconds=2 * config.run.timeout)
 
 
@@ -59,12 +59,15 @@ class RunData:
 
 
 def open_data(config: RunConfig) -> RunData:
-    """The datasets of a resolved configuration. FileNotFoundError or ValueError, with the file and the remedy, for one
-    that is missing, damaged, too short for a sample or outside the vocabulary."""
+    """Open the datasets of a resolved configuration.
+
+    FileNotFoundError or ValueError, with the file and the remedy, for a dataset that is missing, damaged, shorter than
+    one sample, or has ids outside the vocabulary.
+    """
     length, seed = config.model.seq_length, config.train.seed
     datasets = [IndexedDataset(prefix) for prefix in (*config.data.train, *config.data.valid)]
     for prefix, dataset in zip((*config.data.train, *config.data.valid), datasets, strict=True):
-        # the sidecar of a dataset built here has its vocabulary; rank 0 reads any other dataset through once
+        # a sidecar says how large the vocabulary is; without one rank 0 reads the whole dataset once
         built = read_sidecar(prefix)
         fits = built is not None and built["vocab_size"] <= config.model.vocab_size
         if not fits and os.environ.get("RANK", "0") == "0":
@@ -83,9 +86,9 @@ def default_dtype(config: RunConfig) -> torch.dtype:
 
 
 def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
-    """This rank's parts of the model of a resolved configuration, laid out on the mesh, on the meta device.
+    """This rank's parts of a resolved configuration's model, sharded over the mesh, on the meta device.
 
-    Also loads the configured table of measured transports, or forgets one that was loaded before.
+    It also loads the configured table of measured transports. Without one, a table loaded before is forgotten.
     """
     use_measured_table(config.parallel.transport_table or None)
     layout, compute = config.parallel, default_dtype(config)
@@ -114,7 +117,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
 
 
 def build_model(config: RunConfig, mesh: DeviceMesh) -> ModelParts:
-    """The model of a resolved configuration on this rank's device, with its initial values. Collective."""
+    """This rank's parts of a resolved configuration's model, on its device, with initial values. Collective."""
     parts = build_parts(config, mesh)
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device_type)

@@ -34,16 +34,16 @@ class LossScaler:
     """Dynamic loss scaling for float16: the scale is halved when a gradient overflows, and doubled after `interval`
     steps without overflow.
 
-    It is equal on all ranks, because the global norm is. The usual first scale, 2**16, is for the mean over a
-    microbatch. Here a loss is divided by the tokens of the global batch, so multiply 2**16 by its number of
-    microbatches. Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
+    All ranks have the same scale, because they see the same global norm. The usual first scale, 2**16, suits the mean
+    over a microbatch. Here a loss is divided by the tokens of the global batch, so multiply 2**16 by the number of
+    microbatches in it. Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
     """
 
     def __init__(self, scale: float = 2.0**16, interval: int = 2000) -> None:
         self.scale, self.interval, self.good_steps = scale, interval, 0
 
     def update(self, finite: bool) -> None:
-        """Count a step whose loss and gradient norm were finite or not, and change the scale."""
+        """Change the scale after a step. finite: whether its loss and gradient norm were."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale = max(1.0, self.scale / 2)
@@ -55,7 +55,7 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from what state_dict gave."""
+        """Go on from a state that state_dict returned."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
@@ -70,12 +70,12 @@ def train_step(
     clip_norm: float,
     scaler: LossScaler | None = None,
 ) -> StepResult:
-    """Gradients, clipping and one step of the optimizers; nothing is updated where loss or norm is not finite.
+    """Compute and clip gradients, and step the optimizers. If loss or norm is not finite, nothing is updated.
 
     batch, first_sample: as for ModelParts.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
     the largest gradient norm; 0 turns clipping off. scaler: for float16. Gradients are None afterwards.
     Communication: that of ModelParts.gradients and gradient_norm; a skipped step also gathers the offender's name.
-    ValueError where ids outside the vocabulary made loss or norm not finite.
+    ValueError if loss or norm is not finite because of ids outside the vocabulary.
     """
     scale = 1.0 if scaler is None else scaler.scale
     loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
@@ -108,16 +108,16 @@ def batch(samples: Samples, first: int, count: int) -> Tensor:
 
 
 def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
-    """Samples first ... first + size - 1; those from `end` on are filled with NO_TARGET."""
+    """Samples first ... first + size - 1. From sample `end` on, rows are filled with NO_TARGET."""
     real = max(0, min(size, end - first))
     rows = batch(samples, first if real else 0, max(1, real))
     return torch.cat([rows[:real], torch.full((size - real, rows.shape[1]), NO_TARGET)])
 
 
 def evaluate(model: ModelParts, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
-    """Mean loss (nats per target token) over the first n_samples of each dataset; equal on all ranks.
+    """Mean loss (nats per target token) over the first n_samples of each dataset, equal on all ranks.
 
-    Each data-parallel rank takes its share of them; samples without targets fill up the last round. The model is in
+    Data-parallel ranks share the samples; in the last round samples without targets fill the gaps. The model is in
     training mode afterwards.
     """
     model.train(False)

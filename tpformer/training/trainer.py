@@ -19,6 +19,7 @@ from tpformer.distributed import all_reduce, check_all, close, indexed
 from tpformer.distributed.mesh import AXES
 from tpformer.kernels.cost import machine_for
 from tpformer.parallel import gather_actions
+from tpformer.processes.files import replace_file
 from tpformer.processes.watchdog import Watchdog
 
 from .checkpoint import Checkpointer, CheckpointError, steps
@@ -28,12 +29,12 @@ from .resolve import resolve
 from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .step import LossScaler, StepResult, batch, evaluate, train_step
 
-# what a resumed run may not change: with another value the loss would not be this run's
+# what a resumed run may not change, because its losses would then belong to another run
 _FIXED = (("model", None), ("data", None), ("train", "seed"), ("train", "global_batch_size"))
 
 
 def check_run_directory(config: RunConfig) -> None:
-    """ValueError, with the remedy, if a run in run.dir would be overwritten, or continued with other settings."""
+    """ValueError, with the remedy, if a run in run.dir would be overwritten or would go on with other settings."""
     path = Path(config.run.dir) / "config.toml"
     if not path.exists():
         return
@@ -54,7 +55,7 @@ def check_run_directory(config: RunConfig) -> None:
 
 @contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """A list that gets the number of every SIGTERM or SIGINT while the context is open."""
+    """Yield a list to which the number of every SIGTERM and SIGINT is added while the context is open."""
     seen: list[int] = []
     previous = {
         number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGTERM, signal.SIGINT)
@@ -70,8 +71,8 @@ class Trainer:
     """One rank of a run, from its configuration to its checkpoints. All methods are collective over the world.
 
     Constructing it enters the process group, builds the model and, with run.resume, loads the newest good checkpoint.
-    Errors: ValueError for a configuration, dataset or run directory that cannot be used, CheckpointError where there
-    are checkpoints and none is usable.
+    Errors: ValueError or FileNotFoundError for a configuration, dataset or run directory that cannot be used;
+    CheckpointError if the run has checkpoints and none is usable.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -83,7 +84,7 @@ class Trainer:
         join_ranks(device, group_timeout(config))
         self.leader = dist.get_rank() == 0
         self._prepare_directory()
-        # started before the model is built or loaded: a rank may hang in that too
+        # the watchdog starts before the model is built or loaded, because a rank may hang in that, too
         with ExitStack() as stack:
             self.watchdog = stack.enter_context(Watchdog(self.directory / "ranks", timeout=config.run.timeout))
             self._build(device)
@@ -124,13 +125,11 @@ class Trainer:
             raise ValueError(errors[0])
 
     def _write_config(self) -> None:
-        """Write config.toml, whole or not at all: no run resumes without it. Only once the layout has been built."""
-        temporary = self.directory / "config.tmp"
-        temporary.write_text(to_toml(self.config))
-        temporary.replace(self.directory / "config.toml")
+        """Write config.toml, without which no run resumes. Call it once the layout has been built."""
+        replace_file(self.directory / "config.toml", to_toml(self.config))
 
     def _resume(self) -> int:
-        """Load the newest good checkpoint; returns its step, or 0 if the run has no checkpoint."""
+        """Load the newest good checkpoint and return its step; 0 if the run has no checkpoint."""
         step = self.checkpointer.newest()
         if step is None:
             if found := steps(self.checkpointer.directory):
@@ -153,7 +152,7 @@ class Trainer:
         self.checkpointer.save(self.step, self.model.parts, self.optimizers, extra)
 
     def _batch(self, step: int) -> tuple[Tensor, int]:
-        """This data-parallel rank's samples of a step, and the first one's index. They depend on the step alone."""
+        """This data-parallel rank's samples of a step, and the global index of the first. The step alone decides."""
         first, share = self.model.own_samples(step, self.config.train.global_batch_size)
         return batch(self.data.train, first, share).to(self.device), first
 
@@ -162,7 +161,7 @@ class Trainer:
         return evaluate(self.model, self.data.valid, self.config.train.validation_samples, self.device)
 
     def _train_one(self) -> dict:
-        """Take the next step; returns its row for the log."""
+        """Take the next step and return its row for the log."""
         step, config = self.step + 1, self.config
         lr = learning_rate(step, config.train.steps, config.optimizer)
         samples, first = self._batch(step)
@@ -178,7 +177,7 @@ class Trainer:
                 clip_norm=config.optimizer.clip_norm,
                 scaler=self.scaler,
             )
-        check_all()  # a wait in a kernel that expired ends the run before its numbers are logged or saved
+        check_all()  # if a wait in a kernel expired, the run ends before wrong numbers are logged or saved
         self._count_skipped(step, result)
         self.step = step
         row = {"step": step, "loss": result.loss, "grad_norm": result.norm, "lr": lr}
@@ -188,7 +187,7 @@ class Trainer:
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """Around the step log.timeline_step: record the actions of the leader's pipeline in timeline.json."""
+        """In the step log.timeline_step, record the actions of rank 0's pipeline in timeline.json."""
         pipeline = self.model.pipeline
         if pipeline is None or step != self.config.log.timeline_step:
             yield
@@ -203,7 +202,7 @@ class Trainer:
             self._notice(f"step {step} recorded: draw it with `tpformer timeline {self.directory}`")
 
     def _count_skipped(self, step: int, result: StepResult) -> None:
-        """Count skipped steps, in all and in a row; FloatingPointError on all ranks after too many in a row."""
+        """Count skipped steps, in total and in a row. FloatingPointError on all ranks after too many in a row."""
         if not result.skipped:
             self.skipped_in_a_row = 0
             return
@@ -224,16 +223,16 @@ class Trainer:
             print(text, flush=True)
 
     def _stop_agreed(self, requests: list[int]) -> bool:
-        """Whether any rank was asked to stop. All ranks learn it at the same step, by one all-reduce per mesh axis."""
+        """Whether any rank was asked to stop; the same on all ranks. Communication: an all-reduce per mesh axis."""
         flag = torch.tensor([float(bool(requests))], device=self.device)
         for group in self.model.groups.values():
             flag = all_reduce(flag, group, op="max")
         return bool(flag)
 
     def run(self) -> None:
-        """Train to the configured step; SIGTERM or Ctrl-C ends it early, after a checkpoint.
+        """Train to the last step. SIGTERM or Ctrl-C ends training early, after a checkpoint.
 
-        A step, validation or checkpoint that takes longer than run.timeout ends the process (see Watchdog).
+        If a step, validation or checkpoint takes longer than run.timeout, the process ends (see Watchdog).
         """
         with self._watched:
             if not self.leader:
@@ -247,7 +246,7 @@ class Trainer:
             plot_losses(self.directory)
 
     def _loop(self, log: MetricsLog | None) -> None:
-        """Steps, rows, validations and checkpoints, until the last step or a request to stop. log: rank 0's."""
+        """Train, log, validate and save until the last step or a request to stop. log: only on rank 0."""
         config, final, watchdog = self.config, self.config.train.steps, self.watchdog
         tokens = config.train.global_batch_size * config.model.seq_length
         if log is not None:
@@ -286,7 +285,7 @@ class Trainer:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
 
     def _mfu(self, tokens_per_second: float) -> dict[str, float]:
-        """Model FLOP/s as a share of the ranks' dense bf16 peak, on the GPUs that the performance model knows."""
+        """{"mfu": model FLOP/s as a share of the ranks' dense bf16 peak}; {} on a device whose peak is not known."""
         machine = machine_for(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         if machine is None:
             return {}
@@ -320,15 +319,15 @@ class Trainer:
 
 
 def pretrain(config: RunConfig) -> None:
-    """Train this rank's part of a run; without torchrun's environment variables this process is the only rank.
+    """Train this rank's part of a run. Without torchrun's environment variables this process is the only rank.
 
-    Errors: Trainer's before the first step. From then on a ValueError, FileNotFoundError or ImportError is raised as
-    RuntimeError; FloatingPointError after too many skipped steps.
+    Errors: before the first step those of Trainer. After that FloatingPointError for too many skipped steps, and
+    RuntimeError in place of any ValueError, FileNotFoundError or ImportError.
     """
     trainer = Trainer(config)
     try:
         trainer.run()
     except (ValueError, FileNotFoundError, ImportError) as error:
-        # the command prints one line for these, as for a user's mistake; once training runs the traceback is wanted
+        # the command reports these as a user's mistake, in one line; once training runs, the traceback is needed
         raise RuntimeError(f"step {trainer.step + 1} failed: {error}") from error
     trainer.close()

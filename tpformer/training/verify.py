@@ -36,22 +36,26 @@ from .setup import build_model, device_type, group_timeout, join_ranks, open_dat
 from .step import StepResult, batch, train_step
 
 STEPS, BOUND = 2, 1e-9
-STATE_BYTES = 32  # a float64 parameter, its gradient and AdamW's two moments
-ACTIVATION_BYTES = 80  # what a layer keeps per token and hidden unit in float64: docs/memory.md
-PROCESS_BYTES = 250 * 2**20  # an interpreter with torch, without what ranks share
+STATE_BYTES = 32  # for each parameter in float64: itself, its gradient and AdamW's two moments
+ACTIVATION_BYTES = 80  # what a layer keeps for each token and hidden unit in float64: docs/memory.md
+PROCESS_BYTES = 250 * 2**20  # an interpreter with torch, without the memory that ranks share
 RANDOM = "random tokens"
 T = TypeVar("T")
 
 
 class Difference(NamedTuple):
-    """The largest |actual - expected| / max(|expected|, learning rate), and the parameter that it is in."""
+    """The largest |actual - expected| / max(|expected|, learning rate), and the name of its parameter."""
 
     value: float
     parameter: str
 
 
 class Report(NamedTuple):
-    """What was compared. losses, norms: per step (in the layout, in one process), of the rank that differs most."""
+    """What was compared.
+
+    losses, norms: for each step (in the layout, in one process), from the rank that differs most.
+    gradients, parameters: the largest differences.
+    """
 
     losses: list[tuple[float, float]]
     norms: list[tuple[float, float]]
@@ -66,16 +70,16 @@ class Report(NamedTuple):
 
 
 def relative(pair: tuple[float, float]) -> float:
-    """|actual / expected - 1|; infinite where either is not finite."""
+    """|actual / expected - 1|, or |actual| if expected is 0. Infinite if either is not finite."""
     actual, expected = pair
     difference = abs(actual - expected) / abs(expected) if expected else abs(actual)
     return difference if math.isfinite(difference) else math.inf
 
 
 def verify_config(config: RunConfig) -> RunConfig:
-    """The configuration to verify: float64, on the CPU unless it names a device, with the vocabulary filled in.
+    """The configuration to verify: in float64, on the CPU unless it names a device, with the vocabulary filled in.
 
-    Where a training dataset does not exist, data.train becomes RANDOM; ValueError if the vocabulary is then unknown.
+    If a training dataset does not exist, data.train becomes RANDOM. ValueError if the vocabulary is unknown then.
     """
     train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
     data = dataclasses.replace(config.data, valid=())
@@ -93,9 +97,9 @@ def verify_config(config: RunConfig) -> RunConfig:
 
 
 def available_bytes(device: str) -> int:
-    """Bytes of memory for new allocations: the GPU's, else this machine's or this container's limit."""
+    """Bytes that can still be allocated: on the GPU, or else on this machine, at most this container's limit."""
     if device == "cuda":
-        # a fork asks: if this process started CUDA, its ranks, which are forks too, could not use it
+        # a fork asks, because CUDA started in this process could not be used in its ranks, which are forks, too
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as executor:
             return executor.submit(torch.cuda.mem_get_info).result()[0]
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -109,7 +113,7 @@ def available_bytes(device: str) -> int:
 
 
 def needed_bytes(config: RunConfig) -> tuple[int, int]:
-    """Least bytes on rank 0's machine (or GPU): for the one-process run, and for the layout's ranks there."""
+    """The least bytes on rank 0's machine (or GPU): (for the run in one process, for the layout's ranks there)."""
     model, layout = config.model, config.parallel
     tokens = config.microbatch_size * model.seq_length
     kept = tokens * (ACTIVATION_BYTES * model.hidden_size * model.n_layers + 8 * (model.vocab_size or 0))
@@ -120,7 +124,7 @@ def needed_bytes(config: RunConfig) -> tuple[int, int]:
 
 
 def check_memory(config: RunConfig) -> None:
-    """ValueError, with the numbers and the remedy, where the two runs cannot fit side by side."""
+    """ValueError, with the numbers and the remedy, if there is no memory for both runs."""
     (one, ranks), available = needed_bytes(config), available_bytes(device_type(config))
     if one + ranks > available:
         raise ValueError(
@@ -137,9 +141,9 @@ def check_memory(config: RunConfig) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A whole parameter or gradient, detached; collective over the mesh of a DTensor.
+    """A whole parameter or gradient, detached. Collective over the mesh of a DTensor.
 
-    Where ranks hold copies, each rank gets its own copy, so a copy that differs shows on its rank.
+    Where ranks hold copies, each rank gets its own, so that a copy that differs is found.
     """
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -177,12 +181,12 @@ class Run:
         )
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """This rank's parameters of that name: none, one, or two (tied tables of a V-shaped pipeline)."""
+        """This rank's parameters of that name: none, one, or two (the tied tables of a V-shaped pipeline)."""
         return [named[name] for named in self.named if name in named]
 
 
 def one_process(config: RunConfig, device: str) -> ModelParts:
-    """The model of a configuration without mesh, process groups, FSDP2 or recomputation; on "meta" only its shapes."""
+    """A configuration's model without mesh, process groups, FSDP2 or recomputation. Device "meta" gives only shapes."""
     model = GPT(
         config.model.architecture,
         label_smoothing=config.train.label_smoothing,
@@ -195,9 +199,10 @@ def one_process(config: RunConfig, device: str) -> ModelParts:
 
 
 def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
-    """A function of (first, count) that gives these global samples, the data's or random ones.
+    """A function of (first, count) that returns these global samples, int64 (count, seq_length + 1).
 
-    Samples are (count, seq_length + 1) int64."""
+    They are the data's, or random where there is none.
+    """
     if config.data.train != (RANDOM,):
         return partial(batch, open_data(config).train)
     vocabulary, length = config.model.vocab_size, config.model.seq_length + 1
@@ -210,9 +215,9 @@ def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
 
 
 def largest_difference(run: Run, one: Run | None, read: Callable[[nn.Parameter], Tensor | None]) -> Difference:
-    """The largest difference between the runs in what `read` gives, over all parameters and ranks. Collective.
+    """The largest difference between the runs, over all parameters and ranks, in what `read` returns. Collective.
 
-    one: the one-process run, on rank 0 only; elsewhere None. Memory: two whole parameters. Communication, per
+    one: the one-process run on rank 0, None on other ranks. Memory: two whole parameters. Communication for each
     parameter: an all-gather over its mesh and a broadcast over the world.
     """
     lr, worst = run.config.optimizer.lr, Difference(0.0, "")
@@ -239,14 +244,14 @@ def _from_ranks(value: T) -> list[T]:
 
 
 def verify(config: RunConfig) -> Report:
-    """Run a configuration of verify_config both ways and compare. Use the report of rank 0. Collective over the world.
+    """Run a configuration of verify_config both ways and compare. Only rank 0's report counts. Collective.
 
-    It compares the losses and norms of all ranks in every step, the gradients of step 1 before clipping and the
-    parameters at the end, in every copy.
+    Compared are the losses and norms of all ranks in every step, the gradients of step 1 before clipping, and the
+    parameters at the end. If ranks hold copies, each copy is compared.
     """
     device = device_type(config)
     join_ranks(device, group_timeout(config))
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns of how whole tensors are gathered
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns about gathering whole tensors
     mesh, samples = run_mesh(config, device), token_samples(config)
     run = Run(config, build_model(config, mesh), samples)
     one = Run(config, one_process(config, device), samples) if dist.get_rank() == 0 else None
@@ -301,7 +306,7 @@ def report_table(report: Report) -> Table:
 
 
 def verify_rank(config: RunConfig) -> int:
-    """Run this rank's part of `tpformer verify`; returns its exit code: on rank 0, 1 where the two runs differ, else 0.
+    """Run this rank's part of `tpformer verify`. Returns the exit code: 1 on rank 0 if the runs differ, else 0.
 
     The process group stays open.
     """

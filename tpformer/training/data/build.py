@@ -1,6 +1,7 @@
 """Make a token dataset with its sidecar from text files.
 
-Only the making of datasets belongs here. Their format is in indexed.py, the default corpus's file list in corpus.py.
+Only what makes datasets belongs here. Their format is in indexed.py, the list of the default corpus's files in
+corpus.py.
 """
 
 import hashlib
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tpformer.processes.files import file_sha256, replace_file
+
 from .corpus import split_files, stdlib_files, stdlib_root
 from .indexed import IndexedDataset, IndexedWriter, dataset_paths, read_sidecar, token_dtype
 from .tokenizer import load_tokenizer
@@ -19,13 +22,13 @@ from .tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Summary:
-    """What a build made; exactly the contents of the sidecar PREFIX.json."""
+    """What a build made. The sidecar PREFIX.json has exactly these values."""
 
     tokenizer: str
     vocab_size: int
     n_documents: int
     n_tokens: int
-    entropy_nats_per_token: float  # of the unigram distribution: the loss of the best model that ignores context
+    entropy_nats_per_token: float  # entropy of single tokens: the loss of the best model that ignores context
     sha256: str  # of PREFIX.bin
     documents_sha256: str  # of the documents' texts in order, before tokenization
 
@@ -33,9 +36,9 @@ class Summary:
 def build_dataset(inputs: Sequence[Path], prefix: Path, tokenizer_name: str, *, quiet: bool = False) -> Summary:
     """Tokenize the inputs into PREFIX.bin, PREFIX.idx and PREFIX.json, and print one line about them.
 
-    Each file is one document; of a .jsonl file each line is one, the string under its "text" key. A folder stands for
-    all its files, sorted by name, without hidden ones. The end-of-document token follows every document.
-    `tokenizer_name` is "bytes" or the path of a tokenizer.json. A progress bar shows on a terminal unless quiet.
+    Each file is one document. In a .jsonl file each line is one: the string under its "text" key. A folder stands for
+    all its files but hidden ones, sorted by name. The end-of-document token follows every document.
+    `tokenizer_name` is "bytes" or the path of a tokenizer.json. On a terminal a progress bar is shown, unless quiet.
 
     Raises FileNotFoundError for a missing input or tokenizer, and ValueError when the inputs are empty, a .jsonl line
     has no text (the message says path:line), or the dataset exists already. An error in an input leaves no file behind.
@@ -69,9 +72,9 @@ def build_dataset(inputs: Sequence[Path], prefix: Path, tokenizer_name: str, *, 
 
 
 def build_stdlib(out_dir: Path, *, quiet: bool = False) -> tuple[Path, Path]:
-    """The default corpus as bytes: the prefixes out_dir/stdlib_train and out_dir/stdlib_valid, built where missing.
+    """Build the default corpus as bytes. Returns the prefixes out_dir/stdlib_train and out_dir/stdlib_valid.
 
-    A dataset that was built from the same texts is reused. Call it from one process, before the others read.
+    A dataset that was built from the same texts is reused. Call it in one process, before others read the datasets.
     Raises ValueError when a dataset of that name has other contents, as after an upgrade of Python.
     """
     train, valid = Path(out_dir, "stdlib_train"), Path(out_dir, "stdlib_valid")
@@ -108,7 +111,7 @@ def _files_under(path: Path) -> list[Path]:
 
 
 def _documents(files: Sequence[Path]) -> Iterator[tuple[bytes, int]]:
-    """Each document's UTF-8 text and how many bytes of input it took."""
+    """(UTF-8 text, bytes of input that it took) of each document."""
     for file in files:
         if file.suffix == ".jsonl":
             yield from _jsonl_documents(file)
@@ -136,11 +139,6 @@ def _add_to_digest(digest: "hashlib._Hash", text: bytes) -> None:
     digest.update(text)
 
 
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _summarize(prefix: Path, tokenizer_name: str, vocab_size: int, documents_sha256: str) -> Summary:
     dataset = IndexedDataset(prefix)
     return Summary(
@@ -149,20 +147,17 @@ def _summarize(prefix: Path, tokenizer_name: str, vocab_size: int, documents_sha
         n_documents=dataset.n_documents,
         n_tokens=dataset.n_tokens,
         entropy_nats_per_token=_unigram_entropy(dataset, vocab_size),
-        sha256=_file_sha256(dataset.bin_path),
+        sha256=file_sha256(dataset.bin_path),
         documents_sha256=documents_sha256,
     )
 
 
 def _write_sidecar(prefix: Path, summary: Summary) -> None:
-    path = dataset_paths(prefix).sidecar
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-    temporary.rename(path)
+    replace_file(dataset_paths(prefix).sidecar, json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def _is_built_from(prefix: Path, files: Sequence[Path]) -> bool:
-    """False when no file of the dataset exists, True when it holds these files as bytes; anything else raises."""
+    """False if no file of the dataset exists, True if it holds these files as bytes. ValueError for anything else."""
     paths = dataset_paths(prefix)
     existing = [str(path) for path in paths if path.exists()]
     if not existing:
@@ -173,7 +168,7 @@ def _is_built_from(prefix: Path, files: Sequence[Path]) -> bool:
     sidecar = read_sidecar(prefix) or {}
     expected = ("bytes", digest.hexdigest())
     found = (sidecar.get("tokenizer"), sidecar.get("documents_sha256"))
-    if len(existing) < len(paths) or found != expected or sidecar.get("sha256") != _file_sha256(paths.bin):
+    if len(existing) < len(paths) or found != expected or sidecar.get("sha256") != file_sha256(paths.bin):
         raise ValueError(
             f"{prefix} does not hold this Python's standard library ({len(files)} files) as bytes: built "
             f"by another Python, changed or incomplete; delete {', '.join(existing)} and build again"

@@ -1,6 +1,6 @@
-"""The default corpus: which files of Python's own standard library it is made of, and how they are split.
+"""The default corpus: which files of Python's own standard library it has, and which of them validate.
 
-Only lists of paths belong here; turning files into tokens is build.py's work.
+Only lists of paths belong here; build.py turns files into tokens.
 """
 
 import hashlib
@@ -11,8 +11,8 @@ from pathlib import Path
 
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 
-# Hashed in front of every name. Without it, the one large file of English prose (pydoc_data/topics.py, 757 kB) would
-# validate and be most of the validation set.
+# The salt is hashed in front of every name. Without it, the one large file of English prose (pydoc_data/topics.py,
+# 757 kB) would be most of the validation set.
 _SPLIT_SALT = "validation:"
 
 

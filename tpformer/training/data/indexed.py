@@ -108,7 +108,7 @@ def _read_index(path: Path) -> _Index:
 
 
 def _check_index(path: Path, index: _Index) -> None:
-    """Raise unless the sequences lie end to end from byte 0: only then is the .bin one token stream."""
+    """ValueError unless the sequences lie end to end from byte 0, which makes the .bin one token stream."""
     if len(index.documents) == 0 or index.documents[0] != 0:
         raise ValueError(f"{path} has document indices {index.documents[:3].tolist()}...; they must start with 0")
     ends = np.cumsum(index.lengths, dtype=np.int64) * index.dtype.itemsize
@@ -123,7 +123,7 @@ def _check_index(path: Path, index: _Index) -> None:
 
 
 class IndexedDataset:
-    """The token stream of PREFIX.bin/PREFIX.idx, memory-mapped: sequences in order, document boundaries erased.
+    """The token stream of PREFIX.bin and PREFIX.idx, memory-mapped. Sequences follow one another without boundaries.
 
     Raises FileNotFoundError when either file is missing, and ValueError when the .idx is not a contiguous version-1
     index of uint16 or int32 tokens, or when the .bin does not have exactly the size that the .idx implies.
@@ -184,7 +184,7 @@ class IndexedDataset:
 class IndexedWriter:
     """Context manager that writes PREFIX.bin and PREFIX.idx, one sequence per document.
 
-    Both files appear under their own names only when the `with` block ends well; otherwise nothing is left behind.
+    Both files get their names only when the `with` block ends without an error. After an error nothing is left behind.
     Raises ValueError for a dtype other than uint16 and int32, when a file of the dataset already exists, or when no
     token was added.
     """

@@ -1,6 +1,6 @@
-"""Which tokens are sample i: a pure function of (seed, i), with no state to save and none to restore.
+"""Which tokens sample i has. It is a pure function of (seed, i), so there is no state to save or restore.
 
-Only orders, windows and blends belong here. A run resumes exactly by asking for the next sample's number.
+Only orders, windows and blends belong here. A resumed run goes on exactly by asking for the next sample's number.
 """
 
 import bisect
@@ -31,7 +31,7 @@ class Samples(Protocol):
 
 
 def _mix(value: int) -> int:
-    """splitmix64's output function (Steele, Lea & Flood 2014): 64 bits to 64 bits, every bit depending on every bit."""
+    """splitmix64's output function (Steele, Lea & Flood 2014): 64 bits to 64 bits, each depending on all."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -39,7 +39,7 @@ def _mix(value: int) -> int:
 
 
 def _key(*parts: int) -> int:
-    """One 64-bit key out of several integers; their order and number matter."""
+    """A 64-bit key made from several integers. It depends on their order and number, too."""
     key = 0
     for part in parts:
         key = _mix((key + _GOLDEN) ^ _mix(part))
@@ -49,9 +49,9 @@ def _key(*parts: int) -> int:
 def permute(index: int, n: int, key: int) -> int:
     """The image of index under a keyed bijection of range(n), in O(1) memory and time for any n.
 
-    A Feistel network over pairs of digits in the smallest base whose square reaches n; an image outside range(n) is
-    permuted again until it falls inside, which keeps it a bijection ("cycle walking"). Both ideas are from Black &
-    Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). The shuffle is statistical, not cryptographic.
+    It is a Feistel network over pairs of digits in the smallest base whose square is at least n. An image outside of
+    range(n) is permuted again until it falls inside, which keeps the map a bijection ("cycle walking"). Both ideas are
+    from Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). The shuffle is not cryptographic.
 
     Raises ValueError unless 0 <= index < n.
     """
@@ -73,9 +73,9 @@ def permute(index: int, n: int, key: int) -> int:
 class TokenSamples:
     """The windows of one dataset, each epoch in an order of its own, without replacement.
 
-    The stream is cut into n_samples = (n_tokens - 1) // seq_length windows of seq_length + 1 tokens; a shorter rest at
-    its end is not used. Neighbours share one token, so that every token used but the first is a target once per epoch.
-    With shuffle=False the windows come in the stream's order, as validation wants, and the seed is not used.
+    The stream is cut into n_samples = (n_tokens - 1) // seq_length windows of seq_length + 1 tokens. A shorter rest at
+    its end is left out. Neighbours share one token, so each token used, but the first, is a target once per epoch.
+    With shuffle=False, as for validation, the windows come in the stream's order, and the seed has no effect.
     Raises ValueError when seq_length < 1 or the dataset has fewer than seq_length + 1 tokens.
     """
 
@@ -106,8 +106,8 @@ class TokenSamples:
 class BlendedSamples:
     """Several datasets mixed in proportion to their weights, in every block of 1000 samples.
 
-    A dataset has the same quota in each block: its share, rounded by largest remainder. The order within a block is
-    keyed by (seed, block), and each dataset continues where the block before stopped.
+    In each block a dataset has the same number of samples: its share, rounded by largest remainder. The order in a
+    block is keyed by (seed, block). Each dataset goes on where it stopped in the block before.
     Raises ValueError when there are no parts, the numbers of parts and weights or the sequence lengths differ, a weight
     is not positive and finite, or a weight is too small for even one sample in 1000.
     """
@@ -130,10 +130,10 @@ class BlendedSamples:
         return self._parts[part].sample(index)
 
     def locate(self, i: int) -> tuple[int, int]:
-        """Which dataset blend sample i comes from, and which of that dataset's samples it is; ValueError when i < 0."""
+        """(number of the dataset that sample i comes from, number of the sample in it). ValueError when i < 0."""
         _check_index(i)
         block, position = divmod(i, _BLOCK)
-        # the block size inside the key keeps this order apart from the epochs' orders under the same seed
+        # the block size in the key makes this order differ from the epochs' orders, which have the same seed
         slot = permute(position, _BLOCK, _key(self._seed, _BLOCK, block))
         part = bisect.bisect_right(self._ends, slot)
         quota = self.quotas[part]
@@ -158,7 +158,7 @@ def _check_index(i: int) -> None:
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-    """How many of every _BLOCK samples each dataset gives: shares rounded by largest remainder, so they add up."""
+    """How many of every _BLOCK samples come from each dataset: shares rounded by largest remainder, so they add up."""
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ValueError(f"blend weights must be positive and finite, got {list(weights)}")
     shares = [_BLOCK * weight / math.fsum(weights) for weight in weights]

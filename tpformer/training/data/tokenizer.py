@@ -1,6 +1,6 @@
 """Tokenizers: text to ids and back, behind one small interface.
 
-Only the mapping between text and ids belongs here; the `tokenizers` package is imported when a JSON file is loaded.
+Only the mapping between text and ids belongs here. The package `tokenizers` is imported when a JSON file is loaded.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes themselves and 256 ends a document: nothing to download, nothing out of vocabulary."""
+    """Ids 0..255 are the bytes themselves, and 256 ends a document. It needs no download, and encodes any text."""
 
     vocab_size = 257
     end_of_document = 256
