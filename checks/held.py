@@ -1,7 +1,7 @@
-"""Bytes of parameters, gradients and optimizer state that a rank holds in FSDP2's own books, and when to look at them.
+"""Counts the bytes of parameters, gradients and optimizer state that a rank holds, as FSDP2 keeps them.
 
-Belongs here: the counting, for any ModelParts, by the planner's names. Nothing about which model is counted or what
-should come out.
+Belongs here: counting for any ModelParts, by the planner's names, and hooks for the moments to count at. Which model is
+counted, and what the counts should be, is the caller's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Held = dict[str, int]
 
 
 def _group_tensors(group: Any) -> Iterator[tuple[str, Tensor | None]]:
-    """What one FSDP2 parameter group holds, by kind."""
+    """Yield (kind, tensor) for what one FSDP2 parameter group holds."""
     for parameter in group.fsdp_params:
         yield PARAMETERS, parameter._sharded_param_data
         yield GRADIENTS, parameter.sharded_param.grad
@@ -38,8 +38,8 @@ def _group_tensors(group: Any) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def _communicated(communication: Any) -> Iterator[Tensor]:
-    """Buffers that FSDP2 keeps until the next collective of a part is done."""
-    gathered = getattr(communication, "all_gather_state", None)  # none of this before the first forward
+    """Yield the buffers that FSDP2 keeps until the part's next collective is done."""
+    gathered = getattr(communication, "all_gather_state", None)  # FSDP2 makes it in the first forward
     if gathered is not None:
         yield gathered.all_gather_result.all_gather_output
     yield from (state.reduce_scatter_input for state in getattr(communication, "reduce_scatter_states", ()))
@@ -61,7 +61,7 @@ def _tensors(model: ModelParts, optimizers: Iterable[torch.optim.Optimizer]) -> 
 
 
 def held(model: ModelParts, optimizers: Iterable[torch.optim.Optimizer]) -> Held:
-    """Bytes by kind, each storage once and with its whole size; after the first forward."""
+    """Bytes by kind. Each storage counts once, with its whole size. Call it after the first forward."""
     kinds: dict[torch.UntypedStorage, str] = {}
     for kind, tensor in _tensors(model, optimizers):
         if tensor is not None:
@@ -73,17 +73,18 @@ def held(model: ModelParts, optimizers: Iterable[torch.optim.Optimizer]) -> Held
 
 
 def live_bytes() -> int:
-    """Bytes of all storages that this process's tensors refer to, except memory that torch did not allocate (the
-    collectives' shared memory)."""
+    """Bytes of all storages of this process's tensors, without the collectives' shared memory (torch did not allocate
+    it)."""
     alive = live_storages(lambda x: not x.is_meta and type(x) in (Tensor, torch.nn.Parameter))
     return sum(storage.nbytes() for storage in alive if storage.resizable())
 
 
 def watch_layers(model: ModelParts, sample: Callable[[], None], at_end: Callable[[], None]) -> None:
-    """Have `sample` called at both ends of every layer's forward and backward, and after a part's weight gradients were
-    made apart; `at_end` when a part's forward is over.
+    """Have `sample` called at both ends of every layer's forward and backward, and `at_end` after a part's forward.
 
-    A backward's first sample comes when the layer's parameters are gathered, its last before its gradients are reduced.
+    If a schedule makes weight gradients apart from the rest of the backward, `sample` is called after them, too. The
+    first sample of a layer's backward comes when its parameters are gathered, the last before its gradients are
+    reduced.
     """
 
     def watch(tensor: Any) -> None:
@@ -109,7 +110,7 @@ def watch_layers(model: ModelParts, sample: Callable[[], None], at_end: Callable
 
 
 def _then(builder: Callable[[], Callable[[], None]], sample: Callable[[], None]) -> Callable[[], None]:
-    """What `builder` builds, a function that makes weight gradients, and a sample after it."""
+    """A function that makes the weight gradients, as the one that `builder` builds, and then calls `sample`."""
     make = builder()
 
     def run() -> None:

@@ -1,10 +1,10 @@
 """The named tuples that kernels take: what belongs together is one argument.
 
-Belongs here: groups of pointers and sizes that several kernels share, and groups of what the compiler must know (their
-parameters are written in capitals). A member may be None, which the compiler knows. Triton treats each integer of a
-group like an argument: 1 becomes a constant, and a multiple of 16 is known to be one. Two things therefore stay
-arguments of their own: integers that change from call to call or differ between ranks, as each kind of value would
-compile another binary, and TMA descriptors, which Triton's launcher does not look for in tuples.
+Belongs here: groups of pointers and sizes that several kernels share, and groups of constants of the compiler, whose
+parameters have names in capitals. The compiler sees which members are None. Two things stay arguments of their own.
+Integers that change from call to call or differ between ranks do: Triton compiles one binary for 1, one for multiples
+of 16 and one for other integers, and a member of a tuple cannot be exempt. TMA descriptors do, because Triton's
+launcher does not look for them in tuples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAXIMUM_WEIGHTS = 3  # of a launch: q, k, v
 
 
 class Rows(NamedTuple):
-    """A matrix whose rows may lie apart, their elements side by side."""
+    """A matrix whose rows may lie apart; the elements of a row lie side by side."""
 
     pointer: Any
     """The first element."""
@@ -28,18 +28,18 @@ class Rows(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Dropout as kernels draw it, but for the key, which is new in every call."""
+    """Dropout without its key, which is an argument of its own because it is new in every call."""
 
     start: Any
     """int64 (rows,): the global index of each row's first element."""
     threshold: Any
-    """An element is kept if its 32-bit word is at least this."""
+    """An element is kept if its 32-bit Philox word is at least this."""
     scale: Any
-    """What a kept element is multiplied by, 1 / (1 - p)."""
+    """1 / (1 - p), the factor of the elements that are kept."""
 
 
 class Addends(NamedTuple):
-    """What a kernel makes of a sum: residual + dropout(sum + bias). None leaves a part out."""
+    """What is added to a sum: residual + dropout(sum + bias). A part that is None is left out."""
 
     bias: Any
     """(columns,)."""
@@ -49,9 +49,10 @@ class Addends(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What belongs to one weight of a launch beside the matrix: its bias and its output.
+    """The sizes, the bias and the output of one weight of a launch. The matrix is an argument of its own.
 
-    All members of one that a launch lacks are None: triton 3.6 cannot ask whether a tuple with a None in it is None.
+    If a launch has fewer weights, all members of the missing ones are None: in triton 3.6 a kernel cannot ask
+    `x is None` of a tuple that may hold a None.
     """
 
     n: Any = None
@@ -69,9 +70,9 @@ class Derivative(NamedTuple):
     in a launch without one."""
 
     x: Any = None
-    """What the activation was applied to, or what its value was multiplied by if there is a gate."""
+    """The activation's input, or with a gate the factor of the activation's value."""
     gate: Any = None
-    """What the activation was applied to, or None."""
+    """The activation's input if there is a gate, else None."""
     dx: Any = None
     dgate: Any = None
     """None without a gate."""
@@ -88,7 +89,7 @@ class Linears(NamedTuple):
     weights: tuple[Weight, Weight, Weight]
     derivative: Derivative
     slot_rows: Any = None
-    """Rows between two virtual ranks' gathered copies of A, if A is gathered."""
+    """If A is gathered: rows from one virtual rank's copy of A to the next one's."""
 
 
 class LinearForm(NamedTuple):
@@ -102,7 +103,7 @@ class LinearForm(NamedTuple):
     b_transposed: bool = False
     """Weights are stored as (k, n)."""
     world: int = 1
-    """Chunks that a rank's output consists of."""
+    """How many chunks a rank's output consists of."""
 
 
 class Pair(NamedTuple):
@@ -138,13 +139,13 @@ class ReductionForm(NamedTuple):
     aligned: bool
     """As in random_tile."""
     producers: int = 0
-    """Programs that multiply, if others do the rest; 0: every program does all in turn."""
+    """How many programs only multiply. 0: every program does everything in turn."""
     reducers: int = 0
-    """Of the others, those that add; the rest, if any, copy what has been added."""
+    """All-reduce: how many of the other programs add. Those that are left copy the sums into the result."""
     one_shot: bool = False
-    """Of an all-reduce: everybody adds everything."""
+    """Whether every rank of an all-reduce adds all rows, instead of its share."""
 
 
 def three(values: Any, missing: Any = None) -> tuple:
-    """Kernels take MAXIMUM_WEIGHTS of what a launch has one or more of."""
+    """`values`, filled up with `missing` to MAXIMUM_WEIGHTS of them."""
     return (*values, *[missing] * (MAXIMUM_WEIGHTS - len(values)))

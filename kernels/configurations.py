@@ -19,7 +19,7 @@ TILES = {
     "ampere_small": Tile(64, 64, 64, 3, 4, False),
     # float32: exact products on the CUDA cores, any architecture
     "exact": Tile(64, 32, 16, 2, 8, False),
-    # the interpreter: a program takes about 10 ms with any tile, so this one covers most shapes of the tests
+    # the interpreter: a program takes about 10 ms with any tile, so this tile is as large as most shapes of the tests
     "interpreted": Tile(32, 32, 32, 1, 1, False),
 }
 
@@ -34,7 +34,7 @@ WAVES = {
     "ampere_small": (9,),
     "exact": (1,),
 }
-FEW_ROWS = 128  # up to this many, a GEMM waits for its weights: the tile with the most loads in flight is the fastest
+FEW_ROWS = 128  # a GEMM of so few rows waits for its weights, so the tile with the most loads in flight is the fastest
 MANY_OPERANDS_ELEMENTS = 128 * 128  # an epilogue with several operands spills in tiles of more elements
 
 
@@ -49,7 +49,7 @@ def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
 def select_tile(
     device: torch.device, dtype: torch.dtype, rows: int, *columns: int, chunks: int = 1, operands: int = 1
 ) -> Tile:
-    """The configuration with which all tiles together take the least time; for few rows, the smallest one.
+    """The configuration whose tiles take the least time by WAVES; up to FEW_ROWS rows the smallest one.
 
     rows, columns: of an output, with one number of columns for each weight of the launch. chunks: how many times these
     outputs are computed. operands: matrices of the output's size that the epilogue reads or writes.

@@ -16,8 +16,8 @@ class Cost(NamedTuple):
     """Bytes to and from main memory, each operand once."""
 
 
-# Bytes of a partial sum up to which an all-reduce sends it to everybody in one hop: it is mostly latency then, of which
-# the fused kernel has less than any other transport. Beyond, two hops of a share each take less time
+# Up to so many bytes an all-reduce sends each partial sum to every rank in one hop. Its time is then mostly latency,
+# and the fused kernel has the least. Above, two hops with a share of the bytes each take less time.
 ONE_SHOT_BYTES = 256 * 1024
 
 
@@ -35,8 +35,8 @@ class Machine(NamedTuple):
     """Bytes/s that a good kernel reads and writes."""
 
 
-# H200 and H100: published figures of large GEMMs and copies, which an H100 has confirmed (docs/LOG.md); their links are
-# not measured. A100 and B200 are scaled by their data sheets.
+# H200 and H100 have published figures of large GEMMs and copies, which runs on an H100 confirmed (docs/LOG.md). Their
+# links are not measured. A100 and B200 are scaled by their data sheets.
 MACHINES = (
     Machine("H200", 989e12, 700e12, 380e9, 4.3e12),
     Machine("H100", 989e12, 700e12, 380e9, 3.0e12),
@@ -76,7 +76,7 @@ def break_even_width(ranks: int, machine: Machine, itemsize: int, moves: int = 1
 def overlapped_seconds(compute: float, communication: float, chunks: int, tail: float = 0.0) -> float:
     """Seconds of a GEMM and its communication, chunk by chunk: max(compute, communication + compute / chunks) + tail.
 
-    The GEMM of one chunk overlaps with nothing: that of the last chunk to arrive, or of the first to be reduced.
-    tail: seconds of what starts after both, such as the sum over the received partials.
+    The GEMM of one chunk overlaps with no communication: of the last chunk that arrives, or of the first that is
+    reduced. tail: seconds of what starts after both, such as the sum over the received partial sums.
     """
     return max(compute, communication + compute / chunks) + tail

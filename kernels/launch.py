@@ -1,4 +1,4 @@
-"""What launchers share: the type of a tile configuration, launch options, TMA descriptors, padded operands.
+"""What launchers share: the type of a tile configuration, launch options, TMA descriptors, padding of operands.
 
 Belongs here: host code. Device code is in tile.py and protocol.py, the tiles that ship are in configurations.py.
 """
@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAXIMUM_REGISTERS = 255  # without a limit ptxas spills, to fit more programs on an SM than are launched
+MAXIMUM_REGISTERS = 255  # without this limit ptxas spills, to fit more programs on an SM than are launched
 REGISTERS = 65536  # 32-bit registers of an SM
 ALIGNMENT = 16  # bytes of the widest load or store; a TMA descriptor's address and row stride are multiples of it
 
@@ -42,8 +42,8 @@ def is_interpreted() -> bool:
 
 
 def launch_options(warps: int, stages: int, cooperative: bool = False) -> dict[str, Any]:
-    """What a launch passes to Triton. cooperative: all programs are resident at once, so that they may wait for one
-    another."""
+    """The options that a launch passes to Triton. cooperative: all programs are resident at once, so that they may wait
+    for one another."""
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
     if not is_interpreted():  # the interpreter knows neither option, and runs one program at a time
         options["maxnreg"] = MAXIMUM_REGISTERS
@@ -102,8 +102,8 @@ def persistent_programs(
 ) -> int:
     """How many programs walk the tiles of one rank: at most one per tile.
 
-    By default they fill all SMs but `spare`, which the `served` ranks of the launch share; `reserved` programs of each
-    rank do other work there. `programs` replaces that number (the interpreter's default is 2).
+    By default the programs fill all SMs but `spare`. The `served` ranks of the launch share these SMs, and `reserved`
+    programs of each rank do other work. `programs` replaces the default, which is 2 in the interpreter.
     """
     if programs is None:
         programs = 2 if is_interpreted() else resident_programs(device, tile, spare) // served - reserved
@@ -113,7 +113,7 @@ def persistent_programs(
 def resident_programs(device: torch.device, tile: Tile, spare: int = 0) -> int:
     """How many programs with this tile are resident at once on all SMs but `spare`.
 
-    Registers limit them, as each thread may take all that it can address, and so does the shared memory of the stages.
+    Two things limit them: registers, as each thread may take all that it can address, and the stages' shared memory.
     """
     properties = torch.cuda.get_device_properties(device)
     shared = (tile.m + tile.n) * tile.k * 2 * tile.stages

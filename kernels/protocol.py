@@ -1,4 +1,4 @@
-"""How kernels of one group talk through symmetric memory: flags, epochs, bounded waits.
+"""How the kernels of a group's ranks talk through symmetric memory: flags, epochs, bounded waits.
 
 Belongs here: what every communicating kernel uses, on the device and on the host. No tiles, no arithmetic (tile.py),
 no process groups. docs/kernels.md has the rules, and says why each is there.
@@ -12,16 +12,17 @@ from torch import Tensor
 
 from .launch import packed_width
 
-# of a report, int32: 1 if a wait has expired, the peer it was for, the flag that it saw, the epoch that it wanted
+# A report is int32 words: 1 if a wait has expired, the peer it was for, the flag that it saw, the epoch it wanted.
 ERROR_WORDS = tl.constexpr(4)
 
 
 class Channel(NamedTuple):
     """One workspace as a launch sees it. A launch serves one rank, or all ranks of a group as virtual ranks.
 
-    A rank's region is `writer_flags` int32 flags for each writer, and two slots of `capacity` bytes: one for even
-    epochs, one for odd ones. An operation at epoch e writes slots and flags of e only, and waits for every rank's flags
-    of e. Therefore a rank that reaches e + 2 knows that all have finished e, and may overwrite its slots.
+    A rank's region has `writer_flags` int32 flags for each writer, and two slots of `capacity` bytes: slot 0 for even
+    epochs, slot 1 for odd ones (the epoch's parity). The operation at epoch e writes only the slots of e's parity, sets
+    flags to e, and waits until every rank's flags have reached e. Therefore a rank that reaches e + 2 knows that all
+    ranks have finished e, and may overwrite the slots of that parity.
     """
 
     rank: int
@@ -38,8 +39,8 @@ class Channel(NamedTuple):
     error: Tensor
     """int32 (served, ERROR_WORDS), host memory that kernels can write: the report of the first wait that expired."""
     stopped: Tensor
-    """int32 (served,), device memory: 1 once a wait has expired. That rank must not push or publish again: it would
-    overwrite slots that others still read, as it does not wait for them any more."""
+    """int32 (served,), device memory: 1 once a wait has expired. That rank no longer waits for others, so it must not
+    push or publish again: it would overwrite slots that others still read."""
     slots: tuple[Tensor, Tensor]
     """The slots of parity 0 and of parity 1 into which the served ranks receive, as bytes (served * capacity)."""
     parity_stride: int
@@ -54,7 +55,7 @@ class Channel(NamedTuple):
     """int32 (served, world * writer_flags), device memory that only the rank itself uses; zeros between operations."""
 
     def require(self, operation: str, nbytes: int, flags: int) -> None:
-        """ValueError if an operation needs larger slots or more flags than there are. It would write beyond them."""
+        """ValueError if an operation needs larger slots or more flags than there are, and would write beyond them."""
         if nbytes > self.capacity or flags > self.writer_flags:
             raise ValueError(
                 f"{operation} needs {nbytes} bytes per slot and {flags} flags per writer, but the channel has "
@@ -69,15 +70,15 @@ class Channel(NamedTuple):
     def gathered(self, parity: int, shard: Tensor) -> Tensor:
         """The rows (world * rows, K) that a gather of shards like this one left in the slot, without a copy.
 
-        The channel serves one rank, and the gather had keep=True. The workspace's next operation may overwrite the
-        rows: neither autograd nor the user may hold them.
+        The channel must serve one rank, and the gather must have had keep=True. The workspace's next operation may
+        overwrite the rows, so neither autograd nor the user may hold them.
         """
         rows = self.slot(parity, packed_width(shard.shape[1], shard.element_size()), shard)
         return rows[: self.world * len(shard), : shard.shape[1]]
 
     @property
     def links(self) -> "Links":
-        """What a kernel takes of this channel beside the rank."""
+        """All that a kernel takes of this channel, except the rank."""
         return Links(
             self.data, self.flags, self.epoch, self.error, self.stopped, self.counters,
             self.limit, self.parity_stride, self.writer_flags,
@@ -85,8 +86,8 @@ class Channel(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The members of a Channel that every communicating kernel takes, in one argument. The rank is another: it differs
-    between ranks, for which Triton would compile different kernels (arguments.py)."""
+    """The members of a Channel that every communicating kernel takes, as one argument. The rank is an argument of its
+    own: inside of this one, Triton would compile a kernel for each kind of rank (arguments.py)."""
 
     data: Any
     flags: Any
@@ -100,7 +101,7 @@ class Links(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A channel on the device, as the rank that a program serves has it."""
+    """The channel of the rank that a program serves, on the device."""
 
     data: Any
     """Pointer to int64 (world,): this rank's row of Channel.data."""
@@ -129,16 +130,16 @@ def bump_kernel(epoch, served):
 def bump(channel: Channel) -> None:
     """Begin an operation: a kernel adds 1 to the epoch, in stream order before the operation's own.
 
-    A program of the operation could change the epoch while others still read it. The epoch is in device memory, so that
-    a CUDA graph goes on counting when it is replayed.
+    It is a kernel of its own because a program of the operation would change the epoch while others still read it. The
+    epoch is in device memory, so that a CUDA graph goes on counting when it is replayed.
     """
     bump_kernel[(1,)](channel.epoch, channel.served, num_warps=1)
 
 
 @triton.jit
 def serve(links, rank, WORLD: tl.constexpr):
-    """(Served, limit) of the rank that this program serves. The limit is 0 once that rank has given up: what pushes or
-    publishes asks for limit > 0."""
+    """(Served, limit) of the rank that this program serves. The limit is 0 once that rank has given up; code that
+    pushes or publishes must check that it is not."""
     row = tl.program_id(1)
     limit = tl.where(tl.load(links.stopped + row) == 0, links.limit, 0)
     me = Served(
@@ -151,7 +152,7 @@ def serve(links, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def reach(limit, WORLD: tl.constexpr):
-    """How many ranks there are to push to: all, or none once this one has given up."""
+    """How many ranks to push to: WORLD, or none once this rank has given up."""
     return tl.where(limit > 0, WORLD, 0)
 
 
@@ -170,9 +171,9 @@ def flags_of(me, rank, writer):
 
 @triton.jit
 def publish(flag, epoch):
-    """Set a flag after the payload: every store of this program (and what it acquired) is visible to who sees it.
+    """Set a flag. Whoever sees it also sees all earlier stores of this program, and what the program acquired.
 
-    The barrier is what makes the release cover the other warps' stores; triton before 3.9 puts none there.
+    The barrier makes the release cover the other warps' stores; triton before 3.9 puts none there.
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
@@ -180,12 +181,11 @@ def publish(flag, epoch):
 
 @triton.jit
 def wait(me, flag, peer, limit):
-    """Spin until the peer's flag has reached this epoch (compared so that int32 may wrap); returns the limit for later
-    waits.
+    """Spin until the peer's flag has reached this epoch, and return the limit for later waits. Epochs may wrap.
 
-    After `limit` polls it writes the report and returns 0, with which every later wait polls once and reports nothing:
-    the kernel drains, and the first peer that did not come is the one named.
-    Call it in an outer loop: the software pipeliner moves loads over a wait that stands inside a pipelined loop.
+    After `limit` polls it writes the report and returns 0. With limit 0 a wait polls once and reports nothing, so the
+    kernel comes to its end, and the report names the first peer that did not come.
+    Call it in an outer loop: the software pipeliner moves loads to before a wait that stands in a pipelined loop.
     """
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     polls = 0
@@ -205,7 +205,7 @@ def wait(me, flag, peer, limit):
 
 @triton.jit
 def order_tma_after_acquire(epoch, TMA: tl.constexpr):
-    """Peers wrote through the generic proxy, TMA reads through the async proxy: fence between acquire and TMA loads."""
+    """Fence between an acquire and TMA loads: peers write through the generic proxy, TMA reads by the async one."""
     if TMA:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1

@@ -1,4 +1,4 @@
-"""What kernels over rows share: tiles of whole or partial rows, what finishes a row, sums of partial column sums.
+"""What kernels over rows share: tiles of whole or partial rows, bias, dropout and residual, and column sums.
 
 Belongs here: device and host code of the kernels that multiply no matrices and work on (M, N) row by row. Device code
 on tiles of a GEMM is in tile.py.
@@ -15,14 +15,14 @@ from .arguments import Rows
 from .launch import REGISTERS, is_interpreted, launch_options
 from .philox.kernel import random_tile
 
-WARPS_PER_SM = 16  # at least so many are resident, hence the registers that a thread may have
-ELEMENTS = 32  # of a tile per thread: four loads of 16 bytes in flight at 16 bits
-LOOPED_COLUMNS = 4096  # of a row that is not kept in registers
+WARPS_PER_SM = 16  # at least so many are resident; row_options limits a thread's registers to allow that
+ELEMENTS = 32  # of a tile for each thread; in 16 bits these are four loads of 16 bytes in flight
+LOOPED_COLUMNS = 4096  # columns of a tile when a row is too wide for registers
 SUM_ROWS, SUM_COLUMNS = 64, 32
 
 
 class RowTile(NamedTuple):
-    """A tile: `columns`, a power of two, of each of `rows` rows, for a program of so many warps."""
+    """The tile of a program with `warps` warps: `columns` elements, a power of two, of each of `rows` rows."""
 
     rows: int
     columns: int
@@ -43,7 +43,7 @@ def load_tile(source, rows, columns, mask):
 
 @triton.jit
 def store_tile(target, value, rows, columns, mask, stride):
-    """Rounded once, to the target's dtype."""
+    """Store a float32 tile, rounded to the target's dtype."""
     pointers = target + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointers, value.to(target.dtype.element_ty), mask=mask)
 
@@ -89,7 +89,7 @@ def sum_column_block(partials, out, count, n, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit(do_not_specialize=["count"])
 def sum_partials_kernel(partials, first, second, count, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """first = the sum of partials[0] (count, n) over rows, second that of partials[1]; the grid's axis 1 chooses."""
+    """first = partials[0].sum(0), second = partials[1].sum(0), each of (count, n). Axis 1 of the grid chooses one."""
     if tl.program_id(1) == 0:
         sum_column_block(partials, first, count, n, ROWS, COLUMNS)
     else:
@@ -97,7 +97,7 @@ def sum_partials_kernel(partials, first, second, count, n, ROWS: tl.constexpr, C
 
 
 def sum_partials(partials: Tensor, outputs: list[Tensor]) -> None:
-    """outputs[i] (N,) = partials[i] (P, N), float32, summed over P in an order that depends on P alone; one or two."""
+    """outputs[i] (N,) = partials[i].sum(0) of float32 (P, N), for one or two outputs. P alone decides the order."""
     count, n = partials.shape[1:]
     sum_partials_kernel[(triton.cdiv(n, SUM_COLUMNS), len(outputs))](
         partials, outputs[0], outputs[-1], count, n, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, **row_options(4)
@@ -105,14 +105,14 @@ def sum_partials(partials: Tensor, outputs: list[Tensor]) -> None:
 
 
 def vectorised(n: int) -> bool:
-    """Whether rows of n elements move 16 bytes at a time: Triton knows of an integer if it is a multiple of 16."""
+    """Whether rows of n elements move 16 bytes at a time, which Triton does if n is a multiple of 16."""
     return n % 16 == 0
 
 
 def row_tile(n: int, widest: int, elements: int = ELEMENTS) -> RowTile:
-    """For kernels that want whole rows, several short ones at once; a part of one row that is wider than `widest`.
+    """The tile for rows of n elements: whole rows, several short ones at once; part of one row if n exceeds `widest`.
 
-    Half of both limits where rows are not vectorised: each element then has an address in registers.
+    If rows are not vectorised, both limits are halved, because each element then has its address in registers.
     """
     factor = 1 if vectorised(n) else 2
     columns = triton.next_power_of_2(n) if n <= widest // factor else min(widest // factor, LOOPED_COLUMNS)
@@ -135,10 +135,10 @@ def multiprocessors(device: torch.device) -> int:
 def shares(
     m: int, rows: int, device: torch.device, warps: int, programs: int | None, blocks: int = 1
 ) -> tuple[int, int]:
-    """(programs, rows of each): the rows cut into contiguous shares, for all programs that are resident at once.
+    """(programs, rows of each): m rows in contiguous shares, for as many programs as are resident at once.
 
-    rows: of a tile, which divides a share. blocks: programs that share the same rows. programs: at most this many
-    instead (the interpreter's default is 2).
+    rows: those of a tile; a share is a multiple of them. blocks: how many programs work on the same rows, on different
+    columns. programs: replaces the number of resident programs (2 in the interpreter).
     """
     if programs is None:
         programs = 2 if is_interpreted() else multiprocessors(device) * (WARPS_PER_SM // warps)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .philox.kernel import random_tile
 
-# columns that an epilogue takes at a time: with more, values between accumulator and store spill
+# An epilogue takes so many columns or elements at a time. With more, the values that it computes would spill.
 DERIVATIVE_COLUMNS = tl.constexpr(32)
 ACTIVATION_COLUMNS = tl.constexpr(32)
 PACKED_ELEMENTS = tl.constexpr(128 * 128)
@@ -24,14 +24,14 @@ class Operand(NamedTuple):
     source: Any
     """A TMA descriptor, or a pointer."""
     row: Any
-    """The row of `source` that the matrix begins with: that of the served rank in a stack of matrices."""
+    """The row of `source` where the matrix begins; not 0 if `source` holds the matrices of several virtual ranks."""
     stride: Any
     """Elements from one row to the next."""
 
 
 @triton.jit
 def swizzle(tile, tiles_m, tiles_n):
-    """(row block, column block) of a tile: columns run fastest over groups of GROUP_M row blocks."""
+    """(row block, column block) of a tile. In each group of GROUP_M row blocks the row block changes fastest."""
     width = GROUP_M * tiles_n
     first = (tile // width) * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)
@@ -42,7 +42,7 @@ def swizzle(tile, tiles_m, tiles_n):
 def load_block(
     source, row, column, row_end, column_end, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
 ):
-    """A block of a row-major matrix, zero outside of it: by a TMA descriptor, or by pointers."""
+    """A block of a row-major matrix, with zeros outside of it; `source` is a TMA descriptor or a pointer."""
     if TMA:
         block = source.load([row, column])
     else:
@@ -55,10 +55,10 @@ def load_block(
 
 @triton.jit
 def add_product(accumulator, part, left, right, step, steps):
-    """Add the product of one step of K; after the last of the `steps` the accumulator has the sum, and part is zero.
+    """(accumulator, part) with the product of one step of K added. After the last step the accumulator has the sum.
 
-    float32 products go into `part` for four steps at a time: one sum over a long K would lose digits that cuBLAS keeps.
-    Others go into the accumulator at once.
+    float32 products are summed in `part` for four steps, then added to the accumulator: one sum over a long K would
+    lose digits that cuBLAS keeps. Products of other dtypes are added to the accumulator in each step.
     """
     if left.dtype == tl.float32:
         part = tl.dot(left, right, part, input_precision="ieee")
@@ -75,10 +75,10 @@ def multiply(
     accumulator, a, b, m, n, m_end, n_end, k,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """accumulator + A B^T of one tile, A (m_end, k) and B (n_end, k), whose first row and column are m and n.
+    """accumulator + one tile of A B^T, for A (m_end, k) and B (n_end, k). The tile begins at row m and column n.
 
-    A_TRANSPOSED: A is stored as (k, m_end), B_TRANSPOSED: B as (k, n_end). The loop holds no wait: the pipeliner would
-    move its loads over it.
+    A_TRANSPOSED: A is stored as (k, m_end). B_TRANSPOSED: B is stored as (k, n_end). The loop must not wait for a flag,
+    because the pipeliner would move loads to before the wait.
     """
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -130,9 +130,10 @@ def finish(
     total, addends, key, first, virtual, row, column, row_end, column_end,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """residual + dropout(total + bias), in float32: what a row-parallel linear adds once, after the reduction.
+    """residual + dropout(total + bias), in float32, which a row-parallel linear does once, after the reduction.
 
-    Rows are counted from row `first` of the addends on, and the bias is the virtual-th. ALIGNED: as in random_tile.
+    Row 0 of the tile's matrix is row `first` of the addends. virtual: which of several stacked biases to add. ALIGNED:
+    as in random_tile.
     """
     if addends.bias is not None:
         total = add_bias(total, addends.bias + virtual * column_end, column, column_end, COLUMNS)
@@ -150,7 +151,7 @@ def finish(
 
 @triton.jit
 def store_block(target, block, row, column, row_end, column_end, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Round a block to the target's dtype and store what lies inside; plain stores, so that a release covers them."""
+    """Round a block to the target's dtype and store what lies inside, plainly, so that a release covers the stores."""
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
     mask = (rows < row_end)[:, None] & (columns < column_end)[None, :]
@@ -160,14 +161,14 @@ def store_block(target, block, row, column, row_end, column_end, stride, ROWS: t
 
 @triton.jit
 def sigmoid(x):
-    """tl.sigmoid, its exponential without the three instructions for results below 2**-126."""
+    """tl.sigmoid without the three instructions by which its exponential handles results below 2**-126."""
     result, _ = sigmoid_and_rest(x)
     return result
 
 
 @triton.jit
 def sigmoid_and_rest(x):
-    """sigmoid(x), and 1 - sigmoid(x) without the cancellation that large factors of it would show."""
+    """sigmoid(x), and 1 - sigmoid(x) without cancellation."""
     exponential = tl.exp2(x * -1.4426950408889634)  # infinite only where x < 0
     result = 1.0 / (1.0 + exponential)
     return result, tl.where(x < 0.0, 1.0 - result, exponential * result)
@@ -177,10 +178,10 @@ def sigmoid_and_rest(x):
 def normal_tail(x):
     """Phi(-|x|) of the normal distribution, and exp(-x**2 / 2), in float32.
 
-    Their quotient is a polynomial in s = |x| / (|x| + 5), whose constant is 1/2 and whose other coefficients are a
-    weighted least-squares fit: x * Phi(x) is off by at most 2.2e-9 before rounding. In float32 as accurate as
-    (1 + erf(-|x| / sqrt 2)) / 2, more so where that cancels, and with fewer instructions: those of erf, not memory,
-    would set an element-wise kernel's time.
+    Their quotient is a polynomial in s = |x| / (|x| + 5). Its constant is 1/2, its other coefficients are a weighted
+    least-squares fit; with it x * Phi(x) is off by at most 2.2e-9 before rounding. In float32 this is as accurate as
+    (1 + erf(-|x| / sqrt 2)) / 2, and more accurate where that cancels. It takes fewer instructions: with erf's an
+    element-wise kernel would be bound by them, not by memory.
     """
     magnitude = tl.abs(x)
     s = magnitude / (magnitude + 5.0)
@@ -244,7 +245,7 @@ def add_bias(accumulator, bias, column, column_end, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and right half of a block's columns: epilogues go piece by piece, or they spill."""
+    """The left and right half of a block's columns. Epilogues take a block in pieces: a whole one would spill."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
@@ -253,7 +254,7 @@ def store_activated(
     target, block, row, column, row_end, column_end, stride,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """store_block of the activation."""
+    """Store activate(block), as store_block does."""
     if ACTIVATION != "" and COLUMNS > ACTIVATION_COLUMNS:
         left, right = halves(block, ROWS, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
@@ -281,9 +282,9 @@ def store_derivative(
     accumulator, derivative, at, row, column, row_end, column_end,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of act(x), or of act(gate) * x: dx, dgate, and the value itself for the weight gradient.
+    """Store dx, dgate, and act(x) or act(gate) * x rebuilt; `accumulator` is the gradient of what is rebuilt.
 
-    at: elements before the first row in each operand of `derivative`.
+    at: how many elements lie before row 0 in each operand of `derivative`.
     """
     if COLUMNS > DERIVATIVE_COLUMNS:
         left, right = halves(accumulator, ROWS, COLUMNS)
@@ -321,10 +322,10 @@ def column_blocks(weights, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def linear_tile(problem, source, b0, b1, b2, source_row, chunk, tile, rows, virtual, FORM: tl.constexpr):
-    """One tile of epilogue(A B_i^T), for up to three weights whose column blocks follow one another in one launch.
+    """Compute and store one tile of epilogue(A B_i^T), for up to three weights. Tiles count through all weights.
 
-    A is the `rows` rows of `source` from source_row on, chunk number `chunk` of the virtual-th served rank's output.
-    Tiles restart at every chunk, so that a row does not depend on how many ranks there are.
+    A is `rows` rows of `source`, from source_row on. The result is chunk number `chunk` of the output of virtual rank
+    `virtual`. Each chunk has tiles of its own, so that a row's bits do not depend on how many ranks there are.
     """
     TILE: tl.constexpr = FORM.tile
     BLOCK_M: tl.constexpr = TILE.m
@@ -335,9 +336,8 @@ def linear_tile(problem, source, b0, b1, b2, source_row, chunk, tile, rows, virt
     tiles_0, tiles_1, tiles_n = column_blocks(problem.weights, BLOCK_N)
     row_block, column_block = swizzle(tile, tl.cdiv(rows, BLOCK_M), tiles_n)
     b, weight, first = b0, problem.weights[0], 0
-    if (
-        problem.weights[1].n is not None
-    ):  # a descriptor is chosen by one select; K loops of its own double shared memory
+    # One K loop serves all weights, and a select chooses its descriptor: several loops would double shared memory.
+    if problem.weights[1].n is not None:
         if column_block >= tiles_0:
             b, weight, first = b1, problem.weights[1], tiles_0
         if problem.weights[2].n is not None:

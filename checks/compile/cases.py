@@ -1,7 +1,7 @@
 """The type of a case of the compile check: one specialisation of one kernel, and what its code must show.
 
-Belongs here: the type, and what every kernel is compiled for. shipped.py and memory_bound.py list the cases of the
-kernels that ship, rules.py judges them.
+Belongs here: the type, and the capabilities and dtypes that kernels are compiled for. shipped.py and memory_bound.py
+list the cases of the kernels that ship, rules.py judges them.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ class Case:
     """One specialisation of one kernel, and what its code must show."""
 
     name: str
-    """The variant of the kernel, such as its operands, its epilogue, or virtual ranks."""
+    """Which variant of the kernel it is, by operands, epilogue or virtual ranks."""
     kernel: str
-    """The jitted function's name. If the launcher starts others, they have cases of their own."""
+    """The jitted function's name. Other functions that the launcher starts have cases of their own."""
     dtype: torch.dtype
     capability: int
     """80, 90 or 100."""
@@ -32,7 +32,7 @@ class Case:
     tile: Tile | None = None
     """A GEMM's configuration; None for a kernel that multiplies no matrices."""
     releases: int = 0
-    """Exact number of system-scope releases, which are calls of publish. In a static loop each round counts."""
+    """Exact number of system-scope releases. Each call of publish is one; in a static loop each round counts."""
     acquires: int = 0
     """Exact number of system-scope acquires. Each call of wait has two: before its loop and in it."""
     local_atomics: int = 0
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """A text that no other case has; --only is searched in it."""
+        """A text that no other case has. The command's --only selects the cases whose key contains its text."""
         dtype = str(self.dtype).removeprefix("torch.")
         tile = "" if self.tile is None else f" {self.tile_text} s{self.tile.stages} w{self.tile.warps}"
         return f"{self.kernel} {self.name} sm_{self.capability} {dtype}{tile}"

@@ -11,14 +11,14 @@ from torch import Tensor
 from ..launch import launch_options
 from ..tile import activate, differentiate
 
-FORWARD_BYTES = 8192  # of each operand in a block: two 16-byte vectors in flight per thread of WARPS
-BACKWARD_BYTES = 4096  # one vector: two took up to 213 registers, so that fewer threads had loads in flight
+FORWARD_BYTES = 8192  # of each operand in a block, so that each thread of WARPS has two 16-byte vectors in flight
+BACKWARD_BYTES = 4096  # one vector each; with two a thread took up to 213 registers, and fewer threads were resident
 WARPS = 8
 
 
 @triton.jit
 def forward_block(x, gate, y, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of y; the pointers are to its first element, mask None where the block is whole."""
+    """Compute one block of y. Pointers are to the block's first element; mask is None if the block is whole."""
     at = tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=mask).to(tl.float32)
     if GATED:
@@ -30,7 +30,7 @@ def forward_block(x, gate, y, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLO
 
 @triton.jit
 def backward_block(da, x, gate, dx, dgate, a, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of dx, a (and dgate); dx may be da, as a thread reads its elements before it writes them."""
+    """Compute one block of dx, a (and dgate). dx may be da, because a thread reads its elements before it writes."""
     at = tl.arange(0, BLOCK)
     gradient = tl.load(da + at, mask=mask).to(tl.float32)
     source = tl.load(x + at, mask=mask).to(tl.float32)

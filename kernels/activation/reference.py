@@ -18,7 +18,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 # exponential is several times faster than tanh on a CPU
 _LINEAR = 2 * math.sqrt(2 / math.pi)
 _CUBIC = _LINEAR * 0.044715
-_CPU_ELEMENTS = 2**18  # that a backward takes at a time on a CPU, so that intermediate values stay in the cache
+_CPU_ELEMENTS = 2**18  # a backward on a CPU takes so many at a time, so that intermediate values stay in the cache
 
 
 def _polynomial(x: Tensor, cubic: float) -> Tensor:
@@ -33,7 +33,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 def _gelu_tanh_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, act(x)) from one sigmoid; dx takes the place of da. With s the sigmoid of u, act' = s + x s (1 - s) u'."""
-    # a fake tensor has no elements to keep in a cache
+    # not for fake tensors, which have no elements to keep in a cache
     if x.numel() > _CPU_ELEMENTS and x.device.type == "cpu" and type(x) is Tensor:
         a, chunk = torch.empty_like(x), max(1, _CPU_ELEMENTS // x.shape[-1])
         for first in range(0, len(x), chunk):

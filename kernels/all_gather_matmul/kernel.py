@@ -23,19 +23,19 @@ class Gather(NamedTuple):
 
     world: int
     pushers: int
-    """Programs that send the shard; 0: copies do, with one flag for each."""
+    """How many programs send the shard. 0: copies do, and each copy sets one flag."""
     block: int
     """Elements that a pusher moves at a time."""
     keep: bool
-    """The own shard goes into the own slot, too, so that all gathered rows stand in one place."""
+    """Whether the own shard goes into the own slot, too, so that the slot holds all gathered rows."""
     fence: bool = False
-    """What arrived is read by TMA."""
+    """Whether TMA reads what arrived, which takes a fence."""
 
 
 @triton.jit
 def push_rows(me, shard, peers, program, numel, GATHER: tl.constexpr):
-    """One pusher's share of the shard into every other rank's slot, in reverse ring order so that each link carries
-    one transfer at a time; into the own slot first if it is kept."""
+    """Store one pusher's share of the shard into every other rank's slot, and before that into the own one if it is
+    kept. The ranks follow in reverse ring order, so that each link carries one transfer at a time."""
     BLOCK: tl.constexpr = GATHER.block
     WORLD: tl.constexpr = GATHER.world
     offsets = tl.arange(0, BLOCK)
@@ -53,7 +53,8 @@ def push_rows(me, shard, peers, program, numel, GATHER: tl.constexpr):
 def all_gather_matmul_kernel(
     links, rank, shard, a, slot0, slot1, b0, b1, b2, problem, rows, FORM: tl.constexpr, GATHER: tl.constexpr
 ):
-    """Bands: the pushers send the shard (none with a copy engine); the others walk the chunks, own chunk first."""
+    """The first programs, the pushers, send the shard (none with a copy engine). The others walk the chunks, own chunk
+    first."""
     TILE: tl.constexpr = FORM.tile
     WORLD: tl.constexpr = FORM.world
     PUSHERS: tl.constexpr = GATHER.pushers
@@ -75,7 +76,7 @@ def all_gather_matmul_kernel(
             slot = slot1
         _, _, tiles_n = column_blocks(problem.weights, TILE.n)
         tiles = tl.cdiv(rows, TILE.m) * tiles_n
-        # Two tile loops, not one with the source chosen inside: K loops under an if/else double the shared memory.
+        # There are two tile loops, because a K loop in each branch of an if/else would double the shared memory.
         for tile in tl.range(program, tiles, programs):
             linear_tile(problem, a, b0, b1, b2, virtual * rows, me.rank, tile, rows, v, FORM)
         for step in range(1, WORLD):
@@ -84,14 +85,14 @@ def all_gather_matmul_kernel(
                 limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)
             order_tma_after_acquire(me.epoch, GATHER.fence)
             first = virtual * problem.slot_rows + chunk * rows
-            # the round of programs goes on where the last chunk's tiles ended
+            # tiles go on to the program after the one that had the last chunk's last tile
             for tile in tl.range((program + programs - (step * tiles) % programs) % programs, tiles, programs):
                 linear_tile(problem, slot, b0, b1, b2, first, chunk, tile, rows, v, FORM)
 
 
 @triton.jit
 def copy_slot_kernel(slot0, slot1, out, epoch, numel, BLOCK: tl.constexpr):
-    """out = the slot of this epoch's parity, which only the device knows when a CUDA graph is replayed."""
+    """Copy the slot of this epoch's parity to out. When a CUDA graph is replayed, only the device knows the epoch."""
     virtual = tl.program_id(1)
     slot = slot0
     if (tl.load(epoch + virtual) & 1) == 1:
@@ -102,7 +103,7 @@ def copy_slot_kernel(slot0, slot1, out, epoch, numel, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def await_gathered_kernel(links, rank, shard, numel, GATHER: tl.constexpr):
-    """Bands: the pushers send the shard (none with a copy engine), the last program waits for every other rank's."""
+    """The pushers send the shard (none with a copy engine). The last program waits for every other rank's shard."""
     WORLD: tl.constexpr = GATHER.world
     PUSHERS: tl.constexpr = GATHER.pushers
     SIGNALS: tl.constexpr = PUSHERS if PUSHERS > 0 else 1
@@ -121,7 +122,7 @@ def await_gathered_kernel(links, rank, shard, numel, GATHER: tl.constexpr):
 
 
 def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
-    """A gather with no GEMM: when it has run, Channel.gathered and gathered_copy have the rows.
+    """A gather with no GEMM. After it Channel.gathered and gathered_copy return the rows.
 
     push: PUSHERS programs send the shard (rows, K); otherwise the caller has begun KernelWorkspace.copy_gather.
     Communication: (t - 1) / t of the gathered bytes sent and received. Protocol and order as in all_gather_matmul.
@@ -155,7 +156,7 @@ def launch(
     outputs: Sequence[Tensor | None], derivative: Derivative, form: LinearForm, *,
     push: bool, keep: bool, programs: int | None, spare: int,
 ) -> None:  # fmt: skip
-    """The one launch behind both functions below; tensors of the served ranks are stacked along dim 0."""
+    """The launch of both functions below. Tensors of the served ranks are stacked along dim 0."""
     served, world, tile = channel.served, channel.world, form.tile
     rows, k = len(shard) // served, shard.shape[1]
     columns = [(w.shape[1] if form.b_transposed else len(w) // served) for w in weights]
@@ -194,7 +195,7 @@ def all_gather_matmul(
     programs: int | None = None,
     spare: int = 0,
 ) -> list[Tensor]:
-    """[act(gather(shard) W_i^T + bias_i) for each weight]: one gather, up to three weights.
+    """[act(gather(shard) W_i^T + bias_i) for each weight i]: one gather for up to three weights.
 
     Math:     all_gather_matmul_reference, this rank's entry
     Shapes:   shard (M / t, K); weight i (N_i, K), or (K, N_i) if b_transposed; bias (N_i,), for all weights or none;
@@ -203,7 +204,7 @@ def all_gather_matmul(
     Traffic:  all_gather_matmul_cost; this rank sends and receives (t - 1) / t * M * K * itemsize bytes
     Order:    push: PUSHERS programs store the shard into the peers' slots and set one flag each; otherwise the caller
               has begun KernelWorkspace.copy_gather, which sets one flag per shard. A computing program does its tiles
-              of the own chunk, then waits once for each chunk, in ring order from the own one, before its tiles of it.
+              of the own chunk. Then, for each other chunk in ring order, it waits once and does its tiles of the chunk.
               keep: the own rows are put into the own slot too, for Channel.gathered or gathered_copy.
               spare: SMs to leave free, for collectives of other groups (docs/kernels.md, rule 4)
     Source:   chunked all-gather GEMM of symmetric-memory recipes and quack (research: own chunk first, epochs, parity)
@@ -236,12 +237,12 @@ def all_gather_matmul_derivative(
     programs: int | None = None,
     spare: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(dx, dgate or None, act) from da = gather(shard) W: a row-parallel linear's dgrad, derivative in the epilogue.
+    """(dx, dgate or None, act) of da = gather(shard) W, a row-parallel linear's dgrad: as matmul_derivative.
 
     Math:     all_gather_matmul_derivative_reference, this rank's entry
     Shapes:   shard (M / t, K); weight (K, N); x, gate and results (M, N), contiguous
     Numerics, order, errors: as all_gather_matmul; da is never rounded
-    Traffic:  as all_gather_matmul, and x (and gate) in, dx, act (and dgate) out
+    Traffic:  as all_gather_matmul; besides, it reads x (and gate), and writes dx, act (and dgate)
     Source:   as all_gather_matmul; formulas in activation/reference.py
     """
     dx, rebuilt = x.new_empty(x.shape), x.new_empty(x.shape)

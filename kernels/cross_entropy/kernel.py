@@ -13,13 +13,13 @@ from ..launch import launch_options
 from ..rows import row_argument
 from .reference import LossTerms, VocabSlice
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a maximum to subtract where -inf - -inf would be NaN
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32's least number; in place of a maximum of -inf
 VECTOR_BYTES = 16
-ALIGNMENT = 16  # elements: what Triton must know to divide a row's length and stride, or it loads one at a time
+ALIGNMENT = 16  # elements; Triton uses vector loads if this divides a row's length and stride
 VECTORS, SCALARS = 2, 8  # loads that a thread has in flight
 WARPS = 8  # of a program whose row is long enough
-BLOCKS = 4  # that a row should have, rather than more warps
-COMBINE_TOKENS = 128  # of a program of combine_statistics
+BLOCKS = 4  # a row should have so many before a program gets more warps
+COMBINE_TOKENS = 128  # tokens of one program of combine_statistics
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def row_options(logits: Tensor) -> dict[str, int]:
 
 
 def slice_statistics(logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: LossTerms) -> tuple[Tensor, None]:
-    """Per token what other slices must know of this one; no work for slice_gradient, which reads the logits again.
+    """(statistics, None): what other slices must know of this one. slice_gradient reads the logits again.
 
     Math:     slice_statistics of reference.py
     Shapes:   logits (T, V) bf16|fp16|fp32, of any row stride, only read; targets (T,) int64; result (3 or 4, T) float32
@@ -201,7 +201,7 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     Math:     combine_statistics of reference.py
     Shapes:   parts (slices, 3 or 4, T) float32, all slices' statistics in order; targets (T,) int64; results float32
     Numerics: float32, slices added in their order
-    Traffic:  nothing beside the logits: 12 to 16 bytes per token and slice, 12 written
+    Traffic:  small against the logits: reads 12 or 16 bytes per token and slice and 8 per target, writes 12 per token
     Order:    programs of 128 tokens, no communication, deterministic
     Source:   as in reference.py
     """
@@ -233,7 +233,7 @@ def slice_gradient(
     Shapes:   logits (T, V) bf16|fp16|fp32; normalisers (2, T) and scale (T,) float32, scale None for ones.
               in_place: the result is the logits' memory, else contiguous memory of its own
     Numerics: float32 between load and store: one rounding
-    Traffic:  the logits once, of tokens that are not ignored, and as much written; 16 bytes at a time as in
+    Traffic:  reads the logits of tokens that are not ignored once, and writes dlogits; 16 bytes at a time as in
               slice_statistics
     Order:    one program per token, no communication, deterministic
     Source:   as in reference.py

@@ -1,8 +1,8 @@
 """Cross entropy of a vocabulary that tensor-parallel ranks hold in slices: the specification (torch only).
 
 Steps: slice_statistics; the ranks exchange its result, three numbers per token, or four with label smoothing; then
-combine_statistics and slice_gradient. All but the z-loss depends on differences of logits only, so a large offset costs
-no precision. Letters: T tokens; V columns of the logits, which are the slice's entries and maybe padding after them.
+combine_statistics and slice_gradient. Everything but the z-loss is computed from differences of logits, so a large
+offset costs no precision. Letters: T tokens; V columns of the logits, the slice's entries and then padding, if any.
 Wide dtype: promote_types(logits.dtype, float32).
 """
 
@@ -15,9 +15,9 @@ from ..cost import Cost
 
 
 class VocabSlice(NamedTuple):
-    """The part of a vocabulary of `entries` that a rank holds: `width` of them from `first` on, or what there is of it.
+    """The part of a vocabulary of `entries` entries that a rank holds: at most `width` of them, from `first` on.
 
-    Slices follow one another: the s-th has first = s * width, so only the last ones may hold fewer entries, or none.
+    Slice s has first = s * width, so only the last slices may hold fewer than `width` entries, or none.
     """
 
     first: int
@@ -30,7 +30,7 @@ class VocabSlice(NamedTuple):
         return max(0, min(self.width, self.entries - self.first))
 
 
-IGNORE_INDEX = -100  # torch.nn.functional.cross_entropy's target where no loss is wanted
+IGNORE_INDEX = -100  # the target that torch.nn.functional.cross_entropy ignores
 
 
 class LossTerms(NamedTuple):
@@ -50,7 +50,7 @@ class LossTerms(NamedTuple):
         return 4 if self.label_smoothing else 3
 
 
-Work = tuple[Tensor, Tensor]  # exp(logit - shift) (T, V), 0 in the padding; shift (T,)
+Work = tuple[Tensor, Tensor]  # exp(logit - shift) (T, V), 0 in the padding; shift (T,), the maximum made finite
 
 
 def slice_statistics(
@@ -58,9 +58,10 @@ def slice_statistics(
 ) -> tuple[Tensor, Work | None]:
     """What other slices must know of this one for each token, and intermediate values that slice_gradient may use.
 
-    Math:     maximum; sum of exp(logit - maximum); the target's logit, 0 if it is elsewhere; with label smoothing the
-              sum of maximum - logit. A slice without entries gives (-inf, 0, 0, 0), one of only -inf (-inf, 0, 0, inf)
-    Shapes:   logits (T, V), of any row stride, only read; targets (T,) int64 global ids; result (3 or 4, T), wide
+    Math:     maximum; sum of exp(logit - maximum); the target's logit, 0 if another slice holds it; with label
+              smoothing the sum of maximum - logit. A slice without entries gives (-inf, 0, 0, 0). A slice whose logits
+              are all -inf gives (-inf, 0, 0, inf)
+    Shapes:   logits (T, V) with any row stride; targets (T,) int64 global ids; result (3 or 4, T), wide
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nothing = wide.new_zeros(len(wide))
@@ -83,8 +84,8 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     """Maximum and sum of exp(logit - maximum) over the whole vocabulary, (2, T), and the losses (T,).
 
     Shapes:   parts (slices, 3 or 4, T), all slices' statistics in order; vocab: any slice's
-    Numerics: for a target outside the vocabulary the sum is NaN, and so are loss and gradient: no slice holds it, so
-              nothing else would show the mistake
+    Numerics: a target outside the vocabulary makes the sum NaN, and with it loss and gradient. No slice holds such a
+              target, so nothing else would show the mistake
     """
     maximum = parts[:, 0].amax(0)
     shift = _finite(maximum)
@@ -120,8 +121,8 @@ def slice_gradient(
 
     Math:     scale * (softmax * (1 + 2 z lse) - (1 - e) onehot(target) - e / entries)
     Shapes:   normalisers (2, T) of combine_statistics; scale (T,), the upstream gradient, None for ones
-    Memory:   work, from slice_statistics, is consumed; without it the exponentials are made again. in_place: the result
-              may take the logits' memory: the kernel's does, this one's never
+    Memory:   work, from slice_statistics, is overwritten; without it the exponentials are made again. in_place allows
+              the result to take the logits' memory, as the kernel's does; this function's never does
     Source:   Megatron's vocab-parallel cross entropy (arXiv:1909.08053, section 3), label smoothing (arXiv:1512.00567),
               z-loss (PaLM, arXiv:2204.02311, section 5), written from their formulas
     """
@@ -132,7 +133,7 @@ def slice_gradient(
     factor = scale * (shift - maximum).exp() / total
     if terms.z_loss:
         factor = factor * (1 + 2 * terms.z_loss * (maximum + total.log()))
-    factor = factor.masked_fill(~counted, 0)  # an ignored row of -inf alone gave 0 / 0
+    factor = factor.masked_fill(~counted, 0)  # 0 / 0 in an ignored row whose logits are all -inf
     if exponentials is None:
         exponentials = torch.zeros_like(logits, dtype=total.dtype)
         torch.sub(logits[:, : vocab.valid], maximum[:, None], out=exponentials[:, : vocab.valid]).exp_()
@@ -146,7 +147,7 @@ def slice_gradient(
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """The maximum, or the least finite number in place of -inf: -inf - -inf would be NaN."""
+    """The maximum, with the least finite number in place of -inf, because -inf - -inf is NaN."""
     return maximum.clamp(min=torch.finfo(maximum.dtype).min)
 
 
@@ -157,6 +158,7 @@ def _target(targets: Tensor, vocab: VocabSlice) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy_cost(tokens: int, vocab: int, itemsize: int, backward: bool = False) -> Cost:
-    """Forward reads the logits and writes three numbers per token. Backward reads both and writes the gradient."""
+    """The forward reads the logits and writes three float32 numbers per token. The backward reads them all and writes
+    the gradient."""
     logits = tokens * vocab * itemsize
     return Cost((4 if backward else 5) * tokens * vocab, (2 * logits if backward else logits) + 12 * tokens)

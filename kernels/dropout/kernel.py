@@ -1,4 +1,4 @@
-"""dropout_apply, finish_forward and finish_backward: Philox dropout with the bias and the residual beside it, one pass.
+"""dropout_apply, finish_forward and finish_backward: bias, Philox dropout and residual in one pass.
 
 Letters: M rows (tokens), N columns (hidden).
 """
@@ -25,15 +25,15 @@ from ..rows import (
 )
 
 WARPS = 4
-FORWARD_COLUMNS = 1024  # of a tile, so that 4 rows share the bias
-FORWARD_ELEMENTS = 4096  # of a tile
+FORWARD_COLUMNS = 1024  # of a tile at most, so that its rows, 4 or 2, share one load of the bias
+FORWARD_ELEMENTS = 4096  # of a tile with vector loads; without them half as many
 BACKWARD_COLUMNS = 256
 BACKWARD_ELEMENTS = 2048
 
 
 @triton.jit(do_not_specialize=["m", "key"])
 def finish_forward_kernel(x, addends, key: tl.int64, z, m, n, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """One tile per program; those of the same rows follow one another."""
+    """One program per tile; the tiles of the same rows have consecutive programs."""
     blocks = tl.cdiv(n, TILE.columns)
     rows = tl.program_id(0) // blocks * TILE.rows + tl.arange(0, TILE.rows)
     column = tl.program_id(0) % blocks * TILE.columns
@@ -45,10 +45,10 @@ def finish_forward_kernel(x, addends, key: tl.int64, z, m, n, ALIGNED: tl.conste
 @triton.jit(do_not_specialize=["m", "key", "share"])
 def finish_backward_kernel(
     dz, drop, key: tl.int64, dx,
-    partials,  # (programs of axis 0, n): dbias of each one's rows
+    partials,  # (programs of axis 0, n): each program's sum over its rows
     m, n, share, ALIGNED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0 of the grid has the shares of rows, axis 1 the blocks of columns; sums stay in registers."""
+    """Axis 0 of the grid counts shares of rows, axis 1 blocks of columns. Sums stay in registers."""
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
     first = tl.program_id(0) * share
@@ -68,12 +68,12 @@ def finish_backward_kernel(
 
 
 def finish_forward(x: Tensor, finish: Finish) -> Tensor:
-    """residual + dropout(x + bias), whichever of them are given (finish.norm is not looked at).
+    """residual + dropout(x + bias); a part that is None is left out, and finish.norm is ignored.
 
     Math:     finish_forward of reference.py
     Shapes:   x, residual, result (M, N), any N >= 1, rows of the inputs may lie apart; bias (N,); dropout start (M,)
-    Numerics: bfloat16, float16 or float32 in, float32 between, one rounding; dropout bits as in torch
-    Traffic:  finish_cost; nothing, and x itself, if nothing is given
+    Numerics: bfloat16, float16 or float32 in, computed in float32, rounded once; dropout bits as in the reference
+    Traffic:  finish_cost; if nothing is given, x itself is returned and no memory is touched
     Order:    one program per tile; no communication, deterministic
     Source:   Philox (kernels/philox), drawn a block of four words at a time where rows begin at multiples of 4
     """
@@ -94,10 +94,10 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
 
 
 def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
-    """x with each element zeroed with probability p and the rest scaled by 1 / (1 - p); its own backward.
+    """x with each element zeroed with probability p and the rest scaled by 1 / (1 - p). It is its own backward.
 
-    Math, Numerics: dropout_apply of reference.py, bit for bit; all else as finish_forward, which this is, but traffic:
-    dropout_cost.
+    The bits are those of dropout_apply in reference.py, and the traffic is dropout_cost. All else is as in
+    finish_forward.
     """
     return finish_forward(x, Finish(dropout=Dropout(start, key, p)))
 
@@ -107,12 +107,12 @@ def finish_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """(dx, dbias or None) of finish_forward; the residual's gradient is dz.
 
-    Math:     finish_backward of reference.py: dx is dz itself without dropout
+    Math:     finish_backward of reference.py; without dropout dx is dz itself
     Shapes:   dz, dx (M, N), rows of dz may lie apart; dbias (N,)
-    Numerics: dx as dropout_apply; dbias the float32 sum of dx as rounded, itself rounded once to dz.dtype
+    Numerics: dx as in dropout_apply; dbias is a float32 sum of the rounded dx, rounded once to dz.dtype
     Traffic:  finish_cost, and 4 N bytes per share of rows, written and read once
-    Order:    programs take contiguous shares of rows, whose sums are added in an order given by M and the number of
-              programs alone: bitwise repeatable on one device
+    Order:    programs take contiguous shares of rows. The order of all sums depends on M and the number of programs
+              only, so results are bitwise repeatable on one device
     Source:   as finish_forward; the two-stage sum of norm_backward
     """
     if not bias:

@@ -19,13 +19,13 @@ def _zero_dropped(scaled: Tensor, dropout: Dropout) -> Tensor:
 
 
 def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
-    """x with each element zeroed with probability p and the rest scaled by 1 / (1 - p); its own backward.
+    """x with each element zeroed with probability p and the rest scaled by 1 / (1 - p). It is its own backward.
 
     Math:     y[m, n] = x[m, n] / (1 - p) where word(key, start[m] + n) >= p * 2**32, else 0
     Shapes:   x (M, N); start (M,) int64, the global index of each row's first element; y like x
     Numerics: exact zeros; one multiplication in x.dtype
     Traffic:  see dropout_cost; no mask in memory between forward and backward
-    Source:   Philox (kernels/philox); mask by comparison of the 32-bit word, as integers
+    Source:   Philox (kernels/philox); the mask compares 32-bit words as integers
     """
     dropout = Dropout(start, key, p)
     return _zero_dropped(x * dropout.scale, dropout)
@@ -53,7 +53,7 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
 def finish_backward(dz: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Tensor, Tensor | None]:
     """(dx, dbias or None) of finish_forward; the residual's gradient is dz itself.
 
-    Math:     dx = dropout(dz), or dz itself without dropout; dbias, if `bias`, is the sum over rows of dx as rounded
+    Math:     dx = dropout(dz), or dz itself without dropout; dbias, if `bias`, is the sum over rows of the rounded dx
     Shapes:   dz, dx (M, N); dbias (N,)
     Numerics: dx as dropout_apply; dbias accumulated in at least float32, rounded once to dz.dtype
     Traffic:  see finish_cost

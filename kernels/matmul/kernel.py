@@ -27,7 +27,7 @@ def weight_arguments(
     biases: Sequence[Tensor | None] | None,
     outputs: Sequence[Tensor | None],
 ) -> tuple:
-    """What kernels take beside the stored weights."""
+    """The Weight of each stored weight; missing ones are empty."""
     each = zip(stored, columns, biases or [None] * len(stored), outputs, strict=True)
     return three([Weight(n, w.stride(0), bias, out) for w, n, bias, out in each], Weight())
 
@@ -43,14 +43,14 @@ def matmul(
     tile: Tile | None = None,
     programs: int | None = None,
 ) -> list[Tensor]:
-    """[act(A B_i^T + bias_i) for each weight], up to three weights in one launch.
+    """[act(A B_i^T + bias_i) for each weight i], for up to three weights in one launch.
 
     Math:     matmul_reference; forward is (a, w), dgrad (dy, w, b_transposed), wgrad (dy, x, both transposed)
     Shapes:   a (M, K), or (K, M) if a_transposed; weight i (N_i, K), or (K, N_i) if b_transposed; bias (N_i,), for
               all weights or none; results (M, N_i). Any M, N, K >= 1
     Numerics: bfloat16, float16 or float32 in, products exact, sums in float32, one rounding at the store
-    Traffic:  matmul_cost per weight, A once per weight from L2 or memory; operands whose rows do not start at
-              multiples of 16 bytes are copied to padded ones first where TMA loads them
+    Traffic:  matmul_cost per weight, A once per weight from L2 or memory. An operand that TMA loads is first copied to
+              padded rows if its rows do not start at multiples of 16 bytes
     Order:    persistent programs walk tiles in groups of 8 row blocks; no communication, deterministic
     Source:   the persistent GEMM of the CUTLASS and Triton documentation
     """
@@ -81,12 +81,12 @@ def matmul_derivative(
     tile: Tile | None = None,
     programs: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(dx, dgate or None, act) of da = A B: the activation's derivative and its rebuilt value in the dgrad's epilogue.
+    """(dx, dgate or None, act) of da = A B: the epilogue applies the activation's derivative and rebuilds its value.
 
-    Math:     matmul_derivative_reference, da in float32
+    Math:     matmul_derivative_reference; da stays in float32
     Shapes:   a (M, K); b (K, N); x, gate and the results (M, N), contiguous
-    Numerics: as matmul; x and gate as stored, each result rounded once
-    Traffic:  matmul_cost, and x (and gate) once; writes dx, act (and dgate)
+    Numerics: as matmul; each result is rounded once
+    Traffic:  matmul_cost; reads x (and gate) once, writes dx, act (and dgate)
     Order:    as matmul
     Source:   activation recomputation inside the GEMM that needs it; formulas in activation/reference.py
     """

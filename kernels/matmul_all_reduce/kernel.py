@@ -35,10 +35,11 @@ def chunk_place(unit, tiles_n, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "m", "key"])
 def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, key: tl.int64, FORM: tl.constexpr):
-    """Bands: producers compute and push, reducers add and (two-shot) push the sum, finishers (two-shot) copy it out.
+    """Producers, the first programs, compute and push tiles. Reducers add them. Two-shot, reducers also push the sums,
+    and finishers, the last programs, copy sums that arrive to the result.
 
-    One-shot: one chunk of all M rows, which everybody reduces. Two-shot: chunk r of WORLD is rank r's. Without bands
-    every program does all three, one after the other.
+    One-shot: there is one chunk of all M rows, which every rank reduces. Two-shot: rank r reduces chunk r of WORLD.
+    producers = 0: every program does all of this, one after the other.
     """
     TILE: tl.constexpr = FORM.tile
     BLOCK_M: tl.constexpr = TILE.m
@@ -121,7 +122,7 @@ def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, ke
 
 @triton.jit
 def second_area(slot, size, out, WORLD: tl.constexpr):
-    """Where sums arrive, typed like the result: behind the partials of WORLD sources."""
+    """Pointer, typed like the result, to where sums arrive: behind the partial sums of WORLD sources."""
     return tl.multiple_of((slot + WORLD * size).to(tl.pointer_type(out.dtype.element_ty)), 16)
 
 
@@ -164,13 +165,12 @@ def matmul_all_reduce(
     Numerics: as matmul_reduce_scatter; the result has the same bits on all ranks
     Traffic:  matmul_all_reduce_cost; this rank sends, in bytes of B = M * N * itemsize: one-shot (t - 1) B, two-shot
               2 (t - 1) / t B. one_shot None: one-shot up to ONE_SHOT_BYTES
-    Order:    one-shot: a tile goes to everybody's slot, everybody adds the sources in rank order. Two-shot: chunk r of
-              the rows is added by rank r, which pushes the finished values to everybody; every rank waits for all of
-              both. One flag per tile, then one per reduction step of a tile. All programs are resident; `spare` SMs
-              stay free
+    Order:    one-shot: a tile goes to every rank's slot, and every rank adds the sources in rank order. Two-shot: rank
+              r adds chunk r of the rows and pushes the finished values to every rank. Each tile has a flag, and
+              two-shot each reduction step of a tile, too. All programs are resident; `spare` SMs stay free
     Source:   one-shot and two-shot all-reduce of symmetric-memory recipes and Triton-distributed, own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_all_reduce_space), or for a norm in
-              `finish`, which is a pass of its own
+              `finish`, which takes a pass of its own
     """
     served, world = channel.served, channel.world
     m = len(inputs[0]) // served

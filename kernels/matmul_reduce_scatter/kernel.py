@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter: the row-parallel GEMM whose tiles go to their owner as they are computed."""
+"""matmul_reduce_scatter: the row-parallel GEMM that sends each tile to the rank that owns its rows, once computed."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,8 @@ from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sourc
 def matmul_reduce_scatter_kernel(
     links, rank, a0, a1, a2, b0, b1, b2, problem, rows, key: tl.int64, FORM: tl.constexpr
 ):  # fmt: skip
-    """Bands: `producers` programs compute and push tiles, the rest finish rows; without, all do one, then the other."""
+    """The first `producers` programs compute and push tiles, the others finish rows. producers = 0: all programs do
+    first the one, then the other."""
     TILE: tl.constexpr = FORM.tile
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -39,17 +40,17 @@ def matmul_reduce_scatter_kernel(
     tiles = tiles_m * tiles_n
     if FORM.producers == 0 or program < producers:
         for tile in tl.range(program, reach(limit, WORLD) * tiles, producers):
-            owner = (me.rank + 1 + tile // tiles) % WORLD  # the own chunk last: nobody else waits for it
+            owner = (me.rank + 1 + tile // tiles) % WORLD  # the own chunk comes last, because no other rank needs it
             row_block, column_block = swizzle(tile % tiles, tiles_m, tiles_n)
             result = multiply_inputs(
                 problem.pairs, (a0, a1, a2), (b0, b1, b2), (virtual * WORLD + owner) * rows, virtual,
                 row_block * BLOCK_M, column_block * BLOCK_N, rows, n, B_TRANSPOSED, TILE,
             )  # fmt: skip
-            # packed by tile: contiguous, unmasked, 16-byte stores whatever N is
+            # Each tile is packed, so that stores are contiguous, unmasked and 16 bytes wide for any N.
             at = (me.rank.to(tl.int64) * tiles + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
             store_packed(slot_of(me, owner, PARTIAL) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
             counter = me.counters + owner * tiles_m + row_block
-            tl.debug_barrier()  # the count stands for all warps' stores
+            tl.debug_barrier()  # so that the count covers all warps' stores
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tiles_n - 1:
                 tl.store(counter, 0)
                 publish(flags_of(me, owner, me.rank) + row_block, me.epoch)
@@ -76,7 +77,7 @@ def matmul_reduce_scatter_kernel(
 def reduction_arguments(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], finish: Finish, out: Tensor, tile: Tile, b_transposed: bool
 ) -> tuple:
-    """What a reducing kernel takes from its first matrix to `problem`: padded inputs and weights, and their sizes."""
+    """The arguments a0 to `problem` of a reducing kernel: padded inputs and weights, and their sizes."""
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     each = zip(lefts, rights, strict=True)
     return (
@@ -114,18 +115,18 @@ def matmul_reduce_scatter(
     Math:     matmul_reduce_scatter_reference, this rank's entry
     Shapes:   input i (M, K_i); weight i (N, K_i), or (K_i, N) if b_transposed; finish's residual and the result
               (M / t, N). With virtual ranks every tensor is the stack of theirs along dim 0
-    Numerics: products and sums in float32; each rank's partial is rounded once to `partial` (default the inputs' dtype,
-              or float32 at twice the link bytes), the partials are added in rank order in float32, and the finished
-              value is rounded once: the same bits in every run
+    Numerics: products and sums in float32. Each rank's partial sum is rounded once to `partial`, by default the inputs'
+              dtype; float32 doubles the bytes on the link. Partial sums are added in rank order in float32, and the
+              finished value is rounded once, so every run has the same bits
     Traffic:  matmul_reduce_scatter_cost; this rank sends and receives (t - 1) / t * M * N * partial.itemsize bytes
-    Order:    tiles of rank + 1's chunk first, the own chunk last; a tile is stored into its owner's slot, and the
-              program that completes a row block's tiles (counted in local memory) sets the block's flag at the owner.
-              The finishing band takes a few whole rows at a time: waits for every source's flag of their block, then
-              adds. All programs are resident: one that waits may hold the SM that another tile needs; `spare` SMs stay
-              free
+    Order:    tiles of rank + 1's chunk come first, those of the own chunk last. A tile is stored into its owner's slot,
+              and the program that completes a row block's tiles (counted in local memory) sets the block's flag at the
+              owner. Programs that finish take a few whole rows at a time: they wait for every source's flag of the
+              block, then add. All programs are resident, because one that waits may hold the SM that another tile
+              needs; `spare` SMs stay free
     Source:   push-based GEMM + reduce-scatter (research: symmetric-memory recipes, Triton-distributed), own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_reduce_scatter_space), or for a norm in
-              `finish`: it is a pass of its own (docs/LOG.md, the first GPU)
+              `finish`, which takes a pass of its own (docs/LOG.md, the first GPU)
     """
     served, world = channel.served, channel.world
     rows = len(inputs[0]) // (served * world)

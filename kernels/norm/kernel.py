@@ -1,6 +1,6 @@
-"""norm_forward, norm_backward and finish_norm_forward: LayerNorm and RMSNorm over whole rows, one read of each operand.
+"""norm_forward, norm_backward and finish_norm_forward: LayerNorm and RMSNorm over whole rows.
 
-Rows of up to a given width stay in registers between the statistics and the result; wider ones are read a second time.
+Rows of up to a given width are read once and stay in registers; wider ones are read a second time for the result.
 Letters: M rows (tokens), N columns (hidden).
 """
 
@@ -30,13 +30,13 @@ from ..rows import (
 from .reference import Statistics
 
 WIDEST_FORWARD = 16384  # columns of a row that registers hold
-WIDEST_BACKWARD = 8192  # with the sums for dweight and dbias, one float32 each per column
-GRADIENT_ELEMENTS = 16  # of a tile per thread in backward kernels, half of a forward's: they keep sums as well
+WIDEST_BACKWARD = 8192  # fewer, because registers also hold dweight and dbias sums, one float32 each per column
+GRADIENT_ELEMENTS = 16  # of a tile for each thread in the backward; half of the forward's, because of those sums
 WEIGHT_GRADIENT = RowTile(8, 256, 4)
 
 
 class Scaling(NamedTuple):
-    """A norm as kernels take it."""
+    """What kernels take for a norm."""
 
     weight: Any
     """(N,)."""
@@ -58,7 +58,7 @@ class GradientOperands(NamedTuple):
 
 @triton.jit
 def moments(value, mask, width, LAYERNORM: tl.constexpr):
-    """Mean (layernorm) and sum of squares (around the mean for layernorm) of each row's `width` columns, two passes."""
+    """Mean and sum of squares around it, of each row's `width` columns, in two passes. For rmsnorm the mean is 0."""
     average = tl.zeros((value.shape[0],), tl.float32)
     if LAYERNORM:
         average = tl.div_rn(tl.sum(value, 1), average + width)
@@ -93,9 +93,9 @@ def norm_forward_kernel(
     x, addends, key: tl.int64, z, y, mean, rstd, norm, m, n,
     ALIGNED: tl.constexpr, LOOPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """z = finish(x), its statistics, y = norm(z as stored); no mean for rmsnorm, no z if it is x.
+    """z = finish(x), then statistics and norm y of z as it is stored. mean is None for rmsnorm, z is None if it is x.
 
-    LOOPED: rows are wider than a tile, and y is a second pass.
+    LOOPED: rows are wider than a tile, and a second pass makes y.
     """
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
@@ -126,7 +126,7 @@ def norm_forward_kernel(
         source = x
         if FINISH:
             source = Rows(z, n)
-            tl.debug_barrier()  # before a thread reads what another has stored
+            tl.debug_barrier()  # threads read what others have stored
         for column in tl.range(0, n, COLUMNS):
             columns = column + tl.arange(0, COLUMNS)
             mask = tile_mask(rows, columns, m, n)
@@ -140,7 +140,7 @@ def norm_forward_kernel(
 
 @triton.jit
 def load_normalised(x, mean, rstd, rows, columns, mask, m):
-    """(xhat, rstd (ROWS, 1)). Beyond n, xhat is not zero for layernorm: it meets only factors that are."""
+    """(xhat, rstd (ROWS, 1)). Beyond column n layernorm's xhat is not zero, but all that multiplies it there is."""
     value = load_tile(x, rows, columns, mask)
     if mean is not None:
         value -= tl.load(mean + rows, mask=rows < m, other=0.0)[:, None]
@@ -165,10 +165,10 @@ def store_input_gradient(
 @triton.jit(do_not_specialize=["m", "share"])
 def norm_backward_kernel(
     operands, weight, dresidual, dx,
-    partials,  # (2 with SHIFT or 1, programs, n): dweight and dbias of each program's rows
+    partials,  # (2 with SHIFT, else 1, programs, n): each program's sums for dweight and dbias
     m, n, share, SHIFT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes `share` rows one tile after another and keeps its sums over them in registers."""
+    """A program takes `share` rows, one tile after another, and keeps dweight and dbias sums in registers."""
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
     dy, x, mean, rstd = operands
@@ -222,7 +222,7 @@ def wide_norm_backward_kernel(operands, weight, dresidual, dx, m, n, TILE: tl.co
 
 @triton.jit(do_not_specialize=["m", "share"])
 def norm_weight_gradient_kernel(operands, partials, m, n, share, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """partials as in norm_backward_kernel, for rows too wide for it. Axis 0 of the grid: shares of rows, 1: columns."""
+    """partials of norm_backward_kernel, for wider rows. Axis 0 of the grid counts shares of rows, axis 1 columns."""
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
     dy, x, mean, rstd = operands
@@ -243,7 +243,7 @@ def norm_weight_gradient_kernel(operands, partials, m, n, share, SHIFT: tl.const
 
 
 def complete(norm: Norm, x: Tensor) -> Norm:
-    """The norm with the weight and the eps that kernels read, where it has none of its own."""
+    """The norm with a weight of ones and float32's epsilon in place of None, because kernels read both."""
     weight = x.new_ones(x.shape[1]) if norm.weight is None else norm.weight
     return norm._replace(weight=weight, eps=torch.finfo(torch.float32).eps if norm.eps is None else norm.eps)
 
@@ -283,7 +283,7 @@ def norm_forward(x: Tensor, norm: Norm, *, widest: int = WIDEST_FORWARD) -> tupl
 
 
 def norm_rebuilt(x: Tensor, statistics: Statistics, norm: Norm) -> Tensor:
-    """norm_forward's y once more, to the bit. The statistics are made again, as reading them would save nothing."""
+    """norm_forward's y again, to the bit. The statistics are computed again, because reading them saves no time."""
     return norm_forward(x, norm)[0]
 
 
@@ -294,8 +294,8 @@ def finish_norm_forward(
 
     Math:     finish_norm_forward of reference.py
     Shapes:   as norm_forward; residual like x, bias (N,), dropout start (M,); z (M, N), x itself if nothing is added
-    Numerics: z in float32 from the operands, rounded once; the norm is of z as rounded; dropout bits as in torch
-    Traffic:  norm_cost with what is given: x (and residual) in, z and y out; rows wider than `widest`: z in again
+    Numerics: z is computed in float32 and rounded once; the norm is of the rounded z; dropout bits as in the reference
+    Traffic:  norm_cost with what is given: reads x (and residual), writes z and y; reads z of rows wider than `widest`
     Order:    as norm_forward
     Source:   the fused residual-dropout-norm of Apex and flash-attention; Philox as in kernels/philox
     """
@@ -318,10 +318,10 @@ def norm_backward(
     Math:     norm_backward of reference.py
     Shapes:   dy, x, dresidual and dx (M, N), rows of the inputs may lie apart; dweight, dbias (N,)
     Numerics: float32, dx (with dresidual) rounded once; dweight and dbias summed in float32, rounded once
-    Traffic:  norm_cost, and 4 N bytes per program and gradient of a weight, written and read once; rows of more than
-              `widest` columns: x and dy twice from memory (dx, then the sums) and once more from L2
-    Order:    programs take contiguous shares of rows; their sums are added in an order given by M and the number of
-              programs alone: bitwise repeatable on one device
+    Traffic:  norm_cost, and 4 N bytes per program for each of dweight and dbias, written and read once. x and dy of
+              rows wider than `widest` are read twice from memory (for dx, then for the sums) and once more from L2
+    Order:    programs take contiguous shares of rows. The order of all sums depends on M and the number of programs
+              only, so results are bitwise repeatable on one device
     Source:   the two-stage sum of Triton's layer norm tutorial and Apex, without its atomics
     """
     dy, x = with_contiguous_columns(dy), with_contiguous_columns(x)

@@ -44,7 +44,7 @@ def norm_rebuilt(x: Tensor, statistics: Statistics, norm: Norm) -> Tensor:
 
 
 def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Statistics]:
-    """(z, norm(z), statistics of z) with z = residual + dropout(x + bias), of which finish may leave parts out.
+    """(z, norm(z), statistics of z) with z = residual + dropout(x + bias); a part that is None is left out.
 
     Shapes:   as norm_forward; z may take x's memory, and is x itself if nothing is added
     Numerics: z as finish_forward; the norm is of z as rounded to x.dtype
@@ -63,7 +63,7 @@ def norm_backward(
     Math:     with xhat the normalised row and g = dy * weight:
               dx = rstd * (g - mean(g) - xhat * mean(g * xhat))   (no mean(g) term for rmsnorm)
               dweight = sum_m dy * xhat, dbias = sum_m dy
-              dresidual (M, N) is the gradient of x as a residual; it is added to dx before that is rounded
+              dresidual (M, N) is the gradient of x as a residual; it is added to dx before dx is rounded
     Shapes:   dy, x, dx (M, N); dweight, dbias (N,)
     """
     (mean, rstd), (kind, weight, bias, _) = statistics, norm
@@ -91,8 +91,8 @@ def norm_cost(
 ) -> Cost:  # fmt: skip
     """Forward reads x and writes y and the statistics; backward reads x and dy and writes dx. Each weight is one row.
 
-    With bias, dropout or residual, forward is finish_norm_forward, which reads them and writes z, too. For a backward,
-    residual stands for dresidual, and the other two change nothing.
+    With bias, dropout or residual the forward is finish_norm_forward, which also reads them and writes z. In a backward
+    `residual` means dresidual, and the other two change nothing.
     """
     statistics = 4 * m * (2 if kind == "layernorm" else 1)
     added = residual if backward else bias + dropout + residual

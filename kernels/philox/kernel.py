@@ -16,7 +16,8 @@ def philox_block(key, block):
 def random_words(key, index):
     """The 32-bit word of every int64 element index, as int64: word index % 4 of Philox block index // 4.
 
-    Computes a whole block for each element. Rows that start at multiples of 4: random_tile, a quarter of the work.
+    It computes a whole block for each element. For rows that start at multiples of 4, random_tile does a quarter of the
+    work.
     """
     w0, w1, w2, w3 = philox_block(key, index >> 2)
     lane = index & 3
@@ -27,8 +28,8 @@ def random_words(key, index):
 def random_tile(key, start, column, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Words (ROWS, COLUMNS) of rows whose elements begin at the int64 indices `start` (ROWS,), from `column` on.
 
-    ALIGNED: start, column and COLUMNS are multiples of 4. Each block's words then lie side by side, and the joins are
-    free: a thread that loads or stores 4 columns or more draws just these.
+    ALIGNED: start, column and COLUMNS are multiples of 4. Each block's words then lie side by side. A thread that loads
+    or stores at least 4 columns draws just these, so the joins are free.
     """
     first = (start + column)[:, None]
     if ALIGNED:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..launch import launch_options
 from .reference import Table
 
-BLOCK_BYTES = 4096  # of each half of a block's pairs: one 16-byte vector per thread of WARPS, whatever the dtype
+BLOCK_BYTES = 4096  # of all first elements of a block's pairs; 16 for each thread of WARPS
 WARPS = 8
 
 
@@ -32,10 +32,11 @@ class Rotation(NamedTuple):
     half: int
     """Pairs of a head."""
     interleaved: bool
-    """The elements of a pair lie side by side, not `half` apart."""
+    """Whether the elements of a pair lie side by side; else they lie `half` apart."""
     inverse: bool
+    """Whether to rotate back."""
     rows: int
-    """Heads of a program."""
+    """How many heads a program rotates."""
     columns: int
     """`half`, rounded up to a power of two."""
 
@@ -59,7 +60,7 @@ def load_pairs(x, pair, mask, ROTATION: tl.constexpr):
 
 @triton.jit
 def store_pairs(y, first, second, pair, mask, ROTATION: tl.constexpr):
-    """The reverse of load_pairs, rounded to y's dtype."""
+    """Store what load_pairs loads, rounded to y's dtype."""
     ROWS: tl.constexpr = ROTATION.rows
     COLUMNS: tl.constexpr = ROTATION.columns
     HALF: tl.constexpr = ROTATION.half
@@ -75,10 +76,10 @@ def store_pairs(y, first, second, pair, mask, ROTATION: tl.constexpr):
 
 @triton.jit
 def rotate_rows(x, y, table, positions, block, tokens, HEADS: tl.constexpr, ROTATION: tl.constexpr):
-    """The rows of x that block number `block` holds; y is packed."""
+    """Rotate the rows of x in block number `block` into y, which has no gaps."""
     HALF: tl.constexpr = ROTATION.half
     start = tl.cast(block, tl.int64) * ROTATION.rows
-    # counted from the first head of the block's first token
+    # `row` counts from the first head of the block's first token
     row = (start % HEADS.heads).to(tl.int32) + tl.arange(0, ROTATION.rows)
     token = start // HEADS.heads + row // HEADS.heads
     mask = token < tokens
@@ -116,12 +117,12 @@ def rope_rotate(
 
     Math:     rope_rotate of reference.py
     Shapes:   as there, q and k of one dtype (bf16, fp16, fp32), the table float32. Tokens may lie apart (any stride of
-              the first dim); other layouts are copied first. Positions are not checked: outside [0, length) they read
-              beside the table
+              the first dim); other layouts are copied first. Positions are not checked: those outside [0, length)
+              read outside of the table
     Numerics: float32 between load and store, each result rounded once
-    Traffic:  rope_cost; 16-byte accesses if d and the strides are multiples of 16 elements in the half convention (of
-              8 if interleaved) and q and k so aligned
-    Order:    each row by itself, q and k in one launch; no communication, deterministic
+    Traffic:  rope_cost; accesses have 16 bytes if d and the strides are multiples of 16 elements (of 8 if interleaved)
+              and q and k are aligned to 16 bytes
+    Order:    rows are independent, q and k share one launch; no communication, deterministic
     Source:   as in reference.py
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]

@@ -1,6 +1,6 @@
-"""Kernels for the tests of the compile check: one that follows the protocol, and the ways to break it.
+"""A toy kernel for the tests of the compile check: it follows the protocol, or breaks it in a named way.
 
-Belongs here: toy kernels, their launchers and their cases; a module of its own, as worker processes import it.
+Belongs here: the kernel, its launcher and its cases. Worker processes import this module.
 """
 
 import os
@@ -43,7 +43,8 @@ def exchange_kernel(
     received, weight, slots, flags, epoch, tiles, k, stride,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BREAK: tl.constexpr,
 ):  # fmt: skip
-    """Per tile: wait for it, multiply it by the weight, store the product at a peer, publish. BREAK: what is wrong."""
+    """For each tile: wait for it, multiply it by the weight, store the product at a peer, publish. BREAK names what is
+    wrong."""
     SCOPE: tl.constexpr = "gpu" if BREAK == "gpu scope" else "sys"
     LATE: tl.constexpr = BREAK == "wait after the loads" or BREAK == "wait for the first tile, then late"
     if BREAK == "wait for the first tile, then late":
@@ -82,7 +83,7 @@ def exchange_kernel(
 
 
 def exchange(dtype: torch.dtype, tile: Tile, breakage: str, registers: int | None = None) -> None:
-    """A launcher as any other."""
+    """Launch the kernel, as the launchers of shipped kernels do."""
     matrices = meta(SIZE, SIZE, dtype=dtype), meta(tile.m, SIZE, dtype=dtype)
     if tile.tma:
         matrices = [TensorDescriptor.from_tensor(matrix, [tile.m, tile.k]) for matrix in matrices]
@@ -106,7 +107,7 @@ def case(
     stages: int = 3,
     **fields,
 ) -> Case:
-    """The toy kernel's case; it says what holds of the unbroken kernel."""
+    """A case of the toy kernel. It expects what holds of the unbroken kernel, whatever `breakage` is."""
     tile = TMA_TILE if capability >= 90 and dtype != torch.float32 else POINTER_TILE
     tile = tile._replace(stages=stages)
     launch = partial(exchange, dtype, tile, breakage, registers)

@@ -1,4 +1,4 @@
-"""The compile check on a toy kernel: it passes as it should be; each way to break it is caught by the named rule."""
+"""The compile check passes a toy kernel that follows the protocol; each way to break it is caught by the named rule."""
 
 import subprocess
 import sys
@@ -74,7 +74,7 @@ def test_spills_and_shared_memory_are_reported() -> None:
     assert broken_rules(evaluate(case(stages=8))) == {"shared_memory"}
 
 
-def test_a_case_may_allow_what_is_meant() -> None:
+def test_a_case_may_waive_rules_and_name_its_own_memory() -> None:
     assert evaluate(case("no alignment hint", waived=frozenset({"wide_stores"})))["violations"] == []
     assert evaluate(case("wait after the loads", own=frozenset({"received", "weight"})))["violations"] == []
     only_weight = evaluate(case("wait after the loads", own=frozenset({"weight"})))["violations"]
@@ -84,7 +84,7 @@ def test_a_case_may_allow_what_is_meant() -> None:
     assert "no_such_rule" in violation
 
 
-def test_what_does_not_compile_is_a_violation() -> None:
+def test_a_failed_compilation_is_a_violation() -> None:
     (violation,) = evaluate(case(registers=32))["violations"]
     assert violation.startswith("fails: PTXASError") and "Insufficient registers" in violation
     (violation,) = evaluate(case(kernel="another_kernel"))["violations"]
@@ -153,7 +153,7 @@ def test_a_barrier_must_be_on_every_path() -> None:
     assert violations("bar.sync 0;", "bar.sync 0;\n\tst.global.b32 [ %rd1 + 4 ], { %r1 };")
 
 
-def test_words_of_the_tensor_map_are_no_release() -> None:
+def test_fences_of_the_tensor_map_do_not_count_as_releases() -> None:
     program = ptx.parse(
         ".visible .entry toy(\n)\n{\n"
         "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd1], [%r1], 128;\n"
@@ -196,7 +196,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def new_check(folder: Path, cases: str) -> Check:
-    """A check whose kernels are one toy in a git checkout without changes."""
+    """A check whose kernels are one toy, in a git checkout without changes."""
     kernels = folder / "kernels"
     kernels.mkdir()
     (kernels / "toy.py").write_text("@triton.jit\ndef exchange_kernel():\n    pass\n")
@@ -207,11 +207,11 @@ def new_check(folder: Path, cases: str) -> Check:
     return Check(f"compile_kernels:{cases}", kernels, folder / "cache", folder / "results" / "compile.md")
 
 
-def test_rows_are_kept(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_rows_are_kept_until_a_kernel_changes(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     check = new_check(tmp_path, "good_cases")
     assert main(["--only", "sm_80 float16"], check) == 0
     assert "1 cases, 1 to compile" in (printed := capsys.readouterr().out) and "0 violations" in printed
-    assert not check.results.exists()  # a part is no result
+    assert not check.results.exists()  # a run of some cases writes no page
     assert main([], check) == 0
     assert "2 cases, 1 to compile" in capsys.readouterr().out
     assert main([], check) == 0
@@ -240,7 +240,7 @@ def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: p
         assert text in printed
     assert "no case compiles another_kernel of kernels/toy.py" in printed
     assert "| exchange_kernel | sm_90 | 3 |" in (page := check.results.read_text())
-    assert "| none | sm_90 | 1 | 0 | 0 | 0 | 1 |" in page  # the process died
+    assert "| none | sm_90 | 1 | 0 | 0 | 0 | 1 |" in page  # of the case whose process died
 
 
 def toy_row(**values: object) -> Row:
@@ -282,7 +282,7 @@ def test_the_page_is_written_from_a_clean_tree_only(
     assert f"{check.results} is written" in capsys.readouterr().out
     first = check.results.read_text()
     git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "nothing")
-    assert main([], check) == 0  # the page does not count as a change of the tree
+    assert main([], check) == 0  # the page itself does not count as a change that is not committed
     assert f"{check.results} is up to date" in capsys.readouterr().out and check.results.read_text() == first
     commit, _ = clean_commit(check.results.parent)
     assert write_page(check.results, commit, ROWS, {}) == f"{check.results} is written"

@@ -1,4 +1,5 @@
-"""The equivalence matrix: what it covers, what it counts as a miss, that known defects are misses; whole as a proof."""
+"""The matrix of layouts covers what it should, and counts differences and known defects as misses. A proof runs it
+whole."""
 
 import contextlib
 import json
@@ -72,7 +73,7 @@ def trained(loss: float = 2.0, norm: float = 1.0, parameter: float = 0.5) -> Tra
 
 
 def row(double: Trained, single: Trained) -> layouts.Row:
-    """Of two ranks, the first without a difference."""
+    """The matrix's row for two ranks: the first trains as one process does, the second gives `double` and `single`."""
     runs = {FLOAT64: [trained(), double], FLOAT32: [trained(), single]}
     return make_row(case(tp=2), runs, {FLOAT64: trained(), FLOAT32: trained()})
 
@@ -119,18 +120,16 @@ def test_bfloat16_is_allowed_twice_the_error_of_one_process() -> None:
     assert not bfloat16_row(case(tp=2), [every_step], single, oracle)["ok"]
 
 
-# defects, and whether the command notices them
-
-
 set_divide_factor = FSDPModule.set_gradient_divide_factor
 
 
 def defect(name: str) -> contextlib.AbstractContextManager:
+    """A context in which training has the named defect."""
     return {
         "none": contextlib.nullcontext(),
         "tied": mock.patch.object(TiedParameter, "reduce", lambda self: None),
         "partial": mock.patch.object(training_model, "reduce_partial_gradients", without_reduction),
-        # the mean over data-parallel ranks, as DDP takes it
+        # gradients are averaged over data-parallel ranks, as in DDP
         "mean": mock.patch.object(
             FSDPModule, "set_gradient_divide_factor", lambda self, _: set_divide_factor(self, 2.0)
         ),
@@ -143,7 +142,7 @@ def train_with(name: str, config: RunConfig) -> Trained:
 
 
 class Pooled:
-    """bench.ranks.Ranks on the tests' pool, with a defect."""
+    """Stands for bench.ranks.Ranks: it runs on the tests' pool, and its ranks have the defect."""
 
     def __init__(
         self, pool: WorkerPool, defect: str, size: int, _: int, __: object, runs: Mapping[str, RunConfig]
@@ -164,7 +163,7 @@ class Pooled:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two steps of two layers, in the command's place."""
+    """The command trains two layers for two steps."""
     whole = layouts.Case.config
 
     def config(self: layouts.Case, *arguments: object) -> RunConfig:
@@ -236,5 +235,6 @@ def test_the_whole_matrix(tmp_path: Path) -> None:
     assert len(result["rows"]) == len(CASES) and all(row["ok"] for row in result["rows"])
     assert len(result["bfloat16"]) == 4
     losses = result["curves"]["losses"]
-    assert {len(each) for of in result["curves"]["differences"].values() for each in of.values()} == {len(losses)}
+    curves = [curve for by_layout in result["curves"]["differences"].values() for curve in by_layout.values()]
+    assert {len(curve) for curve in curves} == {len(losses)}
     assert len(losses) == layouts.CURVE_STEPS and losses[-1] < 0.8 * losses[0]

@@ -1,4 +1,4 @@
-"""Collectives equal plain arithmetic on both transports, reuse slots safely, and choose a transport that can serve."""
+"""Collectives equal plain arithmetic on both backends, reuse slots safely, and choose a backend that can serve."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def world() -> dist.ProcessGroup:
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:
-    """What `rank` contributes; every rank can compute every rank's."""
+    """What `rank` contributes. Every rank can compute it, to know what to expect."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 1000).to(dtype)
 
@@ -85,7 +85,7 @@ def test_gloo_equals_arithmetic_within_rounding(ranks: WorkerPool, size: int) ->
 
 
 def delay_reads(space: Workspace, delay: Callable[[], None]) -> None:
-    """Delay each operation between its waits and its reads, when an unsafe peer would overwrite its slots."""
+    """Delay each operation between its waits and its reads, where a peer could overwrite slots that are still read."""
     exchange = space.exchange
 
     def delayed(collective: Collective, nbytes: int) -> None:
@@ -96,7 +96,7 @@ def delay_reads(space: Workspace, delay: Callable[[], None]) -> None:
 
 
 def back_to_back(rounds: int, probability: float) -> None:
-    """Data are new in each round and ranks are late at random, so a rank that overwrites a slot too early is caught."""
+    """Each round has new data, and ranks are late at random, so a rank that overwrites a slot too early is caught."""
     use_backend(world(), "shared", timeout=20)
     rank, size = dist.get_rank(), dist.get_world_size()
     state, dice = groups.collective_state(world()), random.Random(rank)
@@ -254,7 +254,7 @@ def choices() -> list[str]:
 
 
 @needs_shared
-def test_choice_of_transport(ranks: WorkerPool) -> None:
+def test_choice_of_backend(ranks: WorkerPool) -> None:
     before = ranks(2).run(registered)[0]
     reason = (
         "the shared backend cannot serve this group: ranks 0 and 1 are not on one host: ('host 0',) and ('host 1',); "

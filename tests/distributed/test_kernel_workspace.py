@@ -1,4 +1,5 @@
-"""Workspaces of the fused kernels count epochs, grow, copy and report hangs; the kernel here only exchanges rows."""
+"""Workspaces of the fused kernels count epochs, grow, copy and report hangs. A toy kernel that exchanges rows shows
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ SIZES = [1, 2, 3, 4]
 
 @triton.jit
 def exchange_kernel(links, rank, x, out, n, PUSH: tl.constexpr, WORLD: tl.constexpr):
-    """out[p] = rank p's x. This kernel pushes the rows, or copies that were started before it do."""
+    """out[p] = rank p's x, for all p. PUSH: the kernel sends the rows; else copies do that were started before it."""
     me, limit = serve(links, rank, WORLD)
     for step in range(1, WORLD):
         if PUSH:
@@ -78,7 +79,7 @@ def check_exchange(out: torch.Tensor, index: int) -> None:
 
 
 def many_epochs(start: int, copies: bool, delayed: bool) -> list[int]:
-    """Run 12 operations; slots grow in the 5th, flags in the 9th."""
+    """Run 12 operations and two without a kernel. Slots grow in the 5th, flags after the 9th."""
     group = world_group()
     workspace = kernel_workspace(group, "gather", CPU, epoch=start)
     for index in range(12):
@@ -103,7 +104,7 @@ def test_epochs_and_growth(interpreted: WorkerPool, size: int, copies: bool) -> 
 @pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
 @pytest.mark.parametrize("start", [2**31 - 6, -3])
 def test_epochs_wrap(interpreted: WorkerPool, start: int, copies: bool) -> None:
-    """Epochs go from positive to negative, or from negative past zero, and the memory grows meanwhile."""
+    """Epochs wrap from positive to negative, or pass from negative to positive, and the memory grows meanwhile."""
     interpreted(2).run(many_epochs, start, copies, False)
 
 
@@ -160,7 +161,7 @@ def peer_does_not_come(absent: int, copies: bool) -> tuple[float, list[str]]:
 
 @pytest.mark.parametrize("size, absent, copies", [(2, 0, False), (2, 1, True), (3, 1, False)])
 def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, absent: int, copies: bool) -> None:
-    """Ranks wait about the timeout and report a table; later operations raise the same at once."""
+    """Ranks wait about as long as the timeout and raise with a table. Later operations raise the same at once."""
     results = interpreted(size).run(peer_does_not_come, absent, copies)
     line = exchange.__code__.co_firstlineno + 4
     peer = f"rank {absent} (global rank {absent})"
@@ -208,7 +209,7 @@ def disagree() -> str:
     return str(caught.value)
 
 
-def test_different_operations_are_told_apart_where_the_memory_grows(interpreted: WorkerPool) -> None:
+def test_different_operations_are_reported_when_the_memory_grows(interpreted: WorkerPool) -> None:
     messages = interpreted(2).run(disagree)
     assert messages[0] == messages[1]
     assert (

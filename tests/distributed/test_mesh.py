@@ -1,4 +1,4 @@
-"""The world starts without a launcher, the mesh has its axes, and wrong sizes or half an environment are refused."""
+"""The world starts without a launcher, the mesh has its axes, and wrong sizes and environments are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_axes_outer_to_inner(ranks: WorkerPool) -> None:
 def timeouts() -> list[timedelta]:
     mesh = build_mesh("cpu", tensor_parallel=2, timeout=timedelta(seconds=77))
     groups = [mesh.get_group(name) for name in ("pp", "dp_replicate", "dp_shard")]
-    assert mesh.get_group("tp") is dist.group.WORLD  # keeps the timeout it was made with
+    assert mesh.get_group("tp") is dist.group.WORLD  # it keeps the timeout that it was made with
     groups.append(mesh.get_group("tp"))
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 

@@ -20,7 +20,7 @@ from tpformer.kernels.matmul.reference import (
 )
 
 TILE = Tile(16, 16, 16, 1, 1, False)
-SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48), (3, 5, 600))  # the last has a K of many tiles
+SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48), (3, 5, 600))  # (m, n, k); 600 is many tiles long
 
 
 def draw(index: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ def test_kernels_match_references(interpreted: WorkerPool) -> None:
 
 
 def exact_and_strided() -> None:
-    """Zeros and ones sum exactly. Operands may be columns of larger matrices, and NaNs beside them stay out."""
+    """Sums of zeros and ones are exact. Operands are columns of larger matrices, whose other columns are NaN."""
     wide = torch.full((19, 40), float("nan"))
     a, w = wide[:, 3:20], torch.full((23, 30), float("nan"))[:, :17]
     a.copy_(torch.randint(0, 2, (19, 17)))
@@ -109,7 +109,7 @@ def test_configurations_are_few_and_used(monkeypatch) -> None:
         ((2048, 512), {}, "small"),  # one per SM
         ((2048, 4608), {}, "large"),  # three waves of 288 tiles against five
         ((128, 13312), {}, "small"),  # decoding
-        ((16384, 512, 128, 128), {}, "medium"),  # of a large tile's 256 columns, two weights would use half
+        ((16384, 512, 128, 128), {}, "medium"),  # two weights have 128 columns, half of a large tile's
         ((128, 4096), {"chunks": 8}, "large"),  # one launch for all chunks
         ((8, 4096), {"chunks": 32}, "small"),  # a large tile would pad 8 rows to 128
         ((4096, 4096), {"operands": 3}, "medium"),

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm equal float64 autograd of their formulas with every gradient: the reference and the kernel."""
+"""The reference and the kernel of LayerNorm and RMSNorm equal float64 autograd of their formulas, gradients too."""
 
 import itertools
 from importlib import import_module
@@ -30,17 +30,17 @@ from tpformer.kernels.norm import reference
 from tpformer.kernels.norm.reference import norm_backward, norm_cost, norm_forward
 
 KINDS = ("layernorm", "rmsnorm")
-# (scale, offset): the variance cancels; eps dominates; squares come near float32's largest; rows are constant
+# (scale, offset). The variance cancels; eps dominates; squares come near float32's largest; rows are constant, twice.
 EXTREMES = [(1.0, 300.0), (1e-6, 0.0), (1e15, 0.0), (0.0, 5.0), (0.0, 0.0)]
-TILE = 16  # columns: wider rows are then looped over
+TILE = 16  # columns; with widest=TILE the kernel loops over wider rows
 
 
 def kernel() -> ModuleType:
     return import_module("tpformer.kernels.norm.kernel")
 
 
-# Widths start at 3: of one column dx is the rounding error of a cancellation (test_narrow_rows). The cases are the same
-# in every run, because a gradient that nearly cancels by chance has no meaningful relative error.
+# Widths start at 3, because dx of narrower rows is little but the rounding error of a cancellation (test_narrow_rows).
+# Every run has the same cases, because a gradient that nearly cancels by chance has no meaningful relative error.
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(1, 9), st.integers(3, 67), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.bfloat16]),
@@ -101,7 +101,7 @@ def finishes(rows: int, n: int, dtype: torch.dtype, norm: Norm, device: str = "c
 
 
 def check_finish_norm(module, x: Tensor, finish: Finish, dy: Tensor, dz: Tensor, **options) -> None:
-    """Check z, made of x, then all of the norm, made of z as it is stored."""
+    """Check that z follows from x, and that all of the norm follows from z as it is stored."""
     given = x.clone()  # x may be overwritten
     with poisoned_memory():
         z, y, statistics = module.finish_norm_forward(given, finish, **options)
@@ -131,7 +131,7 @@ def equals_float64_autograd() -> None:
 
 
 def check_without_weight(module, **options) -> None:
-    """Without weight and eps the bits are those of ones and float32's epsilon, and no weight has a gradient."""
+    """Without weight and eps the bits are those with a weight of ones and float32's epsilon, without a dweight."""
     for (rows, n), kind in itertools.product(((3, 7), (3, 33), (0, 7)), KINDS):
         x, dy = draw(n, torch.float32, "cpu", *[(rows, n)] * 2)
         bare, given = Norm(kind, None, None, None), Norm(kind, torch.ones(n), None, torch.finfo(torch.float32).eps)
@@ -166,7 +166,7 @@ def finishes_and_normalises() -> None:
 
 
 def takes_extreme_values_and_any_strides() -> None:
-    """Values are extreme; rows have NaNs between them, or columns apart, or there are none."""
+    """Values are extreme; rows have NaNs between them, or elements that lie apart, or there are no rows."""
     looped = {"widest": TILE}
     for kind, (number, (scale, offset)) in itertools.product(KINDS, enumerate(EXTREMES)):
         for options in ({}, looped) if number in (0, 2, 3) else ({},):
@@ -202,7 +202,7 @@ def sums_over_all_programs() -> None:
     sum_partials(partials, outputs)
     assert torch.equal(torch.stack(outputs), partials.sum(1))
     for n, options in ((8, {}), (40, {"widest": TILE})):
-        rows = 700 if n == 8 else 20  # a tile has 128 such short rows; one of looped sums has 8
+        rows = 700 if n == 8 else 20  # more than a tile has: 128 rows of 8 columns, or 8 rows that are looped over
         x, dy = torch.randint(-2, 3, (2, rows, n)).float().unbind()
         statistics = (torch.ones(rows, 1), torch.full((rows, 1), 2.0))
         norm = Norm("layernorm", torch.ones(n), torch.ones(n), EPS)
@@ -244,8 +244,8 @@ def test_cost(arguments, options, expected):
     assert norm_cost(*arguments, **options) == expected
 
 
-# tiles of many rows, of one or two; widths that are no power of two, the widest in registers, wider ones, one without
-# vector loads
+# Tiles have many rows, or one or two. Some widths are no power of two; one is the widest that stays in registers, some
+# are wider; 5001 has no vector loads.
 GPU_SHAPES = [(3, 5), (10000, 64), (8192, 4096), (1000, 5120), (300, 8192), (200, 12288), (50, 16384), (17, 32768),
               (100, 5001)]  # fmt: skip
 

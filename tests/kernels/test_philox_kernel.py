@@ -40,9 +40,8 @@ def test_published_vectors(counter, key, words):
     whole_counter = sum(word << (32 * i) for i, word in enumerate(counter))
     whole_key = key[0] | key[1] << 32
     assert tuple(philox_by_big_integers(whole_counter, whole_key)) == words
-    if (
-        whole_counter < 2**63
-    ):  # ours has no upper half; the other vectors check the big integers, the oracle of the tests below
+    # Our counter has 64 bits. The other vectors only check the big integers, which the tests below compare with.
+    if whole_counter < 2**63:
         assert tuple(int(w) for w in philox4x32(whole_key, torch.tensor([whole_counter]))) == words
 
 
@@ -63,7 +62,7 @@ def test_a_word_depends_on_its_index_only(starts, width, key):
     ]
 
 
-# rows of odd width start inside a block, and so do some shards of columns
+# Rows of odd width, and some shards of columns, start inside a block of four words.
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**40), st.integers(1, 6), st.integers(2, 40), st.data())
 def test_slices_equal_the_whole(first, rows, width, data):
@@ -75,7 +74,7 @@ def test_slices_equal_the_whole(first, rows, width, data):
     assert torch.equal(random_words(7, starts[top:] + left, right - left), words[top:, left:right])
     normals = random_normal(7, starts, width)
     part = random_normal(7, starts[top:] + left, right - left)
-    # the promise is for float32 weights: torch's vectorised logarithm may differ from its scalar tail in float64
+    # Bits are equal in float32. In float64 torch's vectorised logarithm may differ from its scalar one.
     assert torch.equal(part.float(), normals[top:, left:right].float())
     torch.testing.assert_close(part, normals[top:, left:right], rtol=0, atol=1e-14)
 
@@ -97,7 +96,7 @@ def test_words_are_uniform_and_normals_are_normal():
 
 def test_keys():
     assert philox_key(1, "a") == philox_key(1, "a") and 0 <= philox_key(1, "a") < 2**64
-    # parts are kept apart: (1, 12) and (11, 2) are different names
+    # parts are kept apart: (1, 12), (11, 2) and (112,) give different keys
     keys = {philox_key(*parts) for parts in ((1, "a"), (2, "a"), (1, "b"), (1, 12), (11, 2), (112,))}
     assert len(keys) == 6
     assert int(random_words(3, torch.tensor([0]), 1)) != int(random_words(4, torch.tensor([0]), 1))

@@ -1,5 +1,4 @@
-"""Every layer under every habit equals modules of torch.nn in float64, on one rank and on two, or is refused in one
-sentence.
+"""Every layer under every habit equals modules of torch.nn on one rank and on two, or is refused in one sentence.
 
 `python tests/layers/test_habits.py` writes the outcomes to docs/habits.md. Belongs here: the comparison, what is
 refused, the page. Layers and habits are in habits.py.
@@ -21,12 +20,17 @@ from tpformer.layers import TensorParallel
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 INTRODUCTION = """# Habits: what people do to modules, and what these layers then do
 
-`=`: the result and every gradient are those of torch.nn's modules (float64, 1e-12 of the largest gradient; under
-autocast at most twice torch.nn's own error). A number: it is refused, with that sentence; `=` beside it: on several
-tensor-parallel ranks only. An empty place: there is no linear. A habit is of a layer and of all modules in it at once.
-`python -m pytest tests/layers/test_habits.py` compares all of it on one process and on two tensor-parallel ranks;
-tests/layers/habits.py has the layers and the habits. Recomputation, sequence parallelism and habits of single
-children: tests/layers/test_habits_of_children.py.
+Each row is a habit, which is done to a layer and to all modules in it at once.
+
+- `=` means that the result and every gradient equal those of torch.nn's modules: in float64 within 1e-12 of the largest
+  value, under autocast within twice torch.nn's own error.
+- `[1]` means that an error refuses the habit; the note below the table says why, or what to do instead.
+- `= [1]` means that it equals torch.nn on one rank and is refused on several tensor-parallel ranks.
+- An empty place means that the layer has no linear to do this to.
+
+`python -m pytest tests/layers/test_habits.py` compares all of it on one process and on two tensor-parallel ranks.
+tests/layers/habits.py has the layers and the habits. tests/layers/test_habits_of_children.py does the same for
+recomputation, sequence parallelism and habits of single children.
 """
 NOTES = {
     "functional_call, whole tensors": "Give DTensors, as `distribute_tensor` makes them.",
@@ -81,7 +85,7 @@ def expected(name: str, habit: str) -> Results:
 
 SHARDED = [name for name in LAYERS if not name.endswith("Norm")]
 
-# habit -> (the sentence that refuses it, {layer: tensor-parallel sizes where it is}); all else equals torch.nn
+# habit -> (the sentence that refuses it, {layer: tensor-parallel sizes where it is refused}); all else equals torch.nn
 REFUSED: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "functional_call, whole tensors": (
         "plain tensor .* on 2 tensor-parallel ranks: give it as distribute_tensor",
@@ -118,7 +122,7 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
         baseline = expected(name, habit)
         parts = [part for part in oracle if oracle[part] is not None]
         assert all(actual[part].dtype == baseline[part].dtype for part in parts), what
-        # all together, because some gradients are zero and have only noise: those of key biases
+        # All values are compared as one, because some gradients are zero but for noise, as those of key biases.
         found_all, exact, baseline_all = (
             torch.cat([each[part].flatten() for part in parts]) for each in (actual, oracle, baseline)
         )

@@ -115,7 +115,7 @@ def test_norms_of_padding_rows_are_refused(normed, path):
 def plain_adapters(path: str, k: int, n: int) -> None:
     model = build(TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"], True))
     theirs.put(model, path, theirs.LoRA(model.get_submodule(path), theirs.linear(k, 4, 1), theirs.linear(4, n, 2)))
-    with pytest.raises(ValueError, match=r"LoRA puts modules of whole features beside .*\(.*\): build .* an lm_head"):
+    with pytest.raises(ValueError, match=r"LoRA has modules for all features beside .*\(.*\): take .* an lm_head"):
         model(IDS[:, :-1])
 
 

@@ -1,5 +1,4 @@
-"""ColumnParallelLinear and RowParallelLinear take the place of nn.Linear: leading dims, sequence_dim, used_rows,
-edges."""
+"""ColumnParallelLinear and RowParallelLinear take the place of nn.Linear, with any leading dims and options."""
 
 import traceback
 from contextlib import nullcontext
@@ -97,7 +96,7 @@ def test_sequence_dim_equals_plain_linears(ranks, t, sequence_dim):
 
 
 def some_rows(sequence_parallel: bool):
-    """Rank r uses the rows [2r, 2r + 3), so neighbours share one row, whose gradient is a sum over both."""
+    """Rank r uses the rows [2r, 2r + 3), so two neighbours share one row. Its gradient is the sum of theirs."""
     mesh = tp_mesh()
     t, rank = mesh.size(), mesh.get_local_rank()
     torch.manual_seed(100 + rank)  # the ranks' values must agree without equal seeds
@@ -126,8 +125,7 @@ def test_used_rows_sum_their_gradients_over_ranks(ranks, t, sequence_parallel):
 
 
 def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: int | None) -> tuple[Results, Results]:
-    """Return our results, and nn.Linear's, of a column linear that gathers its output before a row linear that takes it
-    whole."""
+    """Return our results, and nn.Linear's: a column linear gathers its output, and a row linear takes all of it."""
     torch.manual_seed(0)
     plain = [nn.Linear(k, hidden, dtype=torch.float64), nn.Linear(hidden, k, dtype=torch.float64)]
     options = {"tp": TensorParallel(tp_mesh(), sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
@@ -154,7 +152,7 @@ def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: in
     return results[0], results[1]
 
 
-# 5 and 7 features: the last rank has fewer
+# with 5 and 7 features the last rank has fewer than the others
 @pytest.mark.parametrize(("k", "hidden"), [(8, 12), (5, 7)])
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -208,7 +206,7 @@ def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_the_gradient_of_a_computed_weight_is_not_queued(kind):
-    """Only autograd knows what the weight is computed from, and takes the gradient there."""
+    """Only autograd can pass the gradient on to the parameters that the weight is computed from."""
     found = []
     for queued in (False, True):
         torch.manual_seed(0)

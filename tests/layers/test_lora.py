@@ -1,4 +1,4 @@
-"""Fine-tuning a Llama-shaped GPT with LoRA takes the same steps as with modules of torch.nn. The adapters are written
+"""A Llama-shaped GPT fine-tuned with LoRA takes the same steps as one of torch.nn's modules. The adapters are written
 as a user writes them; the GPT is tensor-parallel, recomputed, and sharded by FSDP2."""
 
 from functools import cache
@@ -43,7 +43,9 @@ def train(model: nn.Module, samples: slice) -> list[float]:
         ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))[samples]
         loss = model(ids[:, :-1], targets=ids[:, 1:], reduction="sum") / (BATCH * SEQ)
         loss.backward()
-        reduce_partial_gradients(model, partial="*.a.weight")  # these halves see sequence shards
+        reduce_partial_gradients(
+            model, partial="*.a.weight"
+        )  # a rank's LoRA.a sees the rows of its sequence shard only
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

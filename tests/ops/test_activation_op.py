@@ -1,4 +1,4 @@
-"""ops.activation has the right gradients, and leaves the gradient that it is given as it was."""
+"""ops.activation has the right gradients, and does not write to the gradient that it is given."""
 
 import pytest
 import torch

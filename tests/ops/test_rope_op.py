@@ -1,4 +1,4 @@
-"""ops.rope has the right gradients; offsets and packed documents turn by their positions."""
+"""ops.rope has the right gradients, and turns tokens by their positions after an offset and in packed documents."""
 
 import pytest
 import torch

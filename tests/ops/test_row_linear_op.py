@@ -1,5 +1,5 @@
 """row_linear on 1 to 4 ranks has the outputs and gradients of activation, linear, dropout and residual in plain torch.
-It runs exactly the collectives of its docstring, with their bytes; its errors say what to do."""
+It runs the collectives that its docstring lists, with those bytes; its errors say what to do."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def site(case: dict, rank: int, rows: int) -> ops.Dropout | None:
-    """Samples come in the order 5, 3, 8, ...: their place in the batch must not change the bits."""
+    """The dropout of this rank's rows. Samples come in the order 5, 3, 8, ...: bits follow the index, not the place."""
     if not case["drop"]:
         return None
     samples = torch.tensor([5, 3, 8, 1, 0, 2], device=Here.device)
@@ -106,7 +106,7 @@ def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
 
 
 def cases(t: int) -> st.SearchStrategy[dict]:
-    """Sizes per rank from 1, with every combination of what a row linear may do besides its product."""
+    """Sizes per rank from 1; any combination of activation, gate, bias, residual, dropout, sequence parallelism."""
     return st.builds(
         lambda tokens, k, n, activation, switches: case(tokens, k, n, *activation, *switches),
         st.integers(1, 4).map(lambda n: n * t),
@@ -135,7 +135,7 @@ def test_float32_by_the_error_of_plain_torch(ranks, t, sp, activation):
 
 
 def normed_too(kind: str, transport: str, sp: bool) -> None:
-    """next_norm adds the norm of the stored result, outside of autograd, and changes nothing else."""
+    """With next_norm the norm of the stored result is returned, too, without a gradient; all else stays as it was."""
     values = make(0, torch.float32, x=(12, 4), weight=(5, 4), bias=(5,), norm=(5,), dy=(12, 5))
     dy = mine(values["dy"], 0) if sp else values["dy"]
     inputs = leaves({name: values[name] for name in ("x", "weight", "bias", "norm")})
@@ -162,7 +162,7 @@ def test_norm_of_the_result(ranks, t, kind, transport, sp):
 
 
 def test_inputs_are_left_alone():
-    """The epilogue adds in place to its own result, never to the caller's tensors."""
+    """The epilogue adds in place, but only to its own result."""
     values = make(0, torch.float64, x=(3, 4), weight=(5, 4), bias=(5,), residual=(3, 5))
     before = {name: x.clone() for name, x in values.items()}
     ops.row_linear(values["x"], values["weight"], values["bias"], residual=values["residual"])

@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """isinstance(x, DTensor). Importing DTensor takes most of a second, and before that nothing can be one."""
+    """isinstance(x, DTensor). Importing DTensor takes most of a second; as long as nobody has, no tensor is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

@@ -1,7 +1,7 @@
-"""Symmetric memory's backend `shared`: CPU processes on one machine, Linux.
+"""Symmetric memory's backend `shared`, for CPU processes on one Linux machine.
 
 Belongs here: whether a group can share memory, the mapping, peer addresses and views, signals and bounded waits. Slots
-are in workspace.py, reductions in collectives.py; CUDA's backend, and the choice between the two, in symmetric.py.
+are in workspace.py, reductions in collectives.py. CUDA's backend, and the choice between the two, are in symmetric.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from .sizes import PAGE, round_up
 
 TIMEOUT_SECONDS = 600.0  # how long any operation waits for a peer unless the caller says otherwise
-SEMAPHORE_BYTES = 64  # a cache line each; sem_t itself has 32 bytes (glibc) or fewer
-# Tries (about 25 us) before a wait sleeps. A small operation on 2 cores, without and with them: 2 ranks 36 and 10 us,
-# 4 ranks 62 and 56 us; with 400 tries 109 us.
+SEMAPHORE_BYTES = 64  # each has a cache line to itself; sem_t takes 32 bytes (glibc) or fewer
+# A wait tries so often, for about 25 us, before it sleeps. On 2 cores that shortens a small operation of 2 ranks from
+# 36 to 10 us, of 4 ranks from 62 to 56 us. With 400 tries 4 ranks take 109 us.
 SPINS = 100
-MAXIMUM_SLEEP = 1.0  # seconds; sem_timedwait follows the wall clock, so waits sleep in pieces and count monotonic time
+# Seconds. sem_timedwait follows the wall clock, which may jump, so a wait sleeps in pieces and counts monotonic time.
+MAXIMUM_SLEEP = 1.0
 
 
 class Timespec(ctypes.Structure):
@@ -36,8 +37,8 @@ class Timespec(ctypes.Structure):
 def load_semaphores() -> tuple[Any, Any, Any, Any] | None:
     """sem_init, sem_post, sem_trywait, sem_timedwait; None if the system lacks unnamed process-shared semaphores.
 
-    They synchronise memory (POSIX 4.12), sleep in a futex and need no compiler. Only sem_timedwait releases the GIL
-    (CDLL), because it can sleep; the others take less time than a handover of the GIL (PyDLL).
+    They synchronise memory (POSIX 4.12), sleep in a futex and need no compiler. sem_timedwait can sleep, so it is
+    called without the GIL (CDLL). The others take less time than a handover of the GIL and keep it (PyDLL).
     """
     if sys.platform != "linux":
         return None
@@ -119,7 +120,7 @@ class SharedMemory:
         self.nbytes = round_up(nbytes, PAGE)
         self._header = round_up(self.size * self.size * SEMAPHORE_BYTES, PAGE)
         self.buffer = self._map(group)
-        with torch.inference_mode(False):  # or the views could not be written outside of it
+        with torch.inference_mode(False):  # views made in inference mode could not be written outside of it
             self._bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
         base = self._bytes.data_ptr()
         addresses = [base + self.region_offset(rank) for rank in range(self.size)]
@@ -157,7 +158,7 @@ class SharedMemory:
                 descriptor = os.open(shared[0], os.O_RDWR)
                 memory = mmap.mmap(descriptor, total)
             assert descriptor is not None
-            # Reserved now, a lack of memory is an error here; otherwise it would be a SIGBUS at the first write.
+            # If memory is short, this raises. Without it the first write would end the process by a SIGBUS.
             os.posix_fallocate(descriptor, self._header + self.rank * self.nbytes, self.nbytes)
         except OSError as exception:
             error = f"rank {self.rank}: {exception}"
@@ -203,8 +204,8 @@ class SharedMemory:
     def wait(self, src_rank: int, operation: str = "wait") -> None:
         """Consume one signal of src_rank, sleeping until it comes.
 
-        Raises TimeoutError after `timeout` seconds; the memory is then unusable, as a late signal would be taken for
-        a later operation's, and every later wait raises RuntimeError.
+        Raises TimeoutError after `timeout` seconds. After that every wait raises RuntimeError: the memory is unusable,
+        because a late signal would be taken for a later operation's.
         """
         self._check()
         self._wait(src_rank, operation)
@@ -238,7 +239,7 @@ class SharedMemory:
         )
 
     def exchange(self, operation: str = "barrier") -> None:
-        """Signal every other rank, then wait for every other rank; then all earlier writes are visible to all."""
+        """Signal every other rank, then wait for every other rank. All earlier writes are then visible to all."""
         self._check()
         for peer in self._peers:
             self._post(self._outgoing[peer])
@@ -260,7 +261,10 @@ class SharedMemory:
 
 
 def view_bytes(shape: Sequence[int], dtype: torch.dtype, byte_offset: int, region: int) -> int:
-    """The bytes of such a view; ValueError if it does not fit a region of that many bytes, or is not aligned."""
+    """The bytes of a view of that shape and dtype.
+
+    Raises ValueError if it does not fit a region of `region` bytes from byte_offset on, or is not aligned to the dtype.
+    """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if byte_offset < 0 or byte_offset + nbytes > region:
         raise ValueError(f"{nbytes} bytes at offset {byte_offset} do not fit a region of {region} bytes")

@@ -29,7 +29,7 @@ from .sizes import PAGE, round_up
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable: several ranks may share one device
 PRIVATE_MODULE = "torch.distributed._symmetric_memory"
-CAPABILITY = (8, 0)  # system-scope release and acquire on 32-bit flags, and the tile sizes of the kernels
+CAPABILITY = (8, 0)  # the kernels need it for system-scope release and acquire on flags, and for their tile sizes
 
 
 class SymmetricMemory(Protocol):
@@ -46,7 +46,7 @@ class SymmetricMemory(Protocol):
     pointers: torch.Tensor
 
     def peer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
-        """A contiguous view of rank's region; writing to it is how a copy engine sends."""
+        """A contiguous view of rank's region. A copy into it is how a copy engine sends."""
 
     def barrier(self) -> None:
         """No rank returns before every rank has called this, with all its earlier work on the memory finished."""
@@ -81,7 +81,7 @@ class TorchSymmetricMemory:
     ) -> None:
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
         self.nbytes, self.device = round_up(nbytes, PAGE), device
-        self._group = weakref.ref(group)  # the group's registry entry owns this object: no cycle through the group
+        self._group = weakref.ref(group)  # the group's registry entry owns this object, so a reference would be a cycle
         with torch.cuda.device(device), torch.inference_mode(False):
             own = self._allocate()
             self._handle = rendezvous(own, group)
@@ -94,7 +94,7 @@ class TorchSymmetricMemory:
             if region.data_ptr() != start:
                 raise RuntimeError(
                     f"torch {torch.__version__} places a peer's view at {region.data_ptr():#x}, its address table says "
-                    f"{start:#x}: its symmetric memory has changed, use a torch release that this one was tested with"
+                    f"{start:#x}: its symmetric memory has changed, use a torch release that tpformer was tested with"
                 )
         self.barrier()
 
@@ -145,8 +145,8 @@ class TorchSymmetricMemory:
 def empty_symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised bytes that `rendezvous` accepts.
 
-    They come from the allocator itself if torch has it (2.11 and 2.13 do). `symm_mem.empty` takes them from a memory
-    pool, which would keep a workspace's old memory after it has grown.
+    They come from torch's allocator itself, if it can be reached (in 2.11 and 2.13 it can). `symm_mem.empty` takes them
+    from a memory pool, which would keep a workspace's old memory after the workspace has grown.
     """
     backend = importlib.import_module(PRIVATE_MODULE)
     allocator = getattr(getattr(backend, "_SymmetricMemory", None), "empty_strided_p2p", None)
@@ -207,7 +207,7 @@ def device_facts(device: torch.device) -> tuple:
 
 
 def why_not_together(facts: Sequence[DeviceFacts]) -> str | None:
-    """The reason that all ranks can see from all ranks' facts."""
+    """Why these ranks cannot share memory, so far as their facts tell every rank; None if nothing speaks against it."""
     for rank, fact in enumerate(facts):
         if fact.problem is not None:
             return f"rank {rank}: {fact.problem}"
@@ -238,7 +238,7 @@ def why_not_together(facts: Sequence[DeviceFacts]) -> str | None:
 
 
 def why_not_peers(facts: Sequence[DeviceFacts], rank: int) -> str | None:
-    """The reason that only this rank can see: whether its device reaches each peer's."""
+    """Why this rank's device cannot reach a peer's memory, which only this rank can find out; None if it can."""
     mine, visible = facts[rank], torch.cuda.device_count()
     for peer, fact in enumerate(facts):
         if fact.uuid == mine.uuid:

@@ -85,7 +85,7 @@ class SelfAttention(ParallelModule):
         return first // group, (first + queries - 1) // group + 1
 
     def _own_kv_order(self) -> list[int] | None:
-        """The key-value head of each query head of this rank, counted among those that the rank needs.
+        """For each query head of this rank, the index of its key-value head among those that the rank needs.
 
         None if each key-value head serves equally many query heads in a row: SDPA then pairs them by itself.
         """
@@ -104,8 +104,8 @@ class SelfAttention(ParallelModule):
     ) -> Tensor:
         """Attention of x, laid out as the class says; result like x.
 
-        positions: needed for packed documents, and if x has no batch dim. key_padding_mask (batch, seq) bool, equal on
-        all ranks: that of Positions; if several layers need it, give it to Positions once.
+        positions: needed for packed documents, and if x has no batch dim. key_padding_mask: (batch, seq) bool, equal on
+        all ranks, as Positions takes it. If several layers need it, give it to one Positions for all.
         """
         positions = positions_of(x, positions, self.tp, key_padding_mask)
         y, _ = self.branch(flat_rows(x), positions)
@@ -121,9 +121,9 @@ class SelfAttention(ParallelModule):
         dropout: ops.Dropout | None = None,
         next_norm: nn.Module | None = None,
     ) -> tuple[Tensor, ops.Normed | None]:
-        """Attention of norm(rows), with residual rows + dropout(attention(norm(rows))); and that, normed by next_norm.
+        """(dropout(attention(norm(rows))), next_norm of that); `residual` adds rows to the first.
 
-        The second result is None if next_norm is, or if it could not be made in the same pass.
+        The second result is None without next_norm, or if it could not be made in the same pass.
         """
         queries, keys = self._features
         columns = {self.q_proj: queries, self.k_proj: keys, self.v_proj: keys}

@@ -29,22 +29,22 @@ class TransformerBlock(ParallelModule):
 
     Layout:  x and result (tokens / t, hidden_size) or (batch, seq / t, hidden_size) with sequence_parallel, else
              (tokens, hidden_size) or (batch, seq, hidden_size), equal on all ranks.
-    Communication, per rank, B = tokens * hidden_size * itemsize: with sequence_parallel forward 2 all-gathers and
-             2 reduce-scatters of B, backward the same and 2 all-gathers more (column inputs are gathered again);
-             otherwise forward 2 all-reduces and backward 2 all-reduces of B.
+    Communication, per rank, B = tokens * hidden_size * itemsize: with sequence_parallel the forward has 2 all-gathers
+             and 2 reduce-scatters of B, the backward the same and 2 more all-gathers, because column inputs are
+             gathered again; otherwise forward and backward each have 2 all-reduces of B.
     Memory:  what it keeps for the backward, in bytes / (tokens * hidden / t), in 16 bits with MHA, GELU and
              ffn = 4 * hidden, not counting the statistics of each row (16 / hidden + 4 / head_dim):
-             recompute="none"  20, and no GEMM is done twice
-             recompute="mlp"   12, with one more fc1 GEMM and its all-gather
-             recompute="full"   2, with the forward again, except its last GEMM and reduction
-             With x (batch, seq / t, hidden_size) the first two keep 2 more, the attention's result in both orders.
+             recompute="none"  20; the backward runs no GEMM of the forward again
+             recompute="mlp"   12; it runs the fc1 GEMM and its all-gather again
+             recompute="full"   2; it runs the forward again, except its last GEMM and reduction
+             With x (batch, seq / t, hidden_size) the first two keep 2 more, for the attention's result in both orders.
              `python -m bench memory` counts these.
     Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.
     is_causal, sliding_window, and forward's `positions` and `key_padding_mask` are those of SelfAttention.
-    A child is called as a module, not fused, if it has a hook, a parametrization or a forward of its own, or is of
-    another class; explain() lists such children, and the others stay fused. It is called with rows
-    (tokens, hidden_size), and an attention with positions=Positions, too. A module that is not of this library gets all
+    A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward, or is of
+    another class; explain() lists such children, and the others stay fused. Such a child gets rows
+    (tokens, hidden_size), and an attention also gets positions=Positions. A module that is not of this library gets all
     rows and features on every rank, and returns all of them.
     """
 
@@ -131,7 +131,7 @@ class TransformerBlock(ParallelModule):
 
     @property
     def _composed(self) -> bool:
-        """Whether a part is not this library's, or has been changed: a second run must then draw the same numbers."""
+        """Whether a part is another library's or was changed, so that it may draw numbers, in each run the same."""
         return any(why_called(part, *OWN) for part in self.modules() if part is not self)
 
     def _dropout_sites(self, rows: Tensor, positions: Positions, key: DropoutKey | None) -> list[ops.Dropout | None]:
@@ -159,8 +159,8 @@ class TransformerBlock(ParallelModule):
         norm, attention = self.input_layernorm, self.self_attn
         if not fusable(SelfAttention, attention):
             return x + ops.dropout(self._called_attention(call_rows(norm, x, self.tp), positions), site), None
-        # The same in fewer passes. The projections do the norm and the gather, and keep neither's output. One pass over
-        # the reduced rows adds bias, dropout and x, and makes the next norm.
+        # This does the same in fewer passes. The projections do the norm and the gather, and keep neither's output. One
+        # pass over the reduced rows adds bias, dropout and x, and makes the next norm.
         return attention.branch(x, positions, norm, residual=True, dropout=site, next_norm=next_norm)
 
     def _add_mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None, ends_region: bool) -> Tensor:
@@ -168,14 +168,14 @@ class TransformerBlock(ParallelModule):
         norm, mlp = self.post_attention_layernorm, self.mlp
         if not fusable(MLP, mlp):
             return x + ops.dropout(call_rows(mlp, call_rows(norm, x, self.tp), self.tp), site)
-        # The same in fewer passes, as above; act(fc1(...)) is not kept, either. The second run of a region that ends
-        # here leaves out its last GEMM, whose result nothing reads.
+        # This does the same in fewer passes, as above, and does not keep act(fc1(...)), either. The second run of a
+        # region that ends here leaves out its last GEMM, whose result nothing reads.
         return mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
 
     def _called_attention(self, x: Tensor, positions: Positions) -> Tensor:
         """The attention, called as a module. If it is not this library's, it gets its rows in the order of samples.
 
-        With slices of samples that takes two more all-gathers of x in the forward, and two in the backward.
+        If x holds slices of samples, that takes two more all-gathers of x in the forward, and two in the backward.
         """
         if positions.sequence_shards == 1 or any(isinstance(part, SelfAttention) for part in self.self_attn.modules()):
             return call_rows(self.self_attn, x, self.tp, positions=positions)

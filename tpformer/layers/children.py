@@ -1,7 +1,7 @@
 """How a layer uses its children: fused, if they are this library's and unchanged; otherwise called as modules.
 
-Belongs here: when a child has to be called, and how. On any number of ranks a call gives what the plain composition of
-modules gives.
+Belongs here: when a child has to be called, and how. On any number of ranks a call gives the same as modules of
+torch.nn that call one another.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from .norm import LayerNorm, RMSNorm
 from .tensor_parallel import TensorParallel
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-RUNS_WHOLE = "_runs_whole_on_every_rank"  # set on a child that every rank computes whole: its gradients are equal
+RUNS_WHOLE = "_runs_whole_on_every_rank"  # marks a child that every rank computes whole, so its gradients are equal
 
 
 class Features(NamedTuple):
@@ -35,7 +35,7 @@ class Features(NamedTuple):
 
 
 def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
-    """Why a child has to be called as a module; None if it may be fused: it is of these kinds, and unchanged."""
+    """Why a child has to be called as a module; None if it is of these kinds and unchanged, so that it may be fused."""
     if type(child) not in kinds:
         return f"it is a {type(child).__name__}"
     if forward_hooks(child) or forward_pre_hooks(child) or has_backward_hooks(child):
@@ -60,7 +60,7 @@ def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def fusable(kind: type[nn.Module], *children: nn.Module) -> bool:
     """Whether all these children are of this kind and unchanged."""
-    for child in children:  # every forward asks, and all() over a generator takes twice the time
+    for child in children:  # every forward calls this, and all() over a generator would take twice the time
         if why_called(child, kind) is not None:
             return False
     return True
@@ -82,8 +82,8 @@ def enter(
 ) -> tuple[Sequence[Tensor], Tensor]:
     """(outputs of column-parallel children for norm(rows), rows for the residual path).
 
-    Fused, one gather serves all children, the norm's output is not kept, and the norm's backward adds the residual
-    path's gradient.
+    If the children are fused, one gather serves all, the norm's output is not kept, and the norm's backward adds the
+    residual path's gradient.
     """
     ours = fusable(ColumnParallelLinear, *columns)
     if ours and (norm is None or fusable_norm(norm)):
@@ -109,8 +109,8 @@ def leave(
 ) -> tuple[Tensor, ops.Normed | None]:
     """residual + dropout(row(act(x))), and its norm by next_norm; None if that is not made in the same pass.
 
-    x (tokens, k / t): this rank's features. Fused, act(x) is not kept, and one pass over the reduced rows adds bias,
-    dropout and residual, and makes the norm.
+    x (tokens, k / t): this rank's features. If row is fused, act(x) is not kept, and one pass over the reduced rows
+    adds bias, dropout and residual, and makes the norm.
     """
     if fusable(RowParallelLinear, row):
         if next_norm is not None and (not fusable_norm(next_norm) or ops.autocast_dtype(x) is not None):
@@ -127,8 +127,8 @@ def leave(
 def call_rows(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -> Tensor:
     """child(x) for a child that turns rows into rows: a norm, an attention, an MLP.
 
-    A child that is not of parallel layers gets all rows on every rank, so that its gradients are equal on all ranks.
-    With sequence parallelism that takes an all-gather of x in the forward, and one in the backward.
+    A child without parallel layers gets all rows on every rank, so that its gradients are equal on all ranks. With
+    sequence parallelism that takes an all-gather of x in the forward, and one in the backward.
     """
     if _works_on_shards(child, tp) or not tp.sharded:
         return child(x, **options)
@@ -139,8 +139,8 @@ def call_rows(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -
 def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Features, **options: Any) -> Tensor:
     """The output features of child(x) that this rank uses, (tokens, used).
 
-    A child that is not of parallel layers computes all features on every rank; one of ours may gather its output. Both
-    take an all-reduce of the output's gradient in the backward, besides the all-gather of the rows.
+    A child without parallel layers computes all features on every rank; one of ours may gather its output. Both take an
+    all-reduce of the output's gradient in the backward, besides the all-gather of the rows.
     Errors: ValueError if it computes another number of features.
     """
     used = features.used.stop - features.used.start
@@ -162,7 +162,7 @@ def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Featu
 def call_row(child: nn.Module, x: Tensor, tp: TensorParallel, k: int) -> Tensor:
     """child(x) for this rank's features x (tokens, k / t). The result is a sequence shard, or equal on all ranks.
 
-    A child that is not of parallel layers gets all features on every rank: an all-gather of x in the forward.
+    A child without parallel layers gets all features on every rank, by an all-gather of x in the forward.
     """
     if _works_on_shards(child, tp):
         return _of_shards(child, x, tp)
@@ -172,7 +172,7 @@ def call_row(child: nn.Module, x: Tensor, tp: TensorParallel, k: int) -> Tensor:
 
 
 def _works_on_shards(child: nn.Module, tp: TensorParallel) -> bool:
-    """Whether a child is, or contains, parallel layers, which communicate themselves; or there is one rank.
+    """Whether a child is or contains parallel layers, which communicate by themselves. On one rank always True.
 
     Errors: ValueError if it draws dropout, because ranks with the same values would draw different masks.
     """
@@ -188,7 +188,7 @@ def _works_on_shards(child: nn.Module, tp: TensorParallel) -> bool:
 
 
 def _of_shards(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) -> Tensor:
-    """child(x). ValueError if modules of whole features stand beside layers of one rank's features and do not fit."""
+    """child(x). ValueError if modules for all features meet layers that have one rank's, and shapes do not fit."""
     try:
         return child(x, **options)
     except RuntimeError as error:
@@ -196,7 +196,8 @@ def _of_shards(child: nn.Module, x: Tensor, tp: TensorParallel, **options: Any) 
         if tp.size == 1 or isinstance(child, ParallelModule) or not misfit:
             raise
         raise ValueError(
-            f"{type(child).__name__} puts modules of whole features beside layers that have those of one of {tp.size} "
-            f"tensor-parallel ranks ({error}): build of this library's layers, with tp=..., what meets their features, "
-            f"as LoRA's B of a ColumnParallelLinear, A of a RowParallelLinear, or B, an LMHead, of an lm_head"
+            f"{type(child).__name__} has modules for all features beside layers that have those of one of {tp.size} "
+            f"tensor-parallel ranks ({error}): take this library's layers, with tp=..., for modules that meet these "
+            f"features; in LoRA these are B of a ColumnParallelLinear, A of a RowParallelLinear, and B, as an LMHead, "
+            f"of an lm_head"
         ) from error

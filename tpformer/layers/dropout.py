@@ -20,9 +20,9 @@ _NAMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str]] = WeakKe
 
 
 def module_name(model: nn.Module, module: nn.Module) -> str:
-    """The name of a module in the tree of `model`, without those of wrappers, so that no layout changes it.
+    """The name of a module in the tree of `model`, without wrappers' names, so that it is the same in every layout.
 
-    Names are kept, and read again if the tree has a module that is not among them.
+    Names are kept. They are read again if `module` is not among them.
     Errors: ValueError if the module is not in the tree.
     """
     if module not in _NAMES.get(model, ()):
@@ -56,10 +56,10 @@ class DropoutKey:
     @classmethod
     @uncompiled
     def drawn(cls, model: ParallelModule, p: float, x: Tensor, batch: int, *, instead: str) -> DropoutKey:
-        """A key for one forward that was given none: its seed is drawn from torch's CPU generator.
+        """A key for one forward that was given none. Its seed is drawn from torch's CPU generator.
 
-        So whoever restores that generator, as torch.utils.checkpoint does, gets the same bits, and nothing waits for
-        x's device.
+        If that generator is restored, as torch.utils.checkpoint does, the bits are the same. Nothing waits for x's
+        device.
         Errors: ValueError on several ranks; it asks for `instead`.
         """
         if model.tp.size > 1:

@@ -86,7 +86,8 @@ class VocabParallelEmbedding(_VocabParallel):
              (..., hidden_size), equal on all ranks.
     Communication, per rank, B = tokens * hidden_size * itemsize: forward reduce-scatter B, backward all-gather B;
              without sequence_parallel forward all-reduce B, backward none.
-    padding_idx: as in nn.Embedding, an entry whose row starts at zero and gets no gradient; negative: from the end.
+    padding_idx: as in nn.Embedding, an entry whose row starts at zero and gets no gradient. Negative ones count from
+             the end.
     Errors:  ValueError for a padding_idx outside the vocabulary; for ids, those of ops.vocab_parallel_embedding.
     """
 
@@ -134,7 +135,7 @@ class PositionEmbedding(ParallelModule):
         self.reset_parameters()
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """x plus the table's row for the position of each of its tokens; result like x."""
+        """x plus, for each token, the table's row of the token's position; result like x."""
         weight: Tensor = self.local("weight", partial=self.tp.sequence_parallel)
         positions = positions_of(x, positions, self.tp)
         beyond = positions.offset + positions.seq_length > len(weight)
@@ -163,9 +164,9 @@ class LMHead(_VocabParallel):
              label_smoothing and z_loss are those of ops.linear_cross_entropy.
     Communication, per rank: that of ops.column_linear for logits, carried by `tp.transport`; that of
              ops.linear_cross_entropy for the loss.
-    Errors:  those of ops.linear_cross_entropy; ValueError for a table that is missing, or is not this rank's rows, and
-             for a sequence shard that is not rows.
-    `chunk_tokens`: that of ops.linear_cross_entropy, equal on all ranks; None for its default.
+    Errors:  those of ops.linear_cross_entropy; ValueError for a table that is missing or is not this rank's rows, and
+             for a sequence shard with more than two dims.
+    `chunk_tokens`: as in ops.linear_cross_entropy, equal on all ranks; None takes its default.
     """
 
     chunk_tokens: int | None = None
@@ -182,7 +183,7 @@ class LMHead(_VocabParallel):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> Tensor:
-        """Logits of norm(x), or with targets their loss. tied: this rank's rows of a table, instead of the own one."""
+        """Logits of norm(x), or with targets their loss. tied: this rank's rows of a table to use instead of weight."""
         if x.ndim != 2 and self.tp.sharded:
             raise ValueError(
                 f"x is {tuple(x.shape)}, but with sequence_parallel a rank has a slice of the flattened tokens: give "
@@ -191,7 +192,7 @@ class LMHead(_VocabParallel):
         weight, rows = self._table(tied), flat_rows(x)
         where: dict = {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if targets is None:
-            # the table's padding rows are multiplied, too: they keep the GEMM aligned
+            # the table's padding rows take part, because they keep the GEMM aligned
             (logits,) = ops.column_linear(rows, [weight], transport=self.tp.column_transport(rows, self.width), **where)
             logits = logits[:, : self.vocab_slice().valid]
             return logits if x.ndim == 2 else logits.view(*x.shape[:-1], logits.shape[1])

@@ -42,10 +42,10 @@ UNSHARDED = "; as a module it takes an unsharded input, an all-reduce in the bac
 class LinearPlan(NamedTuple):
     """One linear operation of a model: a layer, or layers that share a gather ("mlp.gate_proj+up_proj").
 
-    operation: what the forward runs: one of the transports' operations (ops.record_transports), "matmul" if only the
-    backward communicates, or a loss ("linear_cross_entropy", or "vocab_parallel_cross_entropy" of all logits).
-    request: the GEMM that communicates. shape: M, N, K of the forward's whole GEMM. local: those of one rank's GEMM;
-    if ranks differ, of the largest.
+    operation: what the forward runs: one of the transports' operations (ops.record_transports), "matmul" if the forward
+    does not communicate, or a loss ("linear_cross_entropy", or "vocab_parallel_cross_entropy" of all logits).
+    request: the GEMM that communicates. shape: M, N, K of the forward's whole GEMM. local: M, N, K of one rank's GEMM,
+    the largest if ranks differ.
     """
 
     path: str
@@ -59,9 +59,9 @@ class LinearPlan(NamedTuple):
 def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) -> list[LinearPlan]:
     """Every linear operation in a module tree, for `tokens` rows in a forward, in the order of registration.
 
-    dtype: that of the computation; unset: that of the parameters.
-    Collective over a group whose transport nobody has asked about before. Errors: ValueError for a transport that was
-    asked for and cannot run.
+    dtype: that of the computation, by default the parameters'.
+    Collective over a group at the first question about its transport. Errors: ValueError for a transport that was asked
+    for and cannot run.
     """
     parameter = next(module.parameters())
     dtype, device = dtype or parameter.dtype, parameter.device
@@ -86,7 +86,7 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
 
 
 def _noted(plan: LinearPlan, note: str) -> LinearPlan:
-    """The plan with a note added to its reason; on one rank there is nothing to note."""
+    """The plan with a note added to its reason. On one rank it stays as it is, because nothing is communicated."""
     reason = plan.decision.reason + note * (plan.request.ranks > 1)
     return plan._replace(decision=plan.decision._replace(reason=reason))
 
@@ -98,7 +98,7 @@ class _Place(NamedTuple):
 
 
 def _column(path: str, layer: ParallelModule, where: _Place, n: int, width: int, k: int) -> LinearPlan:
-    """The plan of column-parallel GEMMs with n output features together, `width` of them on one rank."""
+    """The plan of column-parallel GEMMs that have n output features in all, `width` of them on one rank."""
     rows = where.tokens // layer.tp.size if layer.tp.sequence_parallel else where.tokens
     request = column_request(
         rows, k, width, where.dtype, where.device, layer.tp.group, layer.tp.sequence_parallel, layer.tp.transport

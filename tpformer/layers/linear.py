@@ -15,7 +15,7 @@ from .tensor_parallel import TensorParallel
 
 
 def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
-    """(..., K) -> (tokens, K). sequence_dim, which is sharded over ranks, becomes the first dim of the tokens."""
+    """(..., K) -> (tokens, K). The dim that is sharded over ranks, sequence_dim, comes first among the tokens' dims."""
     if sequence_dim is not None:
         if sequence_dim % x.ndim == x.ndim - 1:
             raise ValueError(
@@ -65,12 +65,12 @@ class ColumnParallelLinear(_Linear):
              sharded along that dim instead, as in (batch, seq / t, hidden), and y has it whole.
     Communication, per rank: that of ops.column_linear, carried by `tp.transport` (ops.choose_transport).
     tp None, or one rank: bit-identical to nn.Linear.
-    gather_output: y is (tokens, out_features), equal on all ranks, and its gradient has to be, too. The forward has an
-             all-gather of y besides. A block or MLP that fuses the layer takes this rank's features, ungathered.
+    gather_output: y is (tokens, out_features), equal on all ranks, and y's gradient must be equal on all ranks, too.
+             The forward then adds an all-gather of y. A block or MLP that fuses the layer does not gather.
     used_rows: weight and bias are Replicate, and this rank computes only these rows of them (keys and values with fewer
              heads than ranks). Their gradients are partial sums over the tp axis.
-    most_rows: if ranks use different numbers of rows, the largest of these numbers.
-    Errors:  ValueError for sizes below 1, gather_output with used_rows, and an x with other features.
+    most_rows: the largest number of rows that a rank uses, if ranks use different numbers.
+    Errors:  ValueError for sizes below 1, gather_output with used_rows, and an x that lacks some of the in_features.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class ColumnParallelLinear(_Linear):
         super().__init__(in_features, out_features, tp)
         if gather_output and used_rows is not None:
             raise ValueError(
-                "gather_output=True with used_rows: ranks that compute what they use have no parts of a whole to "
-                "gather; leave one of them out"
+                "gather_output=True with used_rows: ranks may compute the same rows, so their outputs do not make up a "
+                "whole; leave one of them out"
             )
         self.gather_output, self.used_rows, self.sequence_dim = gather_output, used_rows, sequence_dim
         used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
@@ -137,10 +137,9 @@ def project(
     *,
     carry: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """(outputs of column-parallel layers for the same rows (tokens, K), rows for the residual path).
+    """(the layers' outputs for the same rows (tokens, K), the rows that ops.column_linear carries or None).
 
-    The layers lie on one mesh, and one gather serves them all. The second result is None without `carry`
-    (ops.column_linear).
+    The layers lie on one mesh, and one gather serves them all. `carry` returns rows for the residual path.
     """
     parameters = [layer.local_parameters() for layer in layers]
     tp = layers[0].tp
@@ -165,16 +164,16 @@ def project(
 class RowParallelLinear(_Linear):
     """y = residual + dropout(reduce(act(x) W^T) + b) with the input features sharded.
 
-    Layout:  weight (out_features, in_features) is Shard(1) on the tp axis, bias Replicate, added once after the
+    Layout:  weight (out_features, in_features) is Shard(1) on the tp axis; bias is Replicate and added once, after the
              reduction; x is (tokens, in_features / t); y and residual are (tokens / t, out_features), a sequence shard,
              with sequence_parallel, else (tokens, out_features), equal on all ranks. `sequence_dim` as in
              ColumnParallelLinear.
     Communication, per rank: that of ops.row_linear, carried by `tp.transport` (ops.choose_transport).
     With sequence_parallel the bias gradient is a partial sum over the tp axis.
     input_is_parallel=False: x and gate are (tokens, in_features), equal on all ranks, and each rank takes its part of
-             them. The backward has an all-reduce of their gradients besides, which are then equal on all ranks.
+             them. The backward adds an all-reduce of their gradients, which makes these equal on all ranks.
     tp None, or one rank: bit-identical to nn.Linear.
-    Errors:  ValueError for sizes below 1, for an x with other features, and for a sequence_dim that t does not divide.
+    Errors:  ValueError for sizes below 1, for an x of another width, and for a sequence_dim that t does not divide.
     """
 
     def __init__(
@@ -244,9 +243,9 @@ class RowParallelLinear(_Linear):
         ends_region: bool = False,
     ) -> tuple[Tensor, ops.Normed | None]:
         """(result, its norm by next_norm or None) for rows (tokens, in_features / t), by ops.row_linear."""
-        queue = (
-            ops.active_queue() if is_own_parameter(self, "weight") else None
-        )  # else autograd takes its gradient further
+        queue = ops.active_queue()
+        if not is_own_parameter(self, "weight"):
+            queue = None  # the weight is computed from other parameters, so autograd needs its gradient now
         y = ops.row_linear(
             rows,
             self.local("weight"),

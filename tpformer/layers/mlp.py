@@ -1,4 +1,4 @@
-"""The transformer's MLP, plain (GELU, squared ReLU) or gated (SwiGLU, GeGLU), hidden features sharded over tp ranks."""
+"""The transformer's MLP, plain (GELU, squared ReLU) or gated (SwiGLU, GeGLU). Hidden features are sharded."""
 
 from functools import partial
 

@@ -44,15 +44,15 @@ Initializer = Normal | Constant
 
 
 class ParallelModule(nn.Module):
-    """A module that lies on tensor-parallel ranks. tp: a TensorParallel, its 1-D mesh alone, or None for one rank."""
+    """A module that lies on tensor-parallel ranks. tp: a TensorParallel, or only its 1-D mesh, or None for one rank."""
 
     def __init__(self, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.tp = TensorParallel.of(tp, sequence_parallel=sequence_parallel)
         _ = self.tp.sharded, self.tp.group  # cached now, because a compiler cannot enter cached_property's lock
         self.initial: dict[str, Initializer] = {}
-        self.placements: dict[str, Any] = {}  # of the parameters, on the tp axis
-        self.shares_gather: tuple[str, ...] = ()  # its column-parallel layers that one gather serves
+        self.placements: dict[str, Any] = {}  # each parameter's placement on the tp axis
+        self.shares_gather: tuple[str, ...] = ()  # names of its column-parallel layers that one gather serves
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
@@ -62,8 +62,8 @@ class ParallelModule(nn.Module):
     def _check_ranks(self, name: str, child: nn.Module) -> None:
         """ValueError for a child, or a layer within it, that lies on ranks in another way than this module.
 
-        It would take sequence shards for all rows, or a part of the features for all of them. Within a child of another
-        class a layer may be on one rank.
+        It would take sequence shards for all rows, or some features for all of them. A layer within the child may be on
+        one rank.
         """
         for part in child.modules():
             if not isinstance(part, ParallelModule) or part.tp is self.tp or (part is not child and part.tp.size == 1):
@@ -101,7 +101,7 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(value))
 
     def device_for(self, device: torch.device | str | None) -> torch.device | str:
-        """Where parameters go: `device`, or torch's default where one is set, or the mesh's kind of device."""
+        """Where parameters go: `device`, else torch's default if one is set, else the mesh's kind of device."""
         default = torch.get_default_device()
         if device is not None or self.tp.mesh is None or default.type != "cpu":
             return default if device is None else device
@@ -175,12 +175,12 @@ class ParallelModule(nn.Module):
                 )
             shape, offset = own_part(parameter.shape, parameter.device_mesh, parameter.placements)
             held = value.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
-            # a copy, so that the whole tensor can be freed though with assign=True this becomes the parameter
+            # A copy. With assign=True it becomes the parameter, and a view would keep the whole tensor alive.
             state_dict[prefix + name] = _laid_out(held.clone(), parameter, parameter.placements)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
-        """Fresh random values. tp rank 0 draws their seed from torch's generator, so that all layouts agree.
+        """Set fresh random values. tp rank 0 draws their seed from torch's generator, so that all layouts agree.
 
         Communicates: one broadcast of 8 bytes over the tp axis.
         """

@@ -13,8 +13,9 @@ from tpformer.distributed.dtensor import is_dtensor
 def watch_optimizers() -> None:
     """From now on, refuse every step of an Adafactor on sharded parameters. Later calls do nothing.
 
-    Adafactor's step sizes and factored statistics are of whole tensors. On shards torch's silently takes those of a
-    shard for a vector, and raises from within for a matrix. Optimizers that work on elements, as AdamW does, are exact.
+    Adafactor's step sizes and factored statistics are those of whole tensors. For a sharded vector torch's Adafactor
+    silently takes those of the shard; for a sharded matrix it raises from within. Optimizers that work element by
+    element, such as AdamW, are exact.
     """
     register_optimizer_step_pre_hook(_refuse)
 

@@ -1,4 +1,4 @@
-"""Where each token of a batch is in its sample or document: attention and position embeddings need to know it."""
+"""Positions: where each token of a batch is in its sample or document, for attention and position embeddings."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ from .tensor_parallel import TensorParallel
 
 
 class Positions:
-    """A batch's shape and positions; made once in a forward, shared by all layers.
+    """A batch's shape, and the positions of its tokens. It is made once in a forward and shared by all layers.
 
     batch, seq_length: the flattened tokens are (batch * seq_length,), one sample after another.
     ids: (batch, seq_length) int64, the position of each token in its document. They count up by 1, and start again at 0
@@ -22,10 +22,10 @@ class Positions:
     key_padding_mask: (batch, seq_length) bool, True where a token is padding, left or right of a sample's real tokens.
     It takes the place of ids: the real tokens are one document, and each run of padding is another, so that attention
     needs no mask. Results at padding are finite, but not those of torch.nn; do not read them.
-    unread: so many tokens at the end of every sample are padding that no real token attends to. Their positions may be
-    beyond the table's.
+    unread: how many tokens at the end of every sample are padding that no real token attends to. Their positions may
+    lie beyond a position table.
     sequence_shards: 1 if the rows of layers are the flattened tokens; t if each rank holds (batch, seq_length / t), so
-    that rows gathered from all ranks are in the order (shard, batch, seq_length / t). Layers find out from x.
+    that rows gathered from all ranks are in the order (shard, batch, seq_length / t). Layers set it by the shape of x.
     Errors: ValueError for ids that do not count like that, have another shape or come with an offset; for padding
     between real tokens; for a negative batch, seq_length or offset. On a GPU the check waits for the device, once.
     """
@@ -69,7 +69,7 @@ class Positions:
         self._sharded: Positions | None = None
 
     def sequence_sharded(self, shards: int) -> "Positions":
-        """The same positions for rows in so many shards (batch, seq_length / shards); made once for all layers."""
+        """The same positions for rows that come in `shards` shards of each sample; made once for all layers."""
         if self.batch < 2 or shards == self.sequence_shards:
             return self  # shards of one sample are slices of the flattened tokens
         if self._sharded is None or self._sharded.sequence_shards != shards:
@@ -101,7 +101,7 @@ class Positions:
         return self._flat_ids[device]
 
     def documents(self, device: torch.device) -> tuple[Tensor, int] | None:
-        """(boundaries (n + 1,) int32, longest) of n documents; None if every sample is one document."""
+        """(boundaries (n + 1,) int32, length of the longest) of n documents; None without ids, or without tokens."""
         if self.ids is None or not self.ids.numel():
             return None
         if self._documents is None:
@@ -114,14 +114,14 @@ class Positions:
         return self._documents
 
     def needed(self, device: torch.device) -> int:
-        """How many positions a table needs for all that is read. Waits for a GPU if the ids are there."""
+        """How many positions a table must have for all tokens that are read. Waits for the GPU if ids are on one."""
         documents = self.documents(device)
         return self.offset + self.seq_length - self.unread if documents is None else documents[1]
 
     def rope(
         self, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """What ops.rope takes: (cos, sin) for all positions, each (positions, head_dim / 2), and flat_ids; kept."""
+        """((cos, sin), ids) for ops.rope: a table (positions, head_dim / 2) each, made once, and flat_ids."""
         key = (head_dim, base, device, dtype)
         if key not in self._tables:
             with torch.inference_mode(False):
@@ -130,7 +130,8 @@ class Positions:
 
 
 def padded_ids(padding: Tensor, batch: int, seq_length: int) -> Tensor:
-    """Position ids (batch, seq_length) int64 for a key_padding_mask: real tokens are one document, padding others."""
+    """Position ids (batch, seq_length) int64 of a key_padding_mask. In a sample the real tokens are one document, and
+    each run of padding is another."""
     if tuple(padding.shape) != (batch, seq_length) or padding.dtype != torch.bool:
         raise ValueError(
             f"key_padding_mask is {tuple(padding.shape)} {padding.dtype}: give (batch, seq_length) = "
@@ -151,7 +152,8 @@ def positions_of(
 
     Without `positions` they follow from the shape of x, which is (batch, seq, hidden), or (batch, seq / t, hidden) with
     sequence parallelism, and from the key_padding_mask.
-    Errors: ValueError for an x that does not tell its batch and length, or does not fit the positions.
+    Errors: ValueError if x does not tell its batch and length, does not fit the positions, or comes with both positions
+    and key_padding_mask.
     """
     t, shape = tp.size if tp.sharded else 1, tuple(x.shape[:-1])
     if positions is None:
@@ -166,7 +168,7 @@ def positions_of(
     batch, seq = positions.batch, positions.seq_length
     if t > 1 and x.ndim == 3 and (shape[0], shape[1] * t) == (batch, seq):
         return positions.sequence_sharded(t)
-    whole = (shape[0] * t, *shape[1:]) if shape else (t,)  # of all ranks, if x is a slice of the flattened tokens
+    whole = (shape[0] * t, *shape[1:]) if shape else (t,)  # all ranks' x, if it is a slice of the flattened tokens
     if x.ndim == 3:
         fits = whole == (batch, seq)
     else:

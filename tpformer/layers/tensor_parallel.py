@@ -23,8 +23,8 @@ class TensorParallel:
 
     mesh: the tensor-parallel ranks, a 1-D DeviceMesh. None: one rank, with plain parameters and no process group.
     sequence_parallel: between linears each rank has rows of its own, a sequence shard (tokens / t, hidden). It is off
-             unless asked for, because a layer that is then given all rows computes the right result, but gradients that
-             are t times too large, without an error.
+             by default, because a layer with it that is given all rows raises no error: its result is right, but its
+             gradients are t times too large.
     transport: what carries the linears between the ranks (ops.choose_transport).
     Errors:  ValueError for a mesh of several axes or an unknown transport, TypeError for another kind of mesh.
     """

@@ -17,7 +17,7 @@ def check_window(window: int | None, is_causal: bool) -> None:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, window: int | None) -> Tensor:
-    """torch's attention of (batch, seq, heads, head_dim). The result is a view of what SDPA saves: it is saved once."""
+    """SDPA of (batch, seq, heads, head_dim). The result is a view of what SDPA saves, not a second copy."""
     seq, grouped, mask = q.shape[1], q.shape[2] != k.shape[2], None
     if window is not None and window < seq:
         mask = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril().triu(1 - window)

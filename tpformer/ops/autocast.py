@@ -30,7 +30,7 @@ def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def cast_back(deferred: Deferred | None, weights: Sequence[Tensor]) -> Deferred | None:
-    """The same queue for weights that are cast before use; its sinks cast each gradient to the weight's dtype."""
+    """The same queue, for weights that are cast before use. Its sinks cast each gradient to the weight's dtype."""
     if deferred is None:
         return None
     sinks = [partial(_sink, sink, weight.dtype) for sink, weight in zip(deferred.sinks, weights, strict=True)]

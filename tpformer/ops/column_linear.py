@@ -20,7 +20,7 @@ from .weight_gradients import Deferred
 
 
 class _Layout(NamedTuple):
-    """What a call of column_linear is given besides tensors."""
+    """What the Function takes that is no tensor."""
 
     transport: Transport
     sequence_parallel: bool
@@ -75,7 +75,7 @@ class ColumnLinearFunction(torch.autograd.Function):
         dys, dcarried = (dys[:-1], dys[-1]) if layout.carry else (dys, None)
         rows = x
         if norm is not None:
-            # one cheap pass over x instead of 2 bytes for each element, kept since the forward
+            # one cheap pass over x; otherwise the forward would have kept norm(x)
             rows = implementation("norm", x).norm_rebuilt(x, (mean, rstd), norm)
         n, needed = 5 + len(weights), ctx.needs_input_grad
         wanted, wanted_biases = needed[5:n], needed[n:]
@@ -132,18 +132,18 @@ def column_linear(
 
     Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K) and equal on all ranks; weight (N / t, K), or a
              sequence of such weights, which share the gather; bias (N / t,) or None, one per weight; result
-             (tokens, N / t), or a tuple. t = group.size(); group None is one rank. Leading dims of x are flattened to
-             rows; the result has them again if it has as many rows.
+             (tokens, N / t), or a tuple. t = group.size(); group None means one rank. Leading dims of x are flattened
+             to rows; the result has them again if it has as many rows.
              normed: norm(x), if row_linear has made it together with x.
-             carry: return x as the last output, too, for the residual path. The norm's backward then adds that
+             carry: x is also returned, as the last output, for the residual path. The norm's backward then adds that
              output's gradient in its own pass.
     Saves:   x before the norm, and two statistics a row. The backward rebuilds norm(x) and gathers it again.
     Communication, per rank, B = tokens * K * itemsize:
              sequence parallel: forward all-gather B; backward reduce-scatter B (dx), all-gather B (x again, for dW)
              otherwise:         forward none; backward all-reduce B (dx)
-             transport: a name (choose_transport), or a Transport that was opened for this shape; its group is then
+             transport: a name (choose_transport), or a Transport that was opened for this shape; `group` is then not
              used. If ranks differ in N / t, open it for the largest, so that "auto" chooses alike on all ranks.
-             deferred: weight gradients, and the second all-gather, wait in its queue; one sink per weight.
+             deferred: its queue takes the weight gradients and the second all-gather; it has one sink per weight.
     With sequence_parallel the gradients of the norm's parameters are partial sums, over this rank's rows.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast the norm runs in float32 and its output is saved; gather and GEMMs have autocast's dtype.

@@ -23,12 +23,12 @@ from .norm import norm as normalise
 from .transports.interface import record_transport
 from .uncompiled import uncompiled
 
-# How many logits linear_cross_entropy holds at once, and the fewest tokens. Each chunk reads and writes the float32
-# gradient of W: on an H200, by its data sheet, that is a tenth of the time that the GEMMs of 2048 tokens take.
+# How many logits linear_cross_entropy holds at once, and the fewest tokens of a chunk. Each chunk reads and writes the
+# float32 gradient of W. On an H200, by its data sheet, that takes a tenth of the time of 2048 tokens' GEMMs.
 CPU_LOGITS, CPU_TOKENS = 2**22, 64
 GPU_LOGITS, GPU_TOKENS = 2**26, 2048
 REDUCTIONS = ("sum", "mean", "none")  # those of torch.nn.functional.cross_entropy
-ROW_MULTIPLE = 16  # a chunk's logits have a multiple of so many columns, some of them padding: rows stay aligned
+ROW_MULTIPLE = 16  # the columns of a chunk's logits are a multiple of this, with padding, so that rows stay aligned
 
 
 def loss_terms(ignore_index: int, label_smoothing: float, z_loss: float) -> LossTerms:
@@ -91,7 +91,7 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):
             logits.detach(), normalisers, targets, dlosses, ctx.vocab, ctx.terms, in_place=ctx.in_place
         )
         if ctx.in_place:
-            # autograd does not see what a kernel writes: whoever else saved the logits, as a second backward, must fail
+            # autograd does not see what a kernel writes. A second backward, or another user of the logits, must fail.
             torch.autograd.graph.increment_version(logits)
         return dlogits, None, None, None, None, None
 
@@ -135,7 +135,7 @@ def vocab_parallel_cross_entropy(
 
 
 class _Head(NamedTuple):
-    """What a call of linear_cross_entropy is given besides tensors."""
+    """What the Function takes that is no tensor."""
 
     vocab: VocabSlice
     terms: LossTerms
@@ -224,7 +224,7 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor, rounded once. factor is a scalar tensor of at least x's precision."""
-    if x.is_cuda:  # torch would round a factor without dims to x's dtype first, and does not round one of one dim
+    if x.is_cuda:  # torch would first round a factor without dims to x's dtype; it does not with one dim
         return torch.mul(x, factor.reshape(1), out=torch.empty_like(x))
     return x * factor
 

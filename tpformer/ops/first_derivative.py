@@ -1,8 +1,7 @@
-"""Backwards without a backward of their own: their gradients are right with create_graph=True, too, but cannot be
-differentiated again.
+"""Makes second derivatives an error. With create_graph=True gradients are right, but cannot be differentiated again.
 
-torch.autograd.function.once_differentiable is not enough. If the incoming gradient needs no gradient, it lets a second
-derivative pass as zero, though the gradient depends on what the forward saved.
+torch.autograd.function.once_differentiable is not enough. If the incoming gradient needs no gradient, a second
+derivative is then silently zero, though the gradient depends on what the forward saved.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from torch import Tensor
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the `backward` of an autograd Function, so that differentiating its gradients raises RuntimeError.
 
-    That holds for derivatives with respect to the incoming gradients and all saved tensors. So the Function has to save
-    all that a gradient depends on, or its `trace`.
+    That holds for derivatives with respect to the incoming gradients and all saved tensors. So the Function must save
+    each tensor that a gradient depends on, or the tensor's `trace`.
     """
 
     @wraps(backward)
@@ -40,7 +39,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trace(x: Tensor) -> Tensor:
-    """An empty tensor that autograd takes for a function of x: a Function saves it where it does not save x."""
+    """An empty tensor that to autograd depends on x. A Function saves it if it does not save x."""
     return x[:0].clone()
 
 
@@ -55,7 +54,7 @@ class _Unpacked:
 
 
 class _NoSecond(torch.autograd.Function):
-    """Returns the first `count` tensors; to autograd they depend on all of them, and have no derivative."""
+    """Returns the first `count` tensors. To autograd they depend on all tensors, and their derivative is an error."""
 
     @staticmethod
     def forward(ctx, name: str, count: int, *tensors):

@@ -15,9 +15,9 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def implementation(op: str, x: Tensor) -> Any:
     """The module kernels/<op>/kernel.py or kernels/<op>/reference.py, which have the same functions.
 
-    CUDA tensors of KERNEL_DTYPES get the kernel, all others the reference: a CPU never gets Triton's interpreter, and
-    float64, which is for verification, stays in torch.
-    ValueError if the tensor lies on another GPU than the current one.
+    CUDA tensors of KERNEL_DTYPES get the kernel, all others the reference. So a CPU never gets Triton's interpreter,
+    and float64, which is for verification, stays in torch.
+    Raises ValueError if the tensor lies on another GPU than the current one.
     """
     module = "kernel" if x.is_cuda and x.dtype in KERNEL_DTYPES else "reference"
     if module == "kernel":

@@ -1,4 +1,4 @@
-"""Offloading: what the backward needs waits in host memory, copied beside the computation and back ahead of its use."""
+"""Offloading: what the backward needs waits in host memory. The copies run beside the computation, both ways."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tpformer.distributed.dtensor import is_dtensor
 
-SMALLEST = 1 << 20  # bytes of a storage: copies of less cost more than the memory is worth
+SMALLEST = 1 << 20  # bytes of a storage; to copy a smaller one costs more than its memory is worth
 
 
 class Offload:
-    """Saved tensors of a model's layers in pinned host memory; one object for one forward and its backward.
+    """Keeps saved tensors of a model's layers in pinned host memory. Use one object for one forward and its backward.
 
         offload = Offload()
         for layer in layers:
@@ -25,11 +25,11 @@ class Offload:
 
     Autograd saves tensors in the context. Every storage of at least `smallest` bytes that it saves is copied to the
     host once, on a stream of its own, however many views are saved; the layer's parameters stay on the device.
-    The copies of a layer may take as long as the next layer's forward, and then its device memory is freed. So two
-    layers' memory is held at a time, and the last layer's stays. The backward of a layer first starts to fetch the
-    layer before it, so that copies run under its GEMMs. It frees a storage after its last use.
-    Host memory: the saved bytes; torch's pinned allocator rounds each storage up to a power of two. They cross the bus
-    twice. On a CPU the copy is an ordinary one: it saves nothing, and lets the code be tested.
+    The copies of a layer may take as long as the next layer's forward; then the layer's device memory is freed. So two
+    layers' memory is held at a time, and the last layer's stays. The backward of a layer first starts to fetch what the
+    layer before it saved, so that these copies run beside its GEMMs. It frees a storage after the storage's last use.
+    Host memory: the saved bytes, each storage rounded up to a power of two by torch's pinned allocator. The bytes cross
+    the bus twice. On a CPU the copy saves nothing; it lets the code be tested.
     """
 
     def __init__(self, smallest: int = SMALLEST) -> None:
@@ -38,7 +38,7 @@ class Offload:
 
     @contextmanager
     def layer(self, *modules: nn.Module) -> Iterator[None]:
-        """What autograd saves in this context is one layer's, or that of several, offloaded and fetched together."""
+        """Offload what autograd saves in this context. It is fetched together, as one layer's."""
         layer = _Layer(modules, self.smallest, self._last)
         self._last = layer
         try:
@@ -50,7 +50,7 @@ class Offload:
 
 
 class _View(NamedTuple):
-    """A saved tensor as its place in an offloaded storage."""
+    """Where a saved tensor lies in an offloaded storage."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -65,12 +65,12 @@ class _Layer:
     def __init__(self, modules: tuple[nn.Module, ...], smallest: int, before: _Layer | None) -> None:
         self.modules, self.smallest, self.before = modules, smallest, before
         self.parameters: set[int] | None = None
-        self.open: dict[int, _Storage] = {}  # while it is, storages stay alive, so that addresses name them
+        self.open: dict[int, _Storage] = {}  # by address; the storages stay alive, so no other gets the same address
         self.storages: list[_Storage] = []
         self.fetched = False
 
     def pack(self, x: Tensor) -> _View | Tensor:
-        if self.parameters is None:  # only now: FSDP2 gathers them in a module's forward
+        if self.parameters is None:  # not sooner, because FSDP2 gathers them in a module's forward
             self.parameters = {_address(parameter) for module in self.modules for parameter in module.parameters()}
         address = _address(x)
         if is_dtensor(x) or x.untyped_storage().nbytes() < self.smallest or address in self.parameters:
@@ -94,7 +94,7 @@ class _Layer:
         self.fetch()
         if self.before is not None:
             self.before.fetch()
-            self.before = None  # a chain of all layers would outlive the backward
+            self.before = None  # otherwise a chain of all layers would outlive the backward
         x = packed.storage.take(packed)
         if packed.storage.uses == 0:
             self.storages.remove(packed.storage)

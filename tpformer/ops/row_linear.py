@@ -23,13 +23,13 @@ from .weight_gradients import Deferred
 
 
 class _Layout(NamedTuple):
-    """What a call of row_linear is given besides tensors."""
+    """What the Function takes that is no tensor."""
 
     transport: Transport
     sequence_parallel: bool
     activation: str | None
     dropout: Dropout | None
-    skip: bool  # in a region's second run, whose end nobody reads
+    skip: bool  # whether this is the end of a region's second run, whose result nobody reads
     deferred: Deferred | None
 
 
@@ -81,7 +81,7 @@ class RowLinearFunction(torch.autograd.Function):
         elif wants_weight:
             a = implementation("activation", x).activation_forward(x, layout.activation, gate)
 
-        held = dy if gathered is None else gathered  # a queue keeps this one, and not the other
+        held = dy if gathered is None else gathered  # so that a queue keeps one of the two alive, not both
 
         def weight_gradient() -> Tensor:
             whole = gathering.start_gather(held)() if gathered is None else held
@@ -143,8 +143,8 @@ def row_linear(
              bias (N,), added once, after the reduction; residual and result (tokens / t, N) with sequence_parallel,
              else (tokens, N), equal on all ranks. t = group.size(); group None is one rank.
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
-             next_norm: the norm before the next linear. The pass that adds bias, dropout and residual makes it, and the
-             result is (Y, Normed): give the next column_linear both, Y as x.
+             next_norm: the norm before the next linear. The pass that adds bias, dropout and residual applies it, too,
+             and the result is (Y, Normed). Give both to the next column_linear, Y as x and Normed as normed.
              ends_region: this is the last operation of a recomputed region (ops.recompute).
              Leading dims of x, gate and residual are flattened to rows; Y has x's again if it has as many rows. Normed
              holds rows.
@@ -152,8 +152,8 @@ def row_linear(
     Communication, per rank, B = tokens * N * itemsize:
              sequence parallel: forward reduce-scatter B; backward all-gather B (dy, used for dx and dW)
              otherwise:         forward all-reduce B; backward none
-             transport: as in column_linear. deferred: the weight gradient waits in its queue, for its one sink, and
-             the gathered dy with it.
+             transport: as in column_linear. deferred: its queue takes the weight gradient and the gathered dy; it has
+             one sink.
     With sequence_parallel the bias gradient is a partial sum, over this rank's rows.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast all but the residual have autocast's dtype; the residual keeps its own, and is added last.

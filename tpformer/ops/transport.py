@@ -20,8 +20,8 @@ from .transports.pipelined import Pipelined
 from .transports.sequential import Sequential
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
-FUSED_ROWS = 1024  # with fewer rows a collective and a library GEMM beat the fused kernels of sequence parallelism
-PIPELINED_ROWS = 1024  # per rank: smaller GEMM chunks lose more than their overlap gains
+FUSED_ROWS = 1024  # with fewer rows a collective and a library GEMM are faster than the fused kernels
+PIPELINED_ROWS = 1024  # per rank; smaller GEMM chunks lose more time than their overlap gains
 FUSED_EFFICIENCY = 0.9  # share of max(GEMM, communication) that the fused kernels are expected to reach
 LOCAL = Sequential(None)
 NEEDS = {
@@ -47,7 +47,7 @@ def column_request(
     sequence_parallel: bool,
     transport: str,
 ) -> Request:
-    """The request of a column_linear for x (rows, k) and n output features, those of all its weights on this rank.
+    """The request of a column_linear for x (rows, k). n: this rank's output features, of all weights together.
 
     Without sequence parallelism only the backward communicates: dx = all_reduce(dy W).
     """
@@ -67,7 +67,7 @@ def row_request(
     sequence_parallel: bool,
     transport: str,
 ) -> Request:
-    """The request of a row_linear for x (rows, k), k input features on this rank, and n output features."""
+    """The request of a row_linear for x (rows, k). k: this rank's input features; n: output features."""
     return Request(SCATTER if sequence_parallel else ALL_REDUCE, rows, n, k, dtype, device, group, transport)
 
 
@@ -137,10 +137,10 @@ def why_not_pipelined(request: Request) -> str | None:
 
 
 def use_measured_table(path: str | Path | None) -> None:
-    """Let "auto" choose by a file of measured times (config.transport_table); None: by the performance model again.
+    """Let "auto" choose by a file of measured times (config.transport_table). With None the performance model chooses.
 
     It holds for this process, and all ranks must use the same file.
-    Errors: FileNotFoundError, or ValueError for a file that is no such table.
+    Errors: FileNotFoundError, or ValueError for a file that is not such a table.
     """
     REGISTRY.table = None if path is None else read_transport_table(path)
 
@@ -183,7 +183,7 @@ def _automatic(request: Request) -> Decision:
 
 
 def _fused_or_sequential(request: Request) -> Decision:
-    """By the performance model, where both can run."""
+    """The choice by the performance model, where both can run."""
     nbytes = request.m * request.n * request.dtype.itemsize
     if request.op == ALL_REDUCE and nbytes <= ONE_SHOT_BYTES:
         return Decision("fused", f"one-shot: {nbytes / 1024:g} KiB <= {ONE_SHOT_BYTES >> 10} KiB")

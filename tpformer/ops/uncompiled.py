@@ -1,6 +1,6 @@
 """Operations under torch.compile: the compiler calls them as they are, and does not look inside.
 
-Belongs here: the two decorators that tell it so, and the reason that it shows.
+Belongs here: the two decorators that tell the compiler so, and the reason that it reports.
 """
 
 from collections.abc import Callable

@@ -27,12 +27,12 @@ class WeightGradientQueue:
         queue.run()       # weight gradients
 
     `collect` surrounds the forward, not the backward, so that each linear remembers its own queue. Microbatches in
-    flight then cannot mix, and it works on CUDA, where the backward runs in threads that see no context.
-    Until `run`, a linear keeps its input and its output gradient, in memory of their own:
-        column   the normed rows of this rank, which `run` gathers again, and dy
-        row      the activated input, and dy, gathered; if the input needs no gradient, `run` gathers dy
-    Collectives and GEMMs are those of an ordinary backward, in the order of the queue; all ranks of a group must have
-    the same order.
+    flight then cannot mix, and it works on CUDA, where the backward runs in threads that do not see the context.
+    Until `run`, a linear keeps its input and its output gradient, in memory that no later operation overwrites:
+        column   this rank's normed rows, which `run` gathers again, and dy
+        row      the activated input, and the gathered dy; if the input needs no gradient, `run` gathers dy
+    `run` has the collectives and GEMMs of an ordinary backward, in the order of the queue, which must be the same on
+    all ranks of a group.
     `run` adds to `.grad` itself, and gradient hooks of the parameters do not fire. Without `run` the parameters get no
     gradient. A backward with create_graph=True raises RuntimeError, because what `run` makes has no graph.
     """
@@ -79,7 +79,8 @@ ACTIVE_QUEUE: ContextVar[WeightGradientQueue | None] = ContextVar("weight_gradie
 
 
 class Deferred(NamedTuple):
-    """Where a linear's weight gradients go instead of to autograd: a queue, and a function to take each weight's."""
+    """Where a linear's weight gradients go instead of to autograd: a queue, and for each weight a function to take its
+    gradient."""
 
     queue: WeightGradientQueue
     sinks: Sequence[GradientSink]

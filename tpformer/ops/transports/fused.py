@@ -31,10 +31,10 @@ from tpformer.kernels.protocol import Channel
 from ..norm import Normed
 from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 
-# Copy engines send shards from this size on. They leave all SMs to the GEMM, but need large pieces: elsewhere they have
-# been seen to reach half of a link's bandwidth at about 4 MB. A prediction for NVLink: nobody has measured it here.
+# Copy engines send shards of at least this size. They leave all SMs to the GEMM, but need large pieces: others report
+# half of a link's bandwidth at about 4 MB. That is a prediction for NVLink, which this project has not measured.
 COPY_ENGINE_BYTES = 4 << 20
-NCCL_CTAS = 32  # what NCCL may use where NCCL_MAX_CTAS does not say
+NCCL_CTAS = 32  # SMs that NCCL may use if NCCL_MAX_CTAS is not set
 
 
 class Fused:
@@ -48,16 +48,16 @@ class Fused:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        # A grid that waits on every SM leaves none to collectives of other groups. Ranks that wait for one another
-        # through both would then wait for ever. So if there are other groups, some SMs stay free for their collectives.
+        # A grid that waits on every SM leaves none to collectives of other groups, for which another rank may wait
+        # before it comes to this grid: a deadlock. So if there are other groups, some SMs stay free.
         alone = group.size() == dist.get_world_size()
         self.spare = 0 if alone else int(os.environ.get("NCCL_MAX_CTAS", NCCL_CTAS))
 
     @contextmanager
     def _gathering(self, x: Tensor) -> Iterator[tuple[Channel, KernelWorkspace, bool]]:
-        """A gather of x for the kernel that is launched in the context.
+        """Gather x by the kernel that is launched in the context. The context gives (channel, workspace, push).
 
-        The bool says that the kernel has to push the rows, because no copy engine does.
+        push: the kernel has to push the rows, because no copy engine does.
         """
         record_transport(GATHER, self.name)
         channel, workspace, sent = self._begin_gather("all_gather_matmul", x)
@@ -66,7 +66,8 @@ class Fused:
         workspace.check()
 
     def _begin_gather(self, operation: str, x: Tensor) -> tuple[Channel, KernelWorkspace, Tensor | None]:
-        """(channel, workspace, rows). Keep the rows until the copies are joined; None: the kernel has to push."""
+        """(channel, workspace, rows that copies send). Keep the rows until the copies are joined. If they are None, the
+        kernel has to push."""
         world = self.group.size()
         record("all_gather", world * x.nbytes)
         workspace = kernel_workspace(self.group, "gather", x.device)
@@ -80,7 +81,8 @@ class Fused:
         return channel, workspace, whole
 
     def _gathered(self, channel: Channel, workspace: KernelWorkspace, x: Tensor) -> Tensor:
-        """The gathered rows, valid until the next gather: the slot itself, or a copy if only the device knows which."""
+        """The gathered rows, valid until the next gather. They are the slot itself, or a copy once a CUDA graph was
+        captured: then only the device knows which slot it is."""
         if workspace.captured:
             return gathered_copy(channel, x)
         return channel.gathered(workspace.epoch & 1, x)
@@ -156,7 +158,7 @@ class Fused:
         return finish_rows(y, Finish(norm=finish.norm))
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Transport.start_gather: copy engines send large shards at once; small ones are pushed when waited for."""
+        """Transport.start_gather: copy engines send large shards at once; small ones are pushed by the wait."""
         channel, workspace, sent = self._begin_gather("all_gather", x)
 
         def wait() -> Tensor:
@@ -171,7 +173,7 @@ class Fused:
 def _at_most_three(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], transposed: bool
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """At most three pairs, which is what kernels take: the third and later ones are joined into one."""
+    """(inputs, weights) with at most the three pairs that kernels take: later ones are joined to the third."""
     last = MAXIMUM_WEIGHTS - 1
     if len(inputs) <= MAXIMUM_WEIGHTS:
         return inputs, weights

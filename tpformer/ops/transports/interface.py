@@ -1,4 +1,4 @@
-"""What every transport does: the four methods that column_linear and row_linear call, and the record of their calls.
+"""The interface of transports: four methods that column_linear and row_linear call, and the record of their calls.
 
 Letters: M rows (tokens) in total, t ranks; K and N are those of this rank's GEMM.
 """
@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
 
 def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
-    """Bias, dropout, residual and norm of reduced rows y, in a pass of its own: (rows, norm). May overwrite y."""
+    """(rows, norm): bias, dropout, residual and norm applied to reduced rows y in a separate pass. May overwrite y."""
     if finish.norm is not None:
         y, normed, statistics = implementation("norm", y).finish_norm_forward(y, finish)
         return y, Normed(normed, *statistics)
@@ -82,8 +82,8 @@ class Transport(Protocol):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """(dx, dgate, a, gathered): the backward of a @ W^T, a = act(x) or act(gate) * x, from each rank's rows of dy.
 
-        Shapes: dy (M / t, N); weight (N, K); x, gate, dx, dgate and a, which is rebuilt, (M, K); gathered (M, N) is
-        gather(dy). The group's next operation may overwrite gathered, unless `keep`.
+        Shapes: dy (M / t, N); weight (N, K); x, gate, dx, dgate and the rebuilt a (M, K); gathered = gather(dy) (M, N).
+        The group's next operation may overwrite gathered, unless `keep`.
         Communication: one all-gather of M * N * itemsize bytes.
         """
 
@@ -98,8 +98,8 @@ class Transport(Protocol):
     ) -> tuple[Tensor, Normed | None]:
         """(y, its norm or None): the sum over ranks and i of inputs_i @ W_i, or @ W_i^T if transposed, then `finish`.
 
-        Shapes: inputs (M, K_i); weights (K_i, N), transposed (N, K_i); y in memory of its own: with scatter this rank's
-        rows (M / t, N), else (M, N), equal on all ranks.
+        Shapes: inputs (M, K_i); weights (K_i, N), or (N, K_i) if transposed; y, with scatter, this rank's rows
+        (M / t, N), else (M, N), equal on all ranks. y has memory of its own.
         Communication: one reduce-scatter or all-reduce of M * N * itemsize bytes.
         Errors: ValueError if scatter and t does not divide M.
         """
@@ -124,9 +124,9 @@ REGISTRY = Registry()
 
 
 def record_transports() -> AbstractContextManager[list[tuple[str, str]]]:
-    """A context that gives a list, which gets (operation, transport) whenever one runs in this process.
+    """A context that gives a list. (operation, transport) is appended whenever a transport runs in this process.
 
-    Operations: "all_gather_matmul" (a row-parallel backward is one too), "matmul_reduce_scatter", "matmul_all_reduce",
+    Operations: "all_gather_matmul" (a row-parallel backward, too), "matmul_reduce_scatter", "matmul_all_reduce",
     "linear_cross_entropy". One rank runs no transport and records nothing.
     """
     return REGISTRY.recorded.listen()

@@ -15,7 +15,8 @@ from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transpor
 
 
 class Pipelined:
-    """A gather's GEMM takes this rank's rows first, then each peer's as they arrive; a reduction's makes its own last.
+    """The GEMM after a gather takes this rank's rows first, then each peer's as they arrive. The GEMM before a
+    reduction makes this rank's rows last.
 
     A reduce-scatter adds in rank order in at least float32 and rounds once; an all-reduce adds as the backend does.
     """

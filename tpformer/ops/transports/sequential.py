@@ -1,4 +1,4 @@
-"""The collective, then the GEMM, or the GEMM, then the collective: what every other transport has to equal."""
+"""The collective and the GEMM, one after the other. Every other transport must give the same results."""
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
