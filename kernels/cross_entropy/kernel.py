@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ALIGNMENT, launch_options
+from ..launch import launch_options
 from ..rows import row_argument
 from .reference import LossTerms, VocabSlice
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a maximum to subtract where -inf - -inf would be NaN
-DIVISOR = 16  # elements: what Triton must know to divide a row's length and stride, or it loads one at a time
+VECTOR_BYTES = 16
+ALIGNMENT = 16  # elements: what Triton must know to divide a row's length and stride, or it loads one at a time
 VECTORS, SCALARS = 2, 8  # loads that a thread has in flight
 WARPS = 8  # of a program whose row is long enough
 BLOCKS = 4  # that a row should have, rather than more warps
@@ -164,10 +165,10 @@ def slice_gradient_kernel(
         tl.store(drow + start + at, gradient.to(dlogits.pointer.dtype.element_ty), mask=inside)
 
 
-def loss_options(logits: Tensor) -> dict[str, int]:
+def row_options(logits: Tensor) -> dict[str, int]:
     """LANES, VECTOR and the launch's options: as many warps as a row of logits has work for."""
-    wide = logits.shape[1] % DIVISOR == 0 and logits.stride(0) % DIVISOR == 0
-    vector = ALIGNMENT // logits.element_size() if wide else 1
+    wide = logits.shape[1] % ALIGNMENT == 0 and logits.stride(0) % ALIGNMENT == 0
+    vector = VECTOR_BYTES // logits.element_size() if wide else 1
     lanes = 32 * (VECTORS if wide else SCALARS)
     warps = min(WARPS, triton.next_power_of_2(triton.cdiv(max(1, logits.shape[1]), BLOCKS * lanes * vector)))
     return {"LANES": warps * lanes, "VECTOR": vector, **launch_options(warps, 1)}
@@ -189,7 +190,7 @@ def slice_statistics(logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: 
         logits = unit_stride(logits)
         slice_statistics_kernel[(tokens,)](
             row_argument(logits), targets.contiguous(), statistics, tokens, columns, vocab.valid, vocab.first,
-            LABEL_SMOOTHING=bool(terms.label_smoothing), **loss_options(logits),
+            LABEL_SMOOTHING=bool(terms.label_smoothing), **row_options(logits),
         )  # fmt: skip
     return statistics, None
 
@@ -244,7 +245,7 @@ def slice_gradient(
         slice_gradient_kernel[(tokens,)](
             row_argument(logits), row_argument(dlogits), normalisers, targets.contiguous(),
             None if scale is None else scale.contiguous(),
-            tokens, columns, vocab.valid, vocab.first, vocab.entries, terms, **loss_options(logits),
+            tokens, columns, vocab.valid, vocab.first, vocab.entries, terms, **row_options(logits),
         )  # fmt: skip
     return dlogits
 
