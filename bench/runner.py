@@ -32,8 +32,8 @@ SCHEMA = 1
 LETTERS = 280  # a longer line of a results file is broken, if it has parts
 QUICK = {"--quick": {"action": "store_true", "help": "small sizes, few repetitions, nothing written"}}
 REFUSED = (
-    "files besides bench/results differ from the commit, so results are printed and none is written; commit first to "
-    "keep them"
+    "files besides bench/results differ from the commit, or there is none, so results are printed and none is "
+    "written; commit first to keep them"
 )
 
 
@@ -145,8 +145,8 @@ def commit() -> dict[str, Any]:
 
 
 def refused(results: Path) -> bool:
-    """Whether results must not be written there: into the repository, while its files differ from the commit."""
-    return results == RESULTS and bool(commit()["dirty"])
+    """Whether results must not be written there: into the repository, unless a commit has all of its other files."""
+    return results == RESULTS and commit()["dirty"] is not False
 
 
 def say(console: Console, text: str) -> None:
@@ -177,7 +177,7 @@ def write(bench: Bench, content: Mapping[str, Any], results: Path, console: Cons
         "description": bench.description,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
-        **commit(),
+        **{key: content[key] for key in ("commit", "dirty")},
         "versions": versions(),
     }
     path = directory / f"{bench.name}.json"
@@ -199,6 +199,7 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
             say(console, "\nPREDICTION, not a measurement")
             say(console, f"{bench.predict()}\n{bench.note}")
         return 0
+    begun = commit()  # now: somebody may edit or commit while it runs
     unwanted = whole and refused(results)
     if unwanted:
         say(console, f"{bench.name}: {REFUSED}")
@@ -216,11 +217,12 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
         return 2
     for table in (*report.tables, bench.note):
         console.print(table, highlight=False, soft_wrap=isinstance(table, str))
+    unwanted = unwanted or (whole and refused(results))
     if unwanted or not whole:
         say(console, f"nothing is written: {REFUSED if unwanted else 'called with an option'}")
     elif not console.quiet:
         note = {"note": bench.note} if bench.note else {}
-        directory = write(bench, {**note, **report.content}, results, console)
+        directory = write(bench, {**begun, **note, **report.content}, results, console)
         if report.files is not None:
             report.files(directory)
     for problem in report.problems or [report.outcome]:

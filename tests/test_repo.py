@@ -58,7 +58,8 @@ def tree_of(path: Path) -> ast.Module:
 
 def imported_modules(path: Path) -> set[str]:
     """Absolute module names that a file imports, relative imports resolved."""
-    package = list(path.relative_to(ROOT).parts[:-1])
+    parts = path.relative_to(ROOT).parts[:-1]
+    package = ["tpformer", *parts] if parts[:1] == ("kernels",) else list(parts)
     modules = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -241,6 +242,9 @@ def private_names(tree: ast.Module, own: set[str]) -> list[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             parts = [*node.module.split("."), *(alias.name for alias in node.names)]
             found += [part for part in parts if part.startswith("_")]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            found += [part for name in names if name[0] == "torch" for part in name if part.startswith("_")]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found += re.findall(r"^torch\.(?:\w+\.)*_\w+$", node.value)
         elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):

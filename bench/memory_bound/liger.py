@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpformer.kernels.cross_entropy.reference import IGNORE_INDEX
 from tpformer.kernels.finish import Norm
 from tpformer.kernels.rope.reference import Table
 
@@ -149,7 +150,7 @@ def cross_entropy(gradient: bool) -> Provider:
     def losses(logits: Tensor, targets: Tensor) -> Any:
         leaf = logits.detach().requires_grad_(gradient)
         with torch.no_grad():
-            result = op.forward(Context(), leaf, targets, None, -100, 0.0, 0.0, "none")[0]
+            result = op.forward(Context(), leaf, targets, None, IGNORE_INDEX, 0.0, 0.0, "none")[0]
         return (result, logits) if gradient else result
 
     return losses
@@ -158,4 +159,4 @@ def cross_entropy(gradient: bool) -> Provider:
 def linear_cross_entropy() -> Provider:
     """f(x, weight, targets) -> the summed loss, differentiable."""
     op = function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
-    return lambda x, weight, targets: op.apply(x, weight, targets, None, None, -100, 0.0, 0.0, "sum")[0]
+    return lambda x, weight, targets: op.apply(x, weight, targets, None, None, IGNORE_INDEX, 0.0, 0.0, "sum")[0]

@@ -102,17 +102,23 @@ def test_results_of_a_changed_tree_are_refused_before_they_are_measured(
 ) -> None:
     git: dict = {"commit": "abc", "dirty": True}
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
-    monkeypatch.setattr(runner, "commit", lambda: git)
+    monkeypatch.setattr(runner, "commit", lambda: dict(git))
     assert main(["toy"], [toy(lambda: print("checked"))], tmp_path) == 0
     printed = capsys.readouterr().out
     assert printed.index("files besides bench/results differ from the commit") < printed.index("checked")
     assert "all 1 bars hold" in printed and list(tmp_path.iterdir()) == []
-    for git in ({"commit": "abc", "dirty": False}, {"commit": None, "dirty": None}):  # clean; not in git
-        assert main(["toy"], [toy()], tmp_path) == 0
-        written = json.loads((tmp_path / "cpu" / "toy.json").read_text())
-        assert {key: written[key] for key in git} == git
-        shown = "commit abc" if git["commit"] else "commit unknown"
-        assert shown in (tmp_path / "cpu" / "toy.svg").read_text()
+    git = {"commit": "abc", "dirty": False}
+    assert main(["toy"], [toy(lambda: git.update(commit="def"))], tmp_path) == 0
+    path = tmp_path / "cpu" / "toy.json"
+    assert json.loads(path.read_text())["commit"] == "abc", "the commit at which it began"
+    assert "commit abc" in path.with_suffix(".svg").read_text()
+    before = path.read_bytes()
+    capsys.readouterr()
+    assert main(["toy"], [toy(lambda: git.update(dirty=True))], tmp_path) == 0, "edited while it ran"
+    git = {"commit": None, "dirty": None}  # not in git
+    assert main(["toy"], [toy()], tmp_path) == 0
+    assert capsys.readouterr().out.count("nothing is written: files besides bench/results differ") == 2
+    assert path.read_bytes() == before
 
 
 def test_the_list_of_benches(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -72,13 +72,14 @@ def ring(rounds: int) -> list[float]:
     memory = SharedMemory(8 * rounds, world(), timeout=10)
     right, left = (memory.rank + 1) % memory.size, (memory.rank - 1) % memory.size
     for index in range(rounds):
-        memory.copy_and_signal(right, torch.tensor([float(100 * memory.rank + index)], dtype=torch.float64), 8 * index)
+        memory.peer(right, (1,), torch.float64, 8 * index).fill_(float(100 * memory.rank + index))
+        memory.signal(right)
     for _ in range(rounds):
         memory.wait(left)
     return memory.peer(memory.rank, (rounds,), torch.float64).tolist()
 
 
-def test_copy_and_signal(ranks: WorkerPool) -> None:
+def test_a_signal_comes_after_what_was_written(ranks: WorkerPool) -> None:
     got = ranks(3).run(ring, 4)
     assert got == [[100.0 * left + index for index in range(4)] for left in (2, 0, 1)]
 

@@ -36,7 +36,7 @@ FLAG_AGE = 2**30
 class KernelWorkspace:
     """The symmetric memory of one kind of fused operation of one group, and its epoch.
 
-    Each rank's region holds `world * writer_flags` int32 flags, rounded up to 4096 bytes, then two slots of `capacity`
+    Each rank's region holds `world * writer_flags` int32 flags, rounded up to PAGE, then two slots of `capacity`
     bytes, for even and odd epochs. Memory per rank: 2 * capacity + 4 * world * writer_flags bytes. Capacity and
     writer_flags are powers of two, at least 1 MiB and 1024, and grow by a collective.
     Every operation waits for all ranks. All ranks begin the same operations in the same order, on one stream, and at

@@ -196,11 +196,6 @@ class SharedMemory:
         self._check()
         self._post(self._outgoing[dst_rank])
 
-    def copy_and_signal(self, dst_rank: int, source: torch.Tensor, byte_offset: int = 0) -> None:
-        """Copy the contiguous `source` into dst_rank's region at `byte_offset`, then `signal(dst_rank)`."""
-        self.peer(dst_rank, source.shape, source.dtype, byte_offset).copy_(source)
-        self.signal(dst_rank)
-
     def wait(self, src_rank: int, operation: str = "wait") -> None:
         """Consume one signal of src_rank, sleeping until it comes.
 

@@ -86,7 +86,7 @@ class MetricsLog:
             for name, value in values.items():
                 if name != "step":
                     self._writer.add_scalar(name, value, step)
-        text = "  ".join(f"{name} {_short(name, value)}" for name, value in values.items() if name != "step")
+        text = "  ".join(f"{name} {_short(value)}" for name, value in values.items() if name != "step")
         if self.console.is_terminal and "val_loss" not in values:
             mfu = f"  MFU {values['mfu']:.1%}" if "mfu" in values else ""
             brief = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s{mfu}"
@@ -99,7 +99,7 @@ class MetricsLog:
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
-def _short(name: str, value: float) -> str:
+def _short(value: float) -> str:
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4f}" if math.isfinite(value) and abs(value) >= 1e-2 else f"{value:.3g}"
