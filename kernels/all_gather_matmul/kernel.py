@@ -55,7 +55,7 @@ def all_gather_matmul_kernel(
 ):
     """Bands: the pushers send the shard (none with a copy engine); the others walk the chunks, own chunk first.
 
-    signals: flags that each chunk comes with. As a constant it would have the waits unrolled, for up to 52 registers.
+    signals: flags that each chunk comes with. As a constant it would have the waits unrolled, for up to 54 registers.
     """
     TILE: tl.constexpr = FORM.tile
     WORLD: tl.constexpr = FORM.world
