@@ -1,7 +1,7 @@
 """What is done to a sum once it is complete: bias, dropout, residual, and the norm of the next linear.
 
 Belongs here: the types that describe it, and the arguments that kernels take for it. Its formulas in torch are
-dropout/reference.py's and norm/reference.py's; on the device tile.finish and rows.finished_tile do it.
+dropout/reference.py's and norm/reference.py's; on the device tile.finish_tile and rows.finished_tile do it.
 """
 
 from typing import NamedTuple

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .arguments import Rows
 from .launch import REGISTERS, is_interpreted, launch_options
-from .philox.kernel import random_tile
+from .philox.kernel import drop_tile
 
 WARPS_PER_SM = 16  # at least so many are resident; row_options limits a thread's registers to allow that
 ELEMENTS = 32  # of a tile for each thread; in 16 bits these are four loads of 16 bytes in flight
@@ -55,23 +55,15 @@ def load_row(source, columns, n):
 
 
 @triton.jit
-def drop_tile(value, drop, key, rows, column, m, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """Dropout, by the Mask `drop`, of a float32 tile whose first column is `column`. ALIGNED: as in random_tile."""
-    starts = tl.load(drop.start + rows, mask=rows < m, other=0)
-    keep = random_tile(key, starts, column, ALIGNED, TILE.rows, TILE.columns) >= drop.threshold
-    return tl.where(keep, value * drop.scale, 0.0)
-
-
-@triton.jit
 def finished_tile(x, addends, key, rows, column, m, n, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """residual + dropout(x + bias) in float32, zeros beyond column n."""
+    """residual + dropout(x + bias) in float32, zeros beyond column n. ALIGNED: as in random_tile."""
     columns = column + tl.arange(0, TILE.columns)
     mask = tile_mask(rows, columns, m, n)
     value = load_tile(x, rows, columns, mask)
     if addends.bias is not None:
         value += load_row(addends.bias, columns, n)
     if addends.mask is not None:
-        value = drop_tile(value, addends.mask, key, rows, column, m, ALIGNED, TILE)
+        value = drop_tile(value, addends.mask, key, 0, rows, column, m, ALIGNED, TILE.rows, TILE.columns)
     if addends.residual is not None:
         value += load_tile(addends.residual, rows, columns, mask)
     return value
@@ -149,7 +141,7 @@ def shares(
 
 def with_contiguous_columns(x: Tensor) -> Tensor:
     """x (M, N), whose rows may lie anywhere; a copy if its columns are not side by side."""
-    return x if x.stride(1) == 1 else x.contiguous()
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def row_argument(x: Tensor) -> Rows:

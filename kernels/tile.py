@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .philox.kernel import random_tile
+from .philox.kernel import drop_tile
 
 # An epilogue takes so many columns or elements at a time. With more, the values that it computes would spill.
 DERIVATIVE_COLUMNS = tl.constexpr(32)
@@ -107,7 +107,7 @@ def multiply_inputs(
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in tl.static_range(len(pairs)):
+    for i in tl.static_range(3):  # triton 3.6 has no len of a tuple with a None in it
         if pairs[i] is not None:
             b_row = virtual * (pairs[i].k if B_TRANSPOSED else n_end)
             a, b = Operand(lefts[i], a_row, pairs[i].a_stride), Operand(rights[i], b_row, pairs[i].b_stride)
@@ -126,7 +126,7 @@ def sum_sources(slot, source_stride, WORLD: tl.constexpr, ROWS: tl.constexpr, CO
 
 
 @triton.jit
-def finish(
+def finish_tile(
     total, addends, key, first, virtual, row, column, row_end, column_end,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -139,9 +139,7 @@ def finish(
         total = add_bias(total, addends.bias + virtual * column_end, column, column_end, COLUMNS)
     if addends.mask is not None:
         rows = row + tl.arange(0, ROWS)
-        starts = tl.load(addends.mask.start + first + rows, mask=rows < row_end, other=0)
-        keep = random_tile(key, starts, column, ALIGNED, ROWS, COLUMNS) >= addends.mask.threshold
-        total = tl.where(keep, total * addends.mask.scale, 0.0)
+        total = drop_tile(total, addends.mask, key, first, rows, column, row_end, ALIGNED, ROWS, COLUMNS)
     if addends.residual is not None:
         stride = addends.residual.stride
         source = addends.residual.pointer + tl.cast(first, tl.int64) * stride

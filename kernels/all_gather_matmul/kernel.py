@@ -49,16 +49,18 @@ def push_rows(me, shard, peers, program, numel, GATHER: tl.constexpr):
         publish(flags_of(me, peer, me.rank) + program, me.epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "rows"])
+@triton.jit(do_not_specialize=["rank", "rows", "signals"])
 def all_gather_matmul_kernel(
-    links, rank, shard, a, slot0, slot1, b0, b1, b2, problem, rows, FORM: tl.constexpr, GATHER: tl.constexpr
+    links, rank, shard, a, slot0, slot1, b0, b1, b2, problem, rows, signals, FORM: tl.constexpr, GATHER: tl.constexpr
 ):
     """The first programs, the pushers, send the shard (none with a copy engine). The others walk the chunks, own chunk
-    first."""
+    first.
+
+    signals: flags that each chunk comes with. As a constant it would have the waits unrolled, for up to 54 registers.
+    """
     TILE: tl.constexpr = FORM.tile
     WORLD: tl.constexpr = FORM.world
     PUSHERS: tl.constexpr = GATHER.pushers
-    SIGNALS: tl.constexpr = PUSHERS if PUSHERS > 0 else 1
     virtual = tl.program_id(1)
     me, limit = serve(links, rank, WORLD)
     program = tl.program_id(0)
@@ -81,7 +83,7 @@ def all_gather_matmul_kernel(
             linear_tile(problem, a, b0, b1, b2, virtual * rows, me.rank, tile, rows, v, FORM)
         for step in range(1, WORLD):
             chunk = (me.rank + step) % WORLD
-            for signal in range(SIGNALS):
+            for signal in range(signals):
                 limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)
             order_tma_after_acquire(me.epoch, GATHER.fence)
             first = virtual * problem.slot_rows + chunk * rows
@@ -101,12 +103,11 @@ def copy_slot_kernel(slot0, slot1, out, epoch, numel, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(slot + at, mask=at < numel), mask=at < numel)
 
 
-@triton.jit(do_not_specialize=["rank"])
-def await_gathered_kernel(links, rank, shard, numel, GATHER: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "signals"])
+def await_gathered_kernel(links, rank, shard, numel, signals, GATHER: tl.constexpr):
     """The pushers send the shard (none with a copy engine). The last program waits for every other rank's shard."""
     WORLD: tl.constexpr = GATHER.world
     PUSHERS: tl.constexpr = GATHER.pushers
-    SIGNALS: tl.constexpr = PUSHERS if PUSHERS > 0 else 1
     me, limit = serve(links, rank, WORLD)
     program = tl.program_id(0)
     if PUSHERS > 0:
@@ -117,7 +118,7 @@ def await_gathered_kernel(links, rank, shard, numel, GATHER: tl.constexpr):
         own_flags = flags_of(me, me.rank, 0)
         for step in range(1, WORLD):
             chunk = (me.rank + step) % WORLD
-            for signal in range(SIGNALS):
+            for signal in range(signals):
                 limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)
 
 
@@ -130,7 +131,7 @@ def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
     whole = packed(shard)
     pushers = PUSHERS if push else 0
     await_gathered_kernel[(pushers + 1, channel.served)](
-        channel.links, channel.rank, whole, whole.numel() // channel.served,
+        channel.links, channel.rank, whole, whole.numel() // channel.served, pushers or 1,
         Gather(channel.world, pushers, PUSH_BLOCK, keep=True), **launch_options(8, 1, cooperative=True),
     )  # fmt: skip
 
@@ -175,7 +176,7 @@ def launch(
     all_gather_matmul_kernel[(pushers + computing, served)](
         channel.links, channel.rank,
         whole, operand(whole[:, :k], a_block, tile), *[operand(slot[:, :k], a_block, tile) for slot in slots],
-        *three([operand(w, b_block, tile) for w in stored]), problem, rows, form,
+        *three([operand(w, b_block, tile) for w in stored]), problem, rows, pushers or 1, form,
         Gather(world, pushers, PUSH_BLOCK, keep, fence=tile.tma and not is_interpreted()),
         **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip

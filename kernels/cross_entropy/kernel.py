@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch_options
-from ..rows import row_argument
+from ..rows import row_argument, vectorised, with_contiguous_columns
 from .reference import LossTerms, VocabSlice
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32's least number; in place of a maximum of -inf
 VECTOR_BYTES = 16
-ALIGNMENT = 16  # elements; Triton uses vector loads if this divides a row's length and stride
 VECTORS, SCALARS = 2, 8  # loads that a thread has in flight
 WARPS = 8  # of a program whose row is long enough
 BLOCKS = 4  # a row should have so many before a program gets more warps
@@ -165,9 +164,9 @@ def slice_gradient_kernel(
         tl.store(drow + start + at, gradient.to(dlogits.pointer.dtype.element_ty), mask=inside)
 
 
-def row_options(logits: Tensor) -> dict[str, int]:
+def block_options(logits: Tensor) -> dict[str, int]:
     """LANES, VECTOR and the launch's options: as many warps as a row of logits has work for."""
-    wide = logits.shape[1] % ALIGNMENT == 0 and logits.stride(0) % ALIGNMENT == 0
+    wide = vectorised(logits.shape[1]) and vectorised(logits.stride(0))
     vector = VECTOR_BYTES // logits.element_size() if wide else 1
     lanes = 32 * (VECTORS if wide else SCALARS)
     warps = min(WARPS, triton.next_power_of_2(triton.cdiv(max(1, logits.shape[1]), BLOCKS * lanes * vector)))
@@ -187,10 +186,10 @@ def slice_statistics(logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: 
     tokens, columns = logits.shape
     statistics = torch.empty(terms.rows, tokens, dtype=torch.float32, device=logits.device)
     if tokens:
-        logits = unit_stride(logits)
+        logits = with_contiguous_columns(logits)
         slice_statistics_kernel[(tokens,)](
             row_argument(logits), targets.contiguous(), statistics, tokens, columns, vocab.valid, vocab.first,
-            LABEL_SMOOTHING=bool(terms.label_smoothing), **row_options(logits),
+            LABEL_SMOOTHING=bool(terms.label_smoothing), **block_options(logits),
         )  # fmt: skip
     return statistics, None
 
@@ -239,17 +238,12 @@ def slice_gradient(
     Source:   as in reference.py
     """
     tokens, columns = logits.shape
-    logits = unit_stride(logits)
+    logits = with_contiguous_columns(logits)
     dlogits = logits if in_place else logits.new_empty(tokens, columns)
     if dlogits.numel():
         slice_gradient_kernel[(tokens,)](
             row_argument(logits), row_argument(dlogits), normalisers, targets.contiguous(),
             None if scale is None else scale.contiguous(),
-            tokens, columns, vocab.valid, vocab.first, vocab.entries, terms, **row_options(logits),
+            tokens, columns, vocab.valid, vocab.first, vocab.entries, terms, **block_options(logits),
         )  # fmt: skip
     return dlogits
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """x (R, C) with contiguous rows: x itself if possible, else a copy."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

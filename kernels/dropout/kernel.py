@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..finish import Dropout, Finish
+from ..philox.kernel import drop_tile
 from ..rows import (
     RowTile,
-    drop_tile,
     finished_tile,
     load_tile,
     row_argument,
@@ -60,7 +60,7 @@ def finish_backward_kernel(
         mask = tile_mask(rows, columns, m, n)
         value = load_tile(dz, rows, columns, mask)
         if drop is not None:
-            value = drop_tile(value, drop, key, rows, column, m, ALIGNED, TILE)
+            value = drop_tile(value, drop, key, 0, rows, column, m, ALIGNED, ROWS, COLUMNS)
             store_tile(dx, value, rows, columns, mask, n)
             value = value.to(dx.dtype.element_ty).to(tl.float32)
         total += value

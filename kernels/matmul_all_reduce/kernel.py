@@ -14,7 +14,7 @@ from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, padded, persistent_programs, step_rows
 from ..matmul_reduce_scatter.kernel import reduction_arguments
 from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
-from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sources, swizzle
+from ..tile import finish_tile, multiply_inputs, store_block, store_packed, sum_sources, swizzle
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, ke
             for source in range(WORLD):
                 limit = wait(me, own_flags + source * me.writer_flags + tile, source, limit)
             total = sum_sources(mine + at, size, WORLD, STEP, BLOCK_N)
-            total = finish(
+            total = finish_tile(
                 total, problem.addends, key, virtual * m + own_first, virtual, row, column, row_end, n,
                 ALIGNED, STEP, BLOCK_N,
             ).to(out.dtype.element_ty)  # fmt: skip

@@ -12,7 +12,7 @@ from ..configurations import select_tile
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
 from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
-from ..tile import finish, multiply_inputs, store_block, store_packed, sum_sources, swizzle
+from ..tile import finish_tile, multiply_inputs, store_block, store_packed, sum_sources, swizzle
 
 
 @triton.jit(do_not_specialize=["rank", "rows", "key"])
@@ -69,7 +69,7 @@ def matmul_reduce_scatter_kernel(
                 at = (row_block * tiles_n + column_block).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 total = sum_sources(slot + at, tiles.to(tl.int64) * (BLOCK_M * BLOCK_N), WORLD, STEP, BLOCK_N)
                 column = column_block * BLOCK_N
-                total = finish(total, problem.addends, key, virtual * rows, virtual, row, column, rows, n,
+                total = finish_tile(total, problem.addends, key, virtual * rows, virtual, row, column, rows, n,
                                ALIGNED, STEP, BLOCK_N)  # fmt: skip
                 store_block(out, total, row, column, rows, n, n, STEP, BLOCK_N)
 

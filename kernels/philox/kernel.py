@@ -1,4 +1,7 @@
-"""Philox4x32-10 words by element index, as philox/reference.py has them: device code only, inlined by other kernels."""
+"""Philox4x32-10 words by element index, as philox/reference.py has them, and dropout by these words.
+
+Belongs here: device code only, which other kernels inline.
+"""
 
 import triton
 import triton.language as tl
@@ -38,3 +41,16 @@ def random_tile(key, start, column, ALIGNED: tl.constexpr, ROWS: tl.constexpr, C
     else:
         words = random_words(key, first + tl.arange(0, COLUMNS)[None, :])
     return words
+
+
+@triton.jit
+def drop_tile(
+    value, drop, key, first, rows, column, row_end, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Dropout, by the Mask `drop`, of a float32 tile whose first column is `column`. ALIGNED: as in random_tile.
+
+    rows: of the tile, counted from row `first` of the mask on; those from row_end on do not exist.
+    """
+    starts = tl.load(drop.start + first + rows, mask=rows < row_end, other=0)
+    keep = random_tile(key, starts, column, ALIGNED, ROWS, COLUMNS) >= drop.threshold
+    return tl.where(keep, value * drop.scale, 0.0)

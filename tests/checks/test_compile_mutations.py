@@ -129,7 +129,7 @@ PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     ),
     "wait behind the tiles of the chunk": (
         all_gather_matmul.all_gather_matmul_kernel,
-        move("for signal in range(SIGNALS)", "for tile in tl.range((program"),
+        move("for signal in range(signals)", "for tile in tl.range((program"),
         LATE,
         [GATHER],
     ),

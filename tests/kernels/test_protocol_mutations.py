@@ -48,7 +48,7 @@ MUTATIONS: dict[str, Mutation] = {
         ],
     },
     "the last rank is not awaited": {
-        "all_gather_matmul/kernel.py": [replace("in range(SIGNALS):", "in range(SIGNALS if step < WORLD - 1 else 0):")],
+        "all_gather_matmul/kernel.py": [replace("in range(signals):", "in range(signals if step < WORLD - 1 else 0):")],
         "matmul_reduce_scatter/kernel.py": [replace("for source in range(WORLD):", "for source in range(WORLD - 1):")],
         "matmul_all_reduce/kernel.py": [
             replace("for source in range(WORLD):", "for source in range(WORLD - 1):"),

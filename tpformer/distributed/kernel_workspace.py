@@ -28,7 +28,7 @@ FLAG_BYTES = 4
 # How often a wait polls in a second: on CUDA an estimate (a thread's round trip to a flag in device memory), in the
 # interpreter measured with a core to itself. A timeout is as exact as these.
 POLLS_PER_SECOND = {"cuda": 1_000_000, "cpu": 6_000}
-MAXIMUM_LIMIT = 2**31 - 1
+MAXIMUM_LIMIT = 2**31 - 16
 # A flag that has not been set for 2**31 epochs would be taken for a later one. Half way there, all flags are made anew.
 FLAG_AGE = 2**30
 
@@ -70,8 +70,13 @@ class KernelWorkspace:
 
     @property
     def limit(self) -> int:
-        """The polls after which a wait gives up."""
-        return min(MAXIMUM_LIMIT, max(1, int(self.state.timeout * POLLS_PER_SECOND[self.device.type])))
+        """The polls after which a wait gives up.
+
+        Always a multiple of 16: Triton compiles another kernel for other numbers, so that a new timeout would end in a
+        compilation for which the peers wait.
+        """
+        polls = int(self.state.timeout * POLLS_PER_SECOND[self.device.type])
+        return min(MAXIMUM_LIMIT, max(1, polls // 16) * 16)
 
     @property
     def copies_allowed(self) -> bool:
