@@ -30,7 +30,10 @@ TIMEOUTS = util.find_spec("pytest_timeout") is not None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--report", help="where the report goes (bench/results/<the GPU's name>/<marker>_tests.json)")
+    parser.addoption(
+        "--report",
+        help="where the report goes (bench/results/<the GPU's name>/<marker>_tests.json; of a changed tree, build/)",
+    )
     if not TIMEOUTS:
         parser.addini("timeout", "seconds of a test; without pytest-timeout nothing ends one")
 
@@ -89,9 +92,12 @@ class Report:
             return Path(self.asked_for)
         if not torch.cuda.is_available():
             return None
-        from bench.runner import device_directory
+        from bench.runner import commit, device_directory
 
-        return ROOT / "bench" / "results" / device_directory("cuda") / f"{self.marker}_tests.json"
+        name = f"{self.marker}_tests.json"
+        if commit()["dirty"] is not False:  # it is no result of a commit
+            return ROOT / "build" / name
+        return ROOT / "bench" / "results" / device_directory("cuda") / name
 
     def counts(self) -> dict[str, int]:
         return dict(sorted(Counter(entry["outcome"] for entry in self.tests.values()).items()))

@@ -88,6 +88,12 @@ def test_imports_point_one_way(part):
             assert root != "kernels" or part == "kernels", f"{name(path)}: write tpformer.kernels"
 
 
+def test_only_the_list_of_commands_imports_checks():
+    files = [path for path in PYTHON if name(path).startswith("bench/")]
+    importing = {name(path) for path in files if any(m.split(".")[0] == "checks" for m in imported_modules(path))}
+    assert importing == {"bench/__main__.py"}
+
+
 def test_every_part_has_an_arrow():
     parts = {"/".join(name(path).split("/")[:2]) for path in PYTHON if name(path).startswith("tpformer/")}
     assert parts - {"tpformer/__init__.py"} <= set(ARROWS)
