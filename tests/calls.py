@@ -8,10 +8,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
 Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer/cli.py", "parse_run")
+
+
+class _Running(threading.local):
+    """The functions of this thread that have not yet returned, after None."""
+
+    def __init__(self) -> None:
+        self.functions: list[Function | None] = [None]
 
 
 class Calls:
@@ -23,30 +30,36 @@ class Calls:
     def __init__(self) -> None:
         self.order: dict[tuple[Function | None, Function], int] = {}
         self._functions: dict[object, Function | None] = {}
+        self._running = _Running()
 
-    def _function(self, frame: FrameType) -> Function | None:
+    def _function(self, code: CodeType) -> Function | None:
+        path = Path(code.co_filename).resolve()  # tpformer/kernels is a link
+        inside = path.is_relative_to(ROOT) and path.is_file()
+        return (str(path.relative_to(ROOT)), code.co_qualname) if inside else None
+
+    def _event(self, frame: FrameType, event: str, _: object) -> None:
+        if event not in ("call", "return"):
+            return
         code = frame.f_code
         if code not in self._functions:
-            path = Path(code.co_filename).resolve()  # tpformer/kernels is a link
-            inside = path.is_relative_to(ROOT) and path.is_file()
-            self._functions[code] = (str(path.relative_to(ROOT)), code.co_qualname) if inside else None
-        return self._functions[code]
-
-    def _called(self, frame: FrameType, event: str, _: object) -> None:
-        if event != "call" or (callee := self._function(frame)) is None:
+            self._functions[code] = self._function(code)
+        function = self._functions[code]
+        if function is None:
             return
-        self.order.setdefault((None, callee), len(self.order))
-        above = frame.f_back
-        while above is not None:
-            if (caller := self._function(above)) is not None:
-                self.order.setdefault((caller, callee), len(self.order))
-            above = above.f_back
+        running = self._running.functions
+        if event == "return":
+            if len(running) > 1:  # what ran before the recording began returns, too
+                running.pop()
+            return
+        for caller in running:
+            self.order.setdefault((caller, function), len(self.order))
+        running.append(function)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """This thread's calls, and those of threads that it starts."""
-        threading.setprofile(self._called)
-        sys.setprofile(self._called)
+        threading.setprofile(self._event)
+        sys.setprofile(self._event)
         try:
             yield
         finally:

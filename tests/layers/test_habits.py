@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
         dict.fromkeys(LAYERS, (2,)),
     ),
     "two batch dims": (
-        r"does not tell batch from sequence here|give \(batch, seq\) int64 ones",
+        r"does not tell batch from sequence here|give an int64 tensor \(batch, seq\)",
         dict.fromkeys(("SelfAttention", "TransformerBlock", "GPT"), (1, 2)),
     ),
     "second derivatives": (
