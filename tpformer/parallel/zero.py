@@ -22,6 +22,11 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
 
 
+def uses_fsdp(layout: Layout, compute_dtype: torch.dtype) -> bool:
+    """Whether a run with this layout and compute dtype needs FSDP2: to share, to offload, or to compute in 16 bits."""
+    return layout.data_parallel > 1 or layout.cpu_offload or compute_dtype.itemsize < 4
+
+
 def apply_zero(
     part: nn.Module, units: Iterable[nn.Module], mesh: DeviceMesh, layout: Layout, compute_dtype: torch.dtype
 ) -> None:

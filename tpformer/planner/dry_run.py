@@ -72,7 +72,7 @@ def plan_config(config: RunConfig) -> RunConfig:
             )
         config = resolve(config)
     device = config.train.device or "cuda"
-    dtype = config.train.dtype or ("bfloat16" if device == "cuda" else "float32")
+    dtype = str(default_dtype(config, device)).removeprefix("torch.")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device=device, dtype=dtype))
     check_config(config if data.train else dataclasses.replace(config, data=dataclasses.replace(data, train=("-",))))
     return config

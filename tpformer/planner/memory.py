@@ -14,10 +14,11 @@ from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIM
 from tpformer.distributed.sizes import slot_bytes
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
+from tpformer.parallel.zero import uses_fsdp
 
 from .bubbles import Step
 from .counting import StageCount
-from .states import Elements, Precision, in_backward, uses_fsdp
+from .states import Elements, Precision, in_backward
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # the largest tile of the kernels; a reduction's slot holds whole tiles
 
@@ -99,7 +100,7 @@ def reduction_workspace(
     at_end: the reductions come after all backwards. Then the bytes are a layer's gradients and this rank's share of
     their sum.
     """
-    if not uses_fsdp(layout, precision):
+    if not uses_fsdp(layout, precision.compute):
         return 0.0
     share = size.layer * precision.reduce.itemsize / layout.data_parallel_shard
     if at_end:

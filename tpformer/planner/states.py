@@ -18,6 +18,7 @@ from tpformer.config import MLP_ACTIVATIONS, RunConfig
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout, split_stages
+from tpformer.parallel.zero import uses_fsdp
 
 from .bubbles import Step, schedule_order
 
@@ -90,11 +91,6 @@ class Precision(NamedTuple):
         return cls(master, compute, getattr(torch, config.parallel.reduce_dtype) if low else master)
 
 
-def uses_fsdp(layout: Layout, precision: Precision) -> bool:
-    """Whether training.setup.build_parts applies FSDP2."""
-    return layout.data_parallel > 1 or layout.cpu_offload or precision.compute.itemsize < 4
-
-
 def accumulates(config: RunConfig) -> bool:
     """Whether gradients add up before they are reduced: over microbatches, or until a pipeline's schedule ends."""
     return config.n_microbatches > 1 or config.parallel.pipeline_parallel > 1
@@ -123,7 +119,7 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
         State(GRADIENTS, f"{w} M / {n}", w * m / n),
         State(OPTIMIZER, f"{2 * w} M / {n}", 2 * w * m / n),
     ]
-    if not uses_fsdp(layout, precision):
+    if not uses_fsdp(layout, precision.compute):
         return states
     if layout.zero < 3:
         states.append(State(COPIES, f"{c} M", c * m))
@@ -165,7 +161,7 @@ def in_backward(
     """
     w, c, r = (dtype.itemsize for dtype in precision)
     layer, n = size.layer, size.n_layers
-    if not uses_fsdp(layout, precision):
+    if not uses_fsdp(layout, precision.compute):
         return InBackward(0.0, c * layer, 0.0, 0.0)
     if layout.zero < 2 and accumulates:
         cast = c if c != r else 0

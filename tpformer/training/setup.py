@@ -17,6 +17,7 @@ from tpformer.layers import TensorParallel
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
 from tpformer.parallel import apply_zero, split_stages
+from tpformer.parallel.zero import uses_fsdp
 from tpformer.processes.cpu import keep_freed_memory, share_cores
 
 from .data import (
@@ -79,9 +80,9 @@ def open_data(config: RunConfig) -> RunData:
     return RunData(train, [TokenSamples(dataset, length, shuffle=False) for dataset in datasets[n:]])
 
 
-def default_dtype(config: RunConfig) -> torch.dtype:
-    """The compute dtype: the configured one, else bfloat16 on CUDA and float32 on a CPU."""
-    name = config.train.dtype or ("bfloat16" if device_type(config) == "cuda" else "float32")
+def default_dtype(config: RunConfig, device: str | None = None) -> torch.dtype:
+    """The compute dtype: the configured one, else bfloat16 on CUDA and float32 on a CPU. device: unset, the run's."""
+    name = config.train.dtype or ("bfloat16" if (device or device_type(config)) == "cuda" else "float32")
     return getattr(torch, name)
 
 
@@ -110,7 +111,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
             device="meta",
             dtype=torch.float32 if compute.itemsize < 4 else compute,
         )
-        if layout.data_parallel > 1 or layout.cpu_offload or compute.itemsize < 4:
+        if uses_fsdp(layout, compute):
             apply_zero(part, part.layers.values(), mesh, layout, compute)
         parts.append(part)
     return parts
