@@ -116,7 +116,7 @@ def machine_line() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of python, torch, and triton where it is installed."""
+    """The versions of python and torch, and of triton where it is installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
@@ -144,9 +144,9 @@ def commit() -> dict[str, Any]:
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
-def refused(results: Path) -> bool:
-    """Whether results must not be written there: into the repository, unless a commit has all of its other files."""
-    return results == RESULTS and commit()["dirty"] is not False
+def refused(results: Path, state: Mapping[str, Any]) -> bool:
+    """Whether results must not be written there: into the repository, unless `state` is that of a clean commit."""
+    return results == RESULTS and state["dirty"] is not False
 
 
 def say(console: Console, text: str) -> None:
@@ -190,7 +190,7 @@ def write(bench: Bench, content: Mapping[str, Any], results: Path, console: Cons
 def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Path, console: Console) -> int:
     """Gate, measure, report; the exit code. whole: it was called without options.
 
-    Of several ranks one has a console that is not quiet: it writes the results.
+    Every rank but one has a quiet console; that one writes the results.
     """
     needed = missing_device(bench.device) if bench.obstacle is None else bench.obstacle()
     if needed is not None:
@@ -200,7 +200,7 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
             say(console, f"{bench.predict()}\n{bench.note}")
         return 0
     begun = commit()  # now: somebody may edit or commit while it runs
-    unwanted = whole and refused(results)
+    unwanted = whole and refused(results, begun)
     if unwanted:
         say(console, f"{bench.name}: {REFUSED}")
     try:
@@ -217,7 +217,7 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
         return 2
     for table in (*report.tables, bench.note):
         console.print(table, highlight=False, soft_wrap=isinstance(table, str))
-    unwanted = unwanted or (whole and refused(results))
+    unwanted = unwanted or (whole and refused(results, commit()))
     if unwanted or not whole:
         say(console, f"nothing is written: {REFUSED if unwanted else 'called with an option'}")
     elif not console.quiet:

@@ -10,6 +10,7 @@ import functools
 import graphlib
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,20 +57,25 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Absolute module names that a file imports, relative imports resolved."""
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """(absolute module, name) of everything that a file imports, at its top or inside a function.
+
+    The name is empty in `import module`.
+    """
     parts = path.relative_to(ROOT).parts[:-1]
     package = ["tpformer", *parts] if parts[:1] == ("kernels",) else list(parts)
-    modules = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from tpformer import ops` imports the subpackage
-            modules |= {f"{module}.{alias.name}" for alias in node.names} if module == "tpformer" else {module}
-    return modules
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules that a file imports. `from tpformer import ops` imports the subpackage."""
+    return {f"{module}.{part}" if module == "tpformer" and part else module for module, part in imports(path)}
 
 
 @pytest.mark.parametrize("part", ARROWS)
@@ -108,19 +114,8 @@ def module_name(path: Path) -> str:
 
 def neighbours(path: Path, modules: set[str]) -> set[str]:
     """The modules of the repository that a file imports, at its top or inside a function, or for type checkers only."""
-    own = module_name(path)
-    package = own.split(".") if path.name == "__init__.py" else own.split(".")[:-1]
-    found = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                inner = f"{module}.{alias.name}"
-                found.add(inner if inner in modules else module)
-    return (found & modules) - {own}
+    inner = ((f"{module}.{part}", module) for module, part in imports(path))
+    return {whole if whole in modules else module for whole, module in inner} & modules - {module_name(path)}
 
 
 def test_no_import_circle():

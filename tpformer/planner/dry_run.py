@@ -24,6 +24,7 @@ from tpformer.config import RunConfig, check_config
 from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
+from tpformer.ops.transport import dtype_name
 from tpformer.parallel import prepare_backward, reduce_partial_gradients
 from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
 from tpformer.torch_private import forget_meshes
@@ -72,7 +73,7 @@ def plan_config(config: RunConfig) -> RunConfig:
             )
         config = resolve(config)
     device = config.train.device or "cuda"
-    dtype = str(default_dtype(config, device)).removeprefix("torch.")
+    dtype = dtype_name(default_dtype(config, device))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device=device, dtype=dtype))
     check_config(config if data.train else dataclasses.replace(config, data=dataclasses.replace(data, train=("-",))))
     return config

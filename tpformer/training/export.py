@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tpformer.models import GPT, GPTConfig
+from tpformer.ops.transport import dtype_name
 
 from .checkpoint import MODEL, CheckpointError, newest_good, read_tensors, saved_tensors, step_path, steps, verify
 from .resolve import read_run_config
@@ -58,7 +59,7 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        names = sorted({str(one).removeprefix("torch.") for one in dtypes.values()})
+        names = sorted({dtype_name(one) for one in dtypes.values()})
         facts = {"dtype": ", ".join(names), "step": step, "source": str(source.absolute())}
         (temporary / CONFIG).write_text(json.dumps(dataclasses.asdict(config) | facts, indent=2) + "\n")
         _write_shards(temporary, source, config, saved, dtypes, max_shard_bytes)
