@@ -26,6 +26,7 @@ from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConf
 from tpformer.distributed import build_mesh, close
 from tpformer.kernels.cost import machine_for
 from tpformer.models import GPTConfig, preset_config
+from tpformer.ops.transport import dtype_name
 from tpformer.planner.storages import Saved
 from tpformer.training.data import build_stdlib, read_sidecar
 from tpformer.training.model import ModelParts
@@ -104,7 +105,7 @@ def mfu(config: GPTConfig, tokens_per_second: float, device: torch.device) -> fl
 def losses_and_seconds(
     model: Model, config: RunConfig, network: ModelParts, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Of every step of a training as tpformer.training does it, without its checkpoints and logs."""
+    """The loss and the seconds of every step of a training run that writes no checkpoints and no logs."""
     data, steps = open_data(config).train, config.train.steps
     optimizers = [build_optimizer(part, config.optimizer) for part in network.parts]
     losses, seconds = [], []
@@ -119,7 +120,7 @@ def losses_and_seconds(
 
 
 def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Row:
-    """Train a model; its row: mfu None where the device's peak is unknown, peak_bytes of what peak_is names."""
+    """Train a model; return its row. mfu is None if the device's peak is unknown; peak_is says what peak_bytes is."""
     config = run_config(model, steps, train)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
@@ -132,7 +133,7 @@ def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Row:
     return {
         "model": model.name,
         "parameters": model.config.n_parameters,
-        "dtype": str(default_dtype(config)).removeprefix("torch."),
+        "dtype": dtype_name(default_dtype(config)),
         "samples_per_step": model.samples,
         "seq_length": model.config.seq_length,
         "steps": steps,

@@ -41,7 +41,7 @@ def make_row(
     case: str, shape: str, provider: str, baseline: str, found: Comparison,
     *, unit: str = "us", amount: float | None = None, bar: float | None = None,
 ) -> Row:  # fmt: skip
-    """A row of what was compared. bar: the required ratio.
+    """The row of a comparison. bar: the required ratio.
 
     amount: what one call does, in `unit` times seconds, so that amount / seconds is in `unit`. None: values are
     microseconds.
@@ -70,7 +70,7 @@ def compared(
 def mean_row(
     rows: Sequence[Row], *, case: str = "geometric mean", shape: str = "", provider: str = "", bar: float | None = None
 ) -> Row:
-    """The geometric means of rows that share unit and baseline; the range is that of their ratios."""
+    """The geometric means of rows that share unit and baseline, with the range of their ratios."""
     values, baselines = (
         [max(row[key], 0.05) for row in rows] for key in ("value", "baseline_value")
     )  # 0.0: less than 0.05

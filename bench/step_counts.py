@@ -95,5 +95,5 @@ def by_name(counts: StepCounts, of: str) -> dict[str, int]:
 
 
 def bytes_of(counts: StepCounts, of: str) -> int:
-    """Of all calls of this kind together."""
+    """The bytes of all calls of this kind together."""
     return sum(call.nbytes * times for call, times in counts.items() if call.of == of)

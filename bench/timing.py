@@ -88,7 +88,7 @@ def flush_buffer() -> Tensor:
 
 
 def cold(call: Call, repetitions: int, flushed: Tensor) -> Sample:
-    """A sample on a GPU: the median over repetitions, before each of which `flushed` is written and `prepare` runs.
+    """Take a sample on a GPU: the median over repetitions. Each first writes `flushed` and runs `prepare`, untimed.
 
     The GPU first sleeps, for twice the time that the host takes to enqueue: it is never the host's pace that is
     measured. Two calls come before: one compiles what there is to compile, the other says what the host takes.

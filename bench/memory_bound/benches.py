@@ -81,8 +81,8 @@ def check_case(case: Case) -> None:
 def require_same(what: str, actual: Tensor, oracle: Tensor, random: bool) -> None:
     """AssertionError unless a rival's RMS error is small beside the oracle's RMS.
 
-    random: rivals draw other random numbers, so only the RMS of results is compared. By chance, that of n results is
-    off by a share of about n**-0.5.
+    random: rivals draw other random numbers, so only the RMS of results is compared. Chance alone moves the RMS of n
+    results by a share of about n**-0.5.
     """
     if actual.shape != oracle.shape:
         raise AssertionError(f"{what}: {tuple(actual.shape)}, not {tuple(oracle.shape)}")
@@ -141,7 +141,7 @@ def rows(cases: Cases, quick: bool) -> list[Row]:
 
 
 def predictions(cases: Cases) -> list[Row]:
-    """Rows whose time is predicted: that of a copy of the case's bytes, or of its GEMMs."""
+    """Rows with predicted times: a case takes as long as a copy of its bytes, or as its GEMMs."""
     machine, found = present_machine(), []
     for case in cases(False):
         copied = case.nbytes is not None

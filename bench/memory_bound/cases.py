@@ -54,7 +54,7 @@ def norm_forward(kind: str, rows: Rows, device: str, dtype: torch.dtype) -> Work
 
 
 def norm_backward(kind: str, residual: bool, rows: Rows, device: str, dtype: torch.dtype) -> Work:
-    """residual: the gradient of the residual stream is added to that of the norm's input."""
+    """The backward of a norm. residual: it also adds the gradient of the residual stream to its result."""
     dy, x, dresidual = rows.random(3, device, dtype)
     norm = norm_of(kind, rows, device, dtype)
     _, *mean, rstd = formulas.norm_forward(x, norm)
