@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
-Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer/cli.py", "parse_run")
+Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer/cli/run.py", "parse_run")
 
 
 class _Running(threading.local):

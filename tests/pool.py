@@ -50,7 +50,7 @@ PRELOAD = [
     "tpformer.cli",
     "tpformer.planner.report",
     "tpformer.training.export",
-    "tpformer.training.generate",
+    "tpformer.inference.generate",
     "tpformer.training.trainer",
     "tpformer.training.verify",
 ]

@@ -39,10 +39,33 @@ ARROWS = {
     "tpformer/layers": ["kernels", "config", "distributed", "ops"],
     "tpformer/models": ["kernels", "config", "distributed", "ops", "layers"],
     "tpformer/parallel": ["kernels", "config", "distributed", "ops", "layers"],
-    "tpformer/training": ["kernels", "config", "distributed", "processes", "ops", "layers", "models", "parallel"],
+    "tpformer/training": [
+        "kernels",
+        "config",
+        "distributed",
+        "processes",
+        "ops",
+        "layers",
+        "models",
+        "parallel",
+        "weights",
+    ],  # fmt: skip
+    "tpformer/weights": ["config", "models"],
+    "tpformer/inference": [
+        "kernels",
+        "config",
+        "distributed",
+        "processes",
+        "ops",
+        "layers",
+        "models",
+        "parallel",
+        "weights",
+        "training",
+    ],  # fmt: skip
     # a dry run builds a run's ranks as training does; nothing but the command imports it
     "tpformer/planner": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "training"],
-    "tpformer/cli.py": ["config", "processes", "parallel", "training", "planner"],
+    "tpformer/cli": ["config", "processes", "parallel", "training", "inference", "planner"],
     # the compile check reads compiled code alone; the other checks run training, and show it as a bench does
     "checks/compile": ["kernels"],
 }

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tpformer.distributed import build_mesh
+from tpformer.inference.generate import generate, next_token_logits
 from tpformer.models import GPT, GPTConfig
-from tpformer.training.generate import generate, next_token_logits
 
 CONFIG = GPTConfig(vocab_size=250, seq_length=16, n_layers=1, hidden_size=48, n_heads=6)
 PROMPT = torch.tensor([1, 2, 249, 4, 5])

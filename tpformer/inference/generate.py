@@ -8,11 +8,10 @@ from torch import Tensor
 from tpformer import ops
 from tpformer.config import RunConfig, check_config
 from tpformer.models import GPT
-
-from .checkpoint import Checkpointer
-from .data import load_tokenizer
-from .resolve import tokenizer_name
-from .setup import build_model, device_type, group_timeout, join_ranks, run_mesh
+from tpformer.training.checkpoint import Checkpointer
+from tpformer.training.data import load_tokenizer
+from tpformer.training.resolve import tokenizer_name
+from tpformer.training.setup import build_model, device_type, group_timeout, join_ranks, run_mesh
 
 
 @torch.no_grad()

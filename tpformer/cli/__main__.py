@@ -1,0 +1,5 @@
+"""`python -m tpformer.cli`, as torchrun starts it."""
+
+from . import main
+
+main()

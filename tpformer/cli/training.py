@@ -1,0 +1,99 @@
+"""Commands about a run's training: pretrain, verify, dry-run, timeline."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from tpformer.config import RunConfig, check_config
+
+from .run import parse_run, with_ranks
+
+
+def pretrain_command(arguments: Sequence[str]) -> None:
+    """`tpformer pretrain`: check the configuration and the datasets, then train on all ranks."""
+    from tpformer.training.resolve import check_datasets, resolve
+
+    config = parse_run(arguments)
+    check_config(config)
+    # every rank repeats these checks; a mistake that is found here gives one message, not one per rank
+    check_datasets(config)
+    resolve(config)
+
+    from tpformer.training.trainer import pretrain
+
+    with_ranks(pretrain, config, config.run.max_restarts)
+
+
+def verify_command(arguments: Sequence[str]) -> None:
+    """`tpformer verify`: compare the layout with one process. Exit code 1 if they differ."""
+    config = parse_run(arguments, "verify")
+
+    import torch.distributed as dist
+
+    from tpformer.training.verify import check_memory, verify_config, verify_rank
+
+    config = verify_config(config)
+    check_config(config)
+    check_memory(config)
+
+    def work(config: RunConfig) -> None:
+        code = verify_rank(config)
+        dist.destroy_process_group()
+        sys.exit(code)
+
+    with_ranks(work, config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """Show what ranks of FILE.toml's layout hold and send, and whether they fit. Needs no GPUs, data or other ranks.
+    Takes the options of `tpformer pretrain FILE.toml` too."""
+
+    ranks: str | None = None
+    """Ranks to show, separated by commas. Unset: one rank of the first, of a middle and of the last pipeline stage."""
+    device_memory: float | None = None
+    """GB (10^9 bytes) of one device. Unset: the memory of this machine's GPU, or 80 without one."""
+
+
+def dry_run_command(arguments: Sequence[str]) -> None:
+    """`tpformer dry-run`: print the report line by line, as ranks are counted."""
+    options, rest = tyro.cli(DryRun, prog="tpformer dry-run FILE.toml", args=list(arguments), return_unknown_args=True)
+    config = parse_run(rest, "dry-run")
+
+    from tpformer.planner.dry_run import check_ranks, default_ranks, device_memory, plan_config
+    from tpformer.planner.report import report
+
+    config = plan_config(config)
+    try:
+        ranks = default_ranks(config) if options.ranks is None else [int(rank) for rank in options.ranks.split(",")]
+    except ValueError:
+        raise ValueError(f"--ranks {options.ranks}: write whole numbers separated by commas") from None
+    check_ranks(config, ranks)
+    memory = device_memory() if options.device_memory is None else options.device_memory * 1e9
+    for line in report(config, ranks, memory):
+        print(line, flush=True)
+
+
+def timeline_command(arguments: Sequence[str]) -> None:
+    """`tpformer timeline`: draw a recorded step. FileNotFoundError for a run that recorded none."""
+
+    def timeline(run_dir: tyro.conf.Positional[Path]) -> None:
+        """Draw the pipeline step that a run recorded: plots/pipeline.svg, and plots/pipeline.json for Perfetto."""
+        path = run_dir / "timeline.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist: train a pipeline with --log.timeline-step N, the step to record"
+            )
+        from tpformer.parallel import Action
+        from tpformer.planner import draw_timeline
+
+        record = json.loads(path.read_text())
+        actions = [Action(*action) for action in record["actions"]]
+        draw_timeline(actions, run_dir / "plots", record["schedule"], record["n_microbatches"])
+        print(f"written: {run_dir / 'plots' / 'pipeline.svg'} and pipeline.json")
+
+    tyro.cli(timeline, prog="tpformer timeline", args=list(arguments))
