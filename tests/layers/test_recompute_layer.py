@@ -19,6 +19,7 @@ from tpformer.planner.storages import Saved
 
 P, SEED, STEP = 0.1, 3, 7
 SAMPLES = torch.tensor([11, 4])
+SEEDS = range(8)  # of inputs: the largest error in one block is luck, that in several far less so
 DROPPED = ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"]
 
 
@@ -31,23 +32,30 @@ def masks(dtype: torch.dtype) -> list[Tensor]:
 
 
 def by_plain(kind: str, dtype: torch.dtype) -> Results:
-    """Output and gradients of the plain block in one dtype, for values that a float32 block holds."""
-    x, dy = (z.float().to(dtype) for z in inputs())
-    return by_plain_block(kind, make_block(kind, dtype=torch.float32).to(dtype), x, dy, masks=masks(dtype))
+    """Outputs and gradients, one for each seed, of the plain block in one dtype, for values that float32 holds."""
+    block, found = make_block(kind, dtype=torch.float32).to(dtype), []
+    for seed in SEEDS:
+        x, dy = (z.float().to(dtype) for z in inputs(seed))
+        found.append(by_plain_block(kind, block, x, dy, masks=masks(dtype)))
+    return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
 
-def ours(kind: str, recompute: str, dtype: torch.dtype) -> tuple[Results, list, list]:
+def ours(kind: str, recompute: str, dtype: torch.dtype, seed: int = 1) -> tuple[Results, list, list]:
     """The same of our block on this rank's sequence shard, then the collectives of the forward and of the backward."""
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     options: dict = {"dropout": P, "recompute": recompute, "dtype": torch.float32}
     block = make_block(kind, mesh, **options).to(dtype)
-    x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()].clone() for z in inputs())
+    x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()].clone() for z in inputs(seed))
     x.requires_grad_()
     with record_collectives() as forward:
         y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
     with record_collectives() as backward:
         y.backward(dy)
     return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
+
+
+def ours_for_seeds(kind: str, recompute: str, dtype: torch.dtype) -> list[Results]:
+    return [ours(kind, recompute, dtype, seed)[0] for seed in SEEDS]
 
 
 @pytest.mark.parametrize("t", [1, 2])
@@ -57,9 +65,10 @@ def test_gradients_are_the_plain_blocks(ranks, t, kind, recompute):
     oracle = by_plain(kind, torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         baseline = by_plain(kind, dtype)
-        (found, *_) = joined([result for result, *_ in ranks(t).run(ours, kind, recompute, dtype)], 0)
+        found = ranks(t).run(ours_for_seeds, kind, recompute, dtype)
+        (first, *_) = zip(*(joined(list(of_seed), 0) for of_seed in zip(*found, strict=True)), strict=True)
         for name, x in oracle.items():
-            actual = found[name].view(x.shape)
+            actual = torch.stack([each[name] for each in first]).view(x.shape)
             assert_kernel_close(actual, x, baseline[name], f"{kind} {recompute} t={t} {dtype} {name}")
 
 
