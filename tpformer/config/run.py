@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .architecture import GPTConfig, check_heads
+from .architecture import GPTConfig
 from .checks import check_choice, check_loss_terms, check_positive
 from .layout import Layout, recomputed_layers
 from .presets import preset
@@ -254,8 +254,7 @@ def check_config(config: RunConfig) -> None:
             "checkpoint.keep": config.checkpoint.keep,
         }
     )
-    rope = model.position == "rope"
-    check_heads(model.hidden_size, model.n_heads, model.kv_heads, parallel.tensor_parallel, rope=rope)
+    model.check_heads(parallel.tensor_parallel)
     _check_batch(config)
     parallel.check_pipeline(model.n_layers, config.n_microbatches)
     recomputed_layers(parallel.recompute, parallel.recompute_layers, parallel.recompute_interval, model.n_layers)
