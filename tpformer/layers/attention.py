@@ -31,7 +31,8 @@ class SelfAttention(ParallelModule):
              heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
     is_causal=False: every token attends to all of its sample or document, as in BERT.
-    head_dim: features of a head; unset, hidden_size / n_heads. q_proj and o_proj have n_heads * head_dim of them inside.
+    head_dim: features of a head; unset, hidden_size / n_heads. q_proj is (n_heads * head_dim, hidden_size), o_proj the
+             other way round.
     qk_norm: q_norm and k_norm, RMSNorms with weights (head_dim,), norm each head's queries and keys before RoPE, as in
              Qwen 3. The weights are Replicate, and their gradients always partial sums over the tp axis: ranks have
              different heads. Queries and keys are then kept before the norm, too.
@@ -77,7 +78,9 @@ class SelfAttention(ParallelModule):
         self.head_dim = head_dim or hidden_size // n_heads
         place: dict = {"tp": self.tp, "device": device, "dtype": dtype}
         bias_in = bias if qkv_bias is None else qkv_bias
-        column = partial(ColumnParallelLinear, hidden_size, bias=bias_in, init_std=init_std, **place)
+        column = partial(
+            ColumnParallelLinear, hidden_size, bias=bias_in, init_std=init_std, tp=self.tp, device=device, dtype=dtype
+        )
         self._features = self._own_features()
         self._kv_order = self._own_kv_order()
         keys, used, most = self._features[1], None, None
@@ -177,8 +180,6 @@ class SelfAttention(ParallelModule):
         if self.q_norm is not None:
             q = call_heads(self.q_norm, q, self.tp, queries, queries.used.start)
         if self.k_norm is not None:
-            lower = (
-                self.kv_heads_needed(self.tp.rank - 1)[1] if self.tp.rank else 0
-            )  # lower ranks have heads [0, lower)
+            _, lower = self.kv_heads_needed(self.tp.rank - 1)  # lower ranks use heads [0, lower), before rank 0 none
             k = call_heads(self.k_norm, k, self.tp, keys, max(keys.used.start, lower * self.head_dim))
         return q, k
