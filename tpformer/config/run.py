@@ -238,8 +238,11 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def check_config(config: RunConfig) -> None:
-    """ValueError, with the numbers and the remedy, for a run that cannot work. It needs no process group."""
+def check_config(config: RunConfig, *, trains: bool = True) -> None:
+    """ValueError, with the numbers and the remedy, for a run that cannot work. It needs no process group.
+
+    trains: whether the run needs training data.
+    """
     model, parallel = config.model, config.parallel
     parallel.check()
     check_positive(
@@ -266,7 +269,7 @@ def check_config(config: RunConfig) -> None:
             f"run.timeout={config.run.timeout} must be a positive number of seconds, and "
             f"run.max_restarts={config.run.max_restarts} not negative"
         )
-    if not config.data.train:
+    if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
         raise ValueError(
