@@ -34,6 +34,7 @@ BATCH, SEQ, D = 2, 5, 4
         ((12, 0, 4, 1), "n_heads=0 must be at least 1"),
         ((12, 4, -2, 1), "n_kv_heads=-2 must be at least 1"),
         ((0, 4, 4, 1), "hidden_size=0 must be at least 1"),
+        ((10, 4, 4, 3), "hidden_size=10 is not a multiple of n_heads=4: change either, or give head_dim"),
         ((12, 4, 4, 1), "RoPE needs an even head dim, not hidden_size / n_heads = 3"),
     ],
 )
