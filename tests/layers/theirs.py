@@ -67,7 +67,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A float64 block whose norms and biases are off 1 and 0.
 
-    norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one and norms of queries and keys. llama: Llama's attention and no biases, besides.
+    norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one and norms of queries and keys. llama: Llama's
+    attention and no biases, besides.
     """
 
     def __init__(self, norm: str, llama: bool = False, seed: int = 0) -> None:
