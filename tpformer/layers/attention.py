@@ -40,7 +40,7 @@ class SelfAttention(ParallelModule):
     qkv_bias: biases of q_proj, k_proj and v_proj; unset, `bias`, as o_proj has.
     rope_scaling: lower frequencies for long texts, as in Llama 3.1.
     sliding_window: a token attends to itself and the sliding_window - 1 tokens before it, as in Mistral. A CPU then
-             makes a mask of seq^2 bytes in every call.
+             makes a mask of seq^2 elements in every call, and keeps it for the backward.
     Errors:  ValueError if heads cannot be split over ranks or key-value heads, if `positions` does not fit x, and for a
              window below 1 or without is_causal.
     """
