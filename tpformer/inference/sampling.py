@@ -1,7 +1,7 @@
 """How a token is drawn from logits: greedy, temperature, top-k, top-p, min-p.
 
-Belongs here: what is done with the logits of one step. The draw is a function of the logits, a seed and the index of the
-token in its text, so it depends neither on other samples nor on the number of ranks.
+Belongs here: what is done with the logits of one step. The draw is a function of the logits, a seed and the index of
+the token in its text, so it depends neither on other samples nor on the number of ranks.
 """
 
 from collections.abc import Sequence
