@@ -12,7 +12,7 @@ import tpformer
 from tpformer.processes.launch import USAGE_EXIT_CODE
 
 from .data import build_data_command, stdlib_command
-from .models import export_command, generate_command
+from .models import export_command, generate_command, import_command
 from .run import guarded
 from .training import dry_run_command, pretrain_command, timeline_command, verify_command
 
@@ -25,7 +25,8 @@ USAGE = """usage: tpformer COMMAND ...
   dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   show what ranks hold and send, without starting them
   generate RUN_DIR --prompt TEXT     sample from a run's newest checkpoint
   timeline RUN_DIR                   draw the pipeline step that a run recorded (log.timeline_step)
-  export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors
+  export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors (--format hf: for transformers)
+  import DIR --out RUN_DIR           make a run of a Hugging Face model
 
 `tpformer COMMAND --help` lists the options of each; `tpformer --version` prints the version."""
 
@@ -38,6 +39,7 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
     ("dry-run",): dry_run_command,
     ("generate",): generate_command,
     ("export",): export_command,
+    ("import",): import_command,
     ("timeline",): timeline_command,
 }
 
