@@ -63,7 +63,7 @@ def check_heads(
 
 
 def check_rope_scaling(factor: float, low_frequency: float, high_frequency: float, original_length: int) -> None:
-    """ValueError for a scaling of RoPE's frequencies (Llama 3.1's) that is none."""
+    """ValueError for an impossible scaling of RoPE's frequencies (Llama 3.1's)."""
     if not (1 <= factor < math.inf):
         raise ValueError(f"rope_scaling_factor={factor} must be at least 1, which is no scaling, and finite")
     if not (0 < low_frequency < high_frequency < math.inf):
