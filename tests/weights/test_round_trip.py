@@ -43,7 +43,9 @@ def test_in_and_out(tmp_path, name):
     same_bits(tensors_in(tmp_path / "hub"), tensors_in(tmp_path / "out"))
     again, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
-    plainest = type(model) if name != "mistral-no-window" else LlamaForCausalLM  # an import does not remember its family
+    plainest = (
+        type(model) if name != "mistral-no-window" else LlamaForCausalLM
+    )  # an import does not remember its family
     assert type(again) is plainest and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     expected = theirs.logits(model)
     assert torch.equal(theirs.logits(again.eval()), expected)
