@@ -24,6 +24,16 @@ def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[st
     return values
 
 
+def parse_overrides(arguments: Sequence[str], config: RunConfig, command: str) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} of `--section.key value ...`. config: the values that are not given, for the help.
+
+    Anything else among the arguments ends the process with the usage.
+    """
+    prog = f"tpformer {command}"
+    parsed = tyro.cli(RunConfig, prog=prog, args=list(arguments), default=config, config=(tyro.conf.FlagConversionOff,))
+    return _overrides(arguments, parsed)
+
+
 def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     """The configuration of `COMMAND FILE.toml [--section.key value ...]`: preset < file < command line.
 
@@ -34,14 +44,8 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
         tyro.cli(RunConfig, prog=prog, args=list(arguments) or ["--help"], config=(tyro.conf.FlagConversionOff,))
         raise ValueError(f"{command} needs a configuration: {prog} [--section.key value ...]")
     file = read_toml(arguments[0])
-    parsed = tyro.cli(
-        RunConfig,
-        prog=prog,
-        args=list(arguments[1:]),
-        default=build_config(file),
-        config=(tyro.conf.FlagConversionOff,),
-    )
-    return build_config(file, _overrides(arguments[1:], parsed))
+    given = parse_overrides(arguments[1:], build_config(file), f"{command} FILE.toml")
+    return build_config(file, given)
 
 
 def with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0) -> None:

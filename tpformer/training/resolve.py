@@ -1,11 +1,12 @@
 """Complete a configuration from its data, or read one from a run's directory. Nothing here imports torch."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 from tpformer.config import RunConfig, build_config, read_toml
 
-from .data import IndexedDataset, load_tokenizer, read_sidecar
+from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
 
 
 def tokenizer_name(config: RunConfig) -> str:
@@ -41,6 +42,20 @@ def check_datasets(config: RunConfig) -> None:
     """Open every dataset. FileNotFoundError or ValueError names a file that is missing or damaged."""
     for prefix in (*config.data.train, *config.data.valid):
         IndexedDataset(prefix)
+
+
+def open_dataset(prefix: str, vocab_size: int) -> IndexedDataset:
+    """The dataset of a model with that vocabulary.
+
+    A sidecar says how large the dataset's vocabulary is. Without one, or if it is larger, rank 0 reads the whole
+    dataset once. FileNotFoundError or ValueError, with the file, for a dataset that is missing or damaged, or has ids
+    outside the vocabulary.
+    """
+    dataset, built = IndexedDataset(prefix), read_sidecar(prefix)
+    fits = built is not None and built["vocab_size"] <= vocab_size
+    if not fits and os.environ.get("RANK", "0") == "0":
+        check_vocab(dataset, vocab_size)
+    return dataset
 
 
 def read_run_config(directory: Path) -> RunConfig:

@@ -26,6 +26,9 @@ class Tokenizer(Protocol):
     def encode(self, text: bytes | str) -> np.ndarray:
         """The ids of the text, int64 (n,)."""
 
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The ids of a text to continue, int64 (n,): with a beginning-of-text token where the tokenizer adds one."""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids (n,), without the end-of-document tokens; bytes that are not UTF-8 become U+FFFD."""
 
@@ -40,6 +43,10 @@ class ByteTokenizer:
         """The bytes of the text (UTF-8 if it is a str), int64 (n,)."""
         data = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
         return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The same as `encode`."""
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids (n,). Ids that are no byte, such as end-of-document or a padded vocabulary's, are dropped."""
@@ -81,6 +88,10 @@ class JsonTokenizer:
         """The ids of the text without any special tokens of a template, int64 (n,)."""
         string = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
         return np.array(self._tokenizer.encode(string, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The ids of the text with the special tokens that tokenizer.json's post-processor adds, int64 (n,)."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids (n,), special tokens dropped."""

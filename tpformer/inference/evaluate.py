@@ -1,0 +1,210 @@
+"""Evaluate a model on its ranks: the loss over datasets, as training validates, and the answers to tasks.
+
+Belongs here: what ranks do, and what they report. settings.py and tasks.py check everything before ranks start.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tpformer.config import RunConfig
+from tpformer.distributed import indexed
+from tpformer.models import GPT
+from tpformer.ops.transport import dtype_name
+from tpformer.processes.files import replace_file
+from tpformer.training.data import Tokenizer
+from tpformer.training.model import ModelParts
+from tpformer.training.setup import build_model, default_dtype, device_type, group_timeout, join_ranks, run_mesh
+from tpformer.training.source import Source, open_source
+from tpformer.training.step import evaluate
+
+from .generate import next_token_logits
+from .likelihood import log_likelihoods
+from .settings import Evaluation, EvaluationData
+from .tasks import Question, Score, best_choices, first_line, score
+
+
+class DataScore(NamedTuple):
+    """How well a model predicts a dataset. loss: nats a target token. n_bytes: None where no tokenizer is known."""
+
+    data: str
+    samples: int
+    tokens: int
+    n_bytes: int | None
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite beyond what a float holds."""
+        return math.exp(self.loss) if self.loss < 709 else math.inf if self.loss == self.loss else math.nan
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Summed nats / ln 2 / bytes of the text that the targets stand for."""
+        return self.loss * self.tokens / math.log(2) / self.n_bytes if self.n_bytes else None
+
+
+def together(scores: Sequence[DataScore]) -> DataScore:
+    """The score over all targets of several datasets."""
+    tokens = sum(each.tokens for each in scores)
+    counted = [each.n_bytes for each in scores if each.n_bytes is not None]
+    loss = math.fsum(each.loss * each.tokens for each in scores) / tokens
+    n_bytes = sum(counted) if len(counted) == len(scores) else None
+    return DataScore("together", sum(each.samples for each in scores), tokens, n_bytes, loss)
+
+
+def start_model(config: RunConfig, path: Path, step: int | None = None) -> tuple[ModelParts, Source]:
+    """Enter the process group, and build the model in `path` in the configured layout and load it. Collective.
+
+    step: of a run's checkpoint; unset, the newest good one.
+    """
+    device = device_type(config)
+    join_ranks(device, group_timeout(config))
+    mesh = run_mesh(config, device)
+    source = open_source(path, step=step)
+    model = build_model(config, mesh)
+    source.load(model.parts)
+    return model, source
+
+
+def score_data(model: ModelParts, data: Sequence[EvaluationData], tokenizer: Tokenizer | None) -> list[DataScore]:
+    """The score of each dataset, by the trainer's own evaluation; equal on all ranks but for n_bytes, which only rank 0
+    counts."""
+    device = indexed(torch.device(model.mesh.device_type))  # type: ignore[union-attr]
+    scores = []
+    for each in data:
+        loss = evaluate(model, [each.samples], each.n_samples, device)
+        counted = tokenizer is not None and torch.distributed.get_rank() == 0
+        n_bytes = each.target_bytes(tokenizer) if counted else None  # type: ignore[arg-type]
+        scores.append(DataScore(each.prefix, each.n_samples, each.targets, n_bytes, loss))
+    return scores
+
+
+@torch.no_grad()
+def greedy_text(model: GPT, tokenizer: Tokenizer, ids: Sequence[int], limit: int, stops: Sequence[str]) -> str:
+    """The most probable continuation, of at most `limit` tokens. It ends before the first of `stops` or a document's
+    end."""
+    device = next(model.parameters()).device
+    whole = torch.tensor(ids, device=device)
+    new: list[int] = []
+    text = ""
+    while len(new) < limit:
+        token = int(next_token_logits(model, whole[-model.config.seq_length :]).argmax())
+        if token == tokenizer.end_of_document:
+            break
+        new.append(token)
+        whole = torch.cat([whole, whole.new_tensor([token])])
+        text = tokenizer.decode(new)
+        if found := [text.index(stop) for stop in stops if stop in text]:
+            return text[: min(found)]
+    return text
+
+
+def score_tasks(model: GPT, tokenizer: Tokenizer, questions: Sequence[Question], batch_size: int) -> list[Score]:
+    """The scores of all questions, equal on all tensor-parallel ranks: of multiple choices acc and acc_bytes, of texts
+    exact_match."""
+    model.eval()
+    pairs = [pair for question in questions for pair in question.pairs]
+    longest = model.config.seq_length
+    found = iter(log_likelihoods(model, pairs, longest=longest, batch_size=batch_size))
+    choices, texts = [], []
+    for question in questions:
+        if question.pairs:
+            values = [next(found).log_probability for _ in question.pairs]
+            choices.append(best_choices(question.task, values))
+        else:
+            text = greedy_text(model, tokenizer, question.prompt, question.limit, ["\n"])
+            texts.append(first_line(text) == str(question.task.answer).strip())
+    scores = []
+    if choices:
+        plain, per_byte = zip(*choices, strict=True)
+        scores = [score("acc", plain), score("acc_bytes", per_byte)]
+    return scores + ([score("exact_match", texts)] if texts else [])
+
+
+def task_rows(task: str, scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """The rows of a task's scores in a result."""
+    names = ("metric", "number", "value", "stderr")
+    return [{"task": task} | dict(zip(names, (*each[:3], _finite(each.error)), strict=True)) for each in scores]
+
+
+def data_rows(scores: Sequence[DataScore]) -> list[dict[str, Any]]:
+    """The rows of datasets' scores in a result; the last one is that of all together, where there are several."""
+    return [
+        {
+            "data": each.data,
+            "samples": each.samples,
+            "tokens": each.tokens,
+            "bytes": each.n_bytes,
+            "loss": _finite(each.loss),
+            "perplexity": _finite(each.perplexity),
+            "bits_per_byte": _finite(each.bits_per_byte),
+        }
+        for each in (*scores, *([together(scores)] if len(scores) > 1 else []))
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    """The value; None, JSON's null, if it is no finite number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def evaluate_rank(
+    evaluation: Evaluation, path: Path, *, step: int | None, tasks: str, more: Callable[[GPT], list] | None = None
+) -> dict[str, Any]:
+    """Do an evaluation on this rank; collective. The result is complete on rank 0.
+
+    tasks: the name of the questions in the result. more: further rows of tasks, made with the model.
+    """
+    config = evaluation.config
+    model, source = start_model(config, path, step)
+    facts = {"model": str(path), "step": getattr(source, "step", None), "dtype": dtype_name(default_dtype(config))}
+    data = data_rows(score_data(model, evaluation.data, evaluation.tokenizer))
+    rows: list[dict[str, Any]] = []
+    if evaluation.questions:
+        scores = score_tasks(model.parts[0], evaluation.tokenizer, evaluation.questions, config.microbatch_size)  # type: ignore[arg-type]
+        rows += task_rows(tasks, scores)
+    if more is not None:
+        rows += more(model.parts[0].eval())
+    return facts | {"seq_length": config.model.seq_length, "data": data, "tasks": rows, "notes": evaluation.notes}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print the tables of a result."""
+    step = "" if found["step"] is None else f", step {found['step']}"
+    title = f"{found['model']}{step}, {found['dtype']}, {found['seq_length']} tokens a sample"
+    console.print(title, highlight=False, soft_wrap=True)
+    if found["data"]:
+        table = Table("data", box=None)
+        for name in ("samples", "tokens", "bytes", "loss", "perplexity", "bits/byte"):
+            table.add_column(name, justify="right")
+        for row in found["data"]:
+            counts = (_number(row[key], ",d") for key in ("samples", "tokens", "bytes"))
+            values = (_number(row["loss"], ".6f"), _number(row["perplexity"], ",.4f"))
+            table.add_row(row["data"], *counts, *values, _number(row["bits_per_byte"], ".6f"))
+        console.print(table)
+    if found["tasks"]:
+        table = Table("task", "metric", box=None)
+        for name in ("number", "value", "standard error"):
+            table.add_column(name, justify="right")
+        for row in found["tasks"]:
+            values = (_number(row["value"], ".4f"), _number(row["stderr"], ".4f"))
+            table.add_row(row["task"], row["metric"], _number(row["number"], ",d"), *values)
+        console.print(table)
+    for note in found["notes"]:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def write_result(found: dict[str, Any], path: Path) -> None:
+    """Write a result as JSON."""
+    replace_file(path, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
