@@ -109,7 +109,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         from tpformer.inference.lm_eval import load_tasks, score_tasks
 
         found = load_tasks(options.lm_eval.split(","), options.lm_eval_tasks)
-        more = partial(score_tasks, evaluation=evaluation, tasks=found)
+        more = partial(score_tasks, tasks=found)
 
     def work(_: RunConfig) -> None:
         result = evaluate_rank(evaluation, options.model, step=options.step, tasks=str(options.tasks), more=more)

@@ -27,7 +27,7 @@ from tpformer.training.step import evaluate
 from .generate import next_token_logits
 from .likelihood import log_likelihoods
 from .settings import Evaluation, EvaluationData
-from .tasks import Question, Score, best_choices, first_line, score
+from .tasks import Score, best_choices, first_line, score
 
 
 class DataScore(NamedTuple):
@@ -88,15 +88,15 @@ def score_data(model: ModelParts, data: Sequence[EvaluationData], tokenizer: Tok
 
 @torch.no_grad()
 def greedy_text(model: GPT, tokenizer: Tokenizer, ids: Sequence[int], limit: int, stops: Sequence[str]) -> str:
-    """The most probable continuation, of at most `limit` tokens. It ends before the first of `stops` or a document's
-    end."""
+    """The most probable continuation, of at most `limit` tokens. It ends before the first of `stops` or a stop
+    token."""
     device = next(model.parameters()).device
     whole = torch.tensor(ids, device=device)
     new: list[int] = []
     text = ""
     while len(new) < limit:
         token = int(next_token_logits(model, whole[-model.config.seq_length :]).argmax())
-        if token == tokenizer.end_of_document:
+        if token in tokenizer.stop_tokens:
             break
         new.append(token)
         whole = torch.cat([whole, whole.new_tensor([token])])
@@ -106,13 +106,14 @@ def greedy_text(model: GPT, tokenizer: Tokenizer, ids: Sequence[int], limit: int
     return text
 
 
-def score_tasks(model: GPT, tokenizer: Tokenizer, questions: Sequence[Question], batch_size: int) -> list[Score]:
+def score_tasks(model: GPT, evaluation: Evaluation) -> list[Score]:
     """The scores of all questions, equal on all tensor-parallel ranks: of multiple choices acc and acc_bytes, of texts
     exact_match."""
     model.eval()
+    questions, tokenizer = evaluation.questions, evaluation.tokenizer
     pairs = [pair for question in questions for pair in question.pairs]
-    longest = model.config.seq_length
-    found = iter(log_likelihoods(model, pairs, longest=longest, batch_size=batch_size))
+    batch_size = evaluation.config.microbatch_size
+    found = iter(log_likelihoods(model, pairs, longest=evaluation.seq_length, batch_size=batch_size))
     choices, texts = [], []
     for question in questions:
         if question.pairs:
@@ -130,8 +131,16 @@ def score_tasks(model: GPT, tokenizer: Tokenizer, questions: Sequence[Question],
 
 def task_rows(task: str, scores: Sequence[Score]) -> list[dict[str, Any]]:
     """The rows of a task's scores in a result."""
-    names = ("metric", "number", "value", "stderr")
-    return [{"task": task} | dict(zip(names, (*each[:3], _finite(each.error)), strict=True)) for each in scores]
+    return [
+        {
+            "task": task,
+            "metric": each.metric,
+            "number": each.number,
+            "value": each.accuracy,
+            "stderr": finite(each.error),
+        }
+        for each in scores
+    ]
 
 
 def data_rows(scores: Sequence[DataScore]) -> list[dict[str, Any]]:
@@ -142,37 +151,39 @@ def data_rows(scores: Sequence[DataScore]) -> list[dict[str, Any]]:
             "samples": each.samples,
             "tokens": each.tokens,
             "bytes": each.n_bytes,
-            "loss": _finite(each.loss),
-            "perplexity": _finite(each.perplexity),
-            "bits_per_byte": _finite(each.bits_per_byte),
+            "loss": finite(each.loss),
+            "perplexity": finite(each.perplexity),
+            "bits_per_byte": finite(each.bits_per_byte),
         }
         for each in (*scores, *([together(scores)] if len(scores) > 1 else []))
     ]
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     """The value; None, JSON's null, if it is no finite number."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def evaluate_rank(
-    evaluation: Evaluation, path: Path, *, step: int | None, tasks: str, more: Callable[[GPT], list] | None = None
+    evaluation: Evaluation,
+    path: Path,
+    *,
+    step: int | None,
+    tasks: str,
+    more: Callable[[GPT, Evaluation], list] | None = None,
 ) -> dict[str, Any]:
     """Do an evaluation on this rank; collective. The result is complete on rank 0.
 
-    tasks: the name of the questions in the result. more: further rows of tasks, made with the model.
+    tasks: the name of the questions in the result. more: gives further rows of tasks.
     """
     config = evaluation.config
     model, source = start_model(config, path, step)
     facts = {"model": str(path), "step": getattr(source, "step", None), "dtype": dtype_name(default_dtype(config))}
     data = data_rows(score_data(model, evaluation.data, evaluation.tokenizer))
-    rows: list[dict[str, Any]] = []
-    if evaluation.questions:
-        scores = score_tasks(model.parts[0], evaluation.tokenizer, evaluation.questions, config.microbatch_size)  # type: ignore[arg-type]
-        rows += task_rows(tasks, scores)
+    rows = task_rows(tasks, score_tasks(model.parts[0], evaluation)) if evaluation.questions else []
     if more is not None:
-        rows += more(model.parts[0].eval())
-    return facts | {"seq_length": config.model.seq_length, "data": data, "tasks": rows, "notes": evaluation.notes}
+        rows += more(model.parts[0].eval(), evaluation)
+    return facts | {"seq_length": evaluation.seq_length, "data": data, "tasks": rows, "notes": evaluation.notes}
 
 
 def show(found: dict[str, Any], console: Console) -> None:

@@ -4,7 +4,9 @@ Only the adapter belongs here: what a text's ids are is tasks.py's, and their li
 tensor-parallel rank runs the harness on the same requests, so that all reach the model together.
 """
 
+import io
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,15 @@ try:
 except ImportError as error:
     raise ImportError(f"lm-evaluation-harness cannot be imported ({error}): pip install tpformer[eval]") from error
 
+import torch.distributed as dist
+
 from tpformer.models import GPT
 from tpformer.training.data import Tokenizer
 
-from .evaluate import greedy_text, task_rows
+from .evaluate import finite, greedy_text
 from .likelihood import log_likelihoods
 from .settings import Evaluation
-from .tasks import Pair, Score, encode_pair
+from .tasks import Pair, encode_pair
 
 MAX_NEW_TOKENS = 256  # of a generated text, unless its task says otherwise; the harness's own number
 
@@ -32,14 +36,13 @@ MAX_NEW_TOKENS = 256  # of a generated text, unless its task says otherwise; the
 class HarnessModel(LM):
     """A GPT in evaluation mode, on tensor-parallel ranks that all get the same requests.
 
-    batch_size: pairs of a forward. Errors: ValueError for a continuation that has no tokens, or more than the model
-    takes, and for a task that samples instead of taking the most probable token.
+    longest: tokens that the model takes. batch_size: pairs of a forward. Errors: ValueError for a continuation that has
+    no tokens, or more than the model takes, and for a task that samples instead of taking the most probable token.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int) -> None:
+    def __init__(self, model: GPT, tokenizer: Tokenizer, *, longest: int, batch_size: int) -> None:
         super().__init__()
-        self.model, self.tokens, self.batch_size = model, tokenizer, batch_size
-        self.longest = model.config.seq_length
+        self.model, self.tokens, self.longest, self.batch_size = model, tokenizer, longest, batch_size
 
     def _likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         found = log_likelihoods(self.model, pairs, longest=self.longest, batch_size=self.batch_size)
@@ -90,20 +93,22 @@ def load_tasks(names: Sequence[str], folder: Path | None) -> tuple[list[str], Ta
 
 
 def score_tasks(model: GPT, evaluation: Evaluation, tasks: tuple[list[str], TaskManager]) -> list[dict[str, Any]]:
-    """The rows of the tasks' scores in a result, as the harness computes them. Complete on rank 0."""
+    """The rows of the tasks' scores in a result, as the harness computes them; none on ranks other than 0."""
     assert evaluation.tokenizer is not None
-    adapter = HarnessModel(model, evaluation.tokenizer, evaluation.config.microbatch_size)
-    names, manager = tasks
-    found = simple_evaluate(adapter, tasks=names, task_manager=manager, log_samples=False)
-    if found is None:
+    size = evaluation.config.microbatch_size
+    adapter = HarnessModel(model, evaluation.tokenizer, longest=evaluation.seq_length, batch_size=size)
+    leader = dist.get_rank() == 0
+    with nullcontext() if leader else redirect_stderr(io.StringIO()):  # every rank would show its progress
+        found = simple_evaluate(adapter, tasks=tasks[0], task_manager=tasks[1], log_samples=False)
+    if not leader:
         return []
     rows = []
     for name, values in found["results"].items():
-        number = found["n-samples"].get(name, {}).get("effective", 0)
+        number = found["n-samples"].get(name, {}).get("effective")  # a group of tasks has none of its own
         for key, value in values.items():
-            metric, comma, part = key.partition(",")
+            metric, comma, kind = key.partition(",")
             if comma and not metric.endswith("_stderr"):
-                error = values.get(f"{metric}_stderr,{part}")
-                error = error if isinstance(error, float) else float("nan")
-                rows += task_rows(name, [Score(metric, number, value, error)])
+                error = values.get(f"{metric}_stderr,{kind}")
+                error = finite(error) if isinstance(error, float) else None  # the harness writes "N/A"
+                rows.append({"task": name, "metric": metric, "number": number, "value": value, "stderr": error})
     return rows

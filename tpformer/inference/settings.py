@@ -63,9 +63,14 @@ class EvaluationData(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation does. tokenizer: None where nothing says which it is. notes: what the user should know."""
+    """What an evaluation does.
+
+    seq_length: tokens of a sample, and the most that the model is given of a task. tokenizer: None where nothing says
+    which it is. notes: what the user should know.
+    """
 
     config: RunConfig
+    seq_length: int
     data: list[EvaluationData]
     tokenizer: Tokenizer | None
     questions: list[Question]
@@ -91,7 +96,7 @@ def prepare(
     check_overrides(overrides)
     config = evaluation_config(source_config(path, overrides), overrides, seq_length)
     check_config(config, trains=False)
-    layout, size = config.parallel, config.model.vocab_size
+    layout, size, length = config.parallel, config.model.vocab_size, seq_length or config.model.seq_length
     asks = asks or tasks is not None
     if asks and layout.pipeline_parallel * layout.data_parallel > 1:
         raise ValueError(
@@ -102,7 +107,7 @@ def prepare(
         raise ValueError(f"{path} has no validation data of its own: give --data PREFIX or --tasks FILE.jsonl")
     read = read_tasks(tasks) if tasks is not None else []
     name = config.data.tokenizer
-    opened = open_evaluation_data(prefixes, name, size, seq_length or config.model.seq_length, samples)  # type: ignore[arg-type]
+    opened = open_evaluation_data(prefixes, name, size, length, samples)  # type: ignore[arg-type]
     tokenizer = evaluation_tokenizer(name, prefixes)
     notes = []
     if tokenizer is None:
@@ -114,12 +119,10 @@ def prepare(
             f"the tokenizer {name} has {tokenizer.vocab_size} ids, more than the model's vocab_size {size}: give the "
             f"model's own with --data.tokenizer"
         )
-    questions = [ask(tokenizer, task, config.model.seq_length) for task in read]  # type: ignore[arg-type]
+    questions = [ask(tokenizer, task, length) for task in read]  # type: ignore[arg-type]
     if n_cut := sum(cut for _, cut in questions):
-        notes.append(
-            f"{n_cut} of {len(read)} prompts were cut at the left to the model's {config.model.seq_length} tokens"
-        )
-    return Evaluation(config, opened, tokenizer, [question for question, _ in questions], notes)
+        notes.append(f"{n_cut} of {len(read)} prompts were cut at the left to fit {length} tokens")
+    return Evaluation(config, length, opened, tokenizer, [question for question, _ in questions], notes)
 
 
 def check_overrides(overrides: Mapping[str, Mapping[str, Any]]) -> None:

@@ -43,9 +43,6 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> np.ndarray:
         """The ids of a text to continue, int64 (n,): with a beginning-of-text token where the tokenizer adds one."""
 
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """The ids of a text to continue, int64 (n,): with a beginning-of-text token where the tokenizer adds one."""
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids (n,), without the end-of-document tokens; bytes that are not UTF-8 become U+FFFD."""
 
