@@ -35,7 +35,7 @@ def parse_overrides(arguments: Sequence[str], config: RunConfig, command: str) -
 
 
 def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
-    """The configuration of `COMMAND FILE.toml [--section.key value ...]`: preset < file < command line.
+    """The configuration of `COMMAND FILE.toml [--section.key value ...]`: init_from < preset < file < command line.
 
     ValueError without a file, or for an unknown key or a value of a wrong type; FileNotFoundError names the file.
     """
@@ -44,8 +44,10 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
         tyro.cli(RunConfig, prog=prog, args=list(arguments) or ["--help"], config=(tyro.conf.FlagConversionOff,))
         raise ValueError(f"{command} needs a configuration: {prog} [--section.key value ...]")
     file = read_toml(arguments[0])
+    from tpformer.training.source import from_source
+
     given = parse_overrides(arguments[1:], build_config(file), f"{command} FILE.toml")
-    return build_config(file, given)
+    return build_config(*from_source(file, given))
 
 
 def with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0) -> None:
