@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tpformer.config import build_config, to_toml
-from tpformer.inference.settings import open_evaluation_data, same_tokenizer
+from tpformer.inference.settings import open_evaluation_data
 from tpformer.training.data import IndexedWriter, build_dataset, load_tokenizer
 from tpformer.training.metrics import read_metrics
+from tpformer.training.resolve import same_tokenizer
 
 LAYOUTS = {
     "tp 1": "--parallel.tensor-parallel 1",
@@ -114,7 +115,8 @@ def test_tokenizers_are_the_same_by_what_they_do(tmp_path):
     changed["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "changed.json").write_text(json.dumps(changed))
     assert not same_tokenizer(one, str(tmp_path / "changed.json"))
-    assert same_tokenizer("bytes", "bytes") and not same_tokenizer(one, "bytes")
+    assert same_tokenizer("bytes", "bytes") and same_tokenizer(one, "bytes") is False
+    assert same_tokenizer(one, "absent.json") is None
 
 
 def test_refused_before_any_rank_starts(commands, trained, tmp_path):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.data import JsonTokenizer
 
@@ -108,7 +109,7 @@ def own_scores(tp: int, folder):
     from tpformer.inference.lm_eval import HarnessModel
 
     mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
-    model = GPT(CONFIG, tp=mesh, seed=3, dtype=torch.float64).eval()
+    model = GPT(CONFIG, tp=TensorParallel(mesh), seed=3, dtype=torch.float64).eval()
     tokenizer = JsonTokenizer(folder / "tokenizer.json")
     return scores(HarnessModel(model, tokenizer, longest=24, batch_size=3), folder)
 

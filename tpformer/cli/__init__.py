@@ -24,7 +24,7 @@ USAGE = """usage: tpformer COMMAND ...
   verify FILE.toml [--section.key value ...]     compare two steps in the file's layout with two in one process
   dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   show what ranks hold and send, without starting them
   generate RUN_DIR --prompt TEXT     sample from a run's newest checkpoint
-  evaluate MODEL [--data PREFIX ...] [--tasks FILE.jsonl]   a model's loss over datasets, its answers to tasks
+  evaluate SOURCE [--data PREFIX ...] [--tasks FILE.jsonl]   a model's loss over datasets, its answers to tasks
   timeline RUN_DIR                   draw the pipeline step that a run recorded (log.timeline_step)
   export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors
 

@@ -24,7 +24,7 @@ from tpformer.training.setup import build_model, default_dtype, device_type, gro
 from tpformer.training.source import Source, open_source
 from tpformer.training.step import evaluate
 
-from .generate import next_token_logits
+from .generate import Token, generate, load_model
 from .likelihood import log_likelihoods
 from .settings import Evaluation, EvaluationData
 from .tasks import Score, best_choices, first_line, score
@@ -86,42 +86,56 @@ def score_data(model: ModelParts, data: Sequence[EvaluationData], tokenizer: Tok
     return scores
 
 
-@torch.no_grad()
-def greedy_text(model: GPT, tokenizer: Tokenizer, ids: Sequence[int], limit: int, stops: Sequence[str]) -> str:
-    """The most probable continuation, of at most `limit` tokens. It ends before the first of `stops` or a stop
-    token."""
-    device = next(model.parameters()).device
-    whole = torch.tensor(ids, device=device)
-    new: list[int] = []
-    text = ""
-    while len(new) < limit:
-        token = int(next_token_logits(model, whole[-model.config.seq_length :]).argmax())
-        if token in tokenizer.stop_tokens:
-            break
-        new.append(token)
-        whole = torch.cat([whole, whole.new_tensor([token])])
-        text = tokenizer.decode(new)
-        if found := [text.index(stop) for stop in stops if stop in text]:
-            return text[: min(found)]
-    return text
+class Prompt(NamedTuple):
+    """Token ids to continue by at most `limit` tokens, up to a stop token or the first of the strings `stops`."""
+
+    ids: list[int]
+    limit: int
+    stops: Sequence[str]
+
+
+def greedy_texts(model: GPT, tokenizer: Tokenizer, prompts: Sequence[Prompt], batch_size: int) -> list[str]:
+    """The most probable continuation of each prompt, without what ends it; equal on all ranks.
+
+    model: as load_model makes one. batch_size: prompts that are continued together.
+    """
+    new: list[list[int]] = [[] for _ in prompts]
+    texts = [""] * len(prompts)
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+
+        def ends(token: Token, first: int = first) -> bool:
+            index = first + token.sequence
+            ids, limit, stops = new[index], prompts[index].limit, prompts[index].stops
+            ids.append(token.id)
+            text = tokenizer.decode(ids)
+            found = [text.index(stop) for stop in stops if stop in text]
+            texts[index] = text[: min(found)] if found else text
+            return bool(found) or len(ids) == limit
+
+        most = max(prompt.limit for prompt in batch)
+        ids, stop = [prompt.ids for prompt in batch], tokenizer.stop_tokens
+        for _ in generate(model, ids, max_new_tokens=most, stop=stop, ends=ends):
+            pass
+    return texts
 
 
 def score_tasks(model: GPT, evaluation: Evaluation) -> list[Score]:
     """The scores of all questions, equal on all tensor-parallel ranks: of multiple choices acc and acc_bytes, of texts
     exact_match."""
-    model.eval()
-    questions, tokenizer = evaluation.questions, evaluation.tokenizer
-    pairs = [pair for question in questions for pair in question.pairs]
-    batch_size = evaluation.config.microbatch_size
-    found = iter(log_likelihoods(model, pairs, longest=evaluation.seq_length, batch_size=batch_size))
-    choices, texts = [], []
-    for question in questions:
-        if question.pairs:
-            values = [next(found).log_probability for _ in question.pairs]
-            choices.append(best_choices(question.task, values))
-        else:
-            text = greedy_text(model, tokenizer, question.prompt, question.limit, ["\n"])
-            texts.append(first_line(text) == str(question.task.answer).strip())
+    assert evaluation.tokenizer is not None
+    size, length = evaluation.config.microbatch_size, evaluation.config.model.seq_length
+    pairs = [pair for question in evaluation.questions for pair in question.pairs]
+    found = iter(log_likelihoods(model, pairs, longest=length, batch_size=size))
+    choices = [
+        best_choices(question.task, [next(found).log_probability for _ in question.pairs])
+        for question in evaluation.questions
+        if question.pairs
+    ]
+    asked = [question for question in evaluation.questions if not question.pairs]
+    prompts = [Prompt(question.prompt, question.limit, ["\n"]) for question in asked]
+    answers = greedy_texts(model, evaluation.tokenizer, prompts, size)
+    texts = [first_line(text) == str(each.task.answer).strip() for text, each in zip(answers, asked, strict=True)]
     scores = []
     if choices:
         plain, per_byte = zip(*choices, strict=True)
@@ -177,19 +191,22 @@ def evaluate_rank(
     tasks: the name of the questions in the result. more: gives further rows of tasks.
     """
     config = evaluation.config
-    model, source = start_model(config, path, step)
-    facts = {"model": str(path), "step": getattr(source, "step", None), "dtype": dtype_name(default_dtype(config))}
-    data = data_rows(score_data(model, evaluation.data, evaluation.tokenizer))
-    rows = task_rows(tasks, score_tasks(model.parts[0], evaluation)) if evaluation.questions else []
-    if more is not None:
-        rows += more(model.parts[0].eval(), evaluation)
-    return facts | {"seq_length": evaluation.seq_length, "data": data, "tasks": rows, "notes": evaluation.notes}
+    facts = {"dtype": dtype_name(default_dtype(config)), "seq_length": config.model.seq_length}
+    data, rows = [], []
+    if evaluation.data:
+        parts, source = start_model(config, path, step)
+        data = data_rows(score_data(parts, evaluation.data, evaluation.tokenizer))
+        del parts
+    if evaluation.questions or more is not None:
+        model, source = load_model(config, step=step)
+        rows = task_rows(tasks, score_tasks(model, evaluation)) if evaluation.questions else []
+        rows += more(model, evaluation) if more is not None else []
+    return {"model": str(source), **facts, "data": data, "tasks": rows, "notes": evaluation.notes}
 
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the tables of a result."""
-    step = "" if found["step"] is None else f", step {found['step']}"
-    title = f"{found['model']}{step}, {found['dtype']}, {found['seq_length']} tokens a sample"
+    title = f"{found['model']}, {found['dtype']}, {found['seq_length']} tokens a sample"
     console.print(title, highlight=False, soft_wrap=True)
     if found["data"]:
         table = Table("data", box=None)

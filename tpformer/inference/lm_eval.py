@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tpformer.models import GPT
 from tpformer.training.data import Tokenizer
 
-from .evaluate import finite, greedy_text
+from .evaluate import Prompt, finite, greedy_texts
 from .likelihood import log_likelihoods
 from .settings import Evaluation
 from .tasks import Pair, encode_pair
@@ -34,7 +34,7 @@ MAX_NEW_TOKENS = 256  # of a generated text, unless its task says otherwise; the
 
 
 class HarnessModel(LM):
-    """A GPT in evaluation mode, on tensor-parallel ranks that all get the same requests.
+    """A GPT that load_model has made, on tensor-parallel ranks that all get the same requests.
 
     longest: tokens that the model takes. batch_size: pairs of a forward. Errors: ValueError for a continuation that has
     no tokens, or more than the model takes, and for a task that samples instead of taking the most probable token.
@@ -67,7 +67,7 @@ class HarnessModel(LM):
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """The greedy continuation of each request's (context, settings), up to the first of its stops."""
-        texts = []
+        prompts = []
         for context, settings in (request.args for request in requests):
             wanted = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
             if wanted.get("do_sample"):
@@ -77,8 +77,8 @@ class HarnessModel(LM):
                 raise ValueError(f"a task generates {limit} tokens, but the model has {self.longest}: set max_gen_toks")
             ids = self.tokens.encode_prompt(context).tolist() or [self.tokens.end_of_document]
             stops = [stop for stop in handle_stop_sequences(wanted["until"], eos=None) if stop]
-            texts.append(greedy_text(self.model, self.tokens, ids[-(self.longest - limit) :], limit, stops))
-        return texts
+            prompts.append(Prompt(ids[-(self.longest - limit) :], limit, stops))
+        return greedy_texts(self.model, self.tokens, prompts, self.batch_size)
 
 
 def load_tasks(names: Sequence[str], folder: Path | None) -> tuple[list[str], TaskManager]:
@@ -96,7 +96,7 @@ def score_tasks(model: GPT, evaluation: Evaluation, tasks: tuple[list[str], Task
     """The rows of the tasks' scores in a result, as the harness computes them; none on ranks other than 0."""
     assert evaluation.tokenizer is not None
     size = evaluation.config.microbatch_size
-    adapter = HarnessModel(model, evaluation.tokenizer, longest=evaluation.seq_length, batch_size=size)
+    adapter = HarnessModel(model, evaluation.tokenizer, longest=evaluation.config.model.seq_length, batch_size=size)
     leader = dist.get_rank() == 0
     with nullcontext() if leader else redirect_stderr(io.StringIO()):  # every rank would show its progress
         found = simple_evaluate(adapter, tasks=tasks[0], task_manager=tasks[1], log_samples=False)

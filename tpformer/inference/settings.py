@@ -4,7 +4,6 @@ Nothing here imports torch. Only what can be found out without the model's weigh
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,14 +13,12 @@ import numpy as np
 
 from tpformer.config import RunConfig, check_config
 from tpformer.training.data import ByteTokenizer, Tokenizer, TokenSamples, load_tokenizer, read_sidecar
-from tpformer.training.resolve import open_dataset
+from tpformer.training.resolve import open_dataset, same_tokenizer
 from tpformer.training.source import source_config
 
 from .tasks import Question, ask, read_tasks
 
 FORWARD_TOKENS = 8192  # tokens of a forward, unless train.microbatch_size says otherwise
-# what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
-CONTENT = ("added_tokens", "decoder", "model", "normalizer", "pre_tokenizer")
 SECTIONS = {"parallel": None, "train": None, "run": ("timeout",), "data": ("tokenizer",)}
 
 
@@ -63,14 +60,12 @@ class EvaluationData(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation does.
+    """What an evaluation does. tokenizer: None where nothing says which it is. notes: what the user should know.
 
-    seq_length: tokens of a sample, and the most that the model is given of a task. tokenizer: None where nothing says
-    which it is. notes: what the user should know.
+    config.model.seq_length: tokens of a sample, and the most that the model is given of a task.
     """
 
     config: RunConfig
-    seq_length: int
     data: list[EvaluationData]
     tokenizer: Tokenizer | None
     questions: list[Question]
@@ -96,7 +91,7 @@ def prepare(
     check_overrides(overrides)
     config = evaluation_config(source_config(path, overrides), overrides, seq_length)
     check_config(config, trains=False)
-    layout, size, length = config.parallel, config.model.vocab_size, seq_length or config.model.seq_length
+    layout, size, length = config.parallel, config.model.vocab_size, config.model.seq_length
     asks = asks or tasks is not None
     if asks and layout.pipeline_parallel * layout.data_parallel > 1:
         raise ValueError(
@@ -122,7 +117,7 @@ def prepare(
     questions = [ask(tokenizer, task, length) for task in read]  # type: ignore[arg-type]
     if n_cut := sum(cut for _, cut in questions):
         notes.append(f"{n_cut} of {len(read)} prompts were cut at the left to fit {length} tokens")
-    return Evaluation(config, length, opened, tokenizer, [question for question, _ in questions], notes)
+    return Evaluation(config, opened, tokenizer, [question for question, _ in questions], notes)
 
 
 def check_overrides(overrides: Mapping[str, Mapping[str, Any]]) -> None:
@@ -151,44 +146,20 @@ def evaluation_config(
     length = seq_length or model.seq_length
     if seq_length is not None and seq_length < 1:
         raise ValueError(f"--seq-length {seq_length}: a sample has at least 1 token")
-    if model.position == "learned" and length != model.seq_length:
-        if length > model.seq_length:
-            raise ValueError(
-                f"--seq-length {length} is more than the model's {model.seq_length} learned positions: give at most "
-                f"{model.seq_length}"
-            )
-        if layout.pipeline_parallel > 1:
-            raise ValueError(
-                f"--seq-length {length}: in a pipeline, a model with learned positions takes samples of its own "
-                f"{model.seq_length} tokens; leave --seq-length out, or set --parallel.pipeline-parallel 1"
-            )
-    else:
-        config = dataclasses.replace(config, model=dataclasses.replace(model, seq_length=length))
+    if model.position == "learned" and length > model.seq_length:
+        raise ValueError(
+            f"--seq-length {length} is more than the model's {model.seq_length} learned positions: give at most "
+            f"{model.seq_length}"
+        )
     together = layout.tensor_parallel // math.gcd(length, layout.tensor_parallel)  # samples that the ranks can share
     microbatch = given.get("microbatch_size") or together * max(1, FORWARD_TOKENS // (length * together))
     microbatches = 1 if layout.pipeline_schedule == "naive" else layout.n_stages
     batch = given.get("global_batch_size") or microbatch * microbatches * layout.data_parallel
-    train = dataclasses.replace(config.train, microbatch_size=microbatch, global_batch_size=batch)
-    return dataclasses.replace(config, train=train)
-
-
-def same_tokenizer(one: str, other: str) -> bool:
-    """Whether two tokenizers, each "bytes" or the path of a tokenizer.json, turn every text into the same ids.
-
-    Files are compared by what they say about CONTENT. FileNotFoundError or ValueError for a file that cannot be read.
-    """
-    if "bytes" in (one, other) or one == other:
-        return one == other
-    contents = []
-    for name in (one, other):
-        try:
-            content = json.loads(Path(name).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise FileNotFoundError(f"the tokenizer {name} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise ValueError(f"{name} is not a tokenizer.json file that can be read: {error}") from None
-        contents.append([content.get(key) for key in CONTENT])
-    return contents[0] == contents[1]
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(model, seq_length=length),
+        train=dataclasses.replace(config.train, microbatch_size=microbatch, global_batch_size=batch),
+    )
 
 
 def open_evaluation_data(
@@ -207,12 +178,14 @@ def open_evaluation_data(
         built = read_sidecar(prefix)
         if built is not None and tokenizer is not None:
             theirs = built["tokenizer"]
-            if theirs != "bytes" and not Path(theirs).is_file():
+            same = same_tokenizer(theirs, tokenizer)
+            if same is None:
                 raise FileNotFoundError(
-                    f"{prefix} was built with the tokenizer {theirs}, which does not exist here, so it cannot be "
-                    f'compared with the model\'s ({tokenizer}): correct the path under "tokenizer" in {prefix}.json'
+                    f"{prefix} was built with the tokenizer {theirs}, and the model's is {tokenizer}: one of the files "
+                    f'does not exist, so they cannot be compared; correct the path under "tokenizer" in {prefix}.json, '
+                    f"or give the model's with --data.tokenizer"
                 )
-            if not same_tokenizer(theirs, tokenizer):
+            if not same:
                 raise ValueError(
                     f"{prefix} was built with the tokenizer {theirs}, but the model's is {tokenizer}: build the "
                     f"dataset again with `tpformer data build --tokenizer {tokenizer}`"

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpformer.config import GPTConfig, RunConfig, build_config, preset, read_toml
-from tpformer.processes.files import file_sha256
 from tpformer.weights.families import family_of
 from tpformer.weights.family import FREE, Family, meaning, read_json
 
 from .data import read_sidecar
-from .resolve import read_run_config
+from .resolve import read_run_config, same_tokenizer
 
 if TYPE_CHECKING:
     from tpformer.models import GPT
@@ -250,11 +249,7 @@ def _check_tokenizer(tokenizer: str, datasets: Sequence[str], source: Path) -> N
     """ValueError for a dataset that was built with another tokenizer, as far as that can be told."""
     for prefix in datasets:
         built = (read_sidecar(prefix) or {}).get("tokenizer", tokenizer)
-        names = {built, tokenizer}
-        files = [Path(name) for name in names if name != "bytes"]
-        if len(names) == 1 or not all(file.is_file() for file in files):
-            continue
-        if len(files) == 1 or len({file_sha256(file) for file in files}) == 2:
+        if same_tokenizer(built, tokenizer) is False:
             raise ValueError(
                 f"{prefix} was built with the tokenizer {built}, but {source} has {tokenizer}: build the data with "
                 f"`tpformer data build --tokenizer {tokenizer}`, or set data.tokenizer if they agree"
