@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tpformer.config import build_config, to_toml
 from tpformer.inference.settings import open_evaluation_data
-from tpformer.training.data import IndexedWriter, build_dataset, load_tokenizer
+from tpformer.training.data import IndexedDataset, IndexedWriter, TokenSamples, build_dataset, load_tokenizer
 from tpformer.training.metrics import read_metrics
 from tpformer.training.resolve import same_tokenizer
 
@@ -144,3 +145,32 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         code_, out, err = commands.run("evaluate", run, *options.split())
         assert code_ == 2 and words in err and "Traceback" not in err and err.count("\n") == 1, options + out + err
     assert (tmp_path / "kept.json").read_text() == ""
+
+
+def hugging_face(folder: Path, family: str):
+    """A tiny random model of transformers in float64, saved to the folder."""
+    transformers = pytest.importorskip("transformers", reason="needs tpformer[hf]")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 261, "max_position_embeddings": 32, "hidden_size": 32, "num_hidden_layers": 2}
+    if family == "llama":
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+        config = transformers.LlamaConfig(**sizes, **heads, initializer_range=0.2, tie_word_embeddings=False)
+    else:
+        config = transformers.GPT2Config(**sizes, num_attention_heads=4, initializer_range=0.2)
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["--parallel.tensor-parallel 2", "--parallel.pipeline-parallel 2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_hugging_face_model_has_transformers_own_loss(commands, trained, tmp_path, family, layout):
+    model = hugging_face(tmp_path / "weights", family)
+    options = ("--data", str(trained / "code"), "--seq-length", "16", "--samples", "9", "--train.dtype", "float64")
+    found = evaluated(commands, tmp_path / "weights", *options, *layout.split())["data"][0]
+    windows = TokenSamples(IndexedDataset(trained / "code"), 16, shuffle=False)
+    ids = torch.stack([torch.from_numpy(windows.sample(i)) for i in range(9)])
+    with torch.no_grad():
+        wanted = float(model(input_ids=ids, labels=ids).loss)
+    assert found["loss"] == pytest.approx(wanted, rel=1e-6) and found["bytes"] == found["tokens"] == 144

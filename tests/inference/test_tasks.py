@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tpformer.distributed import build_mesh
+from tpformer.inference.evaluate import Prompt, greedy_texts
 from tpformer.inference.likelihood import log_likelihoods
 from tpformer.inference.tasks import Pair, Task, ask, best_choices, encode_pair, first_line, read_tasks, score
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.data import ByteTokenizer, JsonTokenizer
 
@@ -124,3 +126,40 @@ def test_a_malformed_line_is_named(tmp_path, line, words):
     (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n\n" + line + "\n")
     with pytest.raises(ValueError, match=f"t.jsonl:3.* {words}"):
         read_tasks(tmp_path / "t.jsonl")
+
+
+SPOKEN = GPTConfig(vocab_size=257, seq_length=32, n_layers=1, hidden_size=32, n_heads=4, init_std=0.5)
+PROMPTS = [
+    Prompt(list(text.encode()), limit, stops)
+    for text, limit, stops in [
+        ("def f", 9, []),
+        ("x", 20, []),
+        ("é", 3, []),
+        ("def f", 9, [">"]),
+        ("x", 20, ["j", "\n"]),
+    ]
+]
+
+
+class Stopping(ByteTokenizer):
+    stop_tokens = (ord("j"),)
+
+
+def spoken(tp: int):
+    model = GPT(SPOKEN, tp=TensorParallel(build_mesh("cpu", tensor_parallel=tp)["tp"]), seed=1, dtype=torch.float64)
+    return greedy_texts(model.eval(), Stopping(), PROMPTS, 3)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_greedy_texts_equal_a_plain_loop(ranks, tp):
+    """Each ends by its own limit, its own stops or a stop token, whatever is beside it."""
+    model, whole = GPT(SPOKEN, seed=1, dtype=torch.float64).eval(), []
+    for prompt in PROMPTS:
+        ids = prompt.ids
+        while len(ids) < len(prompt.ids) + prompt.limit:
+            with torch.no_grad():
+                ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
+        whole.append(ByteTokenizer().decode(ids[len(prompt.ids) :]))
+    assert ">" in whole[0][1:] and 0 < whole[1].index("\n") < whole[1].index("j"), "otherwise it would show little"
+    expected = [whole[0], whole[1].partition("j")[0], whole[2], whole[0].partition(">")[0], whole[1].partition("\n")[0]]
+    assert ranks(tp).run(spoken, tp)[0] == expected
