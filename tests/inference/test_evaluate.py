@@ -140,11 +140,34 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         f"--data {code} --json {tmp_path / 'kept.json'}": "give a new file",
         "--model.n-layers 3": "no setting of an evaluation",
         "--tasks none.jsonl": "does not exist",
+        f"--tasks {trained / 'code.txt'}": "code.txt:1 is not valid JSON",
         "--parallel.tensor-parallel 3": "cannot be split",
     }.items():
         code_, out, err = commands.run("evaluate", run, *options.split())
         assert code_ == 2 and words in err and "Traceback" not in err and err.count("\n") == 1, options + out + err
     assert (tmp_path / "kept.json").read_text() == ""
+
+
+def test_tasks_are_answered_alike_on_one_and_two_ranks(commands, trained):
+    """One token is more probable than twelve, in any model that has hardly been trained."""
+    choices = ["x", "é" * 6, "xxxxxxxxxxx!"]
+    lines = [{"prompt": "p" * n, "choices": choices, "answer": answer} for n, answer in ((0, 0), (5, 2), (40, 0))]
+    lines += [{"prompt": "p", "answer": "Never."}]
+    (trained / "tasks.jsonl").write_text("".join(json.dumps(line) + "\r\n" for line in lines))
+    options = ("--tasks", str(trained / "tasks.jsonl"), "--parallel.tensor-parallel")
+    one, two = (evaluated(commands, trained / "run", *options, tp) for tp in ("1", "2"))
+    assert one == two and one["data"] == []
+    assert one["notes"] == ["1 of 4 prompts were cut at the left to fit 16 tokens"]
+    acc, acc_bytes, exact = one["tasks"]
+    assert acc == {
+        "task": str(trained / "tasks.jsonl"),
+        "metric": "acc",
+        "number": 3,
+        "value": 2 / 3,
+        "stderr": pytest.approx(1 / 3),
+    }
+    assert (acc_bytes["metric"], acc_bytes["number"]) == ("acc_bytes", 3)
+    assert (exact["metric"], exact["number"], exact["value"], exact["stderr"]) == ("exact_match", 1, 0, None)
 
 
 def hugging_face(folder: Path, family: str):

@@ -142,6 +142,8 @@ def theirs(tasks):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tasks / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )
+    model.save_pretrained(tasks / "weights")
+    tokenizer.save_pretrained(tasks / "weights")
     return scores(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=24), tasks)
 
 
@@ -159,3 +161,27 @@ def test_the_harness_scores_our_model_as_transformers_own(ranks, tasks, theirs, 
     for own, other in zip(answers["own_choices"], wanted_answers["own_choices"], strict=True):
         for ((value, greedy),), ((wanted, wanted_greedy),) in zip(own, other, strict=True):
             assert value == pytest.approx(wanted, rel=1e-6) and greedy == wanted_greedy
+
+
+def test_the_command_reports_the_harness_scores(commands, tasks, theirs, tmp_path):
+    options = f"--lm-eval own_choices,own_generated --lm-eval-tasks {tasks} --json {tmp_path / 'found'} --seq-length 24"
+    layout = "--parallel.tensor-parallel 2 --train.dtype float64"
+    weights = str(tasks / "weights")
+    code, out, err = commands.run("evaluate", weights, *options.split(), *layout.split(), **OFFLINE)
+    assert code == 0, out + err
+    rows = json.loads((tmp_path / "found").read_text())["tasks"]
+    assert [(row["task"], row["metric"], row["number"]) for row in rows] == [
+        *(("own_choices", metric, 4) for metric in ("acc", "acc_norm", "acc_bytes")),
+        ("own_generated", "exact_match", 2),
+    ]
+    for row in rows:
+        wanted = theirs[0][row["task"]]
+        assert row["value"] == pytest.approx(wanted[f"{row['metric']},none"])
+        assert row["stderr"] == pytest.approx(wanted[f"{row['metric']}_stderr,none"], rel=0.5)  # it is a bootstrap
+
+
+def test_an_unknown_task_is_refused(tasks):
+    from tpformer.inference.lm_eval import load_tasks
+
+    with pytest.raises(ValueError, match="has no task absent: "):
+        load_tasks(["own_choices", "absent"], tasks)

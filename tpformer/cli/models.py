@@ -165,9 +165,9 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         more = partial(score_tasks, tasks=found)
 
     def work(_: RunConfig) -> None:
-        result = evaluate_rank(evaluation, options.source, step=options.step, tasks=str(options.tasks), more=more)
+        result = evaluate_rank(evaluation, step=options.step, tasks=str(options.tasks), more=more)
         if dist.get_rank() == 0:
-            show(result, Console())
+            show(result, Console(markup=False, emoji=False, highlight=False))
             if options.json is not None:
                 write_result(result, options.json)
         dist.destroy_process_group()

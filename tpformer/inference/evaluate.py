@@ -59,15 +59,15 @@ def together(scores: Sequence[DataScore]) -> DataScore:
     return DataScore("together", sum(each.samples for each in scores), tokens, n_bytes, loss)
 
 
-def start_model(config: RunConfig, path: Path, step: int | None = None) -> tuple[ModelParts, Source]:
-    """Enter the process group, and build the model in `path` in the configured layout and load it. Collective.
+def start_model(config: RunConfig, step: int | None = None) -> tuple[ModelParts, Source]:
+    """Enter the process group, and build and load the model in config.run.dir in the configured layout. Collective.
 
     step: of a run's checkpoint; unset, the newest good one.
     """
     device = device_type(config)
     join_ranks(device, group_timeout(config))
     mesh = run_mesh(config, device)
-    source = open_source(path, step=step)
+    source = open_source(config.run.dir, step=step)
     model = build_model(config, mesh)
     source.load(model.parts)
     return model, source
@@ -180,7 +180,6 @@ def finite(value: float | None) -> float | None:
 
 def evaluate_rank(
     evaluation: Evaluation,
-    path: Path,
     *,
     step: int | None,
     tasks: str,
@@ -192,45 +191,40 @@ def evaluate_rank(
     """
     config = evaluation.config
     facts = {"dtype": dtype_name(default_dtype(config)), "seq_length": config.model.seq_length}
-    data, rows = [], []
+    notes, data, rows = list(evaluation.notes), [], []
     if evaluation.data:
-        parts, source = start_model(config, path, step)
+        parts, source = start_model(config, step)
         data = data_rows(score_data(parts, evaluation.data, evaluation.tokenizer))
+        notes += [f"the loss of {row['data']} is not finite" for row in data if row["loss"] is None]
         del parts
     if evaluation.questions or more is not None:
         model, source = load_model(config, step=step)
         rows = task_rows(tasks, score_tasks(model, evaluation)) if evaluation.questions else []
         rows += more(model, evaluation) if more is not None else []
-    return {"model": str(source), **facts, "data": data, "tasks": rows, "notes": evaluation.notes}
+    return {"model": str(source), **facts, "data": data, "tasks": rows, "notes": notes}
 
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the tables of a result."""
-    title = f"{found['model']}, {found['dtype']}, {found['seq_length']} tokens a sample"
-    console.print(title, highlight=False, soft_wrap=True)
-    if found["data"]:
-        table = Table("data", box=None)
-        for name in ("samples", "tokens", "bytes", "loss", "perplexity", "bits/byte"):
-            table.add_column(name, justify="right")
-        for row in found["data"]:
-            counts = (_number(row[key], ",d") for key in ("samples", "tokens", "bytes"))
-            values = (_number(row["loss"], ".6f"), _number(row["perplexity"], ",.4f"))
-            table.add_row(row["data"], *counts, *values, _number(row["bits_per_byte"], ".6f"))
-        console.print(table)
-    if found["tasks"]:
-        table = Table("task", "metric", box=None)
-        for name in ("number", "value", "standard error"):
-            table.add_column(name, justify="right")
-        for row in found["tasks"]:
-            values = (_number(row["value"], ".4f"), _number(row["stderr"], ".4f"))
-            table.add_row(row["task"], row["metric"], _number(row["number"], ",d"), *values)
-        console.print(table)
+    console.print(f"{found['model']}, {found['dtype']}, {found['seq_length']} tokens a sample", soft_wrap=True)
+    counts = {"samples": ",d", "tokens": ",d", "bytes": ",d"}
+    measures = {"loss": ".6f", "perplexity": ",.4f", "bits_per_byte": ".6f"}
+    for rows, names, forms in (
+        (found["data"], ["data"], counts | measures),
+        (found["tasks"], ["task", "metric"], {"number": ",d", "value": ".4f", "stderr": ".4f"}),
+    ):
+        table = Table(box=None)
+        for name in names:
+            table.add_column(name, overflow="fold")
+        for name in forms:
+            table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+        for row in rows:
+            numbers = ("-" if row[key] is None else format(row[key], form) for key, form in forms.items())
+            table.add_row(*(row[name] for name in names), *numbers)
+        if rows:
+            console.print(table)
     for note in found["notes"]:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+        console.print(f"note: {note}", soft_wrap=True)
 
 
 def write_result(found: dict[str, Any], path: Path) -> None:

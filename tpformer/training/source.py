@@ -148,8 +148,8 @@ def open_source(path: str | Path, *, step: int | None = None, report: Callable[[
     Communication: for a run, if there are process groups, a few small objects over the world, as each rank reads its
     share of the checkpoint's files and compares them with its manifest. Otherwise none.
     Errors: those of describe; FileNotFoundError without a checkpoint, without one of that step, or without a file of
-    weights; CheckpointError for a damaged checkpoint; ValueError, with names, for damaged files and for tensors that
-    are missing, unknown, or of another shape.
+    weights; CheckpointError for a damaged checkpoint; ValueError for a step of what is no run, and, with names, for
+    damaged files and for tensors that are missing, unknown, or of another shape.
     """
     from tpformer.weights.files import TensorFiles, listed
     from tpformer.weights.tensors import TensorMap, parameter_shapes
@@ -165,6 +165,8 @@ def open_source(path: str | Path, *, step: int | None = None, report: Callable[[
         if wrong := saved.keys() ^ parameter_shapes(found.architecture).keys():
             raise CheckpointError(f"{found.path} has a checkpoint of another model: they differ in {listed(wrong)}")
         return RunSource(*known, chosen)
+    if step is not None:
+        raise ValueError(f"{found.path} is no run, so it has no checkpoint of step {step}: leave the step out")
     tensors, files = TensorMap(found.family, found.architecture), TensorFiles(found.path)
     return WeightsSource(*known, tensors, files, tensors.check(files))
 
