@@ -38,7 +38,7 @@ def trained(commands, tmp_path_factory) -> Path:
         "model": {"seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4},
         "data": {"train": [str(folder / "code")], "valid": [str(folder / name) for name in texts]},
         "parallel": {"tensor_parallel": 2},
-        "train": {"steps": 3, "global_batch_size": 4, "validation_samples": 7, "dtype": "float64"},
+        "train": {"steps": 3, "global_batch_size": 4, "validation_samples": 12, "dtype": "float64"},
         "optimizer": {"warmup_steps": 1, "lr": 0.01},
         "log": {"plot": False, "tensorboard": False},
     }
@@ -62,12 +62,12 @@ def evaluated(commands, model: Path, *options: str) -> dict:
 )
 def test_evaluate_equals_the_trainers_validation(commands, trained, layout):
     logged = [row["val_loss"] for row in read_metrics(trained / "run" / "metrics.jsonl") if "val_loss" in row]
-    found = evaluated(commands, trained / "run", "--samples", "7", *layout.split())
+    found = evaluated(commands, trained / "run", "--samples", "12", *layout.split())
     rows = found["data"]
     assert [(row["data"], row["samples"], row["tokens"]) for row in rows] == [
-        (str(trained / "code"), 7, 112),
-        (str(trained / "prose"), 7, 112),
-        ("together", 14, 224),
+        (str(trained / "code"), 12, 192),
+        (str(trained / "prose"), 9, 144),
+        ("together", 21, 336),
     ]
     assert abs(rows[2]["loss"] - logged[-1]) <= 1e-12
     for row in rows:
