@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import MLP_ACTIVATIONS, check_heads
+from tpformer.config import MLP_ACTIVATIONS
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.layers import DropoutKey, Positions, TensorParallel
 from tpformer.models import GPTConfig
@@ -76,7 +76,7 @@ class Layer(NamedTuple):
     def check(self) -> None:
         """ValueError, with the numbers, for what ranks cannot share evenly, or what this machine cannot hold."""
         config, tp = self.config, self.tp
-        check_heads(config.hidden_size, config.n_heads, config.kv_heads, tp, rope=config.position == "rope")
+        config.check_heads(tp)
         for name, size in (("kv_heads", config.kv_heads), ("ffn_size", config.ffn_size)):
             if size % tp:
                 raise ValueError(f"{self.model}: {name}={size} cannot be split evenly over {tp} ranks")

@@ -29,11 +29,11 @@ class Generate:
 
 def generate_command(arguments: Sequence[str]) -> None:
     """`tpformer generate`: sample on the tensor-parallel ranks and print the text once."""
-    from tpformer.training.resolve import load_run_config
+    from tpformer.training.source import source_config
 
     options = tyro.cli(Generate, prog="tpformer generate", args=list(arguments))
-    config = load_run_config(options.run_dir, options.tensor_parallel)
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(options.run_dir)))
+    ranks = options.tensor_parallel
+    config = source_config(options.run_dir, {} if ranks is None else {"parallel": {"tensor_parallel": ranks}})
 
     import torch.distributed as dist
 

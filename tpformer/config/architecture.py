@@ -3,6 +3,7 @@
 Belongs here: the settings of an architecture, and the plain numbers that follow from them.
 """
 
+import math
 from dataclasses import dataclass
 
 from .checks import check_choice, check_dropout, check_positive
@@ -18,6 +19,9 @@ SIZES = (
     "ffn_hidden_size",
     "vocab_size",
     "vocab_multiple",
+    "head_dim",
+    "sliding_window",
+    "rope_original_length",
 )
 # name in a config -> (elementwise function, gated)
 MLP_ACTIVATIONS = {
@@ -34,11 +38,18 @@ def default_ffn_size(hidden_size: int, activation: str) -> int:
     return -(-8 * hidden_size // 384) * 128 if MLP_ACTIVATIONS[activation][1] else 4 * hidden_size
 
 
-def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool) -> None:
-    """Raise ValueError, with the numbers and the remedy, for head counts that cannot be laid out."""
-    check_positive(hidden_size=hidden_size, n_heads=n_heads, n_kv_heads=n_kv_heads)
-    if hidden_size % n_heads:
-        raise ValueError(f"hidden_size={hidden_size} is not a multiple of n_heads={n_heads}: change either")
+def check_heads(
+    hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rope: bool, head_dim: int | None = None
+) -> None:
+    """Raise ValueError, with the numbers and the remedy, for heads that cannot be laid out.
+
+    head_dim: unset, hidden_size / n_heads.
+    """
+    check_positive(hidden_size=hidden_size, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim)
+    if head_dim is None and hidden_size % n_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size} is not a multiple of n_heads={n_heads}: change either, or give head_dim"
+        )
     if n_heads % n_kv_heads:
         raise ValueError(f"n_heads={n_heads} is not a multiple of n_kv_heads={n_kv_heads}: change either")
     if n_heads % tp:
@@ -46,8 +57,20 @@ def check_heads(hidden_size: int, n_heads: int, n_kv_heads: int, tp: int, *, rop
         raise ValueError(
             f"n_heads={n_heads} cannot be split over tensor_parallel={tp} ranks: choose tensor_parallel from {fitting}"
         )
-    if rope and (hidden_size // n_heads) % 2:
-        raise ValueError(f"RoPE needs an even head dim, not hidden_size / n_heads = {hidden_size // n_heads}")
+    if rope and (head_dim or hidden_size // n_heads) % 2:
+        given = f"hidden_size / n_heads = {hidden_size // n_heads}" if head_dim is None else f"head_dim={head_dim}"
+        raise ValueError(f"RoPE needs an even head dim, not {given}")
+
+
+def check_rope_scaling(factor: float, low_frequency: float, high_frequency: float, original_length: int) -> None:
+    """ValueError for a scaling of RoPE's frequencies (Llama 3.1's) that is none."""
+    if not (1 <= factor < math.inf):
+        raise ValueError(f"rope_scaling_factor={factor} must be at least 1, which is no scaling, and finite")
+    if not (0 < low_frequency < high_frequency < math.inf):
+        raise ValueError(
+            f"rope_low_frequency={low_frequency} must be above 0 and below rope_high_frequency={high_frequency}"
+        )
+    check_positive(rope_original_length=original_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +88,12 @@ class GPTConfig:
     n_heads: int = 12
     n_kv_heads: int | None = None
     """Key-value heads (grouped-query attention); unset: n_heads."""
+    head_dim: int | None = None
+    """Features of a head; unset: hidden_size / n_heads."""
+    qk_norm: bool = False
+    """An RMSNorm of each head's queries and keys, before RoPE (Qwen 3)."""
+    sliding_window: int | None = None
+    """How many tokens a token attends to, itself included (Mistral); unset: all before it."""
     ffn_hidden_size: int | None = None
     """MLP width; unset: 4 * hidden_size, or 8/3 of it rounded up to 128 for a gated activation."""
     norm: str = "layernorm"
@@ -77,8 +106,18 @@ class GPTConfig:
     rope_base: float = 10000.0
     rope_interleaved: bool = False
     """Pair neighbouring elements (GPT-J) instead of the two halves of a head (Llama)."""
+    rope_scaling_factor: float = 1.0
+    """Divides RoPE's low frequencies, as in Llama 3.1, for texts longer than rope_original_length; 1: no scaling."""
+    rope_low_frequency: float = 1.0
+    """Frequencies with at most this many turns in rope_original_length tokens are divided by the whole factor."""
+    rope_high_frequency: float = 4.0
+    """Frequencies with at least this many turns stay. Those between are interpolated."""
+    rope_original_length: int = 8192
+    """Tokens of the texts that a model with scaled frequencies was trained on before."""
     bias: bool = True
     """Biases in the linear layers."""
+    qkv_bias: bool | None = None
+    """Biases of the projections to queries, keys and values (Qwen 2 has these alone); unset: bias."""
     tie_embeddings: bool = True
     """The output head uses the token embedding's table."""
     dropout: float = 0.0
@@ -99,6 +138,19 @@ class GPTConfig:
         check_choice("position", self.position, POSITIONS)
         check_dropout(self.dropout)
         check_positive(**{name: getattr(self, name) for name in SIZES})
+        check_rope_scaling(
+            self.rope_scaling_factor, self.rope_low_frequency, self.rope_high_frequency, self.rope_original_length
+        )
+        if self.rope_scaling_factor != 1 and self.position != "rope":
+            raise ValueError(
+                f"rope_scaling_factor={self.rope_scaling_factor} with position={self.position!r} would scale nothing: "
+                f"set position='rope', or leave the factor out"
+            )
+
+    def check_heads(self, tp: int) -> None:
+        """check_heads of this architecture on tp tensor-parallel ranks."""
+        rope = self.position == "rope"
+        check_heads(self.hidden_size, self.n_heads, self.kv_heads, tp, rope=rope, head_dim=self.head_dim)
 
     @property
     def ffn_size(self) -> int:
@@ -111,13 +163,33 @@ class GPTConfig:
         return self.n_kv_heads or self.n_heads
 
     @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.head_dim or self.hidden_size // self.n_heads
+
+    @property
+    def query_size(self) -> int:
+        """Features of all queries of a token, and of its attention's result."""
+        return self.n_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Features of all keys of a token, and of all its values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections to queries, keys and values have biases."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of one layer."""
-        h, f = self.hidden_size, self.ffn_size
-        kv = h // self.n_heads * self.kv_heads
+        h, f, qkv = self.hidden_size, self.ffn_size, self.query_size + 2 * self.kv_size
         up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
-        layer = 2 * h * h + 2 * h * kv + (up + 1) * h * f + 2 * self._norm_parameters
-        return layer + ((2 * h + 2 * kv + up * f + h) if self.bias else 0)
+        matrices = (qkv + self.query_size) * h + (up + 1) * h * f
+        biases = (qkv if self.has_qkv_bias else 0) + (2 * h + up * f if self.bias else 0)
+        return matrices + biases + 2 * self._norm_parameters + (2 * self.head_size if self.qk_norm else 0)
 
     @property
     def _norm_parameters(self) -> int:
@@ -136,16 +208,16 @@ class GPTConfig:
     @property
     def layer_flops_per_token(self) -> int:
         """FLOPs of one layer per token, counted as in flops_per_token."""
-        h = self.hidden_size
-        kv = h // self.n_heads * self.kv_heads
+        h, seen = self.hidden_size, min(self.seq_length, self.sliding_window or self.seq_length)
         up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
-        return 6 * (2 * h * h + 2 * h * kv + (up + 1) * h * self.ffn_size) + 12 * h * self.seq_length
+        weights = 2 * h * (self.query_size + self.kv_size) + (up + 1) * h * self.ffn_size
+        return 6 * weights + 12 * self.query_size * seen
 
     @property
     def flops_per_token(self) -> int:
         """Model FLOPs of forward and backward per token: 6 per weight, plus attention over the full seq_length.
 
-        The half that a causal mask saves is counted. The plain block: 72 L h^2 (1 + s/6h + V/12hL), arXiv:2205.05198.
+        The half that a causal mask saves is counted; with a sliding_window, as many tokens. The plain block: 72 L h^2 (1 + s/6h + V/12hL), arXiv:2205.05198.
         """
         return self.n_layers * self.layer_flops_per_token + 6 * (self.vocab_size or 0) * self.hidden_size
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .architecture import GPTConfig, check_heads
+from .architecture import GPTConfig
 from .checks import check_choice, check_loss_terms, check_positive
 from .layout import Layout, recomputed_layers
 from .presets import preset
@@ -238,8 +238,11 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def check_config(config: RunConfig) -> None:
-    """ValueError, with the numbers and the remedy, for a run that cannot work. It needs no process group."""
+def check_config(config: RunConfig, *, trains: bool = True) -> None:
+    """ValueError, with the numbers and the remedy, for a run that cannot work. It needs no process group.
+
+    trains: whether the run needs training data.
+    """
     model, parallel = config.model, config.parallel
     parallel.check()
     check_positive(
@@ -254,8 +257,7 @@ def check_config(config: RunConfig) -> None:
             "checkpoint.keep": config.checkpoint.keep,
         }
     )
-    rope = model.position == "rope"
-    check_heads(model.hidden_size, model.n_heads, model.kv_heads, parallel.tensor_parallel, rope=rope)
+    model.check_heads(parallel.tensor_parallel)
     _check_batch(config)
     parallel.check_pipeline(model.n_layers, config.n_microbatches)
     recomputed_layers(parallel.recompute, parallel.recompute_layers, parallel.recompute_interval, model.n_layers)
@@ -267,7 +269,7 @@ def check_config(config: RunConfig) -> None:
             f"run.timeout={config.run.timeout} must be a positive number of seconds, and "
             f"run.max_restarts={config.run.max_restarts} not negative"
         )
-    if not config.data.train:
+    if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
         raise ValueError(

@@ -1,17 +1,15 @@
 """Sample text from a run's newest checkpoint, on any number of tensor-parallel ranks."""
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from tpformer import ops
 from tpformer.config import RunConfig, check_config
 from tpformer.models import GPT
-from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.data import load_tokenizer
 from tpformer.training.resolve import tokenizer_name
 from tpformer.training.setup import build_model, device_type, group_timeout, join_ranks, run_mesh
+from tpformer.training.source import open_source
 
 
 @torch.no_grad()
@@ -53,7 +51,7 @@ def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temper
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0: always the most likely token)")
-    check_config(config)
+    check_config(config, trains=False)
     tokenizer = load_tokenizer(tokenizer_name(config))
     ids = tokenizer.encode(prompt)
     if len(ids) == 0:
@@ -61,12 +59,9 @@ def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temper
     device = device_type(config)
     join_ranks(device, group_timeout(config))
     mesh = run_mesh(config, device)
-    checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints")
-    step = checkpointer.newest()
-    if step is None:
-        raise FileNotFoundError(f"{config.run.dir} has no usable checkpoint: train it first")
+    source = open_source(config.run.dir)
     (model,) = build_model(config, mesh).parts
-    checkpointer.load(step, [model])
+    source.load([model])
     start = torch.as_tensor(ids, dtype=torch.int64, device=mesh.device_type)
     end = tokenizer.end_of_document
     result = generate(model, start, max_new_tokens, temperature=temperature, seed=seed, end=end)

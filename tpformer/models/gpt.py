@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import GPTConfig, check_heads, recomputed_layers
+from tpformer.config import GPTConfig, recomputed_layers
 from tpformer.layers import (
     DropoutKey,
     LMHead,
@@ -116,7 +116,7 @@ class GPT(ParallelModule):
         super().__init__(tp, sequence_parallel=True)
         if config.vocab_size is None:
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
-        check_heads(config.hidden_size, config.n_heads, config.kv_heads, self.tp.size, rope=config.position == "rope")
+        config.check_heads(self.tp.size)
         self.config, self.seed = config, seed
         self.offload: Callable[[], Any] | None = ops.Offload if offload_activations else None
         self.label_smoothing, self.z_loss = label_smoothing, z_loss

@@ -75,7 +75,7 @@ def plan_config(config: RunConfig) -> RunConfig:
     device = config.train.device or "cuda"
     dtype = dtype_name(default_dtype(config, device))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device=device, dtype=dtype))
-    check_config(config if data.train else dataclasses.replace(config, data=dataclasses.replace(data, train=("-",))))
+    check_config(config, trains=bool(data.train))
     return config
 
 

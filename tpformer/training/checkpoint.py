@@ -256,6 +256,35 @@ def load_checkpoint(
     return results[0][2]
 
 
+def load_model(path: Path, part: nn.Module) -> None:
+    """Fill a part of a model in place from a checkpoint of the whole model, in any layout. Errors: read_tensors'.
+
+    There is no communication: each rank reads what it holds.
+    """
+    read_tensors(path, _model_tensors(part))
+
+
+def choose_step(directory: Path, step: int | None, report: Callable[[str], None]) -> int:
+    """A step in a run's checkpoints directory whose checkpoint is good: the wanted one, or the newest.
+
+    If there are process groups, all ranks call it, and each reads its share of the files.
+    Errors: FileNotFoundError without a checkpoint, or without one of that step; CheckpointError for a damaged one.
+    """
+    checkpointer = Checkpointer(directory) if dist.is_initialized() else None
+    found = steps(directory)
+    if not found:
+        raise FileNotFoundError(f"{directory} has no checkpoint yet: train the run first")
+    if step is None:
+        newest = newest_good(directory, report) if checkpointer is None else checkpointer.newest(report)
+        if newest is None:
+            raise CheckpointError(f"{directory} has no usable checkpoint: {found} are damaged")
+        return newest
+    if step not in found:
+        raise FileNotFoundError(f"{directory} has no checkpoint of step {step}: it has {', '.join(map(str, found))}")
+    (verify if checkpointer is None else checkpointer.verify)(step_path(directory, step))
+    return step
+
+
 class Checkpointer:
     """Saves and loads a model in parts, each with its optimizer, under any layout, in `directory`.
 
@@ -358,12 +387,12 @@ class Checkpointer:
         """
         self.wait()
         found = self._leader_does(lambda: steps(self.directory))
-
-        def check(path: Path) -> None:
-            _on_every_rank(self._group, lambda: verify(path, share=self._rank, of=self._ranks))
-
         tell = report if self._rank == 0 else lambda _: None
-        return newest_good(self.directory, tell, among=found, check=check)
+        return newest_good(self.directory, tell, among=found, check=self.verify)
+
+    def verify(self, path: Path) -> None:
+        """CheckpointError, on all ranks, for a checkpoint that is damaged. Each rank reads its share of the files."""
+        _on_every_rank(self._group, lambda: verify(path, share=self._rank, of=self._ranks))
 
     def load(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Fill this rank's parts (and optimizers) from a step's checkpoint, as load_checkpoint; returns its `extra`."""

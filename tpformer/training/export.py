@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops.transport import dtype_name
 
-from .checkpoint import MODEL, CheckpointError, newest_good, read_tensors, saved_tensors, step_path, steps, verify
+from .checkpoint import MODEL, choose_step, read_tensors, saved_tensors, step_path
 from .resolve import read_run_config
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -51,7 +51,7 @@ def export(
     config = read_run_config(run).model.architecture
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory: give --out a new one")
-    step = _choose(run / "checkpoints", step, report)
+    step = choose_step(run / "checkpoints", step, report)
     source = step_path(run / "checkpoints", step)
     saved = saved_tensors(source, MODEL)
     dtypes = {name: DTYPES[dtype] if dtype else entry.properties.dtype for name, entry in saved.items()}
@@ -66,22 +66,6 @@ def export(
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return step
-
-
-def _choose(directory: Path, step: int | None, report: Callable[[str], None]) -> int:
-    """A step whose checkpoint is good: the wanted one, or the newest."""
-    found = steps(directory)
-    if not found:
-        raise FileNotFoundError(f"{directory} has no checkpoint yet: train the run first")
-    if step is None:
-        newest = newest_good(directory, report)
-        if newest is None:
-            raise CheckpointError(f"{directory} has no usable checkpoint: {found} are damaged")
-        return newest
-    if step not in found:
-        raise FileNotFoundError(f"{directory} has no checkpoint of step {step}: it has {', '.join(map(str, found))}")
-    verify(step_path(directory, step))
     return step
 
 

@@ -49,22 +49,3 @@ def read_run_config(directory: Path) -> RunConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
     return build_config(read_toml(path))
-
-
-def load_run_config(directory: Path, tensor_parallel: int | None = None) -> RunConfig:
-    """A run's configuration, with its layout replaced by tensor parallelism alone.
-
-    tensor_parallel: on how many ranks. Unset: as many as the run's tensor-parallel ranks. Errors: those of
-    read_run_config.
-    """
-    config = read_run_config(directory)
-    parallel = dataclasses.replace(
-        config.parallel,
-        tensor_parallel=tensor_parallel or config.parallel.tensor_parallel,
-        pipeline_parallel=1,
-        data_parallel_replicate=1,
-        data_parallel_shard=1,
-        cpu_offload=False,
-    )
-    train = dataclasses.replace(config.train, microbatch_size=None)
-    return dataclasses.replace(config, parallel=parallel, train=train)
