@@ -1,4 +1,4 @@
-"""Commands about a trained model: generate, export."""
+"""Commands about a trained model: generate, chat, export."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -52,6 +52,48 @@ def generate_command(arguments: Sequence[str]) -> None:
         dist.destroy_process_group()
 
     with_ranks(work, config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Talk with a model: type a line, read its answer. /help lists the commands."""
+
+    model: tyro.conf.Positional[Path]
+    """A run's directory, or one of a Hugging Face model's weights."""
+    system: str | None = None
+    """System message."""
+    max_new_tokens: int = 500
+    """Most tokens of an answer."""
+    temperature: float = 0.8
+    """0 always takes the most likely token."""
+    seed: int = 0
+    tensor_parallel: int | None = None
+    """Tensor-parallel ranks to run on. Unset: the run's own number of them."""
+
+
+def chat_command(arguments: Sequence[str]) -> None:
+    """`tpformer chat`: hold a conversation on the terminal, or one that is piped in."""
+    from tpformer.training.source import source_config
+
+    options = tyro.cli(Chat, prog="tpformer chat", args=list(arguments))
+    ranks = options.tensor_parallel
+    config = source_config(options.model, {} if ranks is None else {"parallel": {"tensor_parallel": ranks}})
+
+    import torch.distributed as dist
+
+    from tpformer.inference.chat import chat
+
+    def work(config: RunConfig) -> None:
+        chat(
+            config,
+            system=options.system,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+        dist.destroy_process_group()
+
+    with_ranks(work, config, interactive=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
