@@ -177,11 +177,11 @@ def predicted_seconds(layer: Layer, machine: Machine, recompute: str = "none") -
     """GEMMs and the causal half of attention at the machine's FLOP/s, and every memory-bound pass at its bandwidth."""
     config, m = layer.config, layer.tokens
     h, f, up = config.hidden_size, config.ffn_size, 2 if MLP_ACTIVATIONS[config.activation][1] else 1
-    kv = h // config.n_heads * config.kv_heads
-    first, others = up * f, [(h, h), (kv, h), (kv, h), (h, h), (h, f)]  # (N, K) of each GEMM, fc1's apart
+    q, kv = config.query_size, config.kv_size
+    first, others = up * f, [(q, h), (kv, h), (kv, h), (h, q), (h, f)]  # (N, K) of each GEMM, fc1's apart
     column = gemm_seconds(m, first, h, ITEMSIZE, machine)
     gemms = column + sum(gemm_seconds(m, n, k, ITEMSIZE, machine) for n, k in others)
-    attention = 2 * m * h * layer.config.seq_length / machine.flops  # forward; twice that backward
+    attention = 2 * m * q * layer.config.seq_length / machine.flops  # forward; twice that backward
     again = {"none": 0.0, "mlp": column, "full": gemms - gemm_seconds(m, h, f, ITEMSIZE, machine) + attention}
     return 3 * (gemms + attention) + again[recompute] + passes_bytes(layer) / machine.memory
 
@@ -199,7 +199,7 @@ def passes_bytes(layer: Layer) -> int:
     ]
     costs = [activation_cost(m, f, ITEMSIZE, gated), activation_cost(m, f, ITEMSIZE, gated, backward=True)]
     if config.position == "rope":
-        costs += 2 * [rope_cost(m, config.n_heads, config.kv_heads, h // config.n_heads, ITEMSIZE)]
+        costs += 2 * [rope_cost(m, config.n_heads, config.kv_heads, config.head_size, ITEMSIZE)]
     return sum(cost.bytes for cost in (*branches, *branches, *costs))
 
 

@@ -31,9 +31,17 @@ from .step_counts import Gemms
 DTYPE, ITEM = torch.bfloat16, 2
 RESIDUALS = ("residual before attention", "residual before MLP")
 STATISTICS, SCORES = "norm mean and rstd", "log-sum-exp"
+BEFORE_NORMS = "q and k before their norms"
 ORDER = (
-    *(RESIDUALS[0], "norm output before attention", "q", "k", "v", "attention output", RESIDUALS[1]),
-    *("norm output before MLP", "fc1 output", "gate pre-activation", "up pre-activation", "activation output"),
+    *(RESIDUALS[0], "norm output before attention", BEFORE_NORMS, "q", "k", "v", "attention output"),
+    *(
+        RESIDUALS[1],
+        "norm output before MLP",
+        "fc1 output",
+        "gate pre-activation",
+        "up pre-activation",
+        "activation output",
+    ),
     *("dropout mask", STATISTICS, SCORES, OTHER),
 )
 TORCH_NAMES = {
@@ -92,30 +100,33 @@ class Layer(NamedTuple):
 def expected_items(layer: Layer) -> dict[str, int]:
     """Bytes by name that a rank of tpformer's layer keeps, by DESIGN: with sequence parallelism, all sizes even."""
     config, tokens, t = layer.config, layer.tokens, layer.tp
-    rows, head_dim = tokens // t, config.hidden_size // config.n_heads
+    rows = tokens // t
     residual, hidden = ITEM * rows * config.hidden_size, ITEM * tokens * config.ffn_size // t
     if layer.recompute == "full":
         return {RESIDUALS[0]: residual}
-    kv = ITEM * tokens * config.kv_heads * head_dim // t
+    q, kv = (ITEM * tokens * size // t for size in (config.query_size, config.kv_size))
     statistics = 4 * rows * (2 if config.norm == "layernorm" else 1)
     items = {
         **{RESIDUALS[0]: residual, RESIDUALS[1]: residual},
-        **{"q": ITEM * tokens * config.hidden_size // t, "k": kv, "v": kv},
-        "attention output": ITEM * tokens * config.hidden_size // t,
+        **{"q": q, "k": kv, "v": kv},
+        "attention output": q,
         SCORES: 4 * tokens * config.n_heads // t,
     }
+    of_heads = 0
+    if config.qk_norm:
+        items[BEFORE_NORMS], of_heads = q + kv, 4 * tokens * (config.n_heads + config.kv_heads) // t
     if layer.recompute == "mlp":
-        return items | {STATISTICS: statistics}
+        return items | {STATISTICS: statistics + of_heads}
     gated = MLP_ACTIVATIONS[config.activation][1]
     pre = ("gate pre-activation", "up pre-activation") if gated else ("fc1 output",)
-    return items | dict.fromkeys(pre, hidden) | {STATISTICS: 2 * statistics}
+    return items | dict.fromkeys(pre, hidden) | {STATISTICS: 2 * statistics + of_heads}
 
 
 def forward_flops(config: GPTConfig, tokens: int) -> dict[str, int]:
     """GEMM FLOPs of one layer's forward by linear: what GEMM counts are compared with."""
-    h, kv = config.hidden_size, config.hidden_size // config.n_heads * config.kv_heads
+    h, q, kv = config.hidden_size, config.query_size, config.kv_size
     up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
-    sizes = {"qkv": h * (h + 2 * kv), "o": h * h, "fc1": up * h * config.ffn_size, "fc2": h * config.ffn_size}
+    sizes = {"qkv": h * (q + 2 * kv), "o": h * q, "fc1": up * h * config.ffn_size, "fc2": h * config.ffn_size}
     return {name: 2 * tokens * size for name, size in sizes.items()}
 
 
@@ -124,8 +135,10 @@ def leftover(layer: Layer, x: Tensor) -> str:
     tokens, config = layer.tokens, layer.config
     if x.dtype == torch.bool:
         return "dropout mask"
-    if x.numel() == tokens // layer.tp:
+    if x.numel() == tokens // layer.tp or x.shape[1:] == (1,):
         return STATISTICS
+    if config.qk_norm and x.shape[1:] == (config.head_size,):
+        return BEFORE_NORMS
     if x.numel() == tokens * config.n_heads // layer.tp:
         return SCORES
     return OTHER

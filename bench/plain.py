@@ -4,6 +4,7 @@ Belongs here: modules of torch.nn only, with tpformer's parameter names, their t
 own parallelize_module, and the proof that they are tpformer's model.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -36,16 +37,15 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, fused_qkv: bool = False) -> None:
         super().__init__()
-        h, self.head_dim = config.hidden_size, config.hidden_size // config.n_heads
-        kv = config.kv_heads * self.head_dim
-        self.sizes, self.fused_qkv = [h, kv, kv], fused_qkv
+        h, self.head_dim = config.hidden_size, config.head_size
+        self.sizes, self.fused_qkv = [config.query_size, config.kv_size, config.kv_size], fused_qkv
         self.table: Table | None = None  # of angles, where there is rotary embedding
         if fused_qkv:
-            self.qkv_proj = nn.Linear(h, h + 2 * kv, config.bias)
+            self.qkv_proj = nn.Linear(h, sum(self.sizes), config.has_qkv_bias)
         else:
-            self.q_proj = nn.Linear(h, h, config.bias)
-            self.k_proj, self.v_proj = nn.Linear(h, kv, config.bias), nn.Linear(h, kv, config.bias)
-        self.o_proj = nn.Linear(h, h, config.bias)
+            linears = (nn.Linear(h, size, config.has_qkv_bias) for size in self.sizes)
+            self.q_proj, self.k_proj, self.v_proj = linears
+        self.o_proj = nn.Linear(config.query_size, h, config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv_proj(x).split(self.sizes, -1) if self.fused_qkv else [getattr(self, name)(x) for name in QKV]
@@ -135,8 +135,7 @@ def plain_block(
     with device:
         block = Block(config, fused_qkv, drop).to(dtype)
     if config.position == "rope":
-        head = config.hidden_size // config.n_heads
-        block.self_attn.table = rope_table(config.seq_length, head, config.rope_base, dtype, device)
+        block.self_attn.table = rope_table(config.seq_length, config.head_size, config.rope_base, dtype, device)
     block.load_state_dict(to_plain(block, values))
     return block
 
@@ -216,6 +215,7 @@ def parallelized(config: GPTConfig, mesh: DeviceMesh | None, dtype: torch.dtype)
 
 
 def fits(config: GPTConfig) -> bool:
-    """Whether `parallelized` lays out this architecture: LayerNorm, GELU, learned positions."""
+    """Whether `parallelized` lays out this architecture: LayerNorm, GELU, learned positions, no option of attention."""
+    usual = dataclasses.replace(config, head_dim=None, qk_norm=False, qkv_bias=None, sliding_window=None)
     gelu = config.activation in ("gelu", "gelu_tanh")
-    return config.norm == "layernorm" and gelu and config.position == "learned"
+    return config == usual and config.norm == "layernorm" and gelu and config.position == "learned"

@@ -45,16 +45,15 @@ class Shape(NamedTuple):
 
 def column_layers(config: GPTConfig, t: int) -> list[tuple[str, int, int]]:
     """(layer, N, K) per rank of the layers sharded by output feature: q, k and v share a gather, as gate and up do."""
-    head = config.hidden_size // config.n_heads
     gated = MLP_ACTIVATIONS[config.activation][1]
-    qkv = (config.n_heads + 2 * config.kv_heads) * head
+    qkv = config.query_size + 2 * config.kv_size
     up = (2 if gated else 1) * config.ffn_size
     return [("qkv", qkv // t, config.hidden_size), ("gate+up" if gated else "up", up // t, config.hidden_size)]
 
 
 def row_layers(config: GPTConfig, t: int) -> list[tuple[str, int, int]]:
     """(layer, N, K) per rank of the layers sharded by input feature."""
-    return [("o", config.hidden_size, config.hidden_size // t), ("down", config.hidden_size, config.ffn_size // t)]
+    return [("o", config.hidden_size, config.query_size // t), ("down", config.hidden_size, config.ffn_size // t)]
 
 
 def shapes(op: str, rows: Sequence[int] = ROWS, t: int = RANKS) -> list[Shape]:

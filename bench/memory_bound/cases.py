@@ -154,7 +154,7 @@ def rope_cases(quick: bool) -> list[Case]:
     cases = []
     for name, tokens in (("8B", 8192), ("70B", 8192))[: 1 if quick else 2]:
         config = MODELS[name]
-        heads = Heads(name, tokens, config.n_heads, config.kv_heads, config.hidden_size // config.n_heads)
+        heads = Heads(name, tokens, config.n_heads, config.kv_heads, config.head_size)
         nbytes = rope_cost(tokens, heads.queries, heads.keys, heads.dim, ITEMSIZE).bytes
         for interleaved in (False, True):
             for inverse in (False, True):

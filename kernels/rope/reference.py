@@ -3,6 +3,9 @@
 Letters: T tokens, d elements of a head.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,14 +14,48 @@ from ..cost import Cost
 Table = tuple[Tensor, Tensor]  # cos and sin, each (length, d / 2); a row is a position
 
 
-def rope_table(length: int, head_dim: int, base: float, dtype: torch.dtype, device: torch.device | str) -> Table:
-    """cos and sin (length, d / 2) of position * base**(-2i / d), in promote_types(dtype, float32).
+class RopeScaling(NamedTuple):
+    """Lower frequencies for texts longer than those of a model's first training, as in Llama 3.1.
+
+    A frequency that makes at most `low_frequency` turns in `original_length` tokens is divided by `factor`. One that
+    makes at least `high_frequency` turns stays. Between them the share that stays grows with the turns.
+    Source: Llama 3.1's apply_scaling (meta-llama/llama-models), which Hugging Face calls rope_type "llama3".
+    """
+
+    factor: float
+    low_frequency: float
+    high_frequency: float
+    original_length: int
+
+
+def rope_frequencies(
+    head_dim: int, base: float, scaling: RopeScaling | None, device: torch.device | str | None = None
+) -> Tensor:
+    """(d / 2,) float64: the angle in radians from one position to the next, base**(-2i / d) if nothing is scaled."""
+    frequency = base ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    if scaling is None:
+        return frequency
+    factor, low, high, length = scaling
+    turns = frequency * (length / (2 * math.pi))
+    stays = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (stays + (1 - stays) / factor)
+
+
+def rope_table(
+    length: int,
+    head_dim: int,
+    base: float,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    scaling: RopeScaling | None = None,
+) -> Table:
+    """cos and sin (length, d / 2) of position * rope_frequencies, in promote_types(dtype, float32).
 
     Angles are float64 and rounded once: in float32, those of far positions would be off by thousandths of a radian.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
-    angle = torch.arange(length, device=device, dtype=torch.float64)[:, None] * base**-exponent
+    position = torch.arange(length, device=device, dtype=torch.float64)
+    angle = position[:, None] * rope_frequencies(head_dim, base, scaling, device)
     return angle.cos().to(wide), angle.sin().to(wide)
 
 

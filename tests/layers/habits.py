@@ -40,8 +40,9 @@ CONFIG = GPTConfig(
     ffn_hidden_size=FFN, tie_embeddings=False,
 )  # fmt: skip
 LLAMA = replace(
-    CONFIG, n_kv_heads=HEADS // 2, norm="rmsnorm", activation="swiglu", position="rope", rope_base=1e4, bias=False
-)
+    CONFIG, n_kv_heads=HEADS // 2, norm="rmsnorm", qk_norm=True, activation="swiglu", position="rope", rope_base=1e4,
+    bias=False,
+)  # fmt: skip
 
 
 class Layer(NamedTuple):
@@ -85,7 +86,9 @@ LAYERS = {
     "VocabParallelEmbedding": Layer(
         partial(VocabParallelEmbedding, VOCAB, HIDDEN, vocab_multiple=2), partial(nn.Embedding, VOCAB, HIDDEN), None
     ),
-    "SelfAttention": Layer(partial(SelfAttention, HIDDEN, HEADS), theirs.Attention),
+    "SelfAttention": Layer(
+        partial(SelfAttention, HIDDEN, HEADS, qk_norm=True), partial(theirs.Attention, qk_norm=True)
+    ),
     "MLP": Layer(partial(MLP, HIDDEN, ffn_hidden_size=FFN, activation="swiglu"), partial(theirs.MLP, True)),
     "TransformerBlock": Layer(
         partial(TransformerBlock, HIDDEN, HEADS, ffn_hidden_size=FFN), partial(theirs.Block, "layernorm")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from plain import attention as plain_attention
 from plain import rotate
+from steps import assert_same, joined, step
 from torch.distributed.tensor import Replicate, Shard
 
 from tpformer import ops
@@ -15,6 +16,7 @@ from tpformer.distributed import build_mesh
 from tpformer.layers import (
     ColumnParallelLinear,
     Positions,
+    RMSNorm,
     SelfAttention,
     TensorParallel,
     TransformerBlock,
@@ -34,6 +36,7 @@ BATCH, SEQ, D = 2, 5, 4
         ((12, 0, 4, 1), "n_heads=0 must be at least 1"),
         ((12, 4, -2, 1), "n_kv_heads=-2 must be at least 1"),
         ((0, 4, 4, 1), "hidden_size=0 must be at least 1"),
+        ((10, 4, 4, 3), "hidden_size=10 is not a multiple of n_heads=4: change either, or give head_dim"),
         ((12, 4, 4, 1), "RoPE needs an even head dim, not hidden_size / n_heads = 3"),
     ],
 )
@@ -93,6 +96,46 @@ def test_equals_plain_attention(ranks, heads, kv_heads, t):
             queries = range(rank * heads // t, (rank + 1) * heads // t)
             wanted = {query // (heads // kv_heads) for query in queries}
             assert set(used.nonzero()[:, 0].tolist()) == wanted
+
+
+def foreign_norms(heads: int, kv_heads: int, sequence_parallel: bool):
+    """Gradients with norms of torch.nn, which every rank runs for all heads; and what refuses a norm of rows."""
+    t, rank = dist.get_world_size(), dist.get_rank()
+    tp = TensorParallel(build_mesh("cpu", tensor_parallel=t)["tp"], sequence_parallel)
+    layer = normed(heads, kv_heads, tp)
+    for name in ("q_norm", "k_norm"):
+        setattr(layer, name, theirs := torch.nn.RMSNorm(D, eps=1e-5, dtype=torch.float64))
+        torch.nn.init.constant_(theirs.weight, 1.5)
+    x, dy = (z.flatten(0, 1) for z in inputs(heads * D))
+    if sequence_parallel:
+        x, dy = (z.chunk(t)[rank].clone() for z in (x, dy))
+    found = step(layer, x, dy, positions=Positions(BATCH, SEQ))
+    layer.k_norm = RMSNorm(D, tp=tp, dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"RMSNorm norms one rank's heads of {t}: build it with of_heads=True"):
+        layer(x, positions=Positions(BATCH, SEQ))
+    return found
+
+
+def normed(heads: int, kv_heads: int, tp=None) -> SelfAttention:
+    torch.manual_seed(0)
+    layer = SelfAttention(heads * D, heads, n_kv_heads=kv_heads, qk_norm=True, tp=tp, dtype=torch.float64)
+    for name in ("q_norm.weight", "k_norm.weight"):
+        torch.nn.init.constant_(layer.get_parameter(name), 1.5)
+    return layer
+
+
+# every rank has its own key heads, or the one key head, or one rank has two that others have, too
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "t", "sequence_parallel"),
+    [(4, 2, 2, True), (4, 1, 2, True), (4, 1, 2, False), (6, 2, 3, False)],
+)
+def test_norms_of_torch_see_every_head_once(ranks, heads, kv_heads, t, sequence_parallel):
+    expected = step(
+        normed(heads, kv_heads), *(z.flatten(0, 1) for z in inputs(heads * D)), positions=Positions(BATCH, SEQ)
+    )
+    found = ranks(t).run(foreign_norms, heads, kv_heads, sequence_parallel)
+    for each in joined(found, 0) if sequence_parallel else found:
+        assert_same(each, expected, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

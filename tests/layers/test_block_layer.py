@@ -8,7 +8,7 @@ from steps import Results, assert_same, gradients, joined, step
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
+from tpformer.layers import DropoutKey, Positions, RopeScaling, TensorParallel, TransformerBlock
 
 BATCH, SEQ, HIDDEN, HEADS = 2, 6, 24, 6
 KINDS = {
@@ -25,6 +25,20 @@ KINDS = {
     "geglu": {"activation": "geglu", "ffn_hidden_size": 36},
     # with 2 or 3 ranks every rank holds the one key-value head
     "mqa": {"n_kv_heads": 1, "rope_base": 500.0},
+    # with 3 ranks every rank holds both key-value heads and uses one or two of them
+    "qk-norm-head-dim-scaling": {
+        "qk_norm": True,
+        "head_dim": 6,
+        "n_kv_heads": 2,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "ffn_hidden_size": 36,
+        "rope_base": 100.0,
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16),
+        "bias": False,
+    },
+    "qkv-bias-qk-norm-mqa": {"qk_norm": True, "n_kv_heads": 1, "bias": False, "qkv_bias": True, "rope_base": 500.0},
+    "no-qkv-bias": {"qkv_bias": False, "head_dim": 2},
     "relu2-rope-interleaved": {"activation": "relu2", "rope_base": 500.0, "rope_interleaved": True},
 }
 
@@ -54,7 +68,7 @@ def inputs(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 def by_plain_block(kind: str, block: TransformerBlock, x: torch.Tensor, dy: torch.Tensor, **options) -> Results:
     """Result and gradients of the plain block with the values of ours."""
     p = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
-    named = ("n_kv_heads", "activation", "rope_base", "rope_interleaved")
+    named = ("n_kv_heads", "activation", "rope_base", "rope_interleaved", "rope_scaling")
     options |= {key: value for key, value in KINDS[kind].items() if key in named}
     x = x.detach().clone().requires_grad_()
     y = plain_block(x, p, HEADS, norm_kind=KINDS[kind].get("norm", "layernorm"), **options)

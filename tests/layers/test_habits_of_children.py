@@ -17,6 +17,7 @@ from tpformer.layers import LayerNorm, Positions, RMSNorm, TensorParallel, Trans
 BATCH, SEQ = 2, 6
 NORMS = ("layernorm", "rmsnorm")
 CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+OF_HEADS = {"layernorm": (), "rmsnorm": ("self_attn.q_norm", "self_attn.k_norm")}
 LINEARS = {
     "layernorm": ("self_attn.q_proj", "self_attn.o_proj", "mlp.fc1", "mlp.fc2"),
     "rmsnorm": ("self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
@@ -27,6 +28,7 @@ def ours(norm: str, tp: TensorParallel | None = None, recompute: str = "none") -
     """A block with the values of theirs.Block."""
     activation = "gelu_tanh" if norm == "layernorm" else "swiglu"
     options = {"norm": norm, "activation": activation, "recompute": recompute, "dtype": torch.float64}
+    options["qk_norm"] = norm == "rmsnorm"
     block = TransformerBlock(HIDDEN, HEADS, ffn_hidden_size=FFN, tp=tp, **options)
     if norm == "rmsnorm":
         assert block.input_layernorm.eps == 1e-5
@@ -48,7 +50,7 @@ def run(block: nn.Module, shard: slice | None = None, **options) -> Results:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("habit", [*ANYWHERE, *ON_LINEARS])
 def test_habits_on_one_rank_equal_torch(habit, norm, recompute):
-    for path in LINEARS[norm] if habit in ON_LINEARS else (*CHILDREN, *LINEARS[norm]):
+    for path in LINEARS[norm] if habit in ON_LINEARS else (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm]):
         results = []
         for block in (theirs.Block(norm), ours(norm, recompute=recompute)):
             (ANYWHERE | ON_LINEARS)[habit](block, path)
@@ -108,7 +110,7 @@ def places(habit: str, norm: str) -> tuple[str, ...]:
         "LoRA": LINEARS[norm],
         "output gathered": tuple(path for path in LINEARS[norm] if not path.endswith(row)),
     }
-    return some.get(habit, (*CHILDREN, *LINEARS[norm]))
+    return some.get(habit, (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm]))
 
 
 def on_rank(habit: str, norm: str, sequence_parallel: bool, recompute: str) -> list[Results]:

@@ -36,12 +36,15 @@ def saved_by_block(options: dict, sequence_parallel: bool) -> tuple[list[int], b
     return sorted((nbytes // ITEM for nbytes in sizes.values()), reverse=True), attended[0] in sizes
 
 
-def expected(t: int, sequence_parallel: bool, ffn: int, pre_activations: int, kv_heads: int, statistics: int):
+def expected(
+    t: int, sequence_parallel: bool, ffn: int, pre_activations: int, kv_heads: int, statistics: int,
+    head_dim: int = HIDDEN // HEADS, qk_norm: bool = False,
+):  # fmt: skip
     rows = TOKENS // t if sequence_parallel else TOKENS
-    head_dim = HIDDEN // HEADS
+    queries, keys = TOKENS * HEADS // t, TOKENS * kv_heads // t
     items = [rows * HIDDEN] * 2  # the two residual inputs
-    items += [TOKENS * HIDDEN // t] + [TOKENS * kv_heads * head_dim // t] * 2  # q, k, v
-    items += [TOKENS * HIDDEN // t]  # attention output, once for SDPA and o_proj
+    items += [queries * head_dim] * 2 + [keys * head_dim] * 2  # q, k, v; attention output, once for SDPA and o_proj
+    items += [queries * head_dim, keys * head_dim, queries, keys] * qk_norm  # before the norms, and their rstd
     items += [TOKENS * ffn // t] * pre_activations
     items += [rows] * 2 * statistics  # mean and rstd of two norms
     items += [TOKENS * HEADS // t]  # log-sum-exp of the scores
@@ -58,8 +61,12 @@ def expected(t: int, sequence_parallel: bool, ffn: int, pre_activations: int, kv
             {"norm": "rmsnorm", "activation": "swiglu", "rope_base": 1e4, "n_kv_heads": 2, "ffn_hidden_size": 48},
             {"ffn": 48, "pre_activations": 2, "kv_heads": 2, "statistics": 1},
         ),
+        (
+            {"norm": "rmsnorm", "qk_norm": True, "head_dim": 12, "rope_base": 1e4, "n_kv_heads": 2},
+            {"ffn": 4 * HIDDEN, "pre_activations": 1, "kv_heads": 2, "statistics": 1, "head_dim": 12, "qk_norm": True},
+        ),
     ],
-    ids=["gpt", "llama"],
+    ids=["gpt", "llama", "qwen3"],
 )
 def test_block_keeps_exactly_the_list(ranks, t, sequence_parallel, options, shape):
     for items, shared in ranks(t).run(saved_by_block, options, sequence_parallel):

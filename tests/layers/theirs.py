@@ -18,10 +18,14 @@ HIDDEN, HEADS, FFN = 24, 4, 48
 
 
 class Attention(nn.Module):
-    """llama: half as many key-value heads as queries, and RoPE."""
+    """llama: half as many key-value heads as queries, and RoPE. qk_norm: the norms of Qwen 3."""
 
-    def __init__(self, llama: bool = False) -> None:
+    def __init__(self, llama: bool = False, qk_norm: bool = False) -> None:
         super().__init__()
+        norms = (nn.RMSNorm(HIDDEN // HEADS, eps=1e-5) if qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = norms
+        for norm in (self.q_norm, self.k_norm) if qk_norm else ():
+            nn.init.normal_(norm.weight, 1, 0.3)
         self.llama = llama
         keys = HIDDEN // 2 if llama else HIDDEN
         self.q_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN, not llama) for _ in range(2))
@@ -32,9 +36,12 @@ class Attention(nn.Module):
         batch, seq = x.shape[:2] if positions is None else (positions.batch, positions.seq_length)
         rows = x.reshape(-1, HIDDEN)  # as our block calls its linears
         q, k, v = (
-            linear(rows).unflatten(1, (-1, HIDDEN // HEADS)).unflatten(0, (batch, seq)).transpose(1, 2)
+            linear(rows).unflatten(1, (-1, HIDDEN // HEADS)).unflatten(0, (batch, seq))
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if self.llama:
             q, k = rotate(q, 1e4), rotate(k, 1e4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.llama).transpose(1, 2)
@@ -60,7 +67,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A float64 block whose norms and biases are off 1 and 0.
 
-    norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one. llama: Llama's attention and no biases, besides.
+    norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one and norms of queries and keys. llama: Llama's
+    attention and no biases, besides.
     """
 
     def __init__(self, norm: str, llama: bool = False, seed: int = 0) -> None:
@@ -68,7 +76,7 @@ class Block(nn.Module):
         torch.manual_seed(seed)
         norms = [nn.LayerNorm(HIDDEN) if norm == "layernorm" else nn.RMSNorm(HIDDEN, eps=1e-5) for _ in range(2)]
         self.input_layernorm, self.post_attention_layernorm = norms
-        self.self_attn, self.mlp = Attention(llama), MLP(norm == "rmsnorm", not llama)
+        self.self_attn, self.mlp = Attention(llama, norm == "rmsnorm"), MLP(norm == "rmsnorm", not llama)
         self.double()
         for parameter in self.parameters():
             if parameter.ndim == 1:

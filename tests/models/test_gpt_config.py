@@ -1,5 +1,8 @@
 """GPTConfig refuses what cannot be built; its FLOPs are those of the paper's formula, and those that torch counts."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,6 +29,13 @@ from tpformer.models import GPT, GPTConfig, preset_config
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
         ({"n_kv_heads": -1}, "n_kv_heads=-1 must be at least 1"),
         ({"ffn_hidden_size": -3}, "ffn_hidden_size=-3 must be at least 1"),
+        ({"head_dim": 0}, "head_dim=0 must be at least 1"),
+        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ({"rope_scaling_factor": 0.5}, "rope_scaling_factor=0.5 must be at least 1, which is no scaling, and finite"),
+        ({"rope_scaling_factor": math.nan}, "rope_scaling_factor=nan must be at least 1"),
+        ({"rope_low_frequency": 4.0}, "rope_low_frequency=4.0 must be above 0 and below rope_high_frequency=4.0"),
+        ({"rope_original_length": 0}, "rope_original_length=0 must be at least 1"),
+        ({"rope_scaling_factor": 8.0}, "rope_scaling_factor=8.0 with position='learned' would scale nothing"),
     ],
 )
 def test_bad_values_are_refused(fields, message):
@@ -38,6 +48,8 @@ def test_unset_vocabulary_and_impossible_heads_are_refused():
         GPT(GPTConfig())
     with pytest.raises(ValueError, match="hidden_size=768 is not a multiple of n_heads=7"):
         GPT(GPTConfig(vocab_size=10, n_heads=7))
+    with pytest.raises(ValueError, match="RoPE needs an even head dim, not head_dim=9"):
+        GPT(GPTConfig(vocab_size=10, n_heads=7, head_dim=9, position="rope"))
 
 
 def test_flops_formula():
@@ -52,6 +64,9 @@ def test_flops_formula():
         ffn_hidden_size=10, activation="swiglu", position="rope",
     )  # fmt: skip
     assert tiny.flops_per_token == 6 * (128 + 64 + 240 + 800) + 576
+    # heads of 6: q, o 2*8*24, k, v 2*8*12; attention 12*24*4, because a token attends to 4
+    options = replace(tiny, head_dim=6, sliding_window=4, qk_norm=True, qkv_bias=True)
+    assert options.flops_per_token == 6 * (384 + 192 + 240 + 800) + 1152
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])

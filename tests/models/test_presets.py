@@ -4,7 +4,8 @@ import pytest
 
 from tpformer.models import GPT, PRESETS, GPTConfig, preset_config
 
-# parameters of the published checkpoints of GPT-2 and Llama
+# parameters of the published checkpoints: the number of elements that Hugging Face reads in their safetensors files.
+# A tied table counts once, also where the files have it twice (Qwen 3)
 EXACT = {
     "gpt2-124m": 124_439_808,
     "gpt2-355m": 354_823_168,
@@ -16,6 +17,23 @@ EXACT = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
 }
 # arXiv:2104.04473, table 1, in billions as printed
 PRINTED = ["1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1", "529.6", "1008.0"]
@@ -32,13 +50,17 @@ def test_megatron_rows_to_the_printed_digit():
     assert set(PRESETS) == set(EXACT) | set(rows)
 
 
+FAMILIES = ["llama3.2-1b", "qwen2-0.5b", "qwen3-0.6b", "mistral-7b-v0.3"]
 OTHERS = {
     "geglu-bias-rope": {"activation": "geglu", "position": "rope", "tie_embeddings": False, "n_kv_heads": 4},
+    "head-dim-window": {"head_dim": 24, "sliding_window": 5, "qkv_bias": False},
     "rmsnorm-learned": {"norm": "rmsnorm", "bias": False, "ffn_hidden_size": 100, "n_kv_heads": 1},
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "megatron-1.7b", "llama2-7b", "llama3-70b", *OTHERS])
+@pytest.mark.parametrize(
+    "name", ["gpt2-124m", "gpt2-1.5b", "megatron-1.7b", "llama2-7b", "llama3-70b", *FAMILIES, *OTHERS]
+)
 def test_count_is_the_built_models(name):
     config = GPTConfig(vocab_size=1000, **OTHERS[name]) if name in OTHERS else preset_config(name)
     model = GPT(config, device="meta")

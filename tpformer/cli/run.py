@@ -25,7 +25,7 @@ def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[st
 
 
 def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
-    """The configuration of `COMMAND FILE.toml [--section.key value ...]`: preset < file < command line.
+    """The configuration of `COMMAND FILE.toml [--section.key value ...]`: init_from < preset < file < command line.
 
     ValueError without a file, or for an unknown key or a value of a wrong type; FileNotFoundError names the file.
     """
@@ -34,6 +34,8 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
         tyro.cli(RunConfig, prog=prog, args=list(arguments) or ["--help"], config=(tyro.conf.FlagConversionOff,))
         raise ValueError(f"{command} needs a configuration: {prog} [--section.key value ...]")
     file = read_toml(arguments[0])
+    from tpformer.training.source import from_source
+
     parsed = tyro.cli(
         RunConfig,
         prog=prog,
@@ -41,7 +43,7 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
         default=build_config(file),
         config=(tyro.conf.FlagConversionOff,),
     )
-    return build_config(file, _overrides(arguments[1:], parsed))
+    return build_config(*from_source(file, _overrides(arguments[1:], parsed)))
 
 
 def with_ranks(

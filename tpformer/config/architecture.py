@@ -217,7 +217,8 @@ class GPTConfig:
     def flops_per_token(self) -> int:
         """Model FLOPs of forward and backward per token: 6 per weight, plus attention over the full seq_length.
 
-        The half that a causal mask saves is counted; with a sliding_window, as many tokens. The plain block: 72 L h^2 (1 + s/6h + V/12hL), arXiv:2205.05198.
+        The half that a causal mask saves is counted. With a shorter sliding_window the attention is over that many
+        tokens. The plain block: 72 L h^2 (1 + s/6h + V/12hL), arXiv:2205.05198.
         """
         return self.n_layers * self.layer_flops_per_token + 6 * (self.vocab_size or 0) * self.hidden_size
 

@@ -1,4 +1,7 @@
-"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, Megatron's ten sizes, Llama 2 and 3."""
+"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, Megatron's ten sizes, Llama, Qwen and Mistral.
+
+seq_length is the longest context that a model was published for. A training run may want a shorter one.
+"""
 
 from .architecture import GPTConfig
 
@@ -13,6 +16,13 @@ _LLAMA = {
 }
 _LLAMA2 = {**_LLAMA, "vocab_size": 32000, "seq_length": 4096}
 _LLAMA3 = {**_LLAMA, "vocab_size": 128256, "seq_length": 8192, "rope_base": 500000.0, "n_kv_heads": 8}
+_LLAMA31 = {**_LLAMA3, "seq_length": 131072, "rope_scaling_factor": 8.0}
+_LLAMA32 = {**_LLAMA31, "rope_scaling_factor": 32.0, "tie_embeddings": True}
+_QWEN = {**_LLAMA, "rope_base": 1000000.0, "norm_eps": 1e-6}
+_QWEN2 = {**_QWEN, "seq_length": 131072, "qkv_bias": True}
+_QWEN3 = {**_QWEN, "vocab_size": 151936, "seq_length": 32768, "n_kv_heads": 8, "head_dim": 128, "qk_norm": True}
+_TIED = {"tie_embeddings": True}
+_MISTRAL = {**_LLAMA, "seq_length": 32768, "n_kv_heads": 8, "ffn_hidden_size": 14336}
 
 
 def _size(n_layers: int, hidden_size: int, n_heads: int, **others: int) -> dict:
@@ -41,6 +51,24 @@ PRESETS: dict[str, dict] = {
     "llama3-8b": {**_LLAMA3, **_size(32, 4096, 32, ffn_hidden_size=14336)},
     "llama3-70b": {**_LLAMA3, **_size(80, 8192, 64, ffn_hidden_size=28672)},
     "llama3-405b": {**_LLAMA3, **_size(126, 16384, 128, ffn_hidden_size=53248)},
+    "llama3.1-8b": {**_LLAMA31, **_size(32, 4096, 32, ffn_hidden_size=14336)},
+    "llama3.1-70b": {**_LLAMA31, **_size(80, 8192, 64, ffn_hidden_size=28672)},
+    "llama3.1-405b": {**_LLAMA31, **_size(126, 16384, 128, ffn_hidden_size=53248)},
+    "llama3.2-1b": {**_LLAMA32, **_size(16, 2048, 32, ffn_hidden_size=8192)},
+    "llama3.2-3b": {**_LLAMA32, **_size(28, 3072, 24, ffn_hidden_size=8192)},
+    "qwen2-0.5b": {**_QWEN2, **_size(24, 896, 14, n_kv_heads=2, ffn_hidden_size=4864, vocab_size=151936, **_TIED)},
+    "qwen2-1.5b": {**_QWEN2, **_size(28, 1536, 12, n_kv_heads=2, ffn_hidden_size=8960, vocab_size=151936, **_TIED)},
+    "qwen2-7b": {**_QWEN2, **_size(28, 3584, 28, n_kv_heads=4, ffn_hidden_size=18944, vocab_size=152064)},
+    "qwen2-72b": {**_QWEN2, **_size(80, 8192, 64, n_kv_heads=8, ffn_hidden_size=29568, vocab_size=152064)},
+    "qwen3-0.6b": {**_QWEN3, **_size(28, 1024, 16, ffn_hidden_size=3072, **_TIED)},
+    "qwen3-1.7b": {**_QWEN3, **_size(28, 2048, 16, ffn_hidden_size=6144, **_TIED)},
+    "qwen3-4b": {**_QWEN3, **_size(36, 2560, 32, ffn_hidden_size=9728, **_TIED)},
+    "qwen3-8b": {**_QWEN3, **_size(36, 4096, 32, ffn_hidden_size=12288)},
+    "qwen3-14b": {**_QWEN3, **_size(40, 5120, 40, ffn_hidden_size=17408)},
+    "qwen3-32b": {**_QWEN3, **_size(64, 5120, 64, ffn_hidden_size=25600)},
+    # version 0.1
+    "mistral-7b": {**_MISTRAL, **_size(32, 4096, 32, vocab_size=32000, sliding_window=4096)},
+    "mistral-7b-v0.3": {**_MISTRAL, **_size(32, 4096, 32, vocab_size=32768), "rope_base": 1000000.0},
 }
 
 

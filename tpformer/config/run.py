@@ -29,6 +29,8 @@ class ModelSection(GPTConfig):
 
     preset: str | None = None
     """A named architecture whose fields apply where this section gives none."""
+    init_from: str | None = None
+    """A run, a Hugging Face directory or an export, from whose weights the run starts. Gives the fields unset here."""
 
     @property
     def architecture(self) -> GPTConfig:

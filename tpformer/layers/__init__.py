@@ -2,6 +2,7 @@
 
 Re-exports only."""
 
+from tpformer.kernels.rope.reference import RopeScaling
 from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
 
 from .attention import SelfAttention
@@ -27,6 +28,7 @@ __all__ = [
     "PositionEmbedding",
     "Positions",
     "RMSNorm",
+    "RopeScaling",
     "RowParallelLinear",
     "SelfAttention",
     "TensorParallel",

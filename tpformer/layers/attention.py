@@ -1,4 +1,4 @@
-"""Self-attention with heads sharded over tensor-parallel ranks: MHA, GQA and MQA, RoPE, packed documents."""
+"""Self-attention with heads sharded over tensor-parallel ranks: MHA, GQA and MQA, RoPE, QK-norm, packed documents."""
 
 from functools import partial
 
@@ -8,12 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import check_heads
+from tpformer.kernels.rope.reference import RopeScaling
 from tpformer.ops.attention import check_window
 from tpformer.ops.sequence import flat_rows
 
-from .children import Features, enter, leave
+from .children import Features, call_heads, enter, leave
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
+from .norm import RMSNorm
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
@@ -29,8 +31,15 @@ class SelfAttention(ParallelModule):
              heads that its queries need, and their gradients are partial sums over the tp axis.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
     is_causal=False: every token attends to all of its sample or document, as in BERT.
+    head_dim: features of a head; unset, hidden_size / n_heads. q_proj is (n_heads * head_dim, hidden_size), o_proj the
+             other way round.
+    qk_norm: q_norm and k_norm, RMSNorms with weights (head_dim,), norm each head's queries and keys before RoPE, as in
+             Qwen 3. The weights are Replicate, and their gradients always partial sums over the tp axis: ranks have
+             different heads. Queries and keys are then kept before the norm, too.
+    qkv_bias: biases of q_proj, k_proj and v_proj; unset, `bias`, as o_proj has.
+    rope_scaling: lower frequencies for long texts, as in Llama 3.1.
     sliding_window: a token attends to itself and the sliding_window - 1 tokens before it, as in Mistral. A CPU then
-             makes a mask of seq^2 bytes in every call.
+             makes a mask of seq^2 elements in every call, and keeps it for the backward.
     Errors:  ValueError if heads cannot be split over ranks or key-value heads, if `positions` does not fit x, and for a
              window below 1 or without is_causal.
     """
@@ -41,11 +50,16 @@ class SelfAttention(ParallelModule):
         n_heads: int,
         *,
         n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
         is_causal: bool = True,
         sliding_window: int | None = None,
         rope_base: float | None = None,
         rope_interleaved: bool = False,
+        rope_scaling: RopeScaling | None = None,
         bias: bool = True,
+        qkv_bias: bool | None = None,
         init_std: float | None = None,
         output_init_std: float | None = None,
         tp: TensorParallel | DeviceMesh | None = None,
@@ -55,14 +69,17 @@ class SelfAttention(ParallelModule):
         super().__init__(tp)
         self.n_heads, self.n_kv_heads = n_heads, n_heads if n_kv_heads is None else n_kv_heads
         self.is_causal, self.sliding_window = is_causal, sliding_window
-        self.rope_base, self.rope_interleaved = rope_base, rope_interleaved
+        self.rope_base, self.rope_interleaved, self.rope_scaling = rope_base, rope_interleaved, rope_scaling
         check_window(sliding_window, is_causal)
         if rope_base is not None and not rope_base > 0:
             raise ValueError(f"rope_base={rope_base}: its powers are wavelengths, so give a number above 0")
-        check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp.size, rope=rope_base is not None)
-        self.head_dim = hidden_size // n_heads
+        rope = rope_base is not None
+        check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp.size, rope=rope, head_dim=head_dim)
+        self.head_dim = head_dim or hidden_size // n_heads
+        place: dict = {"tp": self.tp, "device": device, "dtype": dtype}
+        bias_in = bias if qkv_bias is None else qkv_bias
         column = partial(
-            ColumnParallelLinear, hidden_size, bias=bias, init_std=init_std, tp=self.tp, device=device, dtype=dtype
+            ColumnParallelLinear, hidden_size, bias=bias_in, init_std=init_std, tp=self.tp, device=device, dtype=dtype
         )
         self._features = self._own_features()
         self._kv_order = self._own_kv_order()
@@ -71,11 +88,13 @@ class SelfAttention(ParallelModule):
             needed = (self.kv_heads_needed(rank) for rank in range(self.tp.size))
             used, most = keys.used, max(last - first for first, last in needed) * self.head_dim
         self.shares_gather = ("q_proj", "k_proj", "v_proj")
-        self.q_proj = column(hidden_size)
+        self.q_proj = column(self._features[0].total)
         self.k_proj = column(keys.total, used_rows=used, most_rows=most)
         self.v_proj = column(keys.total, used_rows=used, most_rows=most)
+        norms = (RMSNorm(self.head_dim, norm_eps, of_heads=True, **place) if qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = norms
         self.o_proj = RowParallelLinear(
-            hidden_size, hidden_size, bias=bias, init_std=output_init_std, tp=self.tp, device=device, dtype=dtype
+            n_heads * self.head_dim, hidden_size, bias=bias, init_std=output_init_std, **place
         )
 
     def kv_heads_needed(self, rank: int) -> tuple[int, int]:
@@ -130,9 +149,11 @@ class SelfAttention(ParallelModule):
         (q, k, v), carried = enter(rows, norm, columns, self.tp, carry=residual)
         batch, seq, d = positions.batch, positions.seq_length, self.head_dim
         q, k, v = (positions.to_samples(y).reshape(batch, seq, y.shape[1] // d, d) for y in (q, k, v))
+        q, k = self._norm_heads(q, k)
         if self.rope_base is not None:
-            table, ids = positions.rope(d, self.rope_base, q.device, q.dtype)
+            table, ids = positions.rope(d, self.rope_base, q.device, q.dtype, self.rope_scaling)
             q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast norms are float32
         documents, visible = positions.documents(q.device), (self.is_causal, self.sliding_window)
         y = ops.attention(q, self._spread(k), self._spread(v), documents, *visible)
         heads = positions.to_rows(y.reshape(batch * seq, q.shape[2] * d))
@@ -152,3 +173,13 @@ class SelfAttention(ParallelModule):
         first, last = self.kv_heads_needed(self.tp.rank)
         q = slice(self.tp.rank * queries * d, (self.tp.rank + 1) * queries * d)
         return Features(q, self.n_heads * d), Features(slice(first * d, last * d), self.n_kv_heads * d)
+
+    def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q_norm of the queries and k_norm of the keys, where there are such norms."""
+        queries, keys = self._features
+        if self.q_norm is not None:
+            q = call_heads(self.q_norm, q, self.tp, queries, queries.used.start)
+        if self.k_norm is not None:
+            _, lower = self.kv_heads_needed(self.tp.rank - 1)  # lower ranks use heads [0, lower), before rank 0 none
+            k = call_heads(self.k_norm, k, self.tp, keys, max(keys.used.start, lower * self.head_dim))
+        return q, k

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE, check_choice, check_dropout
+from tpformer.kernels.rope.reference import RopeScaling
 from tpformer.ops.sequence import flat_rows
 from tpformer.torch_private import forward_hooks, forward_pre_hooks
 
@@ -41,7 +42,10 @@ class TransformerBlock(ParallelModule):
              `python -m bench memory` counts these.
     Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.
-    is_causal, sliding_window, and forward's `positions` and `key_padding_mask` are those of SelfAttention.
+             With qk_norm the first two keep 4 more, for the queries and keys before their norms (in general
+             2 (n_heads + n_kv_heads) head_dim / hidden), and one more statistic of each head.
+    head_dim, qk_norm, is_causal, sliding_window, rope_..., qkv_bias, and forward's `positions` and `key_padding_mask`
+    are those of SelfAttention. norm_eps is that of all norms.
     A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward, or is of
     another class; explain() lists such children, and the others stay fused. Such a child gets rows
     (tokens, hidden_size), and an attention also gets positions=Positions. A module that is not of this library gets all
@@ -54,15 +58,19 @@ class TransformerBlock(ParallelModule):
         n_heads: int,
         *,
         n_kv_heads: int | None = None,
+        head_dim: int | None = None,
         ffn_hidden_size: int | None = None,
         norm: str = "layernorm",
         norm_eps: float = 1e-5,
+        qk_norm: bool = False,
         activation: str = "gelu_tanh",
         is_causal: bool = True,
         sliding_window: int | None = None,
         rope_base: float | None = None,
         rope_interleaved: bool = False,
+        rope_scaling: RopeScaling | None = None,
         bias: bool = True,
+        qkv_bias: bool | None = None,
         dropout: float = 0.0,
         recompute: str = "none",
         init_std: float | None = None,
@@ -76,35 +84,26 @@ class TransformerBlock(ParallelModule):
         check_choice("recompute", recompute, RECOMPUTE)
         check_dropout(dropout)
         self.dropout, self.recompute = dropout, recompute
-        tp = self.tp
-        self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, tp=tp, device=device, dtype=dtype)
+        place: dict = {"tp": self.tp, "device": device, "dtype": dtype}
+        linears: dict = {"bias": bias, "init_std": init_std, "output_init_std": output_init_std, **place}
+        self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
         self.self_attn = SelfAttention(
             hidden_size,
             n_heads,
             n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
             is_causal=is_causal,
             sliding_window=sliding_window,
             rope_base=rope_base,
             rope_interleaved=rope_interleaved,
-            bias=bias,
-            init_std=init_std,
-            output_init_std=output_init_std,
-            tp=tp,
-            device=device,
-            dtype=dtype,
+            rope_scaling=rope_scaling,
+            qkv_bias=qkv_bias,
+            **linears,
         )
-        self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, tp=tp, device=device, dtype=dtype)
-        self.mlp = MLP(
-            hidden_size,
-            ffn_hidden_size=ffn_hidden_size,
-            activation=activation,
-            bias=bias,
-            init_std=init_std,
-            output_init_std=output_init_std,
-            tp=tp,
-            device=device,
-            dtype=dtype,
-        )
+        self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
+        self.mlp = MLP(hidden_size, ffn_hidden_size=ffn_hidden_size, activation=activation, **linears)
 
     def forward(
         self,

@@ -7,6 +7,7 @@ torch.nn that call one another.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpformer import ops
@@ -157,6 +158,29 @@ def call_column(child: nn.Module, x: Tensor, tp: TensorParallel, features: Featu
             f"of this library's layers has to compute all of them, on every tensor-parallel rank"
         )
     return ops.take_columns(y, features.used, tp.group)
+
+
+def call_heads(norm: nn.Module, x: Tensor, tp: TensorParallel, features: Features, first: int) -> Tensor:
+    """norm(x) for this rank's heads x (batch, seq, heads, head_dim), whose features are `features.used`.
+
+    first: the first feature that no lower rank uses; those from there on are this rank's to give to the others.
+    A norm that is not of this library gets all heads on every rank, so that its gradients are equal on all ranks. That
+    takes an all-reduce of all heads in the forward, and one in the backward.
+    Errors: ValueError for a norm of this library that is not for heads: its gradients would miss other ranks' heads.
+    """
+    for part in norm.modules() if tp.size > 1 else ():
+        if isinstance(part, LayerNorm | RMSNorm) and not (part.of_heads and part.tp.size == tp.size):
+            raise ValueError(
+                f"{type(part).__name__} norms one rank's heads of {tp.size}: build it with of_heads=True and this tp, "
+                f"so that its gradients are summed over the ranks"
+            )
+    if _works_on_shards(norm, tp):
+        return norm(x)
+    setattr(norm, RUNS_WHOLE, True)
+    given = x.flatten(0, 1).flatten(1)[:, first - features.used.start :]
+    whole = ops.reduce_rows(F.pad(given, (first, features.total - features.used.stop)), tp.group, False)
+    y = norm(whole.view(*x.shape[:2], -1, x.shape[3]))
+    return ops.take_columns(y.reshape(whole.shape), features.used, tp.group).view(x.shape)
 
 
 def call_row(child: nn.Module, x: Tensor, tp: TensorParallel, k: int) -> Tensor:

@@ -23,6 +23,7 @@ class _Norm(ParallelModule):
         elementwise_affine: bool,
         bias: bool,
         *,
+        of_heads: bool = False,
         tp: TensorParallel | DeviceMesh | None = None,
         device=None,
         dtype=None,
@@ -36,6 +37,7 @@ class _Norm(ParallelModule):
         if eps is not None and not eps >= 0:
             raise ValueError(f"eps={eps} is added under a root: give a number that is not negative")
         self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine
+        self.of_heads = of_heads
         for name, value, wanted in (("weight", 1.0, elementwise_affine), ("bias", 0.0, elementwise_affine and bias)):
             if wanted:
                 self.add_parameter(name, shape, Constant(value), shard=None, device=device, dtype=dtype)
@@ -45,7 +47,7 @@ class _Norm(ParallelModule):
 
     def prologue(self) -> ops.Norm:
         """The norm for a linear to apply while it reads its input (`norm=` of the linear layers)."""
-        partial = self.tp.sequence_parallel
+        partial = self.tp.sequence_parallel or (self.of_heads and self.tp.size > 1)
         weight, bias = self.local("weight", partial), self.local("bias", partial)
         return ops.Norm(self.kind, weight, bias, self.eps)
 
@@ -59,7 +61,8 @@ class _Norm(ParallelModule):
 
     def extra_repr(self) -> str:
         """Size and options, as repr() shows them."""
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        heads = ", of_heads=True" * self.of_heads
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}{heads}"
 
 
 class LayerNorm(_Norm):
@@ -69,6 +72,8 @@ class LayerNorm(_Norm):
              sequence_parallel, else equal on all ranks.
     Communication: none. With sequence_parallel the parameters' gradients are partial sums over this rank's rows
              (parallel.reduce_partial_gradients, or FSDP2, adds them up once per step).
+    of_heads: x is (tokens, heads / t, size), this rank's heads of all tokens. Then the gradients are partial sums
+             without sequence_parallel, too.
     Errors:  ValueError for a normalized_shape of several dims, or a negative eps.
     """
 

@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from tpformer.kernels.rope.reference import rope_table
+from tpformer.kernels.rope.reference import RopeScaling, rope_table
 
 from .tensor_parallel import TensorParallel
 
@@ -119,13 +119,19 @@ class Positions:
         return self.offset + self.seq_length - self.unread if documents is None else documents[1]
 
     def rope(
-        self, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+        self,
+        head_dim: int,
+        base: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        scaling: RopeScaling | None = None,
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """((cos, sin), ids) for ops.rope: a table (positions, head_dim / 2) each, made once, and flat_ids."""
-        key = (head_dim, base, device, dtype)
+        key = (head_dim, base, device, dtype, scaling)
         if key not in self._tables:
             with torch.inference_mode(False):
-                self._tables[key] = rope_table(self.offset + self.seq_length, head_dim, base, dtype, device)
+                length = self.offset + self.seq_length
+                self._tables[key] = rope_table(length, head_dim, base, dtype, device, scaling)
         return self._tables[key], self.flat_ids(device)
 
 

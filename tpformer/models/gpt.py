@@ -19,6 +19,7 @@ from tpformer.layers import (
     ParallelModule,
     PositionEmbedding,
     Positions,
+    RopeScaling,
     TensorParallel,
     TransformerBlock,
     VocabParallelEmbedding,
@@ -35,17 +36,25 @@ from tpformer.ops.sequence import flat_rows
 
 def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
     """One layer of an architecture. options: further arguments of TransformerBlock."""
+    scaling = RopeScaling(
+        config.rope_scaling_factor, config.rope_low_frequency, config.rope_high_frequency, config.rope_original_length
+    )
     return TransformerBlock(
         config.hidden_size,
         config.n_heads,
         n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
         ffn_hidden_size=config.ffn_hidden_size,
         norm=config.norm,
         norm_eps=config.norm_eps,
+        qk_norm=config.qk_norm,
         activation=config.activation,
+        sliding_window=config.sliding_window,
         rope_base=config.rope_base if config.position == "rope" else None,
         rope_interleaved=config.rope_interleaved,
+        rope_scaling=None if scaling.factor == 1 else scaling,
         bias=config.bias,
+        qkv_bias=config.qkv_bias,
         dropout=config.dropout,
         init_std=config.init_std,
         output_init_std=config.init_std / math.sqrt(2 * config.n_layers),

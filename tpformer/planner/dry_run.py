@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpformer.config import RunConfig, check_config
 from tpformer.distributed.mesh import AXES
+from tpformer.layers import SelfAttention
 from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
 from tpformer.ops.transport import dtype_name
@@ -143,6 +144,10 @@ class _Rank:
         # dropout would need the values of sample indices, which fake tensors lack; it keeps and sends no bytes
         model = dataclasses.replace(config.model, dropout=0.0)
         parts = build_parts(dataclasses.replace(config, parallel=layout, model=model), self.mesh)
+        if config.train.device == "cuda" and self.dtype.itemsize == 2:
+            for module in (module for part in parts for module in part.modules()):
+                if isinstance(module, SelfAttention):
+                    module.sliding_window = None  # a CPU keeps a mask of it, and this GPU kernel none
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # the model is built of meta tensors
         with self.mode:
             for part in parts:

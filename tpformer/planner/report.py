@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tpformer.config import MLP_ACTIVATIONS, RunConfig
+from tpformer.config import RunConfig
 from tpformer.distributed.mesh import AXES
 from tpformer.layers.embedding import padded_vocab
 from tpformer.ops import VocabSlice, default_chunk_tokens
@@ -20,6 +20,8 @@ from .dry_run import RankCount, count_parameters, count_rank
 from .memory import (
     Peak,
     fused_workspaces,
+    hidden_features,
+    kept_features,
     layer_workspace,
     loss_workspace,
     pipeline_buffers,
@@ -136,8 +138,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
     if not layout.cpu_offload:
         found.append(("cpu_offload = true", sum(state.nbytes for state in plan.states[:3])))
     saved = float(plan.peak.saved)
-    hidden = model.ffn_size * (2 if MLP_ACTIVATIONS[model.activation][1] else 1)
-    kept = 4 * model.hidden_size + 2 * model.hidden_size // model.n_heads * model.kv_heads + hidden
+    hidden, kept = hidden_features(model), kept_features(model)
     if layout.recompute == "none":
         found.append(('recompute = "mlp"', saved * hidden / kept))
         found.append(('recompute = "full"', saved * (1 - model.hidden_size / kept)))

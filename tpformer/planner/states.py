@@ -56,12 +56,12 @@ class Elements(NamedTuple):
 
 def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
     """The Elements of stages on one of tp ranks. stages: the layers of each. docs/layouts.md says what is sharded."""
-    h, f, t = config.hidden_size, config.ffn_size, tp
+    h, q, f, t = config.hidden_size, config.query_size, config.ffn_size, tp
     up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
-    kv = h // config.n_heads * config.kv_heads / (t if config.kv_heads % t == 0 else 1)
-    norm = h * (2 if config.norm == "layernorm" else 1)
-    matrices = (2 * h * h + (up + 1) * h * f) / t + 2 * h * kv
-    biases = (h + up * f) / t + 2 * kv + 2 * h if config.bias else 0
+    kv = config.kv_size / (t if config.kv_heads % t == 0 else 1)
+    norm, head_norms = h * (2 if config.norm == "layernorm" else 1), 2 * config.head_size if config.qk_norm else 0
+    matrices = (2 * h * q + (up + 1) * h * f) / t + 2 * h * kv
+    biases = (q / t + 2 * kv if config.has_qkv_bias else 0) + (up * f / t + 2 * h if config.bias else 0)
     table = padded_vocab(config.vocab_size or 0, config.vocab_multiple) * h / t
     n_layers, rest, head = 0, 0.0, 0.0
     for stage in stages:
@@ -72,7 +72,7 @@ def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
         if last:
             rest += norm + (0 if first and config.tie_embeddings else table)
             head += 0 if first else norm + table
-    return Elements(matrices + biases + 2 * norm, n_layers, n_layers * matrices, rest, head)
+    return Elements(matrices + biases + 2 * norm + head_norms, n_layers, n_layers * matrices, rest, head)
 
 
 class Precision(NamedTuple):

@@ -8,11 +8,9 @@ parameter's optimizer state.
 """
 
 import json
-import os
 import shutil
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -26,95 +24,25 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from tpformer.processes.files import file_sha256
+from tpformer.weights.files import listed
 
-MANIFEST, TRAINER = "manifest.json", "trainer.json"
-MODEL, OPTIMIZER = "model.", "optimizer."
+from .checkpoint_files import (
+    MODEL,
+    OPTIMIZER,
+    TRAINER,
+    CheckpointError,
+    fsync,
+    manifest_entries,
+    newest_good,
+    read_tensors,
+    saved_tensors,
+    step_path,
+    steps,
+    verify,
+    write_manifest,
+)
 
 T = TypeVar("T")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used. The message names the file or the tensor, and what is wrong with it."""
-
-
-# files
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def manifest_entries(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """{name: size and SHA-256} of files. Returns when the files are on disk."""
-    entries = {}
-    for path in sorted(files):
-        _fsync(path)
-        entries[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    return entries
-
-
-def write_manifest(directory: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write a checkpoint's manifest. Returns when it and the directory are on disk."""
-    (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
-    _fsync(directory / MANIFEST)
-    _fsync(directory)
-
-
-def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
-    """CheckpointError, which names the file, unless every file has the size and SHA-256 of the manifest.
-
-    share, of: check only the files share, share + of, share + 2 * of, ..., so that ranks can divide the reading.
-    """
-    try:
-        entries = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / MANIFEST} cannot be read: {error}") from None
-    for name, entry in list(entries.items())[share::of]:
-        path = directory / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}")
-        if file_sha256(path) != entry["sha256"]:
-            raise CheckpointError(f"{path} is corrupted: its SHA-256 differs from the manifest's")
-
-
-def steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in a run's checkpoints directory, ascending; none if it does not exist."""
-    names = (path.name.removeprefix("step-") for path in directory.glob("step-*") if path.is_dir())
-    return sorted(
-        int(name) for name in names if name.isdecimal()
-    )  # step-100.keep, for one, is a copy that the user keeps
-
-
-def step_path(directory: Path, step: int) -> Path:
-    """The checkpoint of a step in a run's checkpoints directory."""
-    return directory / f"step-{step}"
-
-
-def newest_good(
-    directory: Path,
-    report: Callable[[str], None],
-    *,
-    among: Sequence[int] | None = None,
-    check: Callable[[Path], None] = verify,
-) -> int | None:
-    """The step of the newest checkpoint that is good, or None. Bad ones are reported, and left as they are.
-
-    among: the steps to look at, ascending; unset, all. check: raises CheckpointError for a bad checkpoint.
-    """
-    for step in reversed(steps(directory) if among is None else among):
-        try:
-            check(step_path(directory, step))
-            return step
-        except CheckpointError as error:
-            report(f"checkpoint of step {step} is not usable: {error}")
-    return None
 
 
 # ranks
@@ -171,37 +99,6 @@ def _check_pairs(parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) ->
         raise ValueError(f"{len(optimizers)} optimizers for {len(parts)} model parts: give each part its own, in order")
 
 
-def read_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors (plain or DTensor, on any device) in place, by global name, converting to their dtypes.
-
-    There is no communication: this process reads the saved shards that overlap with the tensors, one at a time.
-    CheckpointError for a name that the checkpoint lacks or holds in another shape.
-    """
-    reader = dcp.FileSystemReader(path)
-    saved = reader.read_metadata().state_dict_metadata
-    if missing := tensors.keys() - saved.keys():
-        raise CheckpointError(f"{path} is of another model: it has no {_listed(missing)}")
-    for name, tensor in tensors.items():
-        if saved[name].size != tensor.shape:
-            raise CheckpointError(
-                f"{path} is of another model: its {name} is {tuple(saved[name].size)}, here {tuple(tensor.shape)}"
-            )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
-
-
-def _listed(names: Iterable[str], limit: int = 3) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
-
-
-def saved_tensors(path: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """{name without prefix: shape and dtype} of a checkpoint's tensors. prefix: MODEL or OPTIMIZER."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name.removeprefix(prefix): entry for name, entry in saved.items() if name.startswith(prefix)}
-
-
 def _load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Replace the optimizer's state by the saved state of its parameters. Its hyperparameters stay as they are."""
     state: dict[int, dict[str, Tensor]] = {}
@@ -252,16 +149,8 @@ def load_checkpoint(
     results = _on_every_rank(group, load)
     unused = results[0][1].difference(*(loaded for loaded, _, _ in results))
     if unused:
-        raise CheckpointError(f"{path} is of another model: nothing here takes its {_listed(unused)}")
+        raise CheckpointError(f"{path} is of another model: nothing here takes its {listed(unused)}")
     return results[0][2]
-
-
-def load_model(path: Path, part: nn.Module) -> None:
-    """Fill a part of a model in place from a checkpoint of the whole model, in any layout. Errors: read_tensors'.
-
-    There is no communication: each rank reads what it holds.
-    """
-    read_tensors(path, _model_tensors(part))
 
 
 def choose_step(directory: Path, step: int | None, report: Callable[[str], None]) -> int:
@@ -361,7 +250,7 @@ class Checkpointer:
     def _publish(self, temporary: Path, step: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
         if missing := [name for name in entries if not (temporary / name).is_file()]:
             raise RuntimeError(
-                f"rank 0 does not see {_listed(missing)} that other ranks wrote to {temporary}: the run directory must "
+                f"rank 0 does not see {listed(missing)} that other ranks wrote to {temporary}: the run directory must "
                 f"be on a file system that all ranks share"
             )
         write_manifest(temporary, entries)
@@ -369,7 +258,7 @@ class Checkpointer:
         if final.exists():  # a bad checkpoint of this step, which the resumed run replaces
             shutil.rmtree(final)
         temporary.rename(final)
-        _fsync(self.directory)
+        fsync(self.directory)
         # checkpoints of later steps are bad ones, from before the run was resumed: they are kept as evidence
         for old in [other for other in steps(self.directory) if other <= step][: -self.keep]:
             shutil.rmtree(step_path(self.directory, old))

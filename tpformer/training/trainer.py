@@ -27,6 +27,7 @@ from .metrics import MetricsLog, cut_metrics, plot_losses
 from .optimizer import build_optimizer, learning_rate
 from .resolve import resolve
 from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
+from .source import open_source
 from .step import LossScaler, StepResult, batch, evaluate, train_step
 
 # what a resumed run may not change, because its losses would then belong to another run
@@ -38,14 +39,20 @@ def check_run_directory(config: RunConfig) -> None:
     path = Path(config.run.dir) / "config.toml"
     if not path.exists():
         return
+    before = build_config(read_toml(path))
+    if not before.data.train:
+        raise ValueError(
+            f"{config.run.dir} is an imported model, whose checkpoint has no optimizer state: set another run.dir, and "
+            f"model.init_from = {config.run.dir!r}"
+        )
     if not config.run.resume:
         raise ValueError(f"{config.run.dir} already holds a run: continue it with --run.resume True, or set run.dir")
-    before, now = (dataclasses.asdict(each) for each in (build_config(read_toml(path)), config))
+    old, new = (dataclasses.asdict(each) for each in (before, config))
     changed = [
-        f"{section}.{key}: {before[section][key]!r} -> {now[section][key]!r}"
+        f"{section}.{key}: {old[section][key]!r} -> {new[section][key]!r}"
         for section, only in _FIXED
-        for key in before[section]
-        if only in (None, key) and key != "preset" and before[section][key] != now[section][key]
+        for key in old[section]
+        if only in (None, key) and key != "preset" and old[section][key] != new[section][key]
     ]
     if changed:
         raise ValueError(
@@ -110,6 +117,8 @@ class Trainer:
         where = self.directory / "checkpoints"
         self.checkpointer = Checkpointer(where, keep=config.checkpoint.keep, timeout=group_timeout(config))
         self.step = self._resume() if config.run.resume else 0
+        if self.step == 0 and config.model.init_from is not None:
+            self._start_from(config.model.init_from)
 
     def _prepare_directory(self) -> None:
         """Rank 0 checks the run directory and makes it. If that fails, all ranks raise its ValueError."""
@@ -144,6 +153,13 @@ class Trainer:
         if self.scaler is not None and "scaler" in extra:
             self.scaler.load_state_dict(extra["scaler"])
         return step
+
+    def _start_from(self, path: str) -> None:
+        """Replace the initial values by the weights of model.init_from."""
+        self.watchdog.progress(0, "loading the weights")
+        source = open_source(path, report=self._notice)
+        source.load(self.model.parts)
+        self._notice(f"weights of {source}")
 
     def _save(self) -> None:
         extra: dict[str, Any] = {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}

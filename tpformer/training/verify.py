@@ -33,6 +33,7 @@ from .model import ModelParts
 from .optimizer import build_optimizer, learning_rate
 from .resolve import resolve
 from .setup import build_model, device_type, group_timeout, join_ranks, open_data, run_mesh
+from .source import open_source
 from .step import StepResult, batch, train_step
 
 STEPS, BOUND = 2, 1e-9
@@ -256,6 +257,10 @@ def verify(config: RunConfig) -> Report:
     run = Run(config, build_model(config, mesh), samples)
     one = Run(config, one_process(config, device), samples) if dist.get_rank() == 0 else None
     runs = [run] if one is None else [run, one]
+    if config.model.init_from is not None:
+        source = open_source(config.model.init_from)
+        for each in runs:
+            source.load(each.model.parts)
     for each in runs:
         each.gradients(1)
     gradients = largest_difference(run, one, lambda parameter: parameter.grad)

@@ -1,0 +1,36 @@
+"""The families that are known, and which one a config.json or an architecture belongs to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tpformer.config import GPTConfig
+
+from .family import Family
+from .gpt2 import GPT2
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+
+# the plainest first: an export takes the first that can say all of an architecture
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)}
+
+
+def family_of(values: Mapping[str, Any]) -> Family:
+    """The family of a config.json. ValueError, with the known ones, for another."""
+    name = values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"config.json has model_type = {name!r}: known here are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def family_for(config: GPTConfig) -> Family:
+    """The plainest family that can say all of an architecture. ValueError, with what the nearest cannot, if none."""
+    lost = {name: family.cannot_say(config) for name, family in FAMILIES.items()}
+    name = min(lost, key=lambda name: len(lost[name]))
+    if lost[name]:
+        raise ValueError(
+            f"no family can say all of this architecture; the nearest is {name}, which cannot say "
+            f"{', '.join(lost[name])}: export with --format tpformer"
+        )
+    return FAMILIES[name]

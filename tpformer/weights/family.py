@@ -1,0 +1,252 @@
+"""Families of models: what a config.json of theirs says in the fields of GPTConfig, and the reverse.
+
+A Family is two tables, one of config fields and one of tensors. Everything else here is derived from them. Nothing
+here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tpformer.config import GPTConfig
+
+from .rope import ROPE_KEYS, read_rope, write_rope
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of theirs that says what a field of GPTConfig says.
+
+    default: what their library takes where the field is missing. values: {theirs: ours} where the words differ; any
+    other value is refused. Of two of theirs for one of ours the first is written.
+    """
+
+    ours: str
+    default: Any
+    values: Mapping[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Must:
+    """A field of theirs that is refused unless it is missing or has this value (or a list of nothing else)."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A field of theirs that does not change what the model computes. reported: a value other than 0 is mentioned."""
+
+    why: str
+    reported: bool = False
+
+
+Fields = dict[str, Field | Must | Unused]
+DROPOUT = Unused("it is a setting of training (model.dropout)", reported=True)
+TOKEN = Unused("the tokenizer and generation_config.json say which token it is")
+COMMON: Fields = {
+    "model_type": Unused("it chose the family"),
+    "architectures": Unused("the tensors show whether it is a language model"),
+    "bos_token_id": TOKEN,
+    "eos_token_id": TOKEN,
+    "pad_token_id": TOKEN,
+    "torch_dtype": Unused("tensors have dtypes of their own"),
+    "dtype": Unused("tensors have dtypes of their own"),
+    "transformers_version": Unused("it says who wrote the file"),
+    "_name_or_path": Unused("it says where the file came from"),
+    "use_cache": Unused("it is a setting of generation"),
+    "task_specific_params": Unused("they are settings of generation"),
+    "output_attentions": Unused("it is about what a forward returns"),
+    "output_hidden_states": Unused("it is about what a forward returns"),
+    "return_dict": Unused("it is about what a forward returns"),
+    "id2label": Unused("only classifiers have labels"),
+    "label2id": Unused("only classifiers have labels"),
+    "problem_type": Unused("only classifiers have one"),
+    "chunk_size_feed_forward": Unused("it changes memory, not results"),
+    "gradient_checkpointing": Unused("it is a setting of training"),
+    "_attn_implementation": Unused("it changes speed, not results"),
+    "attn_implementation": Unused("it changes speed, not results"),
+    "transformers.js_config": Unused("it is for another program"),
+    "quantization_config": Must(None, "quantized weights are not read: export the model in 16 or 32 bits"),
+    "is_encoder_decoder": Must(False, "there is no encoder here"),
+    "add_cross_attention": Must(False, "there is no cross-attention here"),
+    "pruned_heads": Must({}, "all heads have to be there"),
+}
+
+
+class Tensors(NamedTuple):
+    """A tensor of theirs, and the ones of ours that it holds, one after the other along dim 0.
+
+    {} stands for a layer's index. transposed: theirs is (in_features, out_features).
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models of another library.
+
+    model_type: its name in config.json. architecture: the class that an export names. fixed: the fields of GPTConfig
+    that all its models share. fields: its fields of config.json, beside COMMON and RoPE's. buffers: tensors that old
+    files have and that no model needs. prefix: what files of the bare model leave out of names.
+    """
+
+    model_type: str
+    architecture: str
+    fixed: Mapping[str, Any]
+    fields: Fields
+    tensors: tuple[Tensors, ...]
+    prefix: str
+    buffers: tuple[str, ...] = ()
+    all_fields: Fields = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "all_fields", {**COMMON, **self.fields})
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether its models have RoPE, and so config.json has its fields."""
+        return self.fixed["position"] == "rope"
+
+    def read(self, values: Mapping[str, Any], report: Callable[[str], None] = lambda _: None) -> GPTConfig:
+        """The architecture that a config.json describes. What is left out of it is reported.
+
+        ValueError, with the field's name, for a field that is not known, and for a value that cannot be had here.
+        """
+        known = {*self.all_fields, *(ROPE_KEYS if self.has_rope else ())}
+        if unknown := sorted(values.keys() - known):
+            raise ValueError(
+                f"config.json has {', '.join(unknown)}, which nobody here has checked for {self.model_type}: if it "
+                f"does not change what the model computes, remove it from a copy"
+            )
+        ours: dict[str, Any] = {}
+        said: dict[str, str] = {}
+        for name, known_field in self.all_fields.items():
+            given = values.get(name)
+            if isinstance(known_field, Field):
+                value = _in_our_words(name, known_field, values.get(name, known_field.default))
+                before = said.setdefault(known_field.ours, f"{name} = {given}")
+                if ours.setdefault(known_field.ours, value) != value:
+                    raise ValueError(
+                        f"config.json has {before} and {name} = {given}: a model here has one {known_field.ours} for "
+                        f"both"
+                    )
+            elif isinstance(known_field, Must):
+                _check_must(name, known_field, values)
+            elif known_field.reported and given:
+                report(f"{name} = {given} is left out: {known_field.why}")
+        if self.has_rope:
+            ours |= read_rope(values, ours["seq_length"])
+        return GPTConfig(**self.fixed, **ours)
+
+    def write(self, config: GPTConfig) -> dict[str, Any]:
+        """The config.json of an architecture. ValueError, with the fields' names, if it cannot say all of it."""
+        if lost := self.cannot_say(config):
+            raise ValueError(f"a config.json of {self.model_type} cannot say {', '.join(lost)}")
+        return self._written(config)
+
+    def cannot_say(self, config: GPTConfig) -> list[str]:
+        """The fields of GPTConfig, with their values, that are lost on the way through a config.json."""
+        try:
+            back = meaning(self.read(self._written(config)))
+        except _NoWord as error:
+            return [str(error)]
+        return [f"{name} = {value}" for name, value in meaning(config).items() if back[name] != value]
+
+    def _written(self, config: GPTConfig) -> dict[str, Any]:
+        values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        said = meaning(config)
+        for name, known_field in self.fields.items():
+            if isinstance(known_field, Must):
+                values |= {name: known_field.value} if isinstance(known_field.value, bool) else {}
+            elif isinstance(known_field, Field):
+                values[name] = _in_their_words(known_field, said[known_field.ours])
+            elif known_field is DROPOUT:
+                values[name] = 0.0
+        return values | (write_rope(config) if self.has_rope and config.position == "rope" else {})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. FileNotFoundError or ValueError names the path."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return values
+
+
+class _NoWord(ValueError):
+    """A value of ours that a family has no word for."""
+
+
+def _in_our_words(name: str, known: Field, value: Any) -> Any:
+    if known.values is not None:
+        if not isinstance(value, str) or value not in known.values:
+            raise ValueError(f"config.json has {name} = {value!r}: it can only be {', '.join(map(repr, known.values))}")
+        return known.values[value]
+    hint = typing.get_type_hints(GPTConfig)[known.ours]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) not in kinds:
+        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"config.json has {name} = {value!r}: expected {wanted}")
+    return value
+
+
+def _in_their_words(known: Field, value: Any) -> Any:
+    if known.values is None:
+        return value
+    for theirs, ours in known.values.items():
+        if ours == value:
+            return theirs
+    raise _NoWord(f"{known.ours} = {value}")
+
+
+def _check_must(name: str, must: Must, values: Mapping[str, Any]) -> None:
+    value = values.get(name, must.value)
+    listed = isinstance(value, list) and all(one == must.value for one in value)
+    if value is not None and value != must.value and not listed:
+        shown = sorted({str(one) for one in value}) if isinstance(value, list) else value
+        shown = "..." if isinstance(value, dict) else shown
+        raise ValueError(f"config.json has {name} = {shown}: {must.why}")
+
+
+# what does not change what given weights compute
+FREE = ("vocab_multiple", "dropout", "attention_dropout")
+_ROPE = ("rope_base", "rope_interleaved", "rope_scaling_factor")
+_SCALING = ("rope_low_frequency", "rope_high_frequency", "rope_original_length")
+
+
+def meaning(config: GPTConfig) -> dict[str, Any]:
+    """The fields that change what given weights compute, with what follows from unset ones filled in.
+
+    Two architectures of equal meaning take the same weights and compute the same. Fields without effect are None.
+    """
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
+    values |= {
+        "n_kv_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "ffn_hidden_size": config.ffn_size,
+        "qkv_bias": config.has_qkv_bias,
+    }
+    if config.position != "rope":
+        values |= dict.fromkeys(_ROPE)
+    if config.position != "rope" or config.rope_scaling_factor == 1:
+        values |= dict.fromkeys(_SCALING)
+    return values

@@ -1,0 +1,183 @@
+"""Which slice of which tensor of theirs is which parameter of ours, checked as a whole and then read slice by slice.
+
+Belongs here: places of tensors, the checks of names and shapes, and the filling of parameters in any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpformer.config import GPTConfig
+from tpformer.models import GPT
+
+from .family import Family, Tensors
+from .files import Spec, TensorFiles, listed
+
+VOCABULARY_TABLES = ("embed_tokens.weight", "lm_head.weight")
+HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
+ROWS = 2**12  # of two tables that are compared at a time
+
+
+class Place(NamedTuple):
+    """Where a parameter of ours lies: rows from `first` on of a tensor of theirs, once that is transposed if it has
+    to be. shape: ours, without the padding of a vocabulary."""
+
+    theirs: str
+    first: int
+    shape: tuple[int, ...]
+    transposed: bool
+
+    def slice(self, values: Any, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """The part of our parameter between bounds of each dim, from what can be sliced as theirs."""
+        (start, stop), *rest = bounds
+        dims = [slice(self.first + start, self.first + stop), *(slice(*bound) for bound in rest)]
+        if not self.transposed:
+            return values[tuple(dims)]
+        return values[tuple(reversed(dims))].T
+
+
+def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """{name: global shape} of a whole model's parameters. Vocabulary tables are without their padding."""
+    state = GPT(config, device="meta").state_dict()
+    cut = {name: (config.vocab_size or 0, *tensor.shape[1:]) for name, tensor in state.items()}
+    return {name: cut[name] if name in VOCABULARY_TABLES else tuple(state[name].shape) for name in state}
+
+
+def _rows(family: Family | None, config: GPTConfig) -> list[Tensors]:
+    """The family's tensors in the order of its table, with those of a layer for each layer."""
+    if family is None:
+        return [Tensors(name, (name,)) for name in parameter_shapes(config)]
+    rows: list[Tensors] = []
+    layered: list[Tensors] = []
+    for row in family.tensors:
+        if "{}" in row.theirs:
+            layered.append(row)
+            continue
+        rows += _of_layers(layered, config.n_layers)
+        layered = []
+        rows.append(row)
+    return rows + _of_layers(layered, config.n_layers)
+
+
+def _of_layers(rows: Iterable[Tensors], n_layers: int) -> list[Tensors]:
+    numbered = [(row, index) for index in range(n_layers) for row in rows]
+    return [Tensors(r.theirs.format(i), tuple(one.format(i) for one in r.ours), r.transposed) for r, i in numbered]
+
+
+class TensorMap:
+    """The tensors of theirs for an architecture, and the places of ours in them. family: None for an export of ours.
+
+    places: {our name: Place}. shapes: {their name: shape}, in the order of the family's table.
+    """
+
+    def __init__(self, family: Family | None, config: GPTConfig) -> None:
+        self.family, self.config = family, config
+        self.places: dict[str, Place] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        ours = parameter_shapes(config)
+        for row in _rows(family, config):
+            if row.ours[0] not in ours:  # such as a bias that this model does not have
+                continue
+            first = 0
+            for name in row.ours:
+                self.places[name] = Place(row.theirs, first, ours[name], row.transposed)
+                first += ours[name][0]
+            shape = (first, *ours[row.ours[0]][1:])
+            self.shapes[row.theirs] = tuple(reversed(shape)) if row.transposed else shape
+        if lost := ours.keys() - self.places.keys():
+            raise ValueError(f"{family.model_type if family else 'an export'} has no tensors for {listed(lost)}")
+
+    def check(self, files: TensorFiles) -> dict[str, str]:
+        """{our name for their tensor: its name in the files}. Buffers of the family are passed over.
+
+        ValueError, with names, for tensors that are missing, unknown or of another shape, and for the table of a tied
+        head that is another one than the embedding's. Only names and shapes are read, but for that table.
+        """
+        prefix = self.family.prefix if self.family else ""
+        skipped = {
+            one.format(i) for one in (self.family.buffers if self.family else ()) for i in range(self.config.n_layers)
+        }
+        known = self.shapes.keys() | skipped | {HEAD}
+        names: dict[str, str] = {}
+        for name in files.specs:
+            ours = name if name in known or prefix + name not in known else prefix + name
+            if ours in names:
+                raise ValueError(f"{files.directory} has {names[ours]} and {name}, which are the same tensor")
+            names[ours] = name
+        extra = {names[name] for name in names.keys() - known}
+        tied = self.config.tie_embeddings and HEAD in names
+        if missing := self.shapes.keys() - names.keys():
+            more = ", though tie_word_embeddings is false" if missing == {HEAD} else ""
+            raise ValueError(f"{files.directory} has no {listed(missing)}{more}: it is incomplete, or of another model")
+        if extra:
+            raise ValueError(f"{files.directory} has {listed(extra)}, which no part of this model takes")
+        for name, shape in self.shapes.items():
+            if (found := files.specs[names[name]].shape) != shape:
+                raise ValueError(f"{files.directory} has {names[name]} as {found}, but config.json makes it {shape}")
+        if tied and not _equal(files, names[HEAD], names[self.places[TABLE].theirs]):
+            raise ValueError(
+                f"{files.directory} has a {HEAD} that differs from the embedding's table, though tie_word_embeddings "
+                f"is true: set it to false in a copy of config.json if the head is to be used"
+            )
+        return names
+
+
+def _equal(files: TensorFiles, one: str, other: str) -> bool:
+    """Whether two tensors on disk are equal, read a few rows at a time."""
+    if files.specs[one] != files.specs[other]:
+        return False
+    a, b = files.slice(one), files.slice(other)
+    starts = range(0, files.specs[one].shape[0], ROWS)
+    return all(torch.equal(a[first : first + ROWS], b[first : first + ROWS]) for first in starts)
+
+
+def own_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """(this process's part of a parameter, where it begins in the whole)."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.ndim
+    chunks = parameter.__create_chunk_list__()
+    return parameter.to_local(), tuple(chunks[0].offsets) if chunks else (0,) * parameter.ndim
+
+
+def overlap(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]]] | None:
+    """(the part of `local` that a tensor of this shape reaches, its bounds in that tensor); None if it has none.
+
+    What the tensor does not reach becomes zero: the rows that pad a vocabulary.
+    """
+    bounds = [(first, min(first + n, size)) for first, n, size in zip(offsets, local.shape, shape, strict=True)]
+    there = tuple(slice(max(0, last - first)) for first, last in bounds)
+    part = local[there]
+    if part.numel() < local.numel():
+        local.zero_()
+    return (part, bounds) if part.numel() else None
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, place: Place, values: Any) -> None:
+    """Fill this process's part of a parameter from what can be sliced as theirs, in the parameter's dtype."""
+    if (reached := overlap(*own_part(parameter), place.shape)) is not None:
+        part, bounds = reached
+        part.copy_(place.slice(values, bounds))
+
+
+def load_part(part: GPT, tensors: TensorMap, files: TensorFiles, names: Mapping[str, str]) -> None:
+    """Fill a GPT, or a part of one, in place. In any layout each rank reads its own slices. No communication."""
+    for name, parameter in part.state_dict().items():
+        place = tensors.places[name]
+        fill(parameter, place, files.slice(names[place.theirs]))
+
+
+def their_specs(tensors: TensorMap, dtypes: Mapping[str, torch.dtype]) -> dict[str, Spec]:
+    """{their name: Spec} for a model whose parameters have these dtypes. ValueError if parts of one tensor differ."""
+    found: dict[str, torch.dtype] = {}
+    for name, place in tensors.places.items():
+        if found.setdefault(place.theirs, dtypes[name]) != dtypes[name]:
+            raise ValueError(
+                f"{place.theirs} is made of parameters in {found[place.theirs]} and {dtypes[name]}: give --dtype"
+            )
+    return {theirs: Spec(shape, found[theirs]) for theirs, shape in tensors.shapes.items()}
