@@ -12,6 +12,7 @@ from tpformer.kernels.rope.reference import RopeScaling
 from tpformer.ops.attention import check_window
 from tpformer.ops.sequence import flat_rows
 
+from .cache import LayerCache
 from .children import Features, call_heads, enter, leave
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
@@ -119,15 +120,22 @@ class SelfAttention(ParallelModule):
         return kv if self._kv_order is None else kv[:, :, torch.tensor(self._kv_order, device=kv.device)]
 
     def forward(
-        self, x: Tensor, *, positions: Positions | None = None, key_padding_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        positions: Positions | None = None,
+        key_padding_mask: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attention of x, laid out as the class says; result like x.
 
         positions: needed for packed documents, and if x has no batch dim. key_padding_mask: (batch, seq) bool, equal on
         all ranks, as Positions takes it. If several layers need it, give it to one Positions for all.
+        cache: x continues the samples whose keys and values it has, and adds its own. positions.offset says how many
+        tokens each sample has there. Only for causal attention without sequence shards and gradients (LayerCache).
         """
         positions = positions_of(x, positions, self.tp, key_padding_mask)
-        y, _ = self.branch(flat_rows(x), positions)
+        y, _ = self.branch(flat_rows(x), positions, cache=cache)
         return y.view(x.shape)
 
     def branch(
@@ -139,6 +147,7 @@ class SelfAttention(ParallelModule):
         residual: bool = False,
         dropout: ops.Dropout | None = None,
         next_norm: nn.Module | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, ops.Normed | None]:
         """(dropout(attention(norm(rows))), next_norm of that); `residual` adds rows to the first.
 
@@ -154,8 +163,7 @@ class SelfAttention(ParallelModule):
             table, ids = positions.rope(d, self.rope_base, q.device, q.dtype, self.rope_scaling)
             q, k = ops.rope(q, k, table, ids, self.rope_interleaved)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast norms are float32
-        documents, visible = positions.documents(q.device), (self.is_causal, self.sliding_window)
-        y = ops.attention(q, self._spread(k), self._spread(v), documents, *visible)
+        y = self._attend(q, self._spread(k), self._spread(v), positions, cache)
         heads = positions.to_rows(y.reshape(batch * seq, q.shape[2] * d))
         return leave(
             heads,
@@ -166,6 +174,20 @@ class SelfAttention(ParallelModule):
             dropout=dropout,
             next_norm=next_norm,
         )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
+        """Attention of q over k and v, or over those of the cache, to which k and v are added."""
+        if cache is not None:
+            if not self.is_causal or self.tp.sharded:
+                raise ValueError(
+                    f"a cache needs causal attention without sequence_parallel, but is_causal={self.is_causal} on "
+                    f"{self.tp}: build the layers with TensorParallel(mesh, sequence_parallel=False)"
+                )
+            cache.extend(k, v, positions)
+            if positions.offset:  # samples that begin are seen as without a cache
+                first, mask = positions.visible(self.sliding_window, q.device)
+                return ops.cached_attention(q, *cache.seen(first), mask)
+        return ops.attention(q, k, v, positions.documents(q.device), self.is_causal, self.sliding_window)
 
     def _own_features(self) -> tuple[Features, Features]:
         """This rank's features of the queries, and of the keys and values."""

@@ -13,6 +13,7 @@ from tpformer.ops.sequence import flat_rows
 from tpformer.torch_private import forward_hooks, forward_pre_hooks
 
 from .attention import SelfAttention
+from .cache import LayerCache, require_cache
 from .children import call_rows, fusable, keeps_forward, others_hook, why_called
 from .dropout import DropoutKey
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -113,15 +114,19 @@ class TransformerBlock(ParallelModule):
         key_padding_mask: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
         ends_region: bool = False,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        """The block's result, like x. ends_region: it is the last of a region that its caller recomputes."""
+        """The block's result, like x. ends_region: it is the last of a region that its caller recomputes.
+
+        cache: that of SelfAttention.
+        """
         positions = positions_of(x, positions, self.tp, key_padding_mask)
         rows = flat_rows(x)
         sites = self._dropout_sites(rows, positions, dropout_key)
-        if self.recompute == "full" and torch.is_grad_enabled():
+        if self.recompute == "full" and cache is None and torch.is_grad_enabled():
             rows = ops.recompute(self._layer, rows, positions, sites, True, keep_random_state=self._composed)
         else:
-            rows = self._layer(rows, positions, sites, ends_region)
+            rows = self._layer(rows, positions, sites, ends_region, cache)
         return rows if rows.shape == x.shape else rows.view(x.shape)
 
     def draws(self, key: DropoutKey | None) -> bool:
@@ -143,24 +148,37 @@ class TransformerBlock(ParallelModule):
         shard = self.tp.rank if self.tp.sharded else 0
         return [key.site(self.dropout, self, name, rows, positions, shard) for name in ("attention", "mlp")]
 
-    def _layer(self, x: Tensor, positions: Positions, sites: list[ops.Dropout | None], ends_region: bool) -> Tensor:
+    def _layer(
+        self,
+        x: Tensor,
+        positions: Positions,
+        sites: list[ops.Dropout | None],
+        ends_region: bool,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         """x + attention(norm(x)), then x + mlp(norm(x))."""
         if self.recompute == "mlp" and torch.is_grad_enabled():
-            x, _ = self._add_attention(x, positions, sites[0], None)
+            x, _ = self._add_attention(x, positions, sites[0], None, cache)
             return ops.recompute(self._add_mlp, x, None, sites[1], True, keep_random_state=self._composed)
-        x, normed = self._add_attention(x, positions, sites[0], self.post_attention_layernorm)
+        x, normed = self._add_attention(x, positions, sites[0], self.post_attention_layernorm, cache)
         return self._add_mlp(x, normed, sites[1], ends_region)
 
     def _add_attention(
-        self, x: Tensor, positions: Positions, site: ops.Dropout | None, next_norm: nn.Module | None
+        self,
+        x: Tensor,
+        positions: Positions,
+        site: ops.Dropout | None,
+        next_norm: nn.Module | None,
+        cache: LayerCache | None,
     ) -> tuple[Tensor, ops.Normed | None]:
         """x + dropout(attention(norm(x))), and its norm by next_norm; None if that is not made in the same pass."""
         norm, attention = self.input_layernorm, self.self_attn
         if not fusable(SelfAttention, attention):
-            return x + ops.dropout(self._called_attention(call_rows(norm, x, self.tp), positions), site), None
+            return x + ops.dropout(self._called_attention(call_rows(norm, x, self.tp), positions, cache), site), None
         # This does the same in fewer passes. The projections do the norm and the gather, and keep neither's output. One
         # pass over the reduced rows adds bias, dropout and x, and makes the next norm.
-        return attention.branch(x, positions, norm, residual=True, dropout=site, next_norm=next_norm)
+        options: dict = {"residual": True, "dropout": site, "next_norm": next_norm, "cache": cache}
+        return attention.branch(x, positions, norm, **options)
 
     def _add_mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None, ends_region: bool) -> Tensor:
         """x + dropout(mlp(norm(x))). normed: norm(x), if it was made together with x."""
@@ -171,11 +189,14 @@ class TransformerBlock(ParallelModule):
         # region that ends here leaves out its last GEMM, whose result nothing reads.
         return mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
 
-    def _called_attention(self, x: Tensor, positions: Positions) -> Tensor:
+    def _called_attention(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
         """The attention, called as a module. If it is not this library's, it gets its rows in the order of samples.
 
         If x holds slices of samples, that takes two more all-gathers of x in the forward, and two in the backward.
         """
+        if cache is not None:
+            require_cache(self.self_attn, "self_attn")
+            return call_rows(self.self_attn, x, self.tp, positions=positions, cache=cache)
         if positions.sequence_shards == 1 or any(isinstance(part, SelfAttention) for part in self.self_attn.modules()):
             return call_rows(self.self_attn, x, self.tp, positions=positions)
         group, plain = self.tp.group, positions.sequence_sharded(1)

@@ -138,7 +138,7 @@ class PositionEmbedding(ParallelModule):
         """x plus, for each token, the table's row of the token's position; result like x."""
         weight: Tensor = self.local("weight", partial=self.tp.sequence_parallel)
         positions = positions_of(x, positions, self.tp)
-        beyond = positions.offset + positions.seq_length > len(weight)
+        beyond = positions.reach > len(weight)
         if beyond and (needed := positions.needed(x.device)) > len(weight):
             raise ValueError(
                 f"tokens stand at positions up to {needed - 1}, but this PositionEmbedding has {len(weight)} of them: "

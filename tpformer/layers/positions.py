@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 
 import torch
 from einops import rearrange
@@ -18,12 +19,14 @@ class Positions:
     batch, seq_length: the flattened tokens are (batch * seq_length,), one sample after another.
     ids: (batch, seq_length) int64, the position of each token in its document. They count up by 1, and start again at 0
     where a packed document begins. None: every sample is one document.
-    offset: without ids, the position of each sample's first token, if the sample continues a longer text.
+    offset: without ids, the position of each sample's first token, if the sample continues a longer text. One number,
+    or one for each sample.
     key_padding_mask: (batch, seq_length) bool, True where a token is padding, left or right of a sample's real tokens.
     It takes the place of ids: the real tokens are one document, and each run of padding is another, so that attention
     needs no mask. Results at padding are finite, but not those of torch.nn; do not read them.
     unread: how many tokens at the end of every sample are padding that no real token attends to. Their positions may
     lie beyond a position table.
+    tables: where RoPE's tables are kept. Positions that share one, such as the steps of a generation, make them once.
     sequence_shards: 1 if the rows of layers are the flattened tokens; t if each rank holds (batch, seq_length / t), so
     that rows gathered from all ranks are in the order (shard, batch, seq_length / t). Layers set it by the shape of x.
     Errors: ValueError for ids that do not count like that, have another shape or come with an offset; for padding
@@ -35,12 +38,14 @@ class Positions:
         batch: int,
         seq_length: int,
         ids: Tensor | None = None,
-        offset: int = 0,
+        offset: int | Sequence[int] = 0,
         *,
         key_padding_mask: Tensor | None = None,
         unread: int = 0,
+        tables: dict[tuple, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        if min(batch, seq_length, offset) < 0:
+        offset, furthest = _same_offset(offset, batch)
+        if min(batch, seq_length, furthest) < 0:
             raise ValueError(f"batch={batch}, seq_length={seq_length}, offset={offset}: none may be negative")
         if key_padding_mask is not None:
             if ids is not None:
@@ -61,9 +66,12 @@ class Positions:
         if ids is not None and offset:
             raise ValueError(f"offset={offset} is where whole samples begin: with ids, every document begins at 0")
         self.batch, self.seq_length, self.ids, self.offset = batch, seq_length, ids, offset
+        self.reach = furthest + seq_length  # one more than the last position, without ids
         self.key_padding_mask, self.unread = key_padding_mask, unread
         self._flat_ids: dict[torch.device, Tensor] = {}
-        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._tables = {} if tables is None else tables
+        self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._visible: dict[tuple, tuple[int, Tensor | None]] = {}
         self._documents: tuple[Tensor, int] | None = None
         self.sequence_shards = 1
         self._sharded: Positions | None = None
@@ -95,10 +103,20 @@ class Positions:
             with torch.inference_mode(False):  # the tensor is kept, and may be used in training; so below
                 if self.ids is not None:
                     flat = self.ids.reshape(-1).to(device)
+                elif isinstance(self.offset, int):
+                    flat = torch.arange(self.offset, self.reach, device=device).repeat(self.batch)
                 else:
-                    flat = torch.arange(self.offset, self.offset + self.seq_length, device=device).repeat(self.batch)
+                    first = torch.tensor(self.offset, device=device)
+                    flat = (first[:, None] + torch.arange(self.seq_length, device=device)).reshape(-1)
             self._flat_ids[device] = flat
         return self._flat_ids[device]
+
+    def slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The index (sample, position) of each token in a cache, (batch, 1) and (batch, seq_length) int64."""
+        if device not in self._slots:
+            samples = torch.arange(self.batch, device=device)[:, None]
+            self._slots[device] = samples, self.flat_ids(device).view(self.batch, self.seq_length)
+        return self._slots[device]
 
     def documents(self, device: torch.device) -> tuple[Tensor, int] | None:
         """(boundaries (n + 1,) int32, length of the longest) of n documents; None without ids, or without tokens."""
@@ -116,7 +134,7 @@ class Positions:
     def needed(self, device: torch.device) -> int:
         """How many positions a table must have for all tokens that are read. Waits for the GPU if ids are on one."""
         documents = self.documents(device)
-        return self.offset + self.seq_length - self.unread if documents is None else documents[1]
+        return self.reach - self.unread if documents is None else documents[1]
 
     def rope(
         self,
@@ -128,11 +146,42 @@ class Positions:
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """((cos, sin), ids) for ops.rope: a table (positions, head_dim / 2) each, made once, and flat_ids."""
         key = (head_dim, base, device, dtype, scaling)
-        if key not in self._tables:
+        held = len(self._tables[key][0]) if key in self._tables else 0
+        if held < self.reach:
             with torch.inference_mode(False):
-                length = self.offset + self.seq_length
+                length = max(self.reach, 2 * held)  # doubled, so that a long generation seldom makes it anew
                 self._tables[key] = rope_table(length, head_dim, base, dtype, device, scaling)
         return self._tables[key], self.flat_ids(device)
+
+    def visible(self, window: int | None, device: torch.device) -> tuple[int, Tensor | None]:
+        """(first, mask): which of the positions from `first` to `reach` each token sees; made once for all layers.
+
+        mask: (batch, seq_length, reach - first) bool, or (1, ...) if all samples have one offset. None: each token sees
+        all of them.
+        """
+        key = (window, device)
+        if key not in self._visible:
+            lowest = self.offset if isinstance(self.offset, int) else min(self.offset)
+            first, mask = 0 if window is None else max(0, lowest + 1 - window), None
+            if self.seq_length > 1 or not isinstance(self.offset, int):
+                own = self.flat_ids(device).view(self.batch, self.seq_length)[..., None]
+                own = own[:1] if isinstance(self.offset, int) else own
+                position = torch.arange(first, self.reach, device=device)
+                mask = position <= own if window is None else (position <= own) & (position > own - window)
+            self._visible[key] = first, mask
+        return self._visible[key]
+
+
+def _same_offset(offset: int | Sequence[int], batch: int) -> tuple[int | tuple[int, ...], int]:
+    """(the offset, one number if all samples have the same; the largest, or the smallest if one is negative)."""
+    if isinstance(offset, int):
+        return offset, offset
+    offsets = tuple(offset)
+    if len(offsets) != batch:
+        raise ValueError(f"offset has {len(offsets)} numbers for batch={batch}: give one for each sample")
+    if len(set(offsets)) == 1:
+        return offsets[0], offsets[0]
+    return offsets, min(offsets) if min(offsets, default=0) < 0 else max(offsets, default=0)
 
 
 def padded_ids(padding: Tensor, batch: int, seq_length: int) -> Tensor:

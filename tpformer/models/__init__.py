@@ -2,6 +2,7 @@
 
 from tpformer.config import PRESETS, GPTConfig, preset, preset_config
 
+from .cache import KVCache
 from .gpt import GPT
 
-__all__ = ["GPT", "GPTConfig", "PRESETS", "preset", "preset_config"]
+__all__ = ["GPT", "GPTConfig", "KVCache", "PRESETS", "preset", "preset_config"]

@@ -1,7 +1,7 @@
 """GPT: token embedding, transformer blocks and output head. One module serves every preset and layout."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -27,11 +27,14 @@ from tpformer.layers import (
     init_weights,
 )
 from tpformer.layers.block import run_region
-from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm
+from tpformer.layers.cache import require_cache
+from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm, keeps_forward
 from tpformer.layers.embedding import makes_loss
 from tpformer.layers.norm import NORMS
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
+
+from .cache import KVCache
 
 
 def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
@@ -205,6 +208,8 @@ class GPT(ParallelModule):
         sample_index: Tensor | None = None,
         step: int | None = None,
         reduction: str = "sum",
+        cache: KVCache | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Logits, or the loss when targets are given. A part that is not the last returns its rows.
 
@@ -214,6 +219,9 @@ class GPT(ParallelModule):
         position_ids: (batch, seq) int64, equal on all tp ranks; they restart at 0 where a packed document begins.
         sample_index, step: the samples' global indices (batch,) int64 and a number; together they fix the dropout in
         training. Without both, one rank draws it from torch's generator. Parts after the first need sample_index.
+        cache: the inputs continue the samples that it has, and are added to it. lengths, with a cache: how many tokens
+        of each row are real; the rest, on the right, is padding. The logits are then those of each row's last real
+        token alone, (batch, 1, vocab_size). Both without gradients, in eval mode and without sequence_parallel.
         Result: without targets logits (batch, seq, vocab_size); on t > 1 ranks each has its own columns (LMHead). With
         targets the loss, a scalar in promote_types(dtype, float32), equal on all tp ranks: the sum over the tokens
         whose target is not -100, or their mean with reduction="mean".
@@ -223,6 +231,10 @@ class GPT(ParallelModule):
         the tp ranks. With dropout in training also where only one of sample_index and step is given, or, on several
         ranks, neither.
         """
+        if cache is not None or lengths is not None:
+            if any(given is not None for given in (targets, position_ids, sample_index, step)):
+                raise ValueError("a cache takes token ids and lengths only: leave the other arguments out")
+            return self._extend(inputs, cache, lengths)
         key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:
             _check_batch(inputs, targets)
@@ -251,6 +263,45 @@ class GPT(ParallelModule):
                     for layer in layers:
                         x = layer(x, positions=positions, dropout_key=key)
         return x if self.lm_head is None else self._head(x, targets, positions, wanted, reduction)
+
+    def _extend(self, ids: Tensor, cache: KVCache | None, lengths: Sequence[int] | None) -> Tensor:
+        """Logits of further tokens of the cache's samples: of all, or with lengths of each row's last one."""
+        _check_batch(ids, None)
+        batch, seq = ids.shape
+        self._check_extend(cache, batch, seq, lengths)
+        assert cache is not None
+        positions = cache.positions(batch, seq)
+        x = self._embed(ids, positions, None)
+        for name, layer in self.layers.items():
+            if not keeps_forward(layer, TransformerBlock):
+                require_cache(layer, f"layers.{name}")
+            memory = cache.layer(name)
+            memory.reach = min(memory.reach, positions.reach - seq)
+            x = layer(x, positions=positions, cache=memory)
+            if memory.reach != positions.reach:
+                raise ValueError(f"layers.{name} took a cache and left its tokens out: generate without a cache")
+        cache.lengths = [old + (lengths[i] if lengths else seq) for i, old in enumerate(cache.lengths or [0] * batch)]
+        if lengths is not None:
+            last = [row * seq + length - 1 for row, length in enumerate(lengths)]
+            x, positions = x[torch.tensor(last, device=x.device)], Positions(batch, 1)
+        return self._head(x, None, positions, positions.seq_length, "sum")
+
+    def _check_extend(self, cache: KVCache | None, batch: int, seq: int, lengths: Sequence[int] | None) -> None:
+        if cache is None:
+            raise ValueError("lengths without a cache: give cache=KVCache(), or leave lengths out")
+        if not (self.is_first and self.is_last):
+            raise ValueError("a pipeline stage takes no cache: generate with tensor_parallel ranks and the whole model")
+        if self.tp.sharded:
+            raise ValueError(
+                f"a cache on {self.tp}: build the model with tp=TensorParallel(mesh, sequence_parallel=False)"
+            )
+        if self.training:
+            raise ValueError("a cache in training mode: call model.eval() first")
+        if seq < 1 or (lengths is not None and (len(lengths) != batch or not all(1 <= n <= seq for n in lengths))):
+            raise ValueError(f"lengths={lengths} of a batch {(batch, seq)}: give each row's number of tokens, 1 to {seq}")
+        needed = max(cache.lengths, default=0) + seq
+        if self.embed_positions is not None and needed > self.config.seq_length:
+            raise ValueError(f"{needed} tokens per sample, but the model has {self.config.seq_length} learned positions")
 
     def _units(self) -> Iterator[tuple[list[nn.Module], bool]]:
         """The layers in order, as (layers, whether they are a region). A layer outside of regions comes alone."""

@@ -1,7 +1,7 @@
 """Differentiable operations on plain tensors and a ProcessGroup (None: one rank). Re-exports only."""
 
 from .activation import activation
-from .attention import attention
+from .attention import attention, cached_attention
 from .autocast import autocast_dtype
 from .column_linear import column_linear
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
@@ -30,6 +30,7 @@ __all__ = [
     "activation",
     "active_queue",
     "attention",
+    "cached_attention",
     "autocast_dtype",
     "choose_transport",
     "column_linear",

@@ -4,6 +4,7 @@ import inspect
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 
@@ -82,3 +83,20 @@ def attention(
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     y = torch.cat([_sdpa(q[None], k[None], v[None], is_causal, window)[0] for q, k, v in parts])
     return y.unflatten(0, (batch, seq))
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v of new tokens over the keys and values of a cache.
+
+    Shapes:  q (batch, seq, heads, head_dim); k, v (batch, slots, kv_heads, head_dim), kv_heads dividing heads; mask
+             (batch, seq, slots) or (1, seq, slots) bool, True where a token sees a slot, at least one for each token;
+             None: each token sees all; result like q.
+    The query heads that share a key-value head become rows of one head, so that no key is read or copied twice.
+    No communication.
+    """
+    groups = q.shape[2] // k.shape[2]
+    rows = rearrange(q, "b s (h g) d -> b h (g s) d", g=groups)
+    if mask is not None:
+        mask = mask.repeat(1, groups, 1)[:, None]
+    y = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), mask)
+    return rearrange(y, "b h (g s) d -> b s (h g) d", g=groups)
