@@ -6,7 +6,7 @@ Rank 0 has the terminal and the transcript. It sends the tokens of each question
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,8 +14,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from .generate import next_token_logits
-from .streaming import TextStream
+from tpformer.config import RunConfig
+from tpformer.models import GPT, KVCache
+from tpformer.training.data import load_tokenizer
+from tpformer.training.resolve import tokenizer_name
+
+from .generate import TextStream, generate, load_model
+from .sampling import Sampling
 from .transcript import Transcript
 
 HELP = (
@@ -99,23 +104,67 @@ class Ranks:
         return bool(wish)
 
 
-# what a rank does with the tokens of a question: it calls the function with each token of the answer, on rank 0 to show
-# it, and stops when that says False
-Answer = Callable[[list[int], Callable[[int], bool]], None]
+class Speaker:
+    """A model that answers, with the keys and values of what it has read and said.
+
+    A question's tokens begin with the conversation so far. As many of them as the cache holds already, token for token,
+    are not computed again: a template may write an answer in another way than the model did, or leave out old turns.
+    Every rank has one; answers are collective.
+    """
+
+    def __init__(
+        self, model: GPT, *, stop: Collection[int], max_new_tokens: int, sampling: Sampling, seed: int = 0
+    ) -> None:
+        self.model, self.stop, self.max_new_tokens = model, stop, max_new_tokens
+        self.sampling, self.seed = sampling, seed
+        self._cache = KVCache()
+        self._held: list[int] = []  # the tokens in the cache
+
+    def answer(self, ids: list[int], go_on: Callable[[int], bool]) -> str:
+        """Answer the conversation `ids`; returns why the answer ended, "stop", "length" or "context".
+
+        go_on: is called with each token but a stop token, on all ranks; the answer ends where it says False, on all
+        alike. An answer stays within the model's seq_length, which `ids` must leave room in.
+        """
+        kept = min(_common(self._held, ids), len(ids) - 1)  # the last one is read again, for what follows it
+        if self._held:
+            self._cache.truncate([kept])
+        room = self.model.config.seq_length - len(ids)
+        said, ended = [], "stop"
+        for token in generate(
+            self.model,
+            [ids[kept:]],
+            max_new_tokens=min(self.max_new_tokens, room),
+            sampling=self.sampling,
+            stop=self.stop,
+            ends=lambda token: not go_on(token.id),
+            seed=self.seed,
+            cache=self._cache,
+        ):
+            said.append(token.id)
+            ended = token.ended or ended
+        self._held = [*ids, *said][: self._cache.lengths[0]]
+        self.seed += 1  # the same question may get another answer
+        return "context" if ended == "length" and room <= self.max_new_tokens else ended
 
 
-def follow(ranks: Ranks, answer: Answer) -> None:
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    different = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(different, min(len(one), len(other)))
+
+
+def follow(ranks: Ranks, speaker: Speaker) -> None:
     """What ranks other than 0 do: compute each answer with it, until it ends the conversation."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all ranks, and rank 0 deals with it
     while (ids := ranks.send(None)) is not None:
-        answer(ids, lambda _: ranks.agree(True))
+        speaker.answer(ids, lambda _: ranks.agree(True))
 
 
-def lead(ranks: Ranks, answer: Answer, transcript: Transcript, terminal: Terminal) -> None:
+def lead(ranks: Ranks, speaker: Speaker, transcript: Transcript, terminal: Terminal) -> None:
     """What rank 0 does: read lines, answer them or do what they command, until the input or the conversation ends."""
     for line in terminal.lines():
         if line.startswith("/"):
-            word, _, rest = line.partition(" ")
+            word, _, rest = line.strip().partition(" ")
             if word == "/quit":
                 break
             try:
@@ -123,7 +172,7 @@ def lead(ranks: Ranks, answer: Answer, transcript: Transcript, terminal: Termina
             except (ValueError, OSError) as error:
                 terminal.note(str(error))
         elif line.strip():
-            speak(ranks, answer, transcript, terminal, line.strip())
+            speak(ranks, speaker, transcript, terminal, line.strip())
     ranks.send(None)
 
 
@@ -146,7 +195,7 @@ def command(transcript: Transcript, word: str, rest: str) -> str:
     return HELP if word == "/help" else f"{word} is no command. {HELP}"
 
 
-def speak(ranks: Ranks, answer: Answer, transcript: Transcript, terminal: Terminal, line: str) -> None:
+def speak(ranks: Ranks, speaker: Speaker, transcript: Transcript, terminal: Terminal, line: str) -> None:
     """Answer a line, and show the answer while it is made."""
     before = transcript.forgotten
     try:
@@ -156,70 +205,60 @@ def speak(ranks: Ranks, answer: Answer, transcript: Transcript, terminal: Termin
         return
     if transcript.forgotten > before:
         terminal.note(f"the context of {transcript.context} tokens is full: the oldest turns are forgotten")
-    stream, text, n_tokens = TextStream(transcript.tokenizer, transcript.stop), "", 0
+    stream = TextStream(transcript.tokenizer, ids, transcript.stops)
+    text = ""
 
-    def show(token: int) -> bool:
-        nonlocal text, n_tokens
-        piece = stream.add(token)
-        n_tokens += 1
-        # models of plain text begin with a space, which is no part of what they say
+    def show(piece: str) -> None:
+        nonlocal text
+        # many answers begin with a space, which belongs to the template's last word
         terminal.write(piece if text.strip() else piece.lstrip())
         text += piece
+
+    def go_on(token: int) -> bool:
+        show(stream.push(token))
         return ranks.agree(not terminal.stopped and not stream.stopped)
 
-    answer(ranks.send(ids), show)  # type: ignore[arg-type]
-    piece = stream.end()
-    terminal.write((piece if text.strip() else piece.lstrip()) + "\n")
-    transcript.reply(text + piece)
+    ranks.send(ids)
+    ended = speaker.answer(ids, go_on)
+    show(stream.finish())
+    terminal.write("\n")
+    transcript.reply(text)
     if terminal.stopped:
         terminal.note("the answer was stopped")
-    elif len(ids) + n_tokens >= transcript.context:
-        terminal.note(f"the answer ends here because the context of {transcript.context} tokens is full")
-    elif not n_tokens:
-        terminal.note("the model has nothing to say")
+    elif ended == "context":
+        terminal.note(f"the answer ends here, because the context of {transcript.context} tokens is full")
+    elif ended == "length":
+        terminal.note(f"the answer ends here, after {speaker.max_new_tokens} tokens (--max-new-tokens)")
+    elif not text.strip():
+        terminal.note("the model ended its answer at once")
 
 
-def chat(config, *, max_new_tokens: int, temperature: float, seed: int, system: str | None = None) -> None:
-    """INTERIM"""
-    from tpformer.config import check_config
-    from tpformer.training.data import load_tokenizer
-    from tpformer.training.resolve import tokenizer_name
-    from tpformer.training.setup import build_model, device_type, group_timeout, join_ranks, run_mesh
-    from tpformer.training.source import open_source
+def chat(config: RunConfig, *, system: str | None, max_new_tokens: int, sampling: Sampling, seed: int) -> None:
+    """Talk with the model in config.run.dir on all ranks, until the input ends. Collective over the world.
 
-    check_config(config, trains=False)
-    tokenizer = load_tokenizer(tokenizer_name(config))
-    device = device_type(config)
-    join_ranks(device, group_timeout(config))
-    mesh = run_mesh(config, device)
-    source = open_source(config.run.dir)
-    (model,) = build_model(config, mesh).parts
-    source.load([model])
-    model.eval()
-    generator = torch.Generator().manual_seed(seed)
-
-    def answer(ids, go_on):
-        for _ in range(min(max_new_tokens, config.model.seq_length - len(ids))):
-            logits = next_token_logits(model, torch.tensor(ids))
-            if temperature == 0:
-                token = int(logits.argmax())
-            else:
-                token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-            if token in tokenizer.stop_tokens or not go_on(token):
-                return
-            ids = [*ids, token]
-
-    ranks = Ranks()
-    if not ranks.leads:
-        follow(ranks, answer)
-        return
+    config: that of source_config. system: the first system message. Errors: ValueError, before the model is loaded, if
+    no answer could be given, the tokenizer is not known, or the template refuses the system message; load_model's.
+    """
     context = config.model.seq_length
-    room = min(max_new_tokens, context // 2)
-    transcript = Transcript(tokenizer, context=context, answer=room, system=system)
+    if max_new_tokens < 1 or context < 2:
+        raise ValueError(f"max_new_tokens={max_new_tokens}, seq_length={context}: an answer needs at least one token")
+    tokenizer = load_tokenizer(tokenizer_name(config))
+    transcript = Transcript(tokenizer, context=context, answer=min(max_new_tokens, context // 2), system=system)
+    # a terminal sends Ctrl-C to all ranks. While the model is loaded it ends them; then it is rank 0's alone
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    model, _ = load_model(config)
+    ranks = Ranks()
+    speaker = Speaker(
+        model, stop=tokenizer.stop_tokens, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
+    )
+    if not ranks.leads:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        follow(ranks, speaker)
+        return
     terminal = Terminal()
     if tokenizer.chat_template is None:
         terminal.note(
-            "the tokenizer has no chat template, so the conversation is plain text of lines that begin with User: and "
-            "Assistant:"
+            "the tokenizer has no chat template, so the conversation is plain text, of lines that begin with User: "
+            "and Assistant:"
         )
-    lead(ranks, answer, transcript, terminal)
+    lead(ranks, speaker, transcript, terminal)

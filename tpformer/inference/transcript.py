@@ -23,9 +23,9 @@ class Transcript:
         self.set_system(system)
 
     @property
-    def stop(self) -> str | None:
-        """The text that ends an answer, where no token does: a tokenizer without a template has no token for it."""
-        return PLAIN_STOP if self.tokenizer.chat_template is None else None
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an answer, where no token does: plain text has no token for it."""
+        return (PLAIN_STOP,) if self.tokenizer.chat_template is None else ()
 
     def set_system(self, text: str | None) -> None:
         """Give the conversation another system message, or none. ValueError if the template refuses it."""
