@@ -1,68 +1,268 @@
-"""Sample text from a run's newest checkpoint, on any number of tensor-parallel ranks."""
+"""Text from a trained model, with a KV cache, on any number of tensor-parallel ranks.
+
+    model, source = load_model(source_config(path))          # all ranks
+    for token in generate(model, [ids], max_new_tokens=100):   # the same tokens on all ranks
+        print(token.id)
+
+Belongs here: making a model for inference, the loop over steps, and text that comes piece by piece. How a token is drawn
+is in sampling.py, what is kept between steps in models/cache.py.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpformer import ops
 from tpformer.config import RunConfig, check_config
-from tpformer.models import GPT
-from tpformer.training.data import load_tokenizer
-from tpformer.training.resolve import tokenizer_name
-from tpformer.training.setup import build_model, device_type, group_timeout, join_ranks, run_mesh
-from tpformer.training.source import open_source
+from tpformer.layers import TensorParallel
+from tpformer.layers.embedding import padded_vocab
+from tpformer.models import GPT, KVCache
+from tpformer.training.data import Tokenizer
+from tpformer.training.setup import default_dtype, device_type, group_timeout, join_ranks, run_mesh
+from tpformer.training.source import Source, open_source
+
+from .sampling import Sampling, draw
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Token(NamedTuple):
+    """A token that was drawn.
+
+    sequence: of which text; prompt i's samples are i * samples, i * samples + 1, ...
+    ended: why this is the text's last token, or None: "stop" (it is a stop token, or `ends` said so), "length" (there
+    are max_new_tokens) or "context" (the model has no further positions).
+    """
+
+    sequence: int
+    id: int
+    ended: str | None
+
+
+def load_model(config: RunConfig, *, step: int | None = None) -> tuple[GPT, Source]:
+    """The model in config.run.dir, in eval mode on tensor-parallel ranks, and where it came from.
+
+    config: that of training.source.source_config. Parameters are in the compute dtype, and activations are not sharded
+    between layers, so that a single token can be computed. step: of a run's checkpoint; unset, the newest good one.
+    Collective over the world, which this call enters; communication as open_source says.
+    Errors: ValueError for a configuration that cannot run; those of open_source.
+    """
+    check_config(config, trains=False)
+    device = device_type(config)
+    join_ranks(device, group_timeout(config))
+    tp = TensorParallel(run_mesh(config, device)["tp"], False, config.parallel.transport)
+    source = open_source(config.run.dir, step=step)
+    ops.use_measured_table(config.parallel.transport_table or None)
+    model = GPT(source.architecture, tp=tp, device="meta", dtype=default_dtype(config, device))
+    model.to_empty(device=device)
+    source.load([model])
+    return model.eval(), source
 
 
 @torch.no_grad()
-def next_token_logits(model: GPT, ids: Tensor) -> Tensor:
-    """Logits (vocab_size,) float32 for the token after ids (n,), equal on all ranks. Gathers every rank's slice."""
-    logits = model(ids[None])[0, -1].float()
-    return ops.gather_columns(logits[None], model.lm_head.rows, model.tp.group)[0, : model.config.vocab_size]
+def next_logits(model: GPT, rows: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
+    """Logits (batch, vocab_size) of the token after each row, which continues its sample in the cache.
+
+    rows: token ids, of different lengths if need be; they are padded on the right, where no token looks.
+    Result: equal on all ranks, in the compute dtype.
+    Communication, per tp rank: one all-reduce for the embedding and two for each layer, each of
+    batch * longest row * hidden_size elements; one all-gather of batch * padded vocabulary elements.
+    """
+    lengths = [len(row) for row in rows]
+    longest = max(lengths)
+    ids = [[*row, *[0] * (longest - len(row))] for row in rows]
+    device = next(model.parameters()).device
+    logits = model(torch.tensor(ids, device=device), cache=cache, lengths=lengths)[:, 0]
+    config = model.config
+    assert config.vocab_size is not None
+    entries = padded_vocab(config.vocab_size, config.vocab_multiple)
+    return ops.gather_columns(logits, entries, model.tp.group)[:, : config.vocab_size]
+
+
+def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, samples: int) -> None:
+    """ValueError before any work starts."""
+    config = model.config
+    assert config.vocab_size is not None
+    if max_new_tokens < 0 or samples < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}, samples={samples}: give at least 0 and at least 1")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {index} has no tokens: give at least one, such as the end-of-document token")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise ValueError(
+                f"prompt {index} has ids from {min(prompt)} to {max(prompt)}, outside the vocabulary "
+                f"[0, {config.vocab_size - 1}]: encode it with the model's own tokenizer"
+            )
+
+
+def _room(model: GPT, lengths: Sequence[int]) -> int | None:
+    """How many tokens fit behind the longest text; None for any number. ValueError if the text itself does not fit."""
+    if model.config.position != "learned":
+        return None
+    longest, most = max(lengths), model.config.seq_length
+    if longest > most:
+        raise ValueError(f"a prompt of {longest} tokens, but the model has {most} learned positions: shorten it")
+    return most - longest + 1  # the last token is drawn, and never read
 
 
 def generate(
-    model: GPT, prompt: Tensor, max_new_tokens: int, *, temperature: float, seed: int, end: int | None = None
-) -> Tensor:
-    """The prompt (n,) int64 followed by up to max_new_tokens sampled tokens. It ends before the token `end`.
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    samples: int = 1,
+    stop: Collection[int] = (),
+    ends: Callable[[Token], bool] | None = None,
+    seed: int = 0,
+    cache: KVCache | None = None,
+) -> Iterator[Token]:
+    """Continue each prompt `samples` times; yields each token as it is drawn, step by step, equal on all ranks.
 
-    temperature 0 takes the most likely token. Every rank draws the same token, because their generators have the same
-    seed. For each token the whole model runs on the last seq_length tokens: this shows what a run has learned, and is
-    too slow for serving.
+    prompts: token ids, of any lengths. Each is computed once, however many samples follow it.
+    stop: ids that end a text. ends: asked about each token whether its text ends with it, alike on all ranks.
+    seed: text number i draws with seed + i, so it is the same alone with that seed as in a batch, up to the rounding of
+    the logits, which may depend on the number of rows.
+    cache: of one earlier text, which the prompt continues. It is left with all tokens but the last one drawn.
+    A text ends where a model with learned positions has no further one. RoPE goes on beyond seq_length, where the model
+    was not trained.
+    All tp ranks call it and take the same number of tokens. Communication: next_logits, once for each step.
+    Errors: ValueError, before the first token is computed, for a prompt without tokens, outside the vocabulary or
+    beyond learned positions, for max_new_tokens below 0, and for a cache of several texts.
     """
-    generator = torch.Generator().manual_seed(seed)
-    ids = prompt
-    model.eval()
-    for _ in range(max_new_tokens):
-        logits = next_token_logits(model, ids[-model.config.seq_length :]).cpu()
-        if temperature == 0:
-            token = logits.argmax().view(1)
-        else:
-            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        if int(token) == end:
-            break
-        ids = torch.cat([ids, token.to(ids.device)])
-    return ids
+    prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
+    _check(model, prompts, max_new_tokens, samples)
+    if cache is not None and (len(prompts) * samples != 1 or len(cache.lengths) > 1):
+        raise ValueError(f"a cache of {len(cache.lengths)} texts for {len(prompts)} prompts: it serves one text")
+    known = sum(cache.lengths) if cache is not None else 0
+    rooms = [_room(model, [known + len(prompt)]) for prompt in prompts]
+    if not prompts or max_new_tokens == 0:
+        return iter(())
+    if cache is None:
+        cache = KVCache(max(map(len, prompts)) + max_new_tokens - 1)
+    limits = [max_new_tokens if room is None else min(room, max_new_tokens) for room in rooms for _ in range(samples)]
+    why = ["length" if limit == max_new_tokens else "context" for limit in limits]
+    return _steps(model, prompts, cache, sampling, samples, frozenset(stop), ends, seed, limits, why)
 
 
-def generate_text(config: RunConfig, *, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and what the run's newest good checkpoint adds to it. Collective over the configured ranks.
+def _steps(
+    model: GPT,
+    prompts: list[list[int]],
+    cache: KVCache,
+    sampling: Sampling,
+    samples: int,
+    stop: frozenset[int],
+    ends: Callable[[Token], bool] | None,
+    seed: int,
+    limits: list[int],
+    why: list[str],
+) -> Iterator[Token]:
+    """The loop of generate: one step gives a token to each text that goes on. limits: how many each may get."""
+    running = list(range(len(limits)))
+    logits = next_logits(model, prompts, cache)
+    if samples > 1:
+        repeated = [index // samples for index in running]
+        cache.select(repeated)
+        logits = logits[torch.tensor(repeated, device=logits.device)]
+    for index in range(max(limits)):
+        drawn = draw(logits, sampling, [seed + sequence for sequence in running], index)
+        going = []
+        for row, (sequence, token) in enumerate(zip(running, drawn, strict=True)):
+            last = why[sequence] if index + 1 == limits[sequence] else None
+            found = Token(sequence, token, "stop" if token in stop else last)
+            if found.ended != "stop" and ends is not None and ends(found):
+                found = found._replace(ended="stop")
+            if found.ended is None:
+                going.append(row)
+            yield found
+        if not going:
+            return
+        if len(going) < len(running):  # what is left of the batch goes on without those that ended
+            cache.select(going)
+            running, drawn = [running[row] for row in going], [drawn[row] for row in going]
+        logits = next_logits(model, [[token] for token in drawn], cache)
 
-    ValueError for a negative temperature or a configuration that cannot run; FileNotFoundError without a checkpoint or
-    a tokenizer.
+
+@dataclass
+class TextStream:
+    """The text of tokens that come one by one. What it gives is whole: no part of a character, or of a stop string.
+
+    stops: strings that end the text and do not belong to it. prompt: ids before the first token; some tokenizers write
+    a token in another way at the beginning of a text.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must be at least 0 (0: always the most likely token)")
-    check_config(config, trains=False)
-    tokenizer = load_tokenizer(tokenizer_name(config))
-    ids = tokenizer.encode(prompt)
-    if len(ids) == 0:
-        ids = [tokenizer.end_of_document]  # type: ignore[assignment]
-    device = device_type(config)
-    join_ranks(device, group_timeout(config))
-    mesh = run_mesh(config, device)
-    source = open_source(config.run.dir)
-    (model,) = build_model(config, mesh).parts
-    source.load([model])
-    start = torch.as_tensor(ids, dtype=torch.int64, device=mesh.device_type)
+
+    tokenizer: Tokenizer
+    prompt: Sequence[int] = ()
+    stops: Sequence[str] = ()
+    stopped: bool = False
+    """Whether a stop string has come."""
+    _ids: list[int] = field(default_factory=list)
+    _given: int = 0
+    _held: str = ""
+
+    def __post_init__(self) -> None:
+        if "" in self.stops:
+            raise ValueError("a stop string is empty: it would end every text at once")
+        self._ids = list(self.prompt[-8:])
+        self._given = len(self._ids)
+
+    def push(self, token: int, last: bool = False) -> str:
+        """The text that is whole with this token; with the last token all that is left."""
+        self._ids.append(token)
+        return self._text(last)
+
+    def finish(self) -> str:
+        """What is left, if the text has ended without a further token."""
+        return self._text(True)
+
+    def _text(self, last: bool) -> str:
+        before, text = (self.tokenizer.decode(self._ids[:n]) for n in (self._given, len(self._ids)))
+        if last or not text.endswith("\ufffd"):  # the bytes of a character may come in several tokens
+            self._held += text[len(before) :]
+            self._ids = self._ids[self._given :][-8:] if len(self._ids) > self._given else self._ids
+            self._given = len(self._ids)
+        if self.stopped:
+            return ""
+        found = [position for position in map(self._held.find, self.stops) if position >= 0]
+        if found:
+            self.stopped, whole, self._held = True, self._held[: min(found)], ""
+            return whole
+        kept = 0 if last else max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        whole, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return whole
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many letters at the end of the text may be the beginning of a stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def generate_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    stops: Sequence[str] = (),
+    samples: int = 1,
+    **options: object,
+) -> Iterator[tuple[int, str]]:
+    """(text number, next piece of its text) for what follows each prompt; numbers and options are those of generate.
+
+    A text ends before the end-of-document token, and before the first of the strings `stops`. An empty prompt begins a
+    document.
+    """
     end = tokenizer.end_of_document
-    result = generate(model, start, max_new_tokens, temperature=temperature, seed=seed, end=end)
-    return tokenizer.decode(result.cpu().numpy())
+    ids = [tokenizer.encode(prompt).tolist() or [end] for prompt in prompts]
+    streams = [TextStream(tokenizer, prompt, stops) for prompt in ids for _ in range(samples)]
+    pieces: list[str] = [""] * len(streams)
+
+    def ends(token: Token) -> bool:
+        pieces[token.sequence] = streams[token.sequence].push(token.id, token.ended is not None)
+        return streams[token.sequence].stopped
+
+    for token in generate(model, ids, stop={end}, ends=ends, samples=samples, **options):  # type: ignore[arg-type]
+        stopped = token.ended == "stop" and not streams[token.sequence].stopped
+        yield token.sequence, streams[token.sequence].finish() if stopped else pieces[token.sequence]
