@@ -66,6 +66,12 @@ class Chat:
     """Most tokens of an answer."""
     temperature: float = 0.8
     """0 always takes the most likely token."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens only."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens only whose probabilities sum to this."""
+    min_p: float = 0.0
+    """Draw only from tokens at least this many times as likely as the most likely one."""
     seed: int = 0
     tensor_parallel: int | None = None
     """Tensor-parallel ranks to run on. Unset: the run's own number of them."""
@@ -82,13 +88,16 @@ def chat_command(arguments: Sequence[str]) -> None:
     import torch.distributed as dist
 
     from tpformer.inference.chat import chat
+    from tpformer.inference.sampling import Sampling
+
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
 
     def work(config: RunConfig) -> None:
         chat(
             config,
             system=options.system,
             max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
+            sampling=sampling,
             seed=options.seed,
         )
         dist.destroy_process_group()

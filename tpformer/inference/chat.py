@@ -42,6 +42,7 @@ class Terminal:
         sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
         self.interactive = sys.stdin.isatty()
         self.stopped = False
+        self.closed: BrokenPipeError | None = None  # nobody reads the output any more
         self._console = Console(stderr=True, soft_wrap=True)
         signal.signal(signal.SIGINT, self._stop)
         if self.interactive:
@@ -68,8 +69,11 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Show a piece of an answer at once."""
-        sys.stdout.write(CONTROL.sub("\ufffd", text))
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(CONTROL.sub("\ufffd", text))
+            sys.stdout.flush()
+        except BrokenPipeError as error:
+            self.closed, self.stopped = error, True
 
     def note(self, text: str) -> None:
         """Show a sentence that is no part of an answer."""
@@ -161,7 +165,10 @@ def follow(ranks: Ranks, speaker: Speaker) -> None:
 
 
 def lead(ranks: Ranks, speaker: Speaker, transcript: Transcript, terminal: Terminal) -> None:
-    """What rank 0 does: read lines, answer them or do what they command, until the input or the conversation ends."""
+    """What rank 0 does: read lines, answer them or do what they command, until the input or the conversation ends.
+
+    BrokenPipeError if the reader of the output has gone.
+    """
     for line in terminal.lines():
         if line.startswith("/"):
             word, _, rest = line.strip().partition(" ")
@@ -173,7 +180,11 @@ def lead(ranks: Ranks, speaker: Speaker, transcript: Transcript, terminal: Termi
                 terminal.note(str(error))
         elif line.strip():
             speak(ranks, speaker, transcript, terminal, line.strip())
-    ranks.send(None)
+        if terminal.closed is not None:
+            break
+    ranks.send(None)  # first, so that the others end in order
+    if terminal.closed is not None:
+        raise terminal.closed
 
 
 def command(transcript: Transcript, word: str, rest: str) -> str:
@@ -248,9 +259,7 @@ def chat(config: RunConfig, *, system: str | None, max_new_tokens: int, sampling
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     model, _ = load_model(config)
     ranks = Ranks()
-    speaker = Speaker(
-        model, stop=tokenizer.stop_tokens, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
-    )
+    speaker = Speaker(model, stop=tokenizer.stop_tokens, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     if not ranks.leads:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         follow(ranks, speaker)

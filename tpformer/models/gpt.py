@@ -298,10 +298,14 @@ class GPT(ParallelModule):
         if self.training:
             raise ValueError("a cache in training mode: call model.eval() first")
         if seq < 1 or (lengths is not None and (len(lengths) != batch or not all(1 <= n <= seq for n in lengths))):
-            raise ValueError(f"lengths={lengths} of a batch {(batch, seq)}: give each row's number of tokens, 1 to {seq}")
+            raise ValueError(
+                f"lengths={lengths} of a batch {(batch, seq)}: give each row's number of tokens, 1 to {seq}"
+            )
         needed = max(cache.lengths, default=0) + seq
         if self.embed_positions is not None and needed > self.config.seq_length:
-            raise ValueError(f"{needed} tokens per sample, but the model has {self.config.seq_length} learned positions")
+            raise ValueError(
+                f"{needed} tokens per sample, but the model has {self.config.seq_length} learned positions"
+            )
 
     def _units(self) -> Iterator[tuple[list[nn.Module], bool]]:
         """The layers in order, as (layers, whether they are a region). A layer outside of regions comes alone."""
