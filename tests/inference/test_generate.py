@@ -1,28 +1,198 @@
-"""Every tensor-parallel layout samples the same text from the same logits of the whole vocabulary."""
+"""Cached text equals uncached text, on any ranks, in any batch; it ends where it should, and costs what is stated."""
+
+import dataclasses
 
 import pytest
 import torch
 
-from tpformer.distributed import build_mesh
-from tpformer.inference.generate import generate, next_token_logits
-from tpformer.models import GPT, GPTConfig
+from tpformer.distributed import build_mesh, record_collectives
+from tpformer.inference.generate import GREEDY, TextStream, Token, generate, generate_text, next_logits
+from tpformer.inference.sampling import Sampling
+from tpformer.layers import TensorParallel
+from tpformer.models import GPT, GPTConfig, KVCache
+from tpformer.training.data import ByteTokenizer
 
-CONFIG = GPTConfig(vocab_size=250, seq_length=16, n_layers=1, hidden_size=48, n_heads=6)
-PROMPT = torch.tensor([1, 2, 249, 4, 5])
+LLAMA = GPTConfig(
+    **{"vocab_size": 257, "seq_length": 24, "n_layers": 2, "hidden_size": 48, "n_heads": 12, "n_kv_heads": 4},
+    **{"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False},
+)
+LEARNED = GPTConfig(vocab_size=257, seq_length=24, n_layers=1, hidden_size=48, n_heads=6)
+PROMPTS = [[1], [7, 8, 9, 250, 2, 3], [5, 5], [256, 4, 6, 100]]
+WARM = Sampling(temperature=1.3, top_k=40, top_p=0.95)
 
 
-def logits_and_text(tp: int):
-    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
-    model = GPT(CONFIG, tp=mesh, seed=3).eval()
-    ids = generate(model, PROMPT, 20, temperature=0.7, seed=1)
-    return next_token_logits(model, PROMPT), ids
+def build(config: GPTConfig = LLAMA, tp: int = 1, dtype: torch.dtype = torch.float64) -> GPT:
+    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"] if tp > 1 else None
+    model = GPT(config, tp=TensorParallel(mesh), seed=3, dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(6)  # so that neighbouring tokens differ, and the texts are no constants
+    return model
 
 
-# 3 ranks have 86, 86 and 84 of 256 padded rows
-@pytest.mark.parametrize("tp", [2, 3])
-def test_every_layout_samples_the_same(ranks, tp):
-    expected_logits, expected_ids = ranks(1).run(logits_and_text, 1)[0]
-    assert expected_logits.shape == (250,) and len(expected_ids) == 25
-    for logits, ids in ranks(tp).run(logits_and_text, tp):
-        torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-6)
-        assert torch.equal(ids, expected_ids)
+def texts(model: GPT, prompts=PROMPTS, max_new_tokens: int = 12, **options) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(len(prompts) * options.get("samples", 1))]
+    for token in generate(model, prompts, max_new_tokens=max_new_tokens, **options):
+        found[token.sequence].append(token.id)
+    return found
+
+
+@torch.no_grad()
+def greedy(model: GPT, prompt: list[int], n: int) -> list[int]:
+    """n tokens without a cache: for each one the model runs on the whole text."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def on_ranks(tp: int, sampling: Sampling) -> list[list[int]]:
+    return texts(build(tp=tp), sampling=sampling, samples=2, seed=4)
+
+
+@pytest.mark.parametrize("config", [LLAMA, LEARNED, dataclasses.replace(LLAMA, sliding_window=3)])
+def test_a_batch_gives_each_prompts_text_alone(config):
+    model = build(config)
+    assert texts(model) == [greedy(model, prompt, 12) for prompt in PROMPTS]
+    assert len({tuple(text) for text in texts(model)}) == 4
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+def test_every_layout_gives_the_same_texts(ranks, tp, sampling):
+    expected = texts(build(), sampling=sampling, samples=2, seed=4)
+    assert all(found == expected for found in ranks(tp).run(on_ranks, tp, sampling))
+
+
+def test_samples_are_the_texts_of_their_own_seeds():
+    model = build()
+    together = texts(model, PROMPTS[:2], sampling=WARM, samples=3, seed=10)
+    alone = [texts(model, [PROMPTS[i // 3]], sampling=WARM, seed=10 + i)[0] for i in range(6)]
+    assert together == alone and len({tuple(text) for text in together}) == 6
+
+
+def proof_of_500(tp: int) -> tuple[list[list[int]], list[int]]:
+    model = build(dataclasses.replace(LLAMA, seq_length=512), tp)
+    if tp > 1:
+        return texts(model, PROMPTS[1:3], 500), []
+    return texts(model, PROMPTS[1:3], 500), greedy(model, PROMPTS[1], 500)
+
+
+@pytest.mark.proof
+def test_500_tokens_equal_those_without_a_cache(ranks):
+    ((expected, uncached),) = ranks(1).run(proof_of_500, 1)
+    assert expected[0] == uncached and len(set(uncached)) > 20
+    for tp in (2, 4):
+        assert all(found == expected for found, _ in ranks(tp).run(proof_of_500, tp))
+
+
+def counted(tp: int) -> list[list[tuple[str, int]]]:
+    model, cache, recorded = build(tp=tp), KVCache(), []
+    for rows in (PROMPTS, [[1]] * 4):
+        with record_collectives() as found:
+            next_logits(model, rows, cache)
+        recorded.append(found)
+    return recorded
+
+
+def test_collectives_of_a_step(ranks):
+    """Two all-reduces a layer, one for the embedding, one gather of the last tokens' logits, in prefill and decode."""
+    rows, hidden, size = [4 * 6, 4], 48, 8
+    for found in ranks(2).run(counted, 2):
+        for tokens, step in zip(rows, found, strict=True):
+            assert step == [("all_reduce", tokens * hidden * size)] * 5 + [("all_gather", 4 * 384 * size)]
+
+
+def test_texts_end_where_they_should():
+    model = build()
+    free = greedy(model, PROMPTS[1], 12)
+    stop = free[5]
+    first = free.index(stop)
+    tokens = list(generate(model, [[*PROMPTS[1]]], max_new_tokens=12, stop={stop}))
+    assert [token.id for token in tokens] == free[: first + 1]
+    assert [token.ended for token in tokens] == [None] * first + ["stop"]
+    # a stop token in the prompt, and another text of the batch, change nothing
+    batch = texts(model, [PROMPTS[0], PROMPTS[1]], stop={stop, PROMPTS[1][0]} - {PROMPTS[1][0]})
+    assert batch[1] == free[: first + 1]
+    assert texts(model, [[stop]], 3) == [greedy(model, [stop], 3)]
+    asked: list[Token] = []
+    ends = lambda token: asked.append(token) or len(asked) == 3  # noqa: E731
+    assert [t.ended for t in generate(model, [[1]], max_new_tokens=9, ends=ends)] == [None, None, "stop"]
+    assert list(generate(model, PROMPTS, max_new_tokens=0)) == [] == list(generate(model, [], max_new_tokens=3))
+
+
+def test_learned_positions_end_a_text_and_rope_goes_on():
+    tokens = [[], []]
+    for token in generate(build(LEARNED), [[1] * 20, [1]], max_new_tokens=24):
+        tokens[token.sequence].append(token)
+    # the model reads 24 tokens at most, and gives one more
+    assert (len(tokens[0]), tokens[0][-1].ended) == (5, "context")
+    assert (len(tokens[1]), tokens[1][-1].ended) == (24, "length")
+    model = build()
+    assert texts(model, [[2, 3]], 40) == [greedy(model, [2, 3], 40)]
+    assert len(texts(model, [[2] * 50], 4)[0]) == 4
+
+
+def test_a_cache_goes_on_with_a_text():
+    model, cache = build(), KVCache()
+    first = texts(model, [PROMPTS[1]], 5, cache=cache)[0]
+    assert cache.lengths == [len(PROMPTS[1]) + 4]
+    turn = [first[-1], 11, 12]
+    assert texts(model, [turn], 5, cache=cache)[0] == greedy(model, [*PROMPTS[1], *first, 11, 12], 5)
+
+
+@pytest.mark.parametrize(
+    "prompts, options, words",
+    [
+        ([[1], []], {}, "prompt 1 has no tokens"),
+        ([[1, 257]], {}, r"prompt 0 has ids from 1 to 257, outside the vocabulary \[0, 256\]"),
+        ([[-1]], {}, "prompt 0 has ids from -1 to -1"),
+        ([[0.5]], {}, r"a prompt is \(1,\) torch.float32: give a list"),
+        ([[[1]]], {}, r"a prompt is \(1, 1\)"),
+        ([[1] * 25], {}, "a text of 25 tokens, but the model has 24 learned positions"),
+        ([[1]], {"max_new_tokens": -1}, "max_new_tokens=-1, samples=1: give at least 0"),
+        ([[1]], {"samples": 0}, "samples=0: give at least 0 and at least 1"),
+        ([[1], [2]], {"cache": KVCache()}, "a cache of 0 texts for 2 prompts"),
+    ],
+)
+def test_wrong_calls_are_refused_at_once(prompts, options, words):
+    with pytest.raises(ValueError, match=words):
+        generate(build(LEARNED), prompts, **{"max_new_tokens": 3, **options})
+
+
+def test_text_comes_in_whole_characters():
+    text = "aé漢🙂z"
+    stream = TextStream(ByteTokenizer(), prompt=[97, 195, 169])
+    assert [stream.push(byte) for byte in text.encode()] == ["a", "", "é", "", "", "漢", "", "", "", "🙂", "z"]
+    assert stream.push(0xFF) == "" and stream.finish() == "\ufffd"
+    cut = TextStream(ByteTokenizer())
+    assert [cut.push(0xC3), cut.push(0xC3, last=True)] == ["", "\ufffd\ufffd"]
+
+
+def test_a_stop_string_is_never_given_not_even_in_part():
+    stream = TextStream(ByteTokenizer(), stops=["\nUser:", "END"])
+    pieces = [stream.push(byte) for byte in b"a\nb EN\nUse\nUser: x"]
+    assert "".join(pieces) == "a\nb EN\nUse" and stream.stopped
+    assert pieces[:4] == ["a", "", "\nb", " "] and all("User:" not in piece for piece in pieces)
+    unfinished = TextStream(ByteTokenizer(), stops=["END"])
+    assert [unfinished.push(byte) for byte in b"xEN"] == ["x", "", ""] and unfinished.finish() == "EN"
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        TextStream(ByteTokenizer(), stops=[""])
+
+
+def test_pieces_of_text_are_the_text():
+    model, tokenizer = build(), ByteTokenizer()
+    options = {"max_new_tokens": 60, "sampling": Sampling(top_k=200), "samples": 2}
+    told: list[str] = []
+    found = ["", "", "", ""]
+    for number, piece in generate_text(model, tokenizer, ["", "ab"], report=told.append, **options):
+        found[number] += piece
+    ids = texts(model, [[256], [97, 98]], 60, sampling=Sampling(top_k=200), samples=2, stop={256})
+    assert found == [tokenizer.decode(text) for text in ids] and max(map(len, ids)) > 30
+    assert told == [
+        "texts may have 62 tokens, but the model was trained with 24 positions: beyond them text is likely to be worse"
+    ]
+    stop = found[2][5:7]
+    pieces = generate_text(model, tokenizer, ["", "ab"], stops=[stop], report=told.append, **options)
+    assert "".join(piece for number, piece in pieces if number == 2) == found[2][: found[2].index(stop)]

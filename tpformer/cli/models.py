@@ -1,7 +1,9 @@
 """Commands about a trained model: generate, chat, export."""
 
 import dataclasses
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,44 +16,95 @@ from .run import with_ranks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Sample from a run's newest checkpoint."""
+    """Continue texts with the model of a run's newest checkpoint, a Hugging Face directory or an export."""
 
-    run_dir: tyro.conf.Positional[Path]
-    prompt: str = "def "
-    """Text to continue."""
+    source: tyro.conf.Positional[Path]
+    """Directory of the run or of the weights."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; may be given several times. Without one, and without a file, "def "."""
+    prompt_file: Path | None = None
+    """A file whose whole text is one more prompt."""
     max_new_tokens: int = 200
     temperature: float = 0.8
     """0 always takes the most likely token."""
+    top_k: int | None = None
+    """Draw only from this many most likely tokens."""
+    top_p: float = 1.0
+    """Draw only from the most likely tokens whose probabilities sum to this."""
+    min_p: float = 0.0
+    """Draw only from tokens at least this times as likely as the most likely one."""
+    samples: int = 1
+    """Texts for each prompt."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text before which to end; may be given several times."""
     seed: int = 0
+    """Text number i is drawn with seed + i."""
     tensor_parallel: int | None = None
-    """Tensor-parallel ranks to run on. Unset: the run's own number of them."""
+    """Tensor-parallel ranks to run on. Unset: the run's own number of them, or one for a directory of weights."""
+    tokenizer: str | None = None
+    """bytes, or the path of a tokenizer.json. Unset: that of the run or directory."""
 
 
 def generate_command(arguments: Sequence[str]) -> None:
-    """`tpformer generate`: sample on the tensor-parallel ranks and print the text once."""
+    """`tpformer generate`: one text is printed as it comes, several at their end."""
+    from tpformer.training.resolve import tokenizer_name
     from tpformer.training.source import source_config
 
     options = tyro.cli(Generate, prog="tpformer generate", args=list(arguments))
-    ranks = options.tensor_parallel
-    config = source_config(options.run_dir, {} if ranks is None else {"parallel": {"tensor_parallel": ranks}})
+    prompts = [*options.prompt, *([options.prompt_file.read_text("utf-8")] if options.prompt_file else [])] or ["def "]
+    parallel = {} if options.tensor_parallel is None else {"tensor_parallel": options.tensor_parallel}
+    data = {} if options.tokenizer is None else {"tokenizer": options.tokenizer}
+    config = source_config(options.source, {"parallel": parallel, "data": data})
+    if config.data.tokenizer is None and not config.data.train:
+        raise ValueError(f"{options.source} has no tokenizer.json: give --tokenizer")
 
     import torch.distributed as dist
 
-    from tpformer.inference.generate import generate_text
+    from tpformer.inference.generate import Sampling, generate_text, load_model
+    from tpformer.training.data import load_tokenizer
+
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+    tokenizer = load_tokenizer(tokenizer_name(config))
 
     def work(config: RunConfig) -> None:
-        text = generate_text(
-            config,
-            prompt=options.prompt,
+        model, _ = load_model(config)
+        pieces = generate_text(
+            model,
+            tokenizer,
+            prompts,
+            stops=options.stop,
+            samples=options.samples,
+            report=_report,
             max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
+            sampling=sampling,
             seed=options.seed,
         )
-        if dist.get_rank() == 0:
-            print(text)
+        _print_texts(prompts, options.samples, pieces)
         dist.destroy_process_group()
 
     with_ranks(work, config)
+
+
+def _report(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tpformer: {line}", file=sys.stderr)
+
+
+def _print_texts(prompts: Sequence[str], samples: int, pieces: Iterable[tuple[int, str]]) -> None:
+    """Print texts on rank 0: one as it comes, several at the end, each below a line with its number."""
+    texts = [prompt for prompt in prompts for _ in range(samples)]
+    first, alone = os.environ.get("RANK", "0") == "0", len(texts) == 1
+    if first and alone:
+        print(texts[0], end="", flush=True)
+    for number, piece in pieces:
+        texts[number] += piece
+        if first and alone:
+            print(piece, end="", flush=True)
+    if first and alone:
+        print()
+    elif first:
+        for number, text in enumerate(texts):
+            print(f"--- prompt {number // samples + 1}, sample {number % samples + 1}\n{text}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,13 @@
     for token in generate(model, [ids], max_new_tokens=100):   # the same tokens on all ranks
         print(token.id)
 
-Belongs here: making a model for inference, the loop over steps, and text that comes piece by piece. How a token is drawn
-is in sampling.py, what is kept between steps in models/cache.py.
+Belongs here: making a model for inference, the loop over steps, and text that comes piece by piece. How a token is
+drawn is in sampling.py, what is kept between steps in models/cache.py.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from tpformer.training.source import Source, open_source
 from .sampling import Sampling, draw
 
 GREEDY = Sampling(temperature=0.0)
+CONTEXT = 8  # tokens before a new one that decide how it is written
 
 
 class Token(NamedTuple):
@@ -82,6 +83,13 @@ def next_logits(model: GPT, rows: Sequence[Sequence[int]], cache: KVCache) -> Te
     return ops.gather_columns(logits, entries, model.tp.group)[:, : config.vocab_size]
 
 
+def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
+    ids = torch.as_tensor(prompt)
+    if ids.ndim != 1 or (len(ids) and ids.dtype not in (torch.int64, torch.int32)):
+        raise ValueError(f"a prompt is {tuple(ids.shape)} {ids.dtype}: give a list of token ids for each")
+    return ids.tolist()
+
+
 def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, samples: int) -> None:
     """ValueError before any work starts."""
     config = model.config
@@ -98,19 +106,19 @@ def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, sa
             )
 
 
-def _room(model: GPT, lengths: Sequence[int]) -> int | None:
-    """How many tokens fit behind the longest text; None for any number. ValueError if the text itself does not fit."""
+def _room(model: GPT, length: int) -> int | None:
+    """How many tokens can follow a text; None for any number. ValueError if the text itself does not fit."""
     if model.config.position != "learned":
         return None
-    longest, most = max(lengths), model.config.seq_length
-    if longest > most:
-        raise ValueError(f"a prompt of {longest} tokens, but the model has {most} learned positions: shorten it")
-    return most - longest + 1  # the last token is drawn, and never read
+    most = model.config.seq_length
+    if length > most:
+        raise ValueError(f"a text of {length} tokens, but the model has {most} learned positions: shorten the prompt")
+    return most - length + 1  # the last token is drawn, and never read
 
 
 def generate(
     model: GPT,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Tensor],
     *,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
@@ -133,19 +141,19 @@ def generate(
     Errors: ValueError, before the first token is computed, for a prompt without tokens, outside the vocabulary or
     beyond learned positions, for max_new_tokens below 0, and for a cache of several texts.
     """
-    prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
-    _check(model, prompts, max_new_tokens, samples)
+    ids = [_ids(prompt) for prompt in prompts]
+    _check(model, ids, max_new_tokens, samples)
     if cache is not None and (len(prompts) * samples != 1 or len(cache.lengths) > 1):
         raise ValueError(f"a cache of {len(cache.lengths)} texts for {len(prompts)} prompts: it serves one text")
     known = sum(cache.lengths) if cache is not None else 0
-    rooms = [_room(model, [known + len(prompt)]) for prompt in prompts]
-    if not prompts or max_new_tokens == 0:
+    rooms = [_room(model, known + len(prompt)) for prompt in ids]
+    if not ids or max_new_tokens == 0:
         return iter(())
     if cache is None:
-        cache = KVCache(max(map(len, prompts)) + max_new_tokens - 1)
+        cache = KVCache(max(map(len, ids)) + max_new_tokens - 1)
     limits = [max_new_tokens if room is None else min(room, max_new_tokens) for room in rooms for _ in range(samples)]
     why = ["length" if limit == max_new_tokens else "context" for limit in limits]
-    return _steps(model, prompts, cache, sampling, samples, frozenset(stop), ends, seed, limits, why)
+    return _steps(model, ids, cache, sampling, samples, frozenset(stop), ends, seed, limits, why)
 
 
 def _steps(
@@ -198,15 +206,15 @@ class TextStream:
     prompt: Sequence[int] = ()
     stops: Sequence[str] = ()
     stopped: bool = False
-    """Whether a stop string has come."""
-    _ids: list[int] = field(default_factory=list)
-    _given: int = 0
-    _held: str = ""
+    """Whether a stop string has come. Nothing is given after it."""
+    _ids: list[int] = field(default_factory=list, init=False)
+    _given: int = field(default=0, init=False)
+    _held: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         if "" in self.stops:
             raise ValueError("a stop string is empty: it would end every text at once")
-        self._ids = list(self.prompt[-8:])
+        self._ids = list(self.prompt[-CONTEXT:])
         self._given = len(self._ids)
 
     def push(self, token: int, last: bool = False) -> str:
@@ -222,7 +230,7 @@ class TextStream:
         before, text = (self.tokenizer.decode(self._ids[:n]) for n in (self._given, len(self._ids)))
         if last or not text.endswith("\ufffd"):  # the bytes of a character may come in several tokens
             self._held += text[len(before) :]
-            self._ids = self._ids[self._given :][-8:] if len(self._ids) > self._given else self._ids
+            self._ids = self._ids[-CONTEXT:]
             self._given = len(self._ids)
         if self.stopped:
             return ""
@@ -247,22 +255,28 @@ def generate_text(
     *,
     stops: Sequence[str] = (),
     samples: int = 1,
-    **options: object,
+    report: Callable[[str], None] = print,
+    **options: Any,
 ) -> Iterator[tuple[int, str]]:
     """(text number, next piece of its text) for what follows each prompt; numbers and options are those of generate.
 
     A text ends before the end-of-document token, and before the first of the strings `stops`. An empty prompt begins a
-    document.
+    document. report: told if texts may leave the positions that the model was trained with.
     """
     end = tokenizer.end_of_document
     ids = [tokenizer.encode(prompt).tolist() or [end] for prompt in prompts]
     streams = [TextStream(tokenizer, prompt, stops) for prompt in ids for _ in range(samples)]
     pieces: list[str] = [""] * len(streams)
+    reach, trained = max(map(len, ids), default=0) + options["max_new_tokens"], model.config.seq_length
+    if reach > trained:
+        learned = model.config.position == "learned"
+        then = f"texts end after {trained}" if learned else "beyond them text is likely to be worse"
+        report(f"texts may have {reach} tokens, but the model was trained with {trained} positions: {then}")
 
     def ends(token: Token) -> bool:
         pieces[token.sequence] = streams[token.sequence].push(token.id, token.ended is not None)
         return streams[token.sequence].stopped
 
-    for token in generate(model, ids, stop={end}, ends=ends, samples=samples, **options):  # type: ignore[arg-type]
+    for token in generate(model, ids, stop={end}, ends=ends, samples=samples, **options):
         stopped = token.ended == "stop" and not streams[token.sequence].stopped
         yield token.sequence, streams[token.sequence].finish() if stopped else pieces[token.sequence]

@@ -1,7 +1,7 @@
 """How a token is drawn from logits: greedy, temperature, top-k, top-p, min-p.
 
-Belongs here: what is done with the logits of one step. The draw is a function of the logits, a seed and the index of the
-token in its text, so it depends neither on other samples nor on the number of ranks.
+Belongs here: what is done with the logits of one step. The draw is a function of the logits, a seed and the index of
+the token in its text, so it depends neither on other samples nor on the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpformer.kernels.philox.reference import philox_key, random_words
+from tpformer.kernels.philox.reference import philox_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def draw(logits: Tensor, sampling: Sampling, seeds: Sequence[int], index: int) -
     """A token for each row of logits (batch, vocab), which have no columns of padding.
 
     seeds: one for each row. index: how many tokens were drawn for these texts before. A row's token is where its
-    cumulative probability passes a uniform number of 32 bits (Philox) that (seed, index) gives.
+    cumulative probability passes a uniform number of 53 bits that (seed, index) gives.
     Communication: none; ranks with equal logits draw equal tokens. Waits for the device.
     Errors: FloatingPointError for logits that are not finite.
     """
@@ -76,7 +76,7 @@ def draw(logits: Tensor, sampling: Sampling, seeds: Sequence[int], index: int) -
     if sampling.temperature == 0:
         return logits.argmax(-1).tolist()
     cumulative = filtered(logits, sampling).softmax(-1).cumsum(-1, dtype=torch.float64)
-    start = torch.tensor([index])
-    uniform = torch.cat([random_words(philox_key(seed, "generate"), start, 1) for seed in seeds]) / 2**32
-    reached = uniform.to(logits.device, torch.float64) * cumulative[:, -1:]
+    # a hash, as one number a row is all that is needed, and Philox would take a hundred operations for it
+    uniform = [(philox_key("draw", seed, index) >> 11) / 2**53 for seed in seeds]
+    reached = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, reached, right=True)[:, 0].tolist()

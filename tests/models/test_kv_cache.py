@@ -1,0 +1,169 @@
+"""A model with a cache gives the logits of the model without one, whatever comes in which pieces, or refuses."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
+from tpformer.models import GPT, GPTConfig, KVCache
+
+BASE = {"vocab_size": 50, "vocab_multiple": 16, "seq_length": 24, "n_layers": 2, "hidden_size": 48, "n_heads": 12}
+ROPE = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
+CONFIGS = {
+    "learned positions": {},
+    "GQA": {**ROPE, "n_kv_heads": 4},
+    "MQA, window, head dim": {**ROPE, "n_kv_heads": 1, "sliding_window": 3, "head_dim": 6},
+    "qk-norm, window, scaled RoPE": {
+        **{**ROPE, "n_kv_heads": 6, "qk_norm": True, "sliding_window": 7},
+        **{"rope_scaling_factor": 8.0, "rope_original_length": 16},
+    },
+}
+IDS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def build(config: str, tp: int = 1, dtype: torch.dtype = torch.float64) -> GPT:
+    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"] if tp > 1 else None
+    return GPT(GPTConfig(**BASE, **CONFIGS[config]), tp=TensorParallel(mesh), seed=3, dtype=dtype).eval()
+
+
+def in_pieces(config: str, tp: int, pieces: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits of the whole texts, and of the same in pieces with a cache, which starts small and grows."""
+    model, cache = build(config, tp), KVCache(capacity=2)
+    bounds = itertools.pairwise(itertools.accumulate(pieces, initial=0))
+    with torch.no_grad():
+        return model(IDS), torch.cat([model(IDS[:, a:b], cache=cache) for a, b in bounds], 1)
+
+
+def ragged(config: str, tp: int) -> tuple[Tensor, Tensor]:
+    """Texts of different lengths: last logits of two padded pieces, then of single tokens; the same without a cache."""
+    model, cache = build(config, tp), KVCache()
+    found, expected = [], []
+    for lengths in ([2, 7, 4], [4, 1, 3], *[[1, 1, 1]] * 4):
+        rows = torch.full((3, max(lengths)), 49)
+        starts = cache.lengths or [0, 0, 0]
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            rows[row, :length] = IDS[row, start : start + length]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        with torch.no_grad():
+            found.append(model(rows, cache=cache, lengths=lengths)[:, 0])
+            expected.append(torch.stack([model(IDS[row : row + 1, :end])[0, -1] for row, end in enumerate(ends)]))
+        assert cache.lengths == ends
+    return torch.stack(found), torch.stack(expected)
+
+
+# 4 ranks share 1 key-value head, or have 1.5 of 6: a rank then keeps two, and one of them for each query
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_logits_equal_those_without_a_cache(ranks, config, tp):
+    pieces = [[6, *[1] * 7, 5, 2], [1] * 20, [20]]
+    results = [ranks(tp).run(in_pieces, config, tp, lengths) for lengths in pieces]
+    for expected, found in itertools.chain(*results, ranks(tp).run(ragged, config, tp)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_is_as_near_as_without_a_cache(dtype):
+    exact, model, cache = build("GQA")(IDS), build("GQA", dtype=dtype), KVCache()
+    with torch.inference_mode():
+        found = torch.cat([model(IDS[:, i : i + 1], cache=cache) for i in range(20)], 1)
+        whole = model(IDS)
+    assert found.dtype == dtype and cache.layer("0").keys.dtype == dtype
+    error, baseline = ((each.double() - exact).abs().max() for each in (found, whole))
+    assert error <= 2 * (baseline + torch.finfo(dtype).eps * exact.abs().max())
+
+
+@torch.no_grad()
+def test_samples_are_repeated_dropped_and_cut():
+    model, cache = build("GQA"), KVCache()
+    expected = model(IDS)
+    with torch.inference_mode():  # what is written there can be read and written outside
+        model(IDS[:, :9], cache=cache)
+    cache.select([2, 0, 2])
+    cache.truncate([5, 9, 7])
+    rows = torch.stack([IDS[2, 5:6], IDS[0, 9:10], IDS[2, 7:8]])
+    found = model(rows, cache=cache)[:, 0]
+    torch.testing.assert_close(found, torch.stack([expected[2, 5], expected[0, 9], expected[2, 7]]))
+    with pytest.raises(ValueError, match=r"a cache of \[6, 10, 8\] tokens cannot be cut to \[7, 1, 1\]"):
+        cache.truncate([7, 1, 1])
+
+
+class Double(nn.Module):
+    """A module around another one. Its forward hands the cache on if `passes`."""
+
+    def __init__(self, inner: nn.Module, passes: bool) -> None:
+        super().__init__()
+        self.inner, self.passes = inner, passes
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        return self.inner(x, **(options if self.passes else {**options, "cache": None}))
+
+
+class Uncached(nn.Module):
+    def forward(self, x: Tensor, positions=None) -> Tensor:
+        return x
+
+
+@torch.no_grad()
+def test_changed_children_use_the_cache_or_are_refused():
+    model = build("GQA")
+    model.layers["0"].self_attn.q_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    model.layers["1"].self_attn = Double(model.layers["1"].self_attn, True)
+    model.layers["1"].mlp.register_forward_hook(lambda module, inputs, output: output + 1)
+    expected, cache = model(IDS), KVCache()
+    found = torch.cat([model(IDS[:, :5], cache=cache), model(IDS[:, 5:], cache=cache)], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    model.layers["1"].self_attn.passes = False
+    with pytest.raises(ValueError, match=r"layers.1 took a cache and left its tokens out"):
+        model(IDS[:, :1], cache=cache)
+    model.layers["0"].self_attn = Uncached()
+    with pytest.raises(ValueError, match="self_attn is a Uncached, whose forward takes no cache"):
+        model(IDS, cache=KVCache())
+    model.layers["0"] = Uncached()
+    with pytest.raises(ValueError, match="layers.0 is a Uncached, whose forward takes no cache"):
+        model(IDS, cache=KVCache())
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"lengths": [1, 2, 3]}, "lengths without a cache"),
+        ({"cache": KVCache(), "lengths": [0, 2, 3]}, r"lengths=\[0, 2, 3\] of a batch \(3, 20\): give"),
+        ({"cache": KVCache(), "lengths": [20]}, r"lengths=\[20\] of a batch"),
+        ({"cache": KVCache(), "targets": IDS}, "a cache takes token ids and lengths only"),
+        ({"cache": KVCache(), "position_ids": torch.zeros(3, 20).long()}, "a cache takes token ids and lengths only"),
+    ],
+)
+@torch.no_grad()
+def test_arguments_that_do_not_fit_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        build("GQA")(IDS, **options)
+
+
+def test_other_calls_are_refused():
+    model, cache = build("learned positions"), KVCache()
+    with pytest.raises(ValueError, match="a cache keeps no gradients: call the model under torch.no_grad"):
+        model(IDS, cache=cache)
+    with torch.no_grad():
+        model(IDS, cache=cache)
+        with pytest.raises(ValueError, match="25 tokens per sample, but the model has 24 learned positions"):
+            model(IDS[:, :5], cache=cache)
+        with pytest.raises(ValueError, match="1 samples, but the cache has 3: make one for each batch"):
+            model(IDS[:1, :1], cache=cache)
+        with pytest.raises(ValueError, match="a pipeline stage takes no cache"):
+            GPT(GPTConfig(**BASE), part=range(1)).eval()(IDS, cache=KVCache())
+        with pytest.raises(ValueError, match=r"a cache in training mode: call model.eval\(\) first"):
+            model.train()(IDS, cache=KVCache())
+
+
+def sharded():
+    mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
+    with torch.no_grad():
+        GPT(GPTConfig(**BASE), tp=mesh).eval()(IDS, cache=KVCache())
+
+
+def test_sequence_shards_are_refused(ranks):
+    with pytest.raises(RuntimeError, match=r"a cache on 2 tensor-parallel ranks with sequence shards: build"):
+        ranks(2).run(sharded)
