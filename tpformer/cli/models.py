@@ -169,6 +169,8 @@ class Export:
     """Step of the checkpoint. Unset: the newest good one."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Unset: the dtype of the run's parameters."""
+    format: Literal["tpformer", "hf"] = "tpformer"
+    """hf: for transformers and vLLM, with the tokenizer. tpformer: with the names and settings of this library."""
 
 
 def export_command(arguments: Sequence[str]) -> None:
@@ -177,5 +179,29 @@ def export_command(arguments: Sequence[str]) -> None:
 
     from tpformer.training.export import export
 
-    step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype)
+    step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype, layout=options.format)
     print(f"step {step} of {options.run_dir} -> {options.out}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Import:
+    """Make a run of a Hugging Face model (Llama, Mistral, Qwen 2, Qwen 3, GPT-2) or of an export, in one process."""
+
+    directory: tyro.conf.Positional[Path]
+    """A directory with config.json and safetensors files."""
+    out: Path
+    """The run's directory to make; an existing one must be empty."""
+
+
+def import_command(arguments: Sequence[str]) -> None:
+    """`tpformer import`: make a run of another library's weights, in this process."""
+    options = tyro.cli(Import, prog="tpformer import", args=list(arguments))
+
+    from tpformer.training.source import describe
+
+    describe(options.directory)  # refuses most mistakes before torch is imported
+
+    from tpformer.training.importing import import_weights
+
+    architecture = import_weights(options.directory, options.out)
+    print(f"{architecture.n_parameters / 1e6:.2f}M parameters of {options.directory} -> {options.out}, step 0")

@@ -1,34 +1,34 @@
-"""A run's model as safetensors: writing an export, and reading it back.
+"""A run's model as safetensors: for this library (`tpformer`), or for transformers and vLLM (`hf`).
 
 An export is a directory with config.json and model.safetensors, or with several model-0000i-of-0000n.safetensors and
 model.safetensors.index.json, as Hugging Face lays them out. One process writes it, without a process group or a GPU.
 """
 
 import dataclasses
+import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from tpformer.models import GPT, GPTConfig
 from tpformer.ops.transport import dtype_name
+from tpformer.weights.families import family_for
+from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files, write_index
+from tpformer.weights.tensors import TensorMap, their_specs
 
-from .checkpoint import MODEL, choose_step, read_tensors, saved_tensors, step_path
+from .checkpoint import choose_step
+from .checkpoint_files import MODEL, fsync, read_parts, saved_tensors, step_path
+from .companions import companions_of, copy_companions, token_ids, write_byte_tokenizer
 from .resolve import read_run_config
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5 * 10**9
-VOCABULARY_TABLES = ("embed_tokens.weight", "lm_head.weight")
+CONFIG = "config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FORMATS = ("tpformer", "hf")
 
 
 def export(
@@ -37,111 +37,90 @@ def export(
     *,
     step: int | None = None,
     dtype: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    layout: str = "tpformer",
+    max_shard_bytes: int = MAX_FILE_BYTES,
     report: Callable[[str], None] = print,
 ) -> int:
     """Write the model of a run's checkpoint to the new directory `out`; returns the checkpoint's step.
 
     step: unset, the newest good checkpoint; bad ones are reported. dtype: float32 or bfloat16; unset, that of the
-    parameters. Vocabulary tables keep vocab_size rows: their padding rows are zero, never predicted, and left out.
-    Memory: one file's tensors (max_shard_bytes, or one tensor if it is larger) and one saved shard.
+    parameters. layout: "tpformer", or "hf" for the names of the plainest family of models of transformers that can say
+    the architecture, with the tokenizer and the settings of generation where the run has them.
+    Vocabulary tables keep vocab_size rows: their padding rows are zero, never predicted, and left out.
+    Memory: one saved shard of a tensor; the files are written through a memory map.
     Errors, before anything is written: FileNotFoundError without a run, a checkpoint or one of that step; ValueError if
-    `out` is not empty; CheckpointError for a damaged checkpoint. A failure after that leaves no `out`.
+    `out` is not empty, and for an architecture that no family can say; CheckpointError for a damaged checkpoint. A
+    failure after that leaves no `out`.
     """
-    config = read_run_config(run).model.architecture
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty directory: give --out a new one")
-    step = choose_step(run / "checkpoints", step, report)
-    source = step_path(run / "checkpoints", step)
-    saved = saved_tensors(source, MODEL)
-    dtypes = {name: DTYPES[dtype] if dtype else entry.properties.dtype for name, entry in saved.items()}
-    temporary = out.absolute().with_name(f".exporting-{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        names = sorted({dtype_name(one) for one in dtypes.values()})
-        facts = {"dtype": ", ".join(names), "step": step, "source": str(source.absolute())}
-        (temporary / CONFIG).write_text(json.dumps(dataclasses.asdict(config) | facts, indent=2) + "\n")
-        _write_shards(temporary, source, config, saved, dtypes, max_shard_bytes)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    config = read_run_config(run)
+    architecture = config.model.architecture
+    family = family_for(architecture) if layout == "hf" else None
+    with new_directory(out) as temporary:
+        step = choose_step(run / "checkpoints", step, report)
+        source = step_path(run / "checkpoints", step)
+        saved = saved_tensors(source, MODEL)
+        tensors = TensorMap(family, architecture)
+        dtypes = {name: DTYPES[dtype] if dtype else entry.properties.dtype for name, entry in saved.items()}
+        specs = their_specs(tensors, dtypes)
+        if family is None:
+            facts = {"dtype": ", ".join(sorted(map(dtype_name, set(dtypes.values())))), "step": step}
+            values = dataclasses.asdict(architecture) | facts | {"source": str(source.absolute())}
+        else:
+            values = family.write(architecture) | _companions(run, config.data.tokenizer, temporary, report)
+            values["torch_dtype"] = dtype_name(functools.reduce(torch.promote_types, dtypes.values()))
+        (temporary / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        _write(temporary, source, tensors, plan_files(specs, max_shard_bytes))
     return step
 
 
-def _reading_order(name: str) -> list[tuple[int, str]]:
-    """A sort key that puts layers.2 before layers.10, as people would."""
-    return [(len(word) if word.isdigit() else 0, word) for word in name.split(".")]
+def _companions(run: Path, tokenizer: str | None, out: Path, report: Callable[[str], None]) -> dict[str, Any]:
+    """Let the tokenizer and what goes with it travel along. Returns the ids of special tokens, for config.json."""
+    if tokenizer == "bytes":
+        return write_byte_tokenizer(out)
+    directory = companions_of(run, tokenizer)
+    if directory is None or not copy_companions(directory, out):
+        report(f"no tokenizer travels along: {run} has none" if tokenizer is None else f"no tokenizer: no {tokenizer}")
+    return token_ids(directory)
 
 
-def _write_shards(
-    directory: Path,
-    source: Path,
-    config: GPTConfig,
-    saved: Mapping[str, TensorStorageMetadata],
-    dtypes: Mapping[str, torch.dtype],
-    max_shard_bytes: int,
-) -> None:
-    files: list[list[str]] = [[]]
-    filled = total = 0
-    for name in sorted(saved, key=_reading_order):
-        nbytes = saved[name].size.numel() * dtypes[name].itemsize
-        if files[-1] and filled + nbytes > max_shard_bytes:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += nbytes
-    places: dict[str, str] = {}
-    for number, names in enumerate(files, 1):
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        tensors = {name: torch.empty(saved[name].size, dtype=dtypes[name]) for name in names}
-        read_tensors(source, {MODEL + name: tensor for name, tensor in tensors.items()})
-        for table in tensors.keys() & set(VOCABULARY_TABLES):
-            tensors[table] = tensors[table][: config.vocab_size]
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        shutil.copymode(directory / CONFIG, directory / file)  # safetensors lets only the owner read its files
-        places |= dict.fromkeys(names, file)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+def _write(directory: Path, source: Path, tensors: TensorMap, files: Mapping[str, Mapping[str, Spec]]) -> None:
+    for file, specs in files.items():
+        made = create_file(directory / file, specs)
+        parts = {}
+        for name, place in tensors.places.items():
+            if place.theirs in made:
+                target = place.whole(made[place.theirs])
+                parts[MODEL + name] = (target, (0,) * target.ndim)
+        read_parts(source, parts)
+        del made, parts
+        fsync(directory / file)
+    write_index(directory, files)
 
 
-def export_config(directory: Path) -> GPTConfig:
-    """The architecture of an export. GPT(export_config(directory)) is a model that takes its tensors."""
-    values = json.loads((directory / CONFIG).read_text())
-    return GPTConfig(**{field.name: values[field.name] for field in dataclasses.fields(GPTConfig)})
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `out`, which becomes `out` at the end; after an error it is removed.
 
-
-@torch.no_grad()
-def load_export(directory: Path, model: GPT) -> None:
-    """Fill a GPT, or a part of one, in place from an export. In any layout each rank reads its own slices.
-
-    Values are converted to the parameters' dtypes; padding rows of the vocabulary become zero. No communication.
-    ValueError for a parameter that the export lacks or holds in another shape.
+    ValueError if `out` exists and is not an empty directory, before and also at the end, or cannot be made.
     """
-    index = directory / INDEX
-    places = json.loads(index.read_text())["weight_map"] if index.exists() else {}
-    for name, parameter in model.state_dict().items():
-        path = directory / places.get(name, "model.safetensors")
-        wanted = tuple(parameter.shape)
-        if name in VOCABULARY_TABLES:
-            wanted = (model.config.vocab_size, *wanted[1:])
-        with safe_open(path, framework="pt") if path.is_file() else nullcontext() as file:
-            values = file.get_slice(name) if file is not None and name in file.keys() else None
-            shape = None if values is None else tuple(values.get_shape())
-            if shape != wanted:
-                raise ValueError(f"{directory} is of another model: it has {name} as {shape}, wanted {wanted}")
-            _fill(parameter, values, wanted)
-
-
-def _fill(parameter: Tensor, values: Any, shape: tuple[int, ...]) -> None:
-    """Fill this process's part of a parameter from a safetensors slice. What lies beyond the slice becomes zero."""
-    local, offsets = parameter, (0,) * parameter.ndim
-    if isinstance(parameter, DTensor):
-        local, offsets = parameter.to_local(), parameter.__create_chunk_list__()[0].offsets
-    bounds = [(first, min(first + n, size)) for first, n, size in zip(offsets, local.shape, shape, strict=True)]
-    local.zero_()
-    if all(first < last for first, last in bounds):
-        there = tuple(slice(last - first) for first, last in bounds)
-        local[there] = values[tuple(slice(*bound) for bound in bounds)].to(local)
+    taken = ValueError(f"{out} exists and is not an empty directory: give --out a new one")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise taken
+    out = out.absolute()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made: {error.strerror}") from None
+    try:
+        whole = temporary / "whole"
+        whole.mkdir()  # as readable as other directories, which mkdtemp's is not
+        yield whole
+        try:
+            whole.rename(out)
+        except OSError:
+            if out.exists():
+                raise taken from None
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -40,6 +40,10 @@ class Place(NamedTuple):
             return values[tuple(dims)]
         return values[tuple(reversed(dims))].T
 
+    def whole(self, values: Any) -> Tensor:
+        """All of our parameter, from what can be sliced as theirs."""
+        return self.slice(values, [(0, size) for size in self.shape])
+
 
 def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """{name: global shape} of a whole model's parameters. Vocabulary tables are without their padding."""

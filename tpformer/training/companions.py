@@ -1,0 +1,93 @@
+"""Files that travel with a model's weights: its tokenizer, its chat template and its settings of generation."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tpformer.weights.family import read_json
+
+FOLDER = "hf"  # of an imported run
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+COMPANIONS = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+END = "<|endoftext|>"
+
+
+def copy_companions(directory: Path, out: Path) -> list[str]:
+    """Copy what there is of a model's companions; returns their names. OSError where that fails."""
+    there = [name for name in COMPANIONS if (directory / name).is_file()]
+    for name in there:
+        shutil.copyfile(directory / name, out / name)
+    return there
+
+
+def companions_of(run: Path, tokenizer: str | None) -> Path | None:
+    """The directory with the companions of a run's model: that of its tokenizer.json, or what an import kept."""
+    if tokenizer not in (None, "bytes"):
+        return Path(str(tokenizer)).parent
+    return run / FOLDER if (run / FOLDER).is_dir() else None
+
+
+def token_ids(directory: Path | None) -> dict[str, Any]:
+    """The ids of special tokens that the config.json beside a tokenizer has; None for those that it has not."""
+    known = directory is not None and (directory / CONFIG).is_file()
+    values = read_json(directory / CONFIG) if directory is not None and known else {}
+    return {name: values.get(name) for name in _TOKENS}
+
+
+def write_byte_tokenizer(out: Path) -> dict[str, Any]:
+    """Write a tokenizer.json that equals the byte tokenizer, and return the ids of its special tokens.
+
+    Text is taken byte by byte. A text that spells out the end token is the exception: it becomes that token.
+    """
+    end = len(_byte_letters())
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
+        "merges": [],
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": end, "content": END, **special}],
+        "normalizer": None,
+        "pre_tokenizer": bytewise,
+        "post_processor": None,
+        "decoder": bytewise,
+        "model": model,
+    }
+    (out / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False, indent=1), encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that byte-level tokenizers write for each byte: GPT-2's table.
+
+    Printable Latin-1 letters stand for themselves, and the other bytes take the letters from 256 on, in order.
+    """
+    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in own]
+    return [chr(byte) if byte in own else chr(256 + others.index(byte)) for byte in range(256)]
