@@ -200,42 +200,59 @@ def on_terminal(name: str, *arguments: str) -> None:
     command_processes.main(*arguments)
 
 
+class Person:
+    """Somebody at a terminal, who reads what it shows and presses keys."""
+
+    def __init__(self) -> None:
+        self.fd, self.theirs = pty.openpty()
+        self.name, self.unread = os.ttyname(self.theirs), ""
+
+    def press(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def reads(self, wanted: str, seconds: float = 60) -> None:
+        """Return when the terminal has shown `wanted`."""
+        deadline = time.monotonic() + seconds
+        while wanted not in self.unread:
+            assert time.monotonic() < deadline, f"{wanted!r} did not come: {self.unread!r}"
+            self.look()
+        self.unread = self.unread.partition(wanted)[2]
+
+    def look(self) -> None:
+        if select.select([self.fd], [], [], 0.1)[0]:
+            self.unread += os.read(self.fd, 4096).decode(errors="replace")
+
+    def leave(self) -> None:
+        os.close(self.fd)
+        os.close(self.theirs)
+
+
 @pytest.fixture
-def terminal() -> Iterator[int]:
-    """The side of a terminal where keys are pressed and text is read; its other side's name is os.ttyname's."""
-    ours, theirs = pty.openpty()
-    yield ours
-    os.close(ours)
-    os.close(theirs)
-
-
-def read_until(fd: int, wanted: str, seconds: float = 60) -> str:
-    """What a terminal shows, until it has shown `wanted`."""
-    shown, deadline = "", time.monotonic() + seconds
-    while wanted not in shown:
-        assert time.monotonic() < deadline, f"{wanted!r} did not come: {shown!r}"
-        if select.select([fd], [], [], 0.1)[0]:
-            shown += os.read(fd, 4096).decode(errors="replace")
-    return shown
+def person() -> Iterator[Person]:
+    person = Person()
+    yield person
+    person.leave()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, ranks, tmp_path, terminal, tp):
+def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, ranks, tmp_path, person, tp):
     ranks(1).run(save_model, tmp_path / "run", 100_000)
     arguments = ("--temperature", "0", "--max-new-tokens", "50000", "--tensor-parallel", str(tp))
-    name = os.ptsname(terminal)
-    command = commands.call(on_terminal, name, "chat", str(tmp_path / "run"), *arguments)
-    for question in ("hello\n", "once more\n"):
-        read_until(terminal, "> ")
-        os.write(terminal, question.encode())
-        read_until(terminal, question.strip() + "\r\n")
-        time.sleep(0.3)  # into the answer
-        os.write(terminal, b"\x03")
-        assert "the answer was stopped" in read_until(terminal, "stopped")
-    read_until(terminal, "> ")
-    os.write(terminal, b"dropped\x03")
-    assert "dropped" in read_until(terminal, "\r\n> ")
-    os.write(terminal, b"\x04")
-    while command.poll() is None and select.select([terminal], [], [], 0.1)[0]:
-        os.read(terminal, 4096)
+    command = commands.call(on_terminal, person.name, "chat", str(tmp_path / "run"), *arguments)
+    for question in ("hello", "once more"):
+        person.reads("> ")
+        person.press(f"{question}\n")
+        person.reads(f"{question}\r\n")
+        while not person.unread:  # until the answer has begun
+            person.look()
+        person.press("\x03")
+        person.reads("the answer was stopped")
+    person.reads("> ")
+    person.press("dropped")
+    person.reads("dropped")
+    person.press("\x03")
+    person.reads("\r\n> ")
+    person.press("\x04")
+    while command.poll() is None:
+        person.look()
     assert command.finish()[0] == 0

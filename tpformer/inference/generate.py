@@ -260,8 +260,8 @@ def generate_text(
 ) -> Iterator[tuple[int, str]]:
     """(text number, next piece of its text) for what follows each prompt; numbers and options are those of generate.
 
-    A text ends before a stop token of the tokenizer, and before the first of the strings `stops`. An empty prompt begins
-    a document. report: told if texts may leave the positions that the model was trained with.
+    A text ends before a stop token of the tokenizer, and before the first of the strings `stops`. An empty prompt
+    begins a document. report: told if texts may leave the positions that the model was trained with.
     """
     ids = [tokenizer.encode_prompt(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
     streams = [TextStream(tokenizer, prompt, stops) for prompt in ids for _ in range(samples)]
