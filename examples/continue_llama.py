@@ -1,7 +1,6 @@
 """Go on training a Llama, and give it back to transformers: import, train, export, and compare the logits.
 
-python examples/continue_llama.py               a tiny random Llama, made on the spot
-python examples/continue_llama.py DIR TEXT...   a directory of transformers (Llama, Mistral, Qwen, GPT-2), and texts
+python examples/continue_llama.py [DIR TEXT...]   a directory of transformers, and texts; or a tiny Llama, made here
 """
 
 import subprocess
@@ -26,8 +25,10 @@ seq_length = 64
 train = ["{work}/data"]
 [parallel]
 tensor_parallel = 2
+[optimizer]
+warmup_steps = 2
 [train]
-steps = 10
+steps = 20
 """
 
 
@@ -39,9 +40,8 @@ def tiny_llama(directory):
     tokenizer.train([__file__], trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=letters))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), eos_token_id=0, bos_token_id=None, **sizes, **heads)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), num_key_value_heads=2, eos_token_id=0, **sizes)
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
@@ -62,7 +62,6 @@ def main(work, directory=None, *texts):
     (work / "run.toml").write_text(RUN.format(work=work))
     tpformer("pretrain", work / "run.toml")
     tpformer("export", work / "continued", "--format", "hf", "--out", work / "exported")
-
     source = open_source(work / "continued")
     ours = GPT(source.architecture).eval()
     source.load([ours])
