@@ -1,4 +1,4 @@
-"""Commands about a trained model: generate, evaluate, export."""
+"""Commands about a trained model: generate, chat, evaluate, import, export."""
 
 import dataclasses
 import os
@@ -173,6 +173,57 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         dist.destroy_process_group()
 
     with_ranks(work, evaluation.config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Talk with a model: type a line, read its answer. /help lists the commands."""
+
+    model: tyro.conf.Positional[Path]
+    """A run's directory, or one of a Hugging Face model's weights."""
+    system: str | None = None
+    """System message."""
+    max_new_tokens: int = 500
+    """Most tokens of an answer."""
+    temperature: float = 0.8
+    """0 always takes the most likely token."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens only."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens only whose probabilities sum to this."""
+    min_p: float = 0.0
+    """Draw only from tokens at least this many times as likely as the most likely one."""
+    seed: int = 0
+    tensor_parallel: int | None = None
+    """Tensor-parallel ranks to run on. Unset: the run's own number of them."""
+
+
+def chat_command(arguments: Sequence[str]) -> None:
+    """`tpformer chat`: hold a conversation on the terminal, or one that is piped in."""
+    from tpformer.training.source import source_config
+
+    options = tyro.cli(Chat, prog="tpformer chat", args=list(arguments))
+    ranks = options.tensor_parallel
+    config = source_config(options.model, {} if ranks is None else {"parallel": {"tensor_parallel": ranks}})
+
+    import torch.distributed as dist
+
+    from tpformer.inference.chat import chat
+    from tpformer.inference.sampling import Sampling
+
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+
+    def work(config: RunConfig) -> None:
+        chat(
+            config,
+            system=options.system,
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            seed=options.seed,
+        )
+        dist.destroy_process_group()
+
+    with_ranks(work, config, interactive=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,11 +50,13 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     return build_config(*from_source(file, given))
 
 
-def with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0) -> None:
+def with_ranks(
+    work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0, *, interactive: bool = False
+) -> None:
     """Do the work here if this process is a rank, or the only one. Otherwise start a fork for each rank, which does it.
 
     After a failure all ranks start again, at most max_restarts times, and resume the run. Import what `work` needs
-    before this call, so that the forks share it.
+    before this call, so that the forks share it. interactive: Ctrl-C is left to the ranks (see run_ranks).
     """
     world_size = config.parallel.world_size
     if launched() or (world_size == 1 and not max_restarts):
@@ -66,7 +68,7 @@ def with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restart
     def attempt(number: int) -> None:
         guarded(partial(work, resumed if number else config))
 
-    sys.exit(run_ranks(attempt, world_size, max_restarts=max_restarts))
+    sys.exit(run_ranks(attempt, world_size, max_restarts=max_restarts, interactive=interactive))
 
 
 def guarded(work: Callable[[], None]) -> None:

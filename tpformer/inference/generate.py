@@ -260,11 +260,10 @@ def generate_text(
 ) -> Iterator[tuple[int, str]]:
     """(text number, next piece of its text) for what follows each prompt; numbers and options are those of generate.
 
-    A text ends before the end-of-document token, and before the first of the strings `stops`. An empty prompt begins a
-    document. report: told if texts may leave the positions that the model was trained with.
+    A text ends before a stop token of the tokenizer, and before the first of the strings `stops`. An empty prompt
+    begins a document. report: told if texts may leave the positions that the model was trained with.
     """
-    end = tokenizer.end_of_document
-    ids = [tokenizer.encode(prompt).tolist() or [end] for prompt in prompts]
+    ids = [tokenizer.encode_prompt(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
     streams = [TextStream(tokenizer, prompt, stops) for prompt in ids for _ in range(samples)]
     pieces: list[str] = [""] * len(streams)
     reach, trained = max(map(len, ids), default=0) + options["max_new_tokens"], model.config.seq_length
@@ -277,6 +276,6 @@ def generate_text(
         pieces[token.sequence] = streams[token.sequence].push(token.id, token.ended is not None)
         return streams[token.sequence].stopped
 
-    for token in generate(model, ids, stop={end}, ends=ends, samples=samples, **options):
+    for token in generate(model, ids, stop=tokenizer.stop_tokens, ends=ends, samples=samples, **options):
         stopped = token.ended == "stop" and not streams[token.sequence].stopped
         yield token.sequence, streams[token.sequence].finish() if stopped else pieces[token.sequence]

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpformer.inference.streaming import TextStream
+from tpformer.inference.generate import TextStream
 from tpformer.training.data import ByteTokenizer, JsonTokenizer
 
 
-def pieces(tokenizer, ids, stop=None) -> list[str]:
-    stream = TextStream(tokenizer, stop)
-    return [*(stream.add(int(token)) for token in ids), stream.end()]
+def pieces(tokenizer, ids, *stops) -> list[str]:
+    stream = TextStream(tokenizer, (), stops)
+    return [*(stream.push(int(token)) for token in ids), stream.finish()]
 
 
 @given(st.text(), st.booleans())
