@@ -24,6 +24,16 @@ def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[st
     return values
 
 
+def parse_overrides(arguments: Sequence[str], config: RunConfig, command: str) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} of `--section.key value ...`. config: the values that are not given, for the help.
+
+    Anything else among the arguments ends the process with the usage.
+    """
+    prog = f"tpformer {command}"
+    parsed = tyro.cli(RunConfig, prog=prog, args=list(arguments), default=config, config=(tyro.conf.FlagConversionOff,))
+    return _overrides(arguments, parsed)
+
+
 def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     """The configuration of `COMMAND FILE.toml [--section.key value ...]`: init_from < preset < file < command line.
 
@@ -36,21 +46,17 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     file = read_toml(arguments[0])
     from tpformer.training.source import from_source
 
-    parsed = tyro.cli(
-        RunConfig,
-        prog=prog,
-        args=list(arguments[1:]),
-        default=build_config(file),
-        config=(tyro.conf.FlagConversionOff,),
-    )
-    return build_config(*from_source(file, _overrides(arguments[1:], parsed)))
+    given = parse_overrides(arguments[1:], build_config(file), f"{command} FILE.toml")
+    return build_config(*from_source(file, given))
 
 
-def with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0) -> None:
+def with_ranks(
+    work: Callable[[RunConfig], None], config: RunConfig, max_restarts: int = 0, *, interactive: bool = False
+) -> None:
     """Do the work here if this process is a rank, or the only one. Otherwise start a fork for each rank, which does it.
 
     After a failure all ranks start again, at most max_restarts times, and resume the run. Import what `work` needs
-    before this call, so that the forks share it.
+    before this call, so that the forks share it. interactive: Ctrl-C is left to the ranks (see run_ranks).
     """
     world_size = config.parallel.world_size
     if launched() or (world_size == 1 and not max_restarts):
@@ -62,7 +68,7 @@ def with_ranks(work: Callable[[RunConfig], None], config: RunConfig, max_restart
     def attempt(number: int) -> None:
         guarded(partial(work, resumed if number else config))
 
-    sys.exit(run_ranks(attempt, world_size, max_restarts=max_restarts))
+    sys.exit(run_ranks(attempt, world_size, max_restarts=max_restarts, interactive=interactive))
 
 
 def guarded(work: Callable[[], None]) -> None:

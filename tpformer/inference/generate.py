@@ -261,11 +261,10 @@ def generate_text(
 ) -> Iterator[tuple[int, str]]:
     """(text number, next piece of its text) for what follows each prompt; numbers and options are those of generate.
 
-    A text ends before the end-of-document token, and before the first of the strings `stops`. An empty prompt begins a
-    document. report: told if texts may leave the positions that the model was trained with.
+    A text ends before a stop token of the tokenizer, and before the first of the strings `stops`. An empty prompt
+    begins a document. report: told if texts may leave the positions that the model was trained with.
     """
-    end = tokenizer.end_of_document
-    ids = [tokenizer.encode(prompt).tolist() or [end] for prompt in prompts]
+    ids = [tokenizer.encode_prompt(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
     streams = [TextStream(tokenizer, prompt, stops) for prompt in ids for _ in range(samples)]
     pieces: list[str] = [""] * len(streams)
 
@@ -278,7 +277,7 @@ def generate_text(
         return token.sequence, streams[token.sequence].finish() if stopped else pieces[token.sequence]
 
     options |= {"max_new_tokens": max_new_tokens, "samples": samples}
-    tokens = generate(model, ids, stop={end}, ends=ends, **options)
+    tokens = generate(model, ids, stop=tokenizer.stop_tokens, ends=ends, **options)
     # the last token is not read
     reach, trained = max(map(len, ids), default=0) + max_new_tokens - 1, model.config.seq_length
     if reach > trained:

@@ -148,7 +148,9 @@ def _run_once(work: Callable[[int], object], attempt: int, world_size: int, rank
             ranks.clear()
 
 
-def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: int = 0) -> int:
+def run_ranks(
+    work: Callable[[int], object], world_size: int, *, max_restarts: int = 0, interactive: bool = False
+) -> int:
     """Call `work(attempt)` in a process per rank, with torchrun's environment variables.
 
     Returns 0, or the exit code of the first rank to fail (128 + N if signal N killed it). SIGTERM and SIGINT are passed
@@ -156,7 +158,7 @@ def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: i
     because they would wait for it. stderr names the rank and the message that it left by `record_exception`. Then all
     ranks are started again, at most max_restarts times. `attempt` is 0 at first, and one more after each restart.
     The job is not restarted after exit code 2 (a user's mistake), after SIGPIPE (nobody reads the output), or when a
-    rank fails after SIGTERM or SIGINT.
+    rank fails after SIGTERM or SIGINT. interactive: SIGINT is left to the ranks, which a terminal's Ctrl-C reaches too.
     """
     ranks: list[BaseProcess] = []
     received: list[int] = []
@@ -167,7 +169,8 @@ def run_ranks(work: Callable[[int], object], world_size: int, *, max_restarts: i
             if process.pid is not None and process.exitcode is None:
                 os.kill(process.pid, number if len(received) == 1 else signal.SIGKILL)
 
-    previous = {number: signal.signal(number, forward) for number in STOPS}
+    handlers = {signal.SIGTERM: forward, signal.SIGINT: signal.SIG_IGN if interactive else forward}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         code = _run_once(work, 0, world_size, ranks)
         for attempt in range(1, max_restarts + 1):

@@ -2,6 +2,7 @@
 re-exports belong here."""
 
 from .build import Summary, build_dataset, build_stdlib
+from .chat_template import PLAIN_STOP, Message, chat_ids, render_chat
 from .corpus import split_files, stdlib_files, stdlib_root
 from .indexed import IndexedDataset, IndexedWriter, dataset_paths, read_sidecar, token_dtype
 from .sampling import BlendedSamples, Samples, TokenSamples, check_vocab, permute
@@ -13,17 +14,21 @@ __all__ = [
     "IndexedDataset",
     "IndexedWriter",
     "JsonTokenizer",
+    "Message",
+    "PLAIN_STOP",
     "Samples",
     "Summary",
     "TokenSamples",
     "Tokenizer",
     "build_dataset",
     "build_stdlib",
+    "chat_ids",
     "check_vocab",
     "dataset_paths",
     "load_tokenizer",
     "permute",
     "read_sidecar",
+    "render_chat",
     "split_files",
     "stdlib_files",
     "stdlib_root",

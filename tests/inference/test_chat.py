@@ -1,0 +1,258 @@
+"""`tpformer chat` says what the model says without a cache, on one rank and on two; a terminal's keys and a closed pipe
+end what they should end, and no rank waits for ever."""
+
+import json
+import os
+import pty
+import select
+import signal
+import time
+from collections.abc import Iterator
+
+import commands as command_processes
+import pytest
+import torch
+
+from tpformer.config import build_config, to_toml
+from tpformer.inference.chat import Speaker
+from tpformer.inference.sampling import Sampling
+from tpformer.models import GPT
+from tpformer.training.checkpoint import Checkpointer
+from tpformer.training.data import PLAIN_STOP, ByteTokenizer, chat_ids
+from tpformer.training.source import open_source
+
+MODEL = {"vocab_size": 257, "n_layers": 2, "hidden_size": 48, "n_heads": 4, "position": "rope"}
+GREEDY = Sampling(temperature=0)
+
+
+def save_model(run, seq_length=256) -> None:
+    """A run whose checkpoint is a random model of bytes."""
+    config = build_config({"model": MODEL | {"seq_length": seq_length}, "data": {"tokenizer": "bytes"}})
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(config))
+    model = GPT(config.model.architecture, seed=4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # so that the most likely token is not a matter of rounding
+    saver = Checkpointer(run / "checkpoints")
+    saver.save(1, [model], [torch.optim.AdamW(model.parameters())])
+    saver.wait()
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory):
+    """The directory of a run with a random model."""
+    path = tmp_path_factory.mktemp("chat") / "run"
+    ranks(1).run(save_model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(run) -> GPT:
+    """The run's model in this process."""
+    source = open_source(run)
+    model = GPT(source.architecture).eval()
+    source.load([model])
+    return model
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def ids_of(messages) -> list[int]:
+    return chat_ids(ByteTokenizer(), messages).tolist()
+
+
+@torch.no_grad()
+def uncached(model: GPT, messages, most: int) -> str:
+    """The most likely answer, by the whole model for every token."""
+    ids, answer = ids_of(messages), []
+    while len(answer) < most and PLAIN_STOP not in ByteTokenizer().decode(answer):
+        token = int(model(torch.tensor([ids + answer]))[0, -1, :257].argmax())
+        if token == 256:
+            break
+        answer.append(token)
+    return ByteTokenizer().decode(answer).partition(PLAIN_STOP)[0]
+
+
+def piped(text: bytes, *arguments: str) -> None:
+    """Run a command whose standard input is this text."""
+    reader, writer = os.pipe()
+    os.write(writer, text)
+    os.close(writer)
+    os.dup2(reader, 0)
+    command_processes.main(*arguments)
+
+
+def test_an_answer_is_what_the_whole_model_says_and_only_new_tokens_are_computed(model):
+    widths: list[int] = []
+    handle = model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    speaker = Speaker(model, stop=(256,), max_new_tokens=12, sampling=GREEDY)
+
+    def answer(messages) -> str:
+        said: list[int] = []
+        speaker.answer(ids_of(messages), lambda token: not said.append(token))
+        return ByteTokenizer().decode(said)
+
+    said: list[str] = []
+    for question in ("What is this?", "And then?", "Why?"):
+        said += [question, answer(conversation(*said, question))]
+        n_read, n_all = widths[0], len(ids_of(conversation(*said[:-1])))
+        widths.clear()
+    handle.remove()
+    assert n_read <= 12 + len("Assistant:\nUser: Why?\nAssistant:") < n_all, "earlier turns are not computed again"
+    for turn in (1, 3, 5):
+        assert said[turn] == uncached(model, conversation(*said[:turn]), 12)
+    # another conversation, of which nothing is in the cache, and then the beginning of that one
+    for question in ("Something else", "Something"):
+        assert answer(conversation(question)) == uncached(model, conversation(question), 12)
+
+
+def test_an_answer_ends_where_it_should(model):
+    speaker = Speaker(model, stop=(256,), max_new_tokens=12, sampling=GREEDY)
+    ids = ids_of(conversation("hello"))
+    said: list[int] = []
+    assert speaker.answer(ids, lambda token: not said.append(token)) == "length" and len(said) == 12
+    assert speaker.answer(ids, lambda token: False) == "stop"
+    assert speaker.answer((ids * 20)[:250], lambda token: not said.append(token)) == "context"
+    assert len(said) == 12 + 6, "that many have room in 256"
+    silent = Speaker(model, stop=said[:1], max_new_tokens=12, sampling=GREEDY)
+    assert silent.answer(ids, lambda token: said.clear() is None) == "stop" and said, "no token but the stop token"
+    assert silent.answer(ids, lambda token: said.clear() is None) == "stop" and said, "and again"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_piped_conversation(commands, run, model, tmp_path, tp):
+    lines = [
+        "hello é🙂",
+        "/save talk.json",
+        "/save talk.json",
+        "/save no/such/folder",
+        "/nonsense",
+        "",
+        "/system Be kind.",
+        "again",
+        "/reset",
+        "x" * 5000,
+        "last\x00 one",
+    ]
+    arguments = ("chat", str(run), "--temperature", "0", "--max-new-tokens", "20", "--tensor-parallel", str(tp))
+    text = "\n".join(lines).replace("talk", str(tmp_path / f"talk-{tp}")).encode() + b"\xff"
+    code, out, err = commands.call(piped, text, *arguments).finish()
+    assert code == 0, err
+    saved = [json.loads(path.read_text())["messages"] for path in sorted(tmp_path.glob("talk-*.json"))]
+    assert [message["role"] for message in saved[0]] == ["user", "assistant"]
+    system = {"role": "system", "content": "Be kind."}
+    again, last = ({"role": "user", "content": content} for content in ("again", "last\x00 one\ufffd"))
+    asked = [saved[0][:1], [system, *saved[0], again], [system, last]]
+    shown = "".join(uncached(model, messages, 20).lstrip() + "\n" for messages in asked)
+    hidden = "".join("\ufffd" if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 else c for c in shown)
+    assert out == hidden
+    for sentence in (
+        "the tokenizer has no chat template",
+        "2 messages are in",
+        "exists, and nothing is overwritten",
+        "No such file or directory",
+        "/nonsense is no command. /reset",
+        "the system message is set",
+        "what was said is forgotten, the system message is not",
+        "this message takes 5034 tokens by itself, and the context of 256 has room for 236",
+    ):
+        assert sentence in err, sentence
+
+
+@pytest.mark.parametrize("text", [b"", b"/quit\nnot read", b"\n\n  \n"])
+def test_an_input_without_questions_ends_at_once(commands, run, text):
+    code, out, err = commands.call(piped, text, "chat", str(run), "--tensor-parallel", "2").finish()
+    assert (code, out) == (0, ""), err
+
+
+def without_reader(*arguments: str) -> None:
+    """Run a command whose output nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    piped(b"hello\nhello\n", *arguments)
+
+
+def test_a_closed_pipe_ends_all_ranks(commands, run):
+    code, _, err = commands.call(without_reader, "chat", str(run), "--tensor-parallel", "2").finish()
+    assert code == 128 + signal.SIGPIPE and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
+        (["--tensor-parallel", "3"], "n_heads=4 cannot be split over tensor_parallel=3"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_line(commands, run, options, message):
+    code, _, err = commands.call(piped, b"hello\n", "chat", str(run), *options).finish()
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def on_terminal(name: str, *arguments: str) -> None:
+    """Run a command on a terminal of its own."""
+    os.login_tty(os.open(name, os.O_RDWR))
+    command_processes.main(*arguments)
+
+
+class Person:
+    """Somebody at a terminal, who reads what it shows and presses keys."""
+
+    def __init__(self) -> None:
+        self.fd, self.theirs = pty.openpty()
+        self.name, self.unread = os.ttyname(self.theirs), ""
+
+    def press(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def reads(self, wanted: str, seconds: float = 60) -> None:
+        """Return when the terminal has shown `wanted`."""
+        deadline = time.monotonic() + seconds
+        while wanted not in self.unread:
+            assert time.monotonic() < deadline, f"{wanted!r} did not come: {self.unread!r}"
+            self.look()
+        self.unread = self.unread.partition(wanted)[2]
+
+    def look(self) -> None:
+        if select.select([self.fd], [], [], 0.1)[0]:
+            self.unread += os.read(self.fd, 4096).decode(errors="replace")
+
+    def leave(self) -> None:
+        os.close(self.fd)
+        os.close(self.theirs)
+
+
+@pytest.fixture
+def person() -> Iterator[Person]:
+    person = Person()
+    yield person
+    person.leave()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, ranks, tmp_path, person, tp):
+    ranks(1).run(save_model, tmp_path / "run", 100_000)
+    arguments = ("--temperature", "0", "--max-new-tokens", "50000", "--tensor-parallel", str(tp))
+    command = commands.call(on_terminal, person.name, "chat", str(tmp_path / "run"), *arguments)
+    for question in ("hello", "once more"):
+        person.reads("> ")
+        person.press(f"{question}\n")
+        person.reads(f"{question}\r\n")
+        while not person.unread:  # until the answer has begun
+            person.look()
+        person.press("\x03")
+        person.reads("the answer was stopped")
+    person.reads("> ")
+    person.press("dropped")
+    person.reads("dropped")
+    person.press("\x03")
+    person.reads("\r\n> ")
+    person.press("\x04")
+    while command.poll() is None:
+        person.look()
+    assert command.finish()[0] == 0
