@@ -176,9 +176,9 @@ def rows(quick: bool) -> list[Row]:
 def predicted_seconds(layer: Layer, machine: Machine, recompute: str = "none") -> float:
     """GEMMs and the causal half of attention at the machine's FLOP/s, and every memory-bound pass at its bandwidth."""
     config, m = layer.config, layer.tokens
-    h, f, up = config.hidden_size, config.ffn_size, 2 if MLP_ACTIVATIONS[config.activation][1] else 1
+    h, f, first = config.hidden_size, config.ffn_size, config.hidden_features
     q, kv = config.query_size, config.kv_size
-    first, others = up * f, [(q, h), (kv, h), (kv, h), (h, q), (h, f)]  # (N, K) of each GEMM, fc1's apart
+    others = [(q, h), (kv, h), (kv, h), (h, q), (h, f)]  # (N, K) of each GEMM, fc1's apart
     column = gemm_seconds(m, first, h, ITEMSIZE, machine)
     gemms = column + sum(gemm_seconds(m, n, k, ITEMSIZE, machine) for n, k in others)
     attention = 2 * m * q * layer.config.seq_length / machine.flops  # forward; twice that backward

@@ -125,8 +125,7 @@ def expected_items(layer: Layer) -> dict[str, int]:
 def forward_flops(config: GPTConfig, tokens: int) -> dict[str, int]:
     """GEMM FLOPs of one layer's forward by linear: what GEMM counts are compared with."""
     h, q, kv = config.hidden_size, config.query_size, config.kv_size
-    up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
-    sizes = {"qkv": h * (q + 2 * kv), "o": h * q, "fc1": up * h * config.ffn_size, "fc2": h * config.ffn_size}
+    sizes = {"qkv": h * (q + 2 * kv), "o": h * q, "fc1": h * config.hidden_features, "fc2": h * config.ffn_size}
     return {name: 2 * tokens * size for name, size in sizes.items()}
 
 

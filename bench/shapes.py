@@ -47,8 +47,10 @@ def column_layers(config: GPTConfig, t: int) -> list[tuple[str, int, int]]:
     """(layer, N, K) per rank of the layers sharded by output feature: q, k and v share a gather, as gate and up do."""
     gated = MLP_ACTIVATIONS[config.activation][1]
     qkv = config.query_size + 2 * config.kv_size
-    up = (2 if gated else 1) * config.ffn_size
-    return [("qkv", qkv // t, config.hidden_size), ("gate+up" if gated else "up", up // t, config.hidden_size)]
+    return [
+        ("qkv", qkv // t, config.hidden_size),
+        ("gate+up" if gated else "up", config.hidden_features // t, config.hidden_size),
+    ]
 
 
 def row_layers(config: GPTConfig, t: int) -> list[tuple[str, int, int]]:

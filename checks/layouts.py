@@ -52,23 +52,32 @@ NOTE = (
     "float32 (parameters only in float64: AdamW amplifies the rounding of gradients that are zero, such as the key "
     "biases'). m: microbatches of a data-parallel rank. bfloat16: error against one process in float64, at most 2 * "
     "(that of one process in bfloat16 + eps * largest value), as maximum and as RMS over the steps. Dropout 0.1 "
-    "throughout."
+    "throughout. The newer model has norms of queries and keys, a head dim of its own, biases of q, k and v alone, a "
+    "sliding window, scaled RoPE, two key-value heads and a gated MLP; the other is a GPT-2."
 )
 Row = dict[str, Any]
+NEWER: dict[str, Any] = {  # what Llama 3.1, Qwen and Mistral add, in one model
+    **{"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "qkv_bias": True, "qk_norm": True},
+    **{"n_kv_heads": 2, "head_dim": 12, "sliding_window": 7, "rope_scaling_factor": 8.0, "rope_original_length": 16},
+}
 
 
 class Case(NamedTuple):
-    """A layout, and the settings that it is trained with. microbatch_size None: the configuration derives it."""
+    """A layout, and the settings that it is trained with. microbatch_size None: the configuration derives it.
+
+    newer: the model has NEWER's options; otherwise it is a GPT-2.
+    """
 
     layout: Layout
     microbatch_size: int | None = None
     tied: bool = True
     layers: int = LAYERS
+    newer: bool = False
 
     def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
         model = ModelSection(
             vocab_size=257, seq_length=16, n_layers=self.layers, hidden_size=32, n_heads=4, dropout=0.1,
-            tie_embeddings=self.tied,
+            tie_embeddings=self.tied, **(NEWER if self.newer else {}),
         )  # fmt: skip
         section = TrainSection(
             steps=steps, dtype=dtype, device="cpu", global_batch_size=BATCH, microbatch_size=self.microbatch_size
@@ -80,7 +89,7 @@ class Case(NamedTuple):
     @property
     def alone(self) -> Case:
         """The same model in one process."""
-        return Case(Layout(), tied=self.tied, layers=self.layers)
+        return Case(Layout(), tied=self.tied, layers=self.layers, newer=self.newer)
 
     @property
     def n_microbatches(self) -> int:
@@ -99,10 +108,11 @@ class Case(NamedTuple):
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
         words += ["CPU offload"] if layout.cpu_offload else []
         words += [] if self.tied else ["untied"]
+        words += ["newer model"] if self.newer else []
         return ", ".join(words) or ALONE
 
 
-def case(microbatch_size: int | None = None, tied: bool = True, **layout: object) -> Case:
+def case(microbatch_size: int | None = None, tied: bool = True, newer: bool = False, **layout: object) -> Case:
     """A case from Layout's keywords, some by short names. It has 4 layers, or one a stage if stages are more."""
     short = {
         "tp": "tensor_parallel",
@@ -113,7 +123,7 @@ def case(microbatch_size: int | None = None, tied: bool = True, **layout: object
         "zero": "zero_stage",
     }
     made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
-    return Case(made, microbatch_size, tied, max(LAYERS, made.n_stages))
+    return Case(made, microbatch_size, tied, max(LAYERS, made.n_stages), newer)
 
 
 ONE = case()
@@ -147,6 +157,9 @@ CASES = (
     case(2, tp=2, pp=2, shard=2, zero=2, schedule="Interleaved1F1B"),
     ALL_AXES,
     case(2, tp=2, pp=2, shard=2, zero=3, schedule="LoopedBFS", cpu_offload=True, tied=False),
+    # the other model: with more ranks than key-value heads, with the backward split, and on all axes
+    *(case(2, tp=4, sequence_parallel=False, newer=True), case(2, tp=2, pp=2, schedule="ZBVZeroBubble", newer=True)),
+    case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", newer=True),
 )
 # the least, on at most four processes
 QUICK_CASES = (case(4, tp=2), case(2, shard=2, zero=3), case(2, tp=2, pp=2, schedule="ZBVZeroBubble"))

@@ -20,7 +20,17 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
 from bench import memory  # noqa: E402
-from bench.layer_memory import RESIDUALS, SCORES, STATISTICS, Counted, Layer, Step, count, expected_items  # noqa: E402
+from bench.layer_memory import (  # noqa: E402
+    BEFORE_NORMS,
+    RESIDUALS,
+    SCORES,
+    STATISTICS,
+    Counted,
+    Layer,
+    Step,
+    count,
+    expected_items,
+)
 from bench.runner import main  # noqa: E402
 from bench.step_counts import Gemms  # noqa: E402
 from tpformer.distributed import build_mesh  # noqa: E402
@@ -28,7 +38,9 @@ from tpformer.models import GPTConfig  # noqa: E402
 from tpformer.planner.storages import OTHER  # noqa: E402
 
 GPT = replace(memory.GPT, hidden_size=64, n_heads=4, seq_length=32)
-LLAMA = replace(memory.LLAMA, hidden_size=64, n_heads=4, n_kv_heads=2, seq_length=32, ffn_hidden_size=96)
+LLAMA = replace(
+    memory.LLAMA, qk_norm=True, hidden_size=64, n_heads=4, n_kv_heads=2, seq_length=32, ffn_hidden_size=96, head_dim=24
+)
 MODES = ("none", "mlp", "full")
 
 
@@ -78,7 +90,7 @@ def test_layers_keep_what_they_should(ranks: WorkerPool, t: int) -> None:
     head_dim = 64 // 4
     assert sizes == {"none": 20 + 16 / 64 + 4 / head_dim, "mlp": 12 + 8 / 64 + 4 / head_dim, "full": 2}
     expected = {"q", "k", "v", "attention output", "gate pre-activation", "up pre-activation", STATISTICS, SCORES}
-    assert set(by_name["Llama", "none"].items) == expected | set(RESIDUALS)
+    assert set(by_name["Llama", "none"].items) == {*expected, *RESIDUALS, BEFORE_NORMS}
     assert set(by_name["Llama", "full"].items) == {RESIDUALS[0]}
     torch_items = first[-1].items
     # 34 without parallelism; gathered norm outputs are whole on every rank; its norms' statistics have 2 bytes here
@@ -106,7 +118,7 @@ def test_nothing_lives_that_autograd_does_not_show() -> None:
             y = step.forward()
         table = 0
         if config.position == "rope":
-            tables, ids = step.positions.rope(16, config.rope_base, y.device, y.dtype)
+            tables, ids = step.positions.rope(config.head_size, config.rope_base, y.device, y.dtype)
             table = sum(x.untyped_storage().nbytes() for x in (*tables, ids))
         del step.positions
         gc.collect()

@@ -64,7 +64,7 @@ def on_rank(kind: str, attention: str, samples: str) -> Results:
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("samples", SAMPLES)
 @pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("kind", ["gelu-erf", "swiglu-rmsnorm-rope-gqa"])
+@pytest.mark.parametrize("kind", ["gelu-erf", "qk-norm-head-dim-scaling"])
 def test_equals_plain_block(ranks, kind, attention, samples, t):
     wanted, document = expected(kind, attention, samples), upstream(samples)[2]
     for found in joined(ranks(t).run(on_rank, kind, attention, samples), 1):

@@ -34,7 +34,7 @@ KINDS = {
         "activation": "swiglu",
         "ffn_hidden_size": 36,
         "rope_base": 100.0,
-        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16),
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32),  # one frequency stays, one is between, one is divided
         "bias": False,
     },
     "qkv-bias-qk-norm-mqa": {"qk_norm": True, "n_kv_heads": 1, "bias": False, "qkv_bias": True, "rope_base": 500.0},

@@ -17,7 +17,7 @@ from tpformer.planner.storages import Saved
 # inductor compiles C++, which takes half a minute
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.proof, NEEDS_COMPILER])]
-KINDS = ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"]
+KINDS = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
 SAMPLES = torch.arange(BATCH)
 LAYERS = [
     partial(kind, *sizes, dtype=torch.float64)

@@ -20,7 +20,7 @@ from tpformer.planner.storages import Saved
 P, SEED, STEP = 0.1, 3, 7
 SAMPLES = torch.tensor([11, 4])
 SEEDS = range(8)  # of inputs: the largest error in one block is luck, that in several far less so
-DROPPED = ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"]
+DROPPED = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
 
 
 def masks(dtype: torch.dtype) -> list[Tensor]:

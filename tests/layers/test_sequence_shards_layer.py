@@ -51,7 +51,7 @@ def assert_same_on_ranks(ranks, t: int, dim: int, function, *args) -> None:
 
 @pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("kind", ["gelu-layernorm", "swiglu-rmsnorm-rope-gqa"])
+@pytest.mark.parametrize("kind", ["gelu-layernorm", "qk-norm-head-dim-scaling"])
 @pytest.mark.parametrize("named, ids", [(False, None), (True, None), (True, IDS)])
 def test_a_block_on_shards_equals_the_whole(ranks, t, kind, recompute, named, ids):
     assert_same_on_ranks(ranks, t, 1, block, kind, recompute, named, ids)
@@ -59,7 +59,7 @@ def test_a_block_on_shards_equals_the_whole(ranks, t, kind, recompute, named, id
 
 @pytest.mark.parametrize("ids", [None, IDS])
 def test_a_slice_of_the_tokens(ranks, ids):
-    assert_same_on_ranks(ranks, 2, 0, block, "swiglu-rmsnorm-rope-gqa", "none", True, ids)
+    assert_same_on_ranks(ranks, 2, 0, block, "qk-norm-head-dim-scaling", "none", True, ids)
 
 
 def alone(dim: int, kind: str) -> Results:

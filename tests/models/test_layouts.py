@@ -25,6 +25,17 @@ LLAMA = {
     "position": "rope",
     "bias": False,
 }
+# all that Llama 3.1, Qwen and Mistral add, in one model
+NEWER = {
+    **LLAMA,
+    "head_dim": 8,
+    "qk_norm": True,
+    "qkv_bias": True,
+    "sliding_window": 5,
+    "rope_base": 100.0,
+    "rope_scaling_factor": 8.0,
+    "rope_original_length": 16,
+}
 # name -> (config, tensor_parallel, sequence_parallel); other options of GPT: OPTIONS
 LAYOUTS = {
     "tp2": (GELU, 2, True),
@@ -41,12 +52,17 @@ LAYOUTS = {
     "tp4-llama-bias-dropout": ({**LLAMA, "bias": True, "dropout": 0.1}, 4, True),
     "tp3-6-heads": ({**GELU, "n_heads": 6}, 3, True),
     "tp3-6-heads-4-kv": ({**LLAMA, "hidden_size": 48, "n_heads": 12, "n_kv_heads": 4}, 3, True),
+    "tp2-newer": (NEWER, 2, True),
+    "tp2-newer-recomputed": (NEWER, 2, False),
+    "tp4-newer-2-kv-heads": (NEWER, 4, True),
+    "tp3-newer-12-heads-4-kv-no-sp": ({**NEWER, "n_heads": 12, "n_kv_heads": 4}, 3, False),
     "tp2-vocab-50257": ({**GELU, "n_layers": 1, "hidden_size": 16, "vocab_size": 50257}, 2, True),
     "tp3-uneven-vocab": ({**GELU, "n_heads": 6, "vocab_size": 300, "vocab_multiple": 100, "position": "rope"}, 3, True),
     "tp2-dropout-mlp-recomputed": ({**GELU, "dropout": 0.1}, 2, True),
     "tp4-llama-one-layer-recomputed-dropout": ({**LLAMA, "dropout": 0.1}, 4, True),
 }
 OPTIONS = {
+    "tp2-newer-recomputed": {"recompute": "full", "recompute_interval": 2},
     "tp2-dropout-mlp-recomputed": {"recompute": "mlp"},
     "tp4-llama-one-layer-recomputed-dropout": {"recompute": "full", "recompute_layers": "1"},
 }

@@ -27,7 +27,9 @@ class Blocks(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         gpt = TransformerBlock(HIDDEN, 4, n_kv_heads=1, **options)
-        llama = TransformerBlock(HIDDEN, 4, norm="rmsnorm", activation="swiglu", rope_base=1e4, bias=False, **options)
+        llama = TransformerBlock(
+            HIDDEN, 4, norm="rmsnorm", qk_norm=True, activation="swiglu", rope_base=1e4, bias=False, **options
+        )
         self.blocks = nn.ModuleList([gpt, llama])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, 
 LLAMA = {
     **MODEL,
     "n_kv_heads": 2,
+    "head_dim": 12,
+    "qk_norm": True,
+    "sliding_window": 7,
     "norm": "rmsnorm",
     "activation": "swiglu",
     "position": "rope",
@@ -386,3 +389,12 @@ def test_every_example_is_counted_and_fits(path):
             assert float(gigabytes) == pytest.approx(
                 int(re.search(r"# predicted: (\d+) GB of 80,", comment)[1]), rel=0.03
             )
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", "bfloat16"), ("cuda", "float32"), ("cpu", "bfloat16")])
+def test_only_a_gpu_in_16_bits_needs_no_mask_of_a_window(device, dtype):
+    models = ({**LLAMA, "sliding_window": window} for window in (7, None))
+    configs = (plan_config(configuration({}, {"device": device, "dtype": dtype}, model)) for model in models)
+    saved = [count_rank(config, 0).stages[0].saved for config in configs]
+    mask = 16 * 16 * getattr(torch, dtype).itemsize * LLAMA["n_layers"]
+    assert saved[0] - saved[1] == (0 if (device, dtype) == ("cuda", "bfloat16") else mask)

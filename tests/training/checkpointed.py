@@ -14,8 +14,8 @@ from tpformer.training.checkpoint import Checkpointer
 CONFIG = GPTConfig(vocab_size=100, seq_length=12, n_layers=4, hidden_size=24, n_heads=4, n_kv_heads=2)
 
 
-def build(layout: Layout, seed: int):
-    """Build this rank's parts of CONFIG in a layout, and an AdamW for each."""
+def build(layout: Layout, seed: int, config: GPTConfig = CONFIG):
+    """Build this rank's parts of a model in a layout, and an AdamW for each."""
     mesh = build_mesh(
         "cpu",
         pipeline_parallel=layout.pipeline_parallel,
@@ -23,10 +23,10 @@ def build(layout: Layout, seed: int):
         data_parallel_shard=layout.data_parallel_shard,
         tensor_parallel=layout.tensor_parallel,
     )
-    ranges = split_stages(CONFIG.layer_costs("parameters"), layout.n_stages)
+    ranges = split_stages(config.layer_costs("parameters"), layout.n_stages)
     parts = []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
-        part = GPT(CONFIG, tp=mesh["tp"], part=ranges[stage], seed=seed, device="meta")
+        part = GPT(config, tp=mesh["tp"], part=ranges[stage], seed=seed, device="meta")
         if layout.data_parallel > 1 or layout.cpu_offload:
             apply_zero(part, part.layers.values(), mesh, layout, torch.float32)
         part.to_empty(device="cpu")

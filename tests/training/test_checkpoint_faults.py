@@ -90,8 +90,16 @@ def test_ranks_share_the_reading_and_agree(ranks, tmp_path, damage, words):
         assert word in reports[0]
 
 
-def fails_on_one_rank(directory):
-    """Rank 1's disk is full at step 2. Return the messages of the next two waits, and the files that are left."""
+def full_disk(files):
+    raise OSError("disk full")
+
+
+def on_another_disk(files):
+    return {"__1_0.elsewhere": {"bytes": 1, "sha256": ""}}
+
+
+def fails_on_one_rank(directory, broken):
+    """At step 2 rank 1 lists its files by `broken`. Return the messages of the next two waits, and what is left."""
     parts, optimizers = build(LAYOUTS["offload"], seed=1)
     checkpointer = Checkpointer(directory, keep=1)
     checkpointer.save(1, parts, optimizers)
@@ -100,7 +108,7 @@ def fails_on_one_rank(directory):
     messages = []
     try:
         if dist.get_rank() == 1:
-            checkpoint_module.manifest_entries = lambda path: (_ for _ in ()).throw(OSError("disk full"))
+            checkpoint_module.manifest_entries = broken
         checkpointer.save(2, parts, optimizers)
         for _ in range(2):
             try:
@@ -117,10 +125,13 @@ def fails_on_one_rank(directory):
     return messages, left, sorted(path.name for path in directory.iterdir())
 
 
-def test_a_failed_save_is_raised_once_on_all_ranks_and_leaves_the_previous_one(ranks, tmp_path):
-    for messages, left, names in ranks(2).run(fails_on_one_rank, tmp_path):
+@pytest.mark.parametrize(
+    "broken, words", [(full_disk, "disk full"), (on_another_disk, "rank 0 does not see __1_0.elsewhere")]
+)
+def test_a_failed_save_is_raised_once_on_all_ranks_and_leaves_the_previous_one(ranks, tmp_path, broken, words):
+    for messages, left, names in ranks(2).run(fails_on_one_rank, tmp_path, broken):
         (message,) = messages
-        assert str(tmp_path / "step-2") in message and "disk full" in message
+        assert str(tmp_path / "step-2") in message and words in message
         assert left == [1]
         assert names == ["step-3"], "keep=1 drops the older one, and what the failed save left behind is gone"
 

@@ -1,5 +1,6 @@
 """`tpformer export` writes a checkpoint's tensors as safetensors, and refuses what it cannot export."""
 
+import dataclasses
 import json
 import subprocess
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 from tpformer.config import build_config, to_toml
 from tpformer.models import GPT
 from tpformer.training.checkpoint import Checkpointer, CheckpointError
-from tpformer.training.export import export, export_config, load_export
+from tpformer.training.export import export
+from tpformer.training.source import open_source
 
 
 def train(run):
@@ -64,7 +66,7 @@ def test_the_newest_checkpoint_in_one_file(trained, tmp_path):
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["step"], written["dtype"], written["vocab_size"]) == (12, "float32", 100)
     assert written["source"] == str(run / "checkpoints" / "step-12")
-    assert export_config(tmp_path / "out") == CONFIG
+    assert open_source(tmp_path / "out").architecture == CONFIG
 
 
 def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
@@ -95,11 +97,10 @@ def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
 def loaded_by(name, out):
     """The parameters of a layout's parts, filled from an export."""
     parts, optimizers = build(LAYOUTS[name], seed=2)
-    for part in parts:
-        with torch.no_grad():
-            for parameter in part.parameters():
-                parameter.fill_(float("nan"))
-        load_export(out, part)
+    with torch.no_grad():
+        for parameter in (parameter for part in parts for parameter in part.parameters()):
+            parameter.fill_(float("nan"))
+    open_source(out).load(parts)
     return everything(parts, optimizers)
 
 
@@ -116,14 +117,15 @@ def test_an_export_loads_into_any_layout(ranks, trained, tmp_path, name):
 def test_an_export_loads_into_one_process(trained, tmp_path):
     run, saved = trained
     export(run, tmp_path / "out")
-    model = GPT(export_config(tmp_path / "out"), seed=2, dtype=torch.float64)
-    load_export(tmp_path / "out", model)
+    source = open_source(tmp_path / "out")
+    model = GPT(source.architecture, seed=2, dtype=torch.float64)
+    source.load([model])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, saved[12][name].double()), name
-    with pytest.raises(ValueError, match=r"another model: it has layers\.4\..* as None"):
-        load_export(tmp_path / "out", GPT(type(CONFIG)(**vars(CONFIG) | {"n_layers": 5})))
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight as \(100, 24\), wanted \(90, 24\)"):
-        load_export(tmp_path / "out", GPT(type(CONFIG)(**vars(CONFIG) | {"vocab_size": 90})))
+    with pytest.raises(ValueError, match="another model: n_layers = 5, there 4"):
+        source.load([GPT(dataclasses.replace(CONFIG, n_layers=5))])
+    with pytest.raises(ValueError, match="another model: vocab_size = 90, there 100"):
+        source.load([GPT(dataclasses.replace(CONFIG, vocab_size=90))])
 
 
 def refusals(run, folder):
@@ -175,7 +177,7 @@ def test_an_export_that_fails_half_way_leaves_no_directory(trained, tmp_path, mo
     def full(*arguments, **options):
         raise OSError("disk full")
 
-    monkeypatch.setattr("tpformer.training.export.save_file", full)
+    monkeypatch.setattr("tpformer.training.export.create_file", full)
     with pytest.raises(OSError, match="disk full"):
         export(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -189,3 +191,12 @@ def test_the_command_exports_and_refuses_in_one_line(commands, trained, tmp_path
     assert load_file(tmp_path / "out" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
     code, _, err = commands.run(*arguments)
     assert code == 2 and "is not an empty directory" in err and "Traceback" not in err
+
+
+def test_two_exports_at_once_leave_one_of_them(commands, trained, tmp_path):
+    run, _ = trained
+    started = [commands.start("export", str(run), "--out", str(tmp_path / "out")) for _ in range(2)]
+    codes, _, errors = zip(*(command.finish() for command in started), strict=True)
+    assert sorted(codes) in ([0, 0], [0, 2]) and all("Traceback" not in error for error in errors), errors
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == len(open_source(tmp_path / "out").tensors.shapes)

@@ -65,6 +65,18 @@ def test_on_a_terminal_the_bar_shows_the_newest_loss(tmp_path, monkeypatch, caps
     assert "step 3/4" in capsys.readouterr().out, "validation is a line of its own"
 
 
+def test_lines_on_the_console_are_short_and_plain(tmp_path, monkeypatch, capsys):
+    values = {"loss": 2.5, "lr": 3e-4, "tokens": 12345, "tokens_per_second": 4321.5, "grad_norm": float("inf")}
+    with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
+        log.row(step=3, **values)
+    line = "step 3/4  loss 2.5000  lr 0.0003  tokens 12,345  tokens_per_second 4,322  grad_norm inf\n"
+    assert line in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
+        log.note("12 layers, lr 3e-4")
+    assert "12 layers, lr 3e-4" in capsys.readouterr().out, "numbers are not coloured, and a table stays one"
+
+
 def test_the_loss_curve_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     write_rows(tmp_path, 3)

@@ -43,11 +43,20 @@ MODELS: dict[str, tuple[str, dict]] = {
 }
 
 
+def configuration(name: str):
+    kind, fields = MODELS[name]
+    return AutoConfig.for_model(kind, **fields)
+
+
+def default(kind: str) -> dict:
+    """What their library takes for a configuration that says nothing."""
+    return AutoConfig.for_model(kind).to_dict()
+
+
 def make(name: str, folder, dtype: torch.dtype = torch.float32, **saving):
     """Save a random model to `folder`, and return it. Biases and norms are random, too."""
-    kind, fields = MODELS[name]
     torch.manual_seed(sum(map(ord, name)))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
+    model = AutoModelForCausalLM.from_config(configuration(name)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

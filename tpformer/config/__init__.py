@@ -8,6 +8,7 @@ from .architecture import (
     NORM_NAMES,
     GPTConfig,
     check_heads,
+    check_rope_scaling,
     default_ffn_size,
 )
 from .checks import check_choice, check_dropout, check_loss_terms, check_positive
@@ -52,6 +53,7 @@ __all__ = [
     "check_heads",
     "check_loss_terms",
     "check_positive",
+    "check_rope_scaling",
     "default_ffn_size",
     "preset",
     "preset_config",

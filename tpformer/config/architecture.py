@@ -63,7 +63,7 @@ def check_heads(
 
 
 def check_rope_scaling(factor: float, low_frequency: float, high_frequency: float, original_length: int) -> None:
-    """ValueError for a scaling of RoPE's frequencies (Llama 3.1's) that is none."""
+    """ValueError for an impossible scaling of RoPE's frequencies (Llama 3.1's)."""
     if not (1 <= factor < math.inf):
         raise ValueError(f"rope_scaling_factor={factor} must be at least 1, which is no scaling, and finite")
     if not (0 < low_frequency < high_frequency < math.inf):
@@ -158,6 +158,11 @@ class GPTConfig:
         return self.ffn_hidden_size or default_ffn_size(self.hidden_size, self.activation)
 
     @property
+    def hidden_features(self) -> int:
+        """Features that the MLP's activation reads of a token: those of two linears if it is gated."""
+        return self.ffn_size * (2 if MLP_ACTIVATIONS[self.activation][1] else 1)
+
+    @property
     def kv_heads(self) -> int:
         """Number of key-value heads."""
         return self.n_kv_heads or self.n_heads
@@ -185,11 +190,25 @@ class GPTConfig:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer."""
-        h, f, qkv = self.hidden_size, self.ffn_size, self.query_size + 2 * self.kv_size
-        up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
-        matrices = (qkv + self.query_size) * h + (up + 1) * h * f
-        biases = (qkv if self.has_qkv_bias else 0) + (2 * h + up * f if self.bias else 0)
-        return matrices + biases + 2 * self._norm_parameters + (2 * self.head_size if self.qk_norm else 0)
+        h, qkv = self.hidden_size, self.query_size + 2 * self.kv_size
+        biases = (qkv if self.has_qkv_bias else 0) + (2 * h + self.hidden_features if self.bias else 0)
+        norms = 2 * self._norm_parameters + (2 * self.head_size if self.qk_norm else 0)
+        return self._layer_weights + biases + norms
+
+    @property
+    def _layer_weights(self) -> int:
+        """Elements of one layer's matrices."""
+        return self.hidden_size * (2 * (self.query_size + self.kv_size) + self.hidden_features + self.ffn_size)
+
+    @property
+    def kept_features(self) -> int:
+        """Features that a layer keeps of a token for its backward, on all tensor-parallel ranks together.
+
+        They are two residual inputs, q, k, v, the attention's result, and what the activation reads; with qk_norm, q
+        and k before their norms, too. Statistics of rows are not counted (docs/memory.md).
+        """
+        before_norms = self.query_size + self.kv_size if self.qk_norm else 0
+        return 2 * (self.hidden_size + self.query_size + self.kv_size) + before_norms + self.hidden_features
 
     @property
     def _norm_parameters(self) -> int:
@@ -208,10 +227,8 @@ class GPTConfig:
     @property
     def layer_flops_per_token(self) -> int:
         """FLOPs of one layer per token, counted as in flops_per_token."""
-        h, seen = self.hidden_size, min(self.seq_length, self.sliding_window or self.seq_length)
-        up = 2 if MLP_ACTIVATIONS[self.activation][1] else 1
-        weights = 2 * h * (self.query_size + self.kv_size) + (up + 1) * h * self.ffn_size
-        return 6 * weights + 12 * self.query_size * seen
+        seen = min(self.seq_length, self.sliding_window or self.seq_length)
+        return 6 * self._layer_weights + 12 * self.query_size * seen
 
     @property
     def flops_per_token(self) -> int:

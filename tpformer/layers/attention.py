@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import check_heads
+from tpformer.config import check_heads, check_rope_scaling
 from tpformer.kernels.rope.reference import RopeScaling
 from tpformer.ops.attention import check_window
 from tpformer.ops.sequence import flat_rows
@@ -36,13 +36,14 @@ class SelfAttention(ParallelModule):
              other way round.
     qk_norm: q_norm and k_norm, RMSNorms with weights (head_dim,), norm each head's queries and keys before RoPE, as in
              Qwen 3. The weights are Replicate, and their gradients always partial sums over the tp axis: ranks have
-             different heads. Queries and keys are then kept before the norm, too.
+             different heads. Queries and keys before the norm are then kept for the backward, too, which is
+             2 (n_heads + n_kv_heads) head_dim / t bytes for each token in 16 bits. norm_eps is theirs.
     qkv_bias: biases of q_proj, k_proj and v_proj; unset, `bias`, as o_proj has.
     rope_scaling: lower frequencies for long texts, as in Llama 3.1.
     sliding_window: a token attends to itself and the sliding_window - 1 tokens before it, as in Mistral. A CPU then
              makes a mask of seq^2 elements in every call, and keeps it for the backward.
     Errors:  ValueError if heads cannot be split over ranks or key-value heads, if `positions` does not fit x, and for a
-             window below 1 or without is_causal.
+             window below 1 or without is_causal, or an impossible rope_scaling, or one without rope_base.
     """
 
     def __init__(
@@ -74,6 +75,10 @@ class SelfAttention(ParallelModule):
         check_window(sliding_window, is_causal)
         if rope_base is not None and not rope_base > 0:
             raise ValueError(f"rope_base={rope_base}: its powers are wavelengths, so give a number above 0")
+        if rope_scaling is not None:
+            check_rope_scaling(*rope_scaling)
+            if rope_base is None:
+                raise ValueError(f"{rope_scaling} without rope_base would scale nothing: give rope_base, too")
         rope = rope_base is not None
         check_heads(hidden_size, n_heads, self.n_kv_heads, self.tp.size, rope=rope, head_dim=head_dim)
         self.head_dim = head_dim or hidden_size // n_heads

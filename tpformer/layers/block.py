@@ -45,8 +45,7 @@ class TransformerBlock(ParallelModule):
              it is drawn from torch's generator, as nn.Dropout's is.
              With qk_norm the first two keep 4 more, for the queries and keys before their norms (in general
              2 (n_heads + n_kv_heads) head_dim / hidden), and one more statistic of each head.
-    head_dim, qk_norm, is_causal, sliding_window, rope_..., qkv_bias, and forward's `positions` and `key_padding_mask`
-    are those of SelfAttention. norm_eps is that of all norms.
+    What else concerns attention, forward's `positions` and `key_padding_mask` included, is that of SelfAttention.
     A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward, or is of
     another class; explain() lists such children, and the others stay fused. Such a child gets rows
     (tokens, hidden_size), and an attention also gets positions=Positions. A module that is not of this library gets all

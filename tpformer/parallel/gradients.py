@@ -25,7 +25,8 @@ def reduce_partial_gradients(
     """Add up, over their mesh axis, gradients of which each rank holds a part. Call it once per step, before clipping.
 
     Parameters that all tensor-parallel ranks share but use on their own sequence shard (norm weights, row biases,
-    positions, shared key-value heads) get Partial gradients. They become Replicate, equal on all ranks.
+    positions) or on their own heads (shared key-value heads, norms of queries and keys) get Partial gradients. They
+    become Replicate, equal on all ranks.
     partial, whole: needed for parameters of your own that are not laid out over tensor-parallel ranks, in a model with
     sequence shards. Name each one, or a pattern such as "*.lora_a.weight": in `partial` if its gradient is made from
     this rank's shard (it is then summed), in `whole` if it is already equal on all ranks (it is then left alone).

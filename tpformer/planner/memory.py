@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tpformer.config import MLP_ACTIVATIONS, RunConfig
+from tpformer.config import RunConfig
 from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIMUM
 from tpformer.distributed.sizes import slot_bytes
 from tpformer.models import GPTConfig
@@ -76,21 +76,6 @@ def loss_workspace(config: GPTConfig, tokens: int, width: int, chunk_tokens: int
     return logits + max(4, itemsize) * width * h + 2 * tokens * h * itemsize
 
 
-def kept_features(config: GPTConfig) -> int:
-    """Features that a layer keeps of a token for its backward, on all tensor-parallel ranks together.
-
-    They are two residual inputs, q, k, v, the attention's result, and what the activation reads; with qk_norm, q and k
-    before their norms, too.
-    """
-    normed = config.query_size + config.kv_size if config.qk_norm else 0
-    return 2 * (config.hidden_size + config.query_size + config.kv_size) + normed + hidden_features(config)
-
-
-def hidden_features(config: GPTConfig) -> int:
-    """Features of a token that the MLP's activation reads."""
-    return config.ffn_size * (2 if MLP_ACTIVATIONS[config.activation][1] else 1)
-
-
 def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float, precision: Precision) -> float:
     """The most bytes that the backward of one layer needs while it runs. layer: elements of its parameters on a rank.
 
@@ -100,9 +85,9 @@ def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float
     """
     h, t = config.hidden_size, layout.tensor_parallel
     item = precision.compute.itemsize
-    kept = item * tokens * kept_features(config) / t
+    kept = item * tokens * config.kept_features / t
     again = 0.0 if layout.recompute == "none" else min(layout.recompute_interval, config.n_layers) * kept
-    return item * (tokens * (3 * h + (hidden_features(config) + config.ffn_size) / t) + layer) + again
+    return item * (tokens * (3 * h + (config.hidden_features + config.ffn_size) / t) + layer) + again
 
 
 def reduction_workspace(

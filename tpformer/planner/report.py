@@ -20,8 +20,6 @@ from .dry_run import RankCount, count_parameters, count_rank
 from .memory import (
     Peak,
     fused_workspaces,
-    hidden_features,
-    kept_features,
     layer_workspace,
     loss_workspace,
     pipeline_buffers,
@@ -138,7 +136,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
     if not layout.cpu_offload:
         found.append(("cpu_offload = true", sum(state.nbytes for state in plan.states[:3])))
     saved = float(plan.peak.saved)
-    hidden, kept = hidden_features(model), kept_features(model)
+    hidden, kept = model.hidden_features, model.kept_features
     if layout.recompute == "none":
         found.append(('recompute = "mlp"', saved * hidden / kept))
         found.append(('recompute = "full"', saved * (1 - model.hidden_size / kept)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tpformer.config import MLP_ACTIVATIONS, RunConfig
+from tpformer.config import RunConfig
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout, split_stages
@@ -56,12 +56,11 @@ class Elements(NamedTuple):
 
 def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
     """The Elements of stages on one of tp ranks. stages: the layers of each. docs/layouts.md says what is sharded."""
-    h, q, f, t = config.hidden_size, config.query_size, config.ffn_size, tp
-    up = 2 if MLP_ACTIVATIONS[config.activation][1] else 1
+    h, q, t = config.hidden_size, config.query_size, tp
     kv = config.kv_size / (t if config.kv_heads % t == 0 else 1)
     norm, head_norms = h * (2 if config.norm == "layernorm" else 1), 2 * config.head_size if config.qk_norm else 0
-    matrices = (2 * h * q + (up + 1) * h * f) / t + 2 * h * kv
-    biases = (q / t + 2 * kv if config.has_qkv_bias else 0) + (up * f / t + 2 * h if config.bias else 0)
+    matrices = h * (2 * q + config.hidden_features + config.ffn_size) / t + 2 * h * kv
+    biases = (q / t + 2 * kv if config.has_qkv_bias else 0) + (config.hidden_features / t + 2 * h if config.bias else 0)
     table = padded_vocab(config.vocab_size or 0, config.vocab_multiple) * h / t
     n_layers, rest, head = 0, 0.0, 0.0
     for stage in stages:

@@ -127,35 +127,37 @@ def saved_tensors(path: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
     return {name.removeprefix(prefix): entry for name, entry in saved.items() if name.startswith(prefix)}
 
 
-class _Parts(dcp.DefaultLoadPlanner):
-    """Reads parts of saved tensors. parts: {name: (where the values go, where they begin in the saved tensor)}."""
+class _Part(dcp.DefaultLoadPlanner):
+    """Reads a part of a saved tensor. tensor: where the values go. begin: where they begin in the saved tensor."""
 
-    def __init__(self, parts: Mapping[str, tuple[Tensor, Sequence[int]]]) -> None:
+    def __init__(self, name: str, tensor: Tensor, begin: Sequence[int]) -> None:
         super().__init__()
-        self.parts = parts
+        self.name, self.tensor, self.begin = name, tensor, begin
 
     def create_local_plan(self) -> dcp.LoadPlan:
-        """One read item for each saved shard that overlaps with a part."""
-        items = []
-        for name, (tensor, begin) in self.parts.items():
-            chunk = ChunkStorageMetadata(torch.Size(begin), tensor.size())
-            items += create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], [chunk])
-        return dcp.LoadPlan(items)
+        """One read item for each saved shard that overlaps with the part."""
+        chunk = ChunkStorageMetadata(torch.Size(self.begin), self.tensor.size())
+        saved = self.metadata.state_dict_metadata[self.name]
+        return dcp.LoadPlan(create_read_items_for_chunk_list(self.name, saved, [chunk]))
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where the values of a part go."""
-        return self.parts[index.fqn][0]
+        """Where the values of the part go."""
+        return self.tensor
 
 
 def read_parts(path: Path, parts: Mapping[str, tuple[Tensor, Sequence[int]]]) -> None:
     """Fill plain tensors from parts of saved ones, by global name, converting to their dtypes.
 
     parts: {name: (tensor, where it begins in the saved one)}. This process reads the saved shards that overlap.
+    Memory: one saved shard. dcp.load would read all parts in one plan, and keep one shard while it reads the next.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        tensors: dict[str, Any] = {name: tensor for name, (tensor, _) in parts.items()}
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), planner=_Parts(parts), no_dist=True)
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    for name, (tensor, begin) in parts.items():
+        planner = _Part(name, tensor, begin)
+        planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
+        reader.read_data(planner.create_local_plan(), planner)
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], step: int) -> None:

@@ -1,4 +1,4 @@
-"""`tpformer import`: weights of another library as a run, which generates, evaluates, exports and can be started from."""
+"""`tpformer import`: weights of another library as a run, which generates, evaluates, exports and starts others."""
 
 import dataclasses
 import shutil

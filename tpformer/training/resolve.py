@@ -12,6 +12,10 @@ def tokenizer_name(config: RunConfig) -> str:
     """The configured tokenizer, or else that of the first training dataset. ValueError if neither is known."""
     if config.data.tokenizer:
         return config.data.tokenizer
+    if not config.data.train:
+        raise ValueError(
+            "the model has no tokenizer.json, so its tokenizer is unknown: set data.tokenizer in config.toml"
+        )
     sidecar = read_sidecar(config.data.train[0])
     if sidecar is None:
         raise ValueError(

@@ -38,7 +38,7 @@ from .step import StepResult, batch, train_step
 
 STEPS, BOUND = 2, 1e-9
 STATE_BYTES = 32  # for each parameter in float64: itself, its gradient and AdamW's two moments
-ACTIVATION_BYTES = 80  # what a layer keeps for each token and hidden unit in float64: docs/memory.md
+ITEM_BYTES = 8  # of a number in float64
 PROCESS_BYTES = 250 * 2**20  # an interpreter with torch, without the memory that ranks share
 RANDOM = "random tokens"
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def needed_bytes(config: RunConfig) -> tuple[int, int]:
     """The least bytes on rank 0's machine (or GPU): (for the run in one process, for the layout's ranks there)."""
     model, layout = config.model, config.parallel
     tokens = config.microbatch_size * model.seq_length
-    kept = tokens * (ACTIVATION_BYTES * model.hidden_size * model.n_layers + 8 * (model.vocab_size or 0))
+    kept = ITEM_BYTES * tokens * (model.kept_features * model.n_layers + (model.vocab_size or 0))
     one = STATE_BYTES * model.n_parameters + kept
     here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)) if config.train.device == "cpu" else 1
     states = STATE_BYTES * model.n_parameters * layout.data_parallel_replicate * here // layout.world_size

@@ -158,20 +158,18 @@ class Family:
 
     def cannot_say(self, config: GPTConfig) -> list[str]:
         """The fields of GPTConfig, with their values, that are lost on the way through a config.json."""
-        try:
-            back = meaning(self.read(self._written(config)))
-        except _NoWord as error:
-            return [str(error)]
+        back = meaning(self.read(self._written(config)))
         return [f"{name} = {value}" for name, value in meaning(config).items() if back[name] != value]
 
     def _written(self, config: GPTConfig) -> dict[str, Any]:
+        """A config.json. A value that the family has no word for is missing in it."""
         values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         said = meaning(config)
         for name, known_field in self.fields.items():
             if isinstance(known_field, Must):
                 values |= {name: known_field.value} if isinstance(known_field.value, bool) else {}
             elif isinstance(known_field, Field):
-                values[name] = _in_their_words(known_field, said[known_field.ours])
+                values |= _in_their_words(name, known_field, said[known_field.ours])
             elif known_field is DROPOUT:
                 values[name] = 0.0
         return values | (write_rope(config) if self.has_rope and config.position == "rope" else {})
@@ -190,10 +188,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-class _NoWord(ValueError):
-    """A value of ours that a family has no word for."""
-
-
 def _in_our_words(name: str, known: Field, value: Any) -> Any:
     if known.values is not None:
         if not isinstance(value, str) or value not in known.values:
@@ -209,13 +203,11 @@ def _in_our_words(name: str, known: Field, value: Any) -> Any:
     return value
 
 
-def _in_their_words(known: Field, value: Any) -> Any:
+def _in_their_words(name: str, known: Field, value: Any) -> dict[str, Any]:
+    """The field with its value; nothing if they have no word for the value."""
     if known.values is None:
-        return value
-    for theirs, ours in known.values.items():
-        if ours == value:
-            return theirs
-    raise _NoWord(f"{known.ours} = {value}")
+        return {name: value}
+    return {name: theirs for theirs, ours in reversed(known.values.items()) if ours == value}
 
 
 def _check_must(name: str, must: Must, values: Mapping[str, Any]) -> None:

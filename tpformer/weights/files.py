@@ -68,10 +68,11 @@ class TensorFiles:
         self.specs: dict[str, Spec] = {}
         self._opened: dict[str, Any] = {}
         odd: dict[str, str] = {}
-        for file, promised in sorted(_files(directory).items()):
+        files = sorted(_files(directory).items())
+        if absent := [file for file, _ in files if not (directory / file).is_file()]:
+            raise FileNotFoundError(f"{directory / absent[0]} does not exist, but {INDEX} names it")
+        for file, promised in files:
             path = directory / file
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist, but {INDEX} names it")
             try:
                 opened = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:

@@ -1,0 +1,191 @@
+"""Runs start from other models' weights, in any layout; what contradicts them is refused before anything starts."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from checkpointed import LAYOUTS, build, everything, merged
+from safetensors.torch import save_file
+
+from tpformer.config import build_config, read_toml, to_toml
+from tpformer.models import GPT
+from tpformer.parallel import Layout
+from tpformer.training.importing import import_weights
+from tpformer.training.source import from_source, open_source
+from tpformer.weights.families import family_of
+from tpformer.weights.tensors import TensorMap
+
+COMMON = {"vocab_size": 300, "tie_word_embeddings": False}
+GPT2 = {"model_type": "gpt2", "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4, **COMMON}
+LLAMA = {
+    "model_type": "llama",
+    "max_position_embeddings": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    **COMMON,
+}
+
+
+def make(folder, values):
+    """Save random weights as `values` describe them."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    family = family_of(values)
+    generator = torch.Generator().manual_seed(0)
+    shapes = TensorMap(family, family.read(values)).shapes
+    tensors = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """hub[model_type]: a directory of random weights; hub["run"] is the GPT-2 as an imported run."""
+    folder = tmp_path_factory.mktemp("hub")
+    made = {values["model_type"]: make(folder / values["model_type"], values) for values in (GPT2, LLAMA)}
+    import_weights(made["gpt2"], folder / "run", report=lambda _: None)
+    return made | {"run": folder / "run"}
+
+
+def in_one_process(path, config=None):
+    source = open_source(path)
+    model = GPT(config or source.architecture)
+    source.load([model])
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def loaded_by(layout, path, config):
+    """Parameters of a layout's parts, filled with NaN and then from a source."""
+    source = open_source(path)
+    parts, optimizers = build(layout, seed=2, config=config)
+    for parameter in (parameter for part in parts for parameter in part.parameters()):
+        parameter.detach().fill_(float("nan"))
+    source.load(parts)
+    return everything(parts, optimizers)
+
+
+TP2 = Layout(tensor_parallel=2, data_parallel_replicate=2)
+CASES = {
+    "tp2": TP2,
+    "pp2-v": LAYOUTS["v-schedule"],
+    **{k: LAYOUTS[k] for k in ("tp4", "tp2-pp2", "tp2-zero3", "offload")},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "run"])
+def test_every_layout_loads_what_one_process_loads(ranks, hub, kind):
+    """To the bit; with 4 ranks there are fewer key-value heads than ranks. The run's tables get padding rows."""
+    path = hub[kind]
+    config = dataclasses.replace(open_source(path).architecture, vocab_multiple=128)
+    expected = in_one_process(path, config)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert len(expected[name]) == 384 and not expected[name][300:].any() and expected[name][299].any()
+    for name, layout in CASES.items():
+        results = ranks(layout.world_size).run(loaded_by, layout, path, config)
+        loaded = merged(results)
+        assert loaded.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(loaded[key], value), (name, key)
+
+
+def test_a_model_may_have_fewer_learned_positions_and_no_other_shape(hub):
+    source = open_source(hub["gpt2"])
+    short = dataclasses.replace(source.architecture, seq_length=20)
+    whole = in_one_process(hub["gpt2"])["embed_positions.weight"]
+    for path in (hub["gpt2"], hub["run"]):
+        assert torch.equal(in_one_process(path, short)["embed_positions.weight"], whole[:20])
+    with pytest.raises(ValueError, match="seq_length = 40, but there are 32 learned positions"):
+        source.load([GPT(dataclasses.replace(source.architecture, seq_length=40))])
+    with pytest.raises(ValueError, match="of another model: n_layers = 3, there 4"):
+        source.load([GPT(dataclasses.replace(source.architecture, n_layers=3))])
+
+
+def start(tiny_values, path, **parallel):
+    """A run of one step that changes nothing: its checkpoint has the weights that it started from."""
+    values = {**tiny_values, "model": {"init_from": str(path), "seq_length": 16}, "parallel": parallel}
+    values["optimizer"] = {"lr": 0.0}
+    values["train"] = tiny_values["train"] | {"steps": 1}
+    return values
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [("llama", {"tensor_parallel": 2}), ("gpt2", {"pipeline_parallel": 2}), ("run", {"data_parallel_shard": 2})],
+)
+def test_a_run_starts_from_weights_and_resumes_without_them(commands, hub, tiny_values, tmp_path, kind, parallel):
+    source = tmp_path / "source"
+    shutil.copytree(hub[kind], source)
+    values = start(tiny_values, source, **parallel)
+    (tmp_path / "run.toml").write_text(to_toml(build_config(*from_source(values))))
+    file = tmp_path / "few.toml"  # only what a user would write
+    file.write_text(
+        "\n".join(f"[{s}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in x.items()) for s, x in values.items())
+    )
+    code, out, err = commands.run("pretrain", str(file))
+    assert code == 0 and f"weights of {source}" in out, err
+    run = tmp_path / "run"
+    written = build_config(read_toml(run / "config.toml")).model
+    assert (written.init_from, written.vocab_size, written.seq_length) == (str(source), 300, 16)
+    config = dataclasses.replace(open_source(source).architecture, vocab_multiple=128, seq_length=16)
+    expected, trained = in_one_process(source, config), in_one_process(run)
+    for name, value in expected.items():
+        assert torch.equal(trained[name], value), name
+    shutil.rmtree(source)
+    more = ("--run.resume", "True", "--train.steps", "2")
+    code, out, err = commands.run("pretrain", str(file), *more)
+    assert code == 0 and "from step 1" in out and "weights of" not in out, err
+
+
+def _toml(value):
+    return f'"{value}"' if isinstance(value, str) else json.dumps(value)
+
+
+def test_verify_compares_the_loaded_weights(commands, hub, tiny_values, tmp_path):
+    values = start(tiny_values, hub["llama"], tensor_parallel=2) | {"optimizer": {"lr": 0.01}}
+    (tmp_path / "run.toml").write_text(to_toml(build_config(*from_source(values))))
+    code, out, err = commands.run("verify", str(tmp_path / "run.toml"))
+    assert code == 0 and "trains as one process does" in out, out + err
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"n_layers": 3}, ["contradicts", "n_layers = 3, there 4", "leave these keys out"]),
+        ({"ffn_hidden_size": 64, "bias": True}, ["ffn_hidden_size = 64, there 48", "bias = True, there False"]),
+        ({"preset": "gpt2-124m"}, ["vocab_size = 50257, there 300"]),
+        ({"init_from": "/nowhere"}, ["/nowhere is not a run and has no model"]),
+    ],
+)
+def test_contradictions_are_refused(hub, model, words):
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        from_source({"model": {"init_from": str(hub["llama"])}}, {"model": model})
+    for word in words:
+        assert word in str(error.value)
+    agreeing = {"n_heads": 8, "head_dim": 4, "seq_length": 8, "dropout": 0.1, "vocab_multiple": 1, "qkv_bias": False}
+    layers = from_source({"model": {"init_from": str(hub["llama"]), **agreeing}})
+    assert build_config(*layers).model.n_kv_heads == 2
+
+
+def test_data_of_another_tokenizer_are_refused(hub, tiny_data, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(hub["llama"], source)
+    (source / "tokenizer.json").write_text("{}")
+    values = {"model": {"init_from": str(source)}, "data": {"train": [str(tiny_data)]}}
+    with pytest.raises(ValueError, match="was built with the tokenizer bytes, but .*tpformer data build --tokenizer"):
+        from_source(values)
+    assert build_config(*from_source(values, {"data": {"tokenizer": "bytes"}})).data.tokenizer == "bytes"
+
+
+def test_an_imported_run_generates_and_does_not_resume(commands, hub, tiny_values, tmp_path):
+    options = ("--prompt", "a", "--max-new-tokens", "3", "--tensor-parallel", "2")
+    code, _, err = commands.run("generate", str(hub["run"]), *options)
+    assert code == 2 and "tokenizer" in err and "Traceback" not in err
+    values = start(tiny_values, hub["gpt2"]) | {"run": {"dir": str(hub["run"]), "resume": True}}
+    (tmp_path / "run.toml").write_text(to_toml(build_config(*from_source(values))))
+    code, _, err = commands.run("pretrain", str(tmp_path / "run.toml"))
+    assert code == 2 and "is an imported model, whose checkpoint has no optimizer state" in err, err

@@ -1,0 +1,85 @@
+"""A model's tokenizer and settings of generation travel along; the byte tokenizer becomes a tokenizer.json."""
+
+import json
+
+import numpy
+import pytest
+import theirs
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tpformer.config import build_config, to_toml
+from tpformer.models import GPT
+from tpformer.training.checkpoint_files import write_checkpoint
+from tpformer.training.companions import write_byte_tokenizer
+from tpformer.training.data import ByteTokenizer, load_tokenizer
+from tpformer.training.export import export
+from tpformer.training.importing import import_weights
+from tpformer.training.source import open_source
+
+
+def test_the_byte_tokenizer_is_exact(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    written, ours = load_tokenizer(tmp_path / "tokenizer.json"), ByteTokenizer()
+    assert (written.vocab_size, written.end_of_document) == (ours.vocab_size, ours.end_of_document)
+    letters = numpy.random.default_rng(0).integers(0, 0x110000, 20000)
+    text = "".join(chr(letter) for letter in letters if not 0xD800 <= letter < 0xE000)
+    every = "".join(map(chr, range(0x500))) + "  \r\n\t a  b\n\n" + text
+    assert numpy.array_equal(written.encode(every), ours.encode(every)) and written.decode(ours.encode(every)) == every
+    theirs_one = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs_one(every, add_special_tokens=False).input_ids == ours.encode(every).tolist()
+    assert theirs_one.decode(ours.encode(every)) == every and theirs_one.eos_token_id == 256
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of the byte tokenizer, with the checkpoint of a random model."""
+    model = {"vocab_size": 257, "seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4}
+    model |= {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "qkv_bias": True}
+    config = build_config({"model": model, "data": {"train": ["none"], "tokenizer": "bytes"}})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(to_toml(config))
+    tensors = {name: value.detach() for name, value in GPT(config.model.architecture).named_parameters()}
+    write_checkpoint(tmp_path / "run" / "checkpoints" / "step-7", tensors, 7)
+    return tmp_path / "run"
+
+
+def test_a_trained_run_generates_in_transformers(commands, run, tmp_path):
+    code, out, err = commands.run("export", str(run), "--format", "hf", "--out", str(tmp_path / "out"))
+    assert code == 0 and "step 7" in out, err
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values()) and type(model).__name__ == "Qwen2ForCausalLM"
+    assert model.get_input_embeddings().weight.shape == (257, 32), "padded rows stay here"
+    assert (model.config.eos_token_id, model.config.bos_token_id) == (256, None)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    prompt = torch.tensor([tokenizer("def f", add_special_tokens=False).input_ids])
+    source = open_source(run)
+    ours = GPT(source.architecture).eval()
+    source.load([ours])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(prompt), model(prompt).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_companions_travel_in_and_out(commands, tmp_path):
+    hub, run, out = (tmp_path / name for name in ("hub", "run", "out"))
+    theirs.make("llama", hub)
+    write_byte_tokenizer(hub)
+    GenerationConfig(eos_token_id=[2, 5], do_sample=True, top_k=7).save_pretrained(hub)
+    (hub / "chat_template.jinja").write_text("{{ messages }}")
+    config = json.loads((hub / "config.json").read_text()) | {"bos_token_id": 1, "eos_token_id": [2, 5]}
+    (hub / "config.json").write_text(json.dumps(config))
+    code, printed, err = commands.run("import", str(hub), "--out", str(run))
+    assert code == 0 and "step 0" in printed, err
+    export(run, out, layout="hf")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (hub / name).read_bytes(), name
+    written = json.loads((out / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, [2, 5])
+    assert open_source(run).tokenizer == str(run / "hf" / "tokenizer.json")
+    said: list[str] = []
+    theirs.make("gpt2", tmp_path / "bare")
+    import_weights(tmp_path / "bare", tmp_path / "bare-run", report=said.append)
+    assert "has no tokenizer.json" in said[-1]
+    for name in ("hub", "run"):
+        code, text, err = commands.run("generate", str(tmp_path / name), "--prompt", "ab", "--max-new-tokens", "2")
+        assert code == 0 and text.startswith("ab"), err

@@ -1,0 +1,207 @@
+"""A config.json or a file that cannot be had is refused by name, in one sentence, before anything is allocated."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import theirs
+import torch
+from safetensors.torch import load_file, save_file
+
+from tpformer.models import GPTConfig
+from tpformer.training.importing import import_weights
+from tpformer.training.source import describe, open_source
+from tpformer.weights.families import FAMILIES, family_for
+from tpformer.weights.family import Field, meaning
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("llama", {"model_type": "mixtral"}, ["model_type = 'mixtral'", "llama, mistral, qwen2, qwen3, gpt2"]),
+        ("llama", {"model_type": None}, ["model_type = None"]),
+        ("llama", {"n_experts": 8, "auto_map": {}}, ["auto_map, n_experts", "nobody here has checked for llama"]),
+        ("llama", {"attention_bias": True}, ["attention_bias = True and mlp_bias = ", "one bias for both"]),
+        ("llama", {"hidden_act": "relu"}, ["hidden_act = 'relu'", "'silu', 'gelu_pytorch_tanh'"]),
+        ("llama", {"hidden_size": "32"}, ["hidden_size = '32'", "expected int"]),
+        ("llama", {"num_hidden_layers": True}, ["num_hidden_layers = True", "expected int"]),
+        ("llama", {"rms_norm_eps": None}, ["rms_norm_eps = None", "expected float"]),
+        ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config", "export the model in 16 or 32 bits"]),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["rope_parameters.rope_type = 'yarn'"]),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["'linear'"]),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["without low_freq_factor"]),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["the same in all layers"]),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}},
+            ["rope_parameters.attention_factor"],
+        ),
+        ("llama", {"rope_theta": 5.0}, ["rope_theta = 5.0 and rope_parameters.rope_theta = 10000.0"]),
+        ("llama", {"rope_scaling": SCALED}, ["rope_parameters and rope_scaling, which differ"]),
+        ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5", "whole heads"]),
+        ("llama", {"rope_interleaved": True}, ["rope_interleaved = True"]),
+        ("qwen2", {"use_sliding_window": True}, ["use_sliding_window = True"]),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "attend alike"]),
+        ("qwen3", {"attention_bias": True}, ["attention_bias = True"]),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+        ("gpt2", {"add_cross_attention": True}, ["add_cross_attention = True"]),
+        ("gpt2", {"n_embd": 0}, ["hidden_size=0"]),
+    ],
+)
+def test_config_fields(tmp_path, kind, changes, words):
+    theirs.make(kind, tmp_path / "hub")
+    path = tmp_path / "hub" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError) as error:
+        describe(tmp_path / "hub")
+    assert "\n" not in str(error.value) and str(tmp_path / "hub") in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_every_field_of_transformers_is_known():
+    """No field that version 5.23 or the hub's configurations have is refused unseen, whatever a family's defaults."""
+    for name, (kind, _) in theirs.MODELS.items():
+        fields = {**theirs.configuration(name).to_dict()}
+        family = FAMILIES[kind]
+        config = family.read(fields)
+        assert meaning(family.read(family.write(config))) == meaning(config)
+        assert family_for(config).cannot_say(config) == []
+        defaults = {key: field for key, field in family.fields.items() if isinstance(field, Field)}
+        theirs_of = theirs.default(kind)
+        for key, field in defaults.items():
+            derived = {"num_key_value_heads": theirs_of.get("num_attention_heads"), "head_dim": 128}
+            expected = theirs_of[key] if key in theirs_of else None
+            assert field.default == expected or (field.default is None and expected == derived.get(key)), (kind, key)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    theirs.make("llama", folder / "whole")
+    theirs.make("llama", folder / "shards", max_shard_size="20KB")
+    return folder
+
+
+def tensors(change):
+    """A damage that changes the tensors of one file."""
+
+    def damage(folder):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+
+    return "whole", damage
+
+
+def truncate(folder):
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def index(change):
+    def damage(folder):
+        path = folder / "model.safetensors.index.json"
+        values = json.loads(path.read_text())
+        change(values["weight_map"])
+        path.write_text(json.dumps(values))
+
+    return "shards", damage
+
+
+def pickles_only(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def tied_to_another(folder):
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+DAMAGES = {
+    "extra": (*tensors(lambda s: s.update(extra=torch.ones(1))), ["has extra, which no part"]),
+    "missing": (*tensors(lambda s: s.pop(Q)), [f"has no {Q}"]),
+    "head": (*tensors(lambda s: s.pop("lm_head.weight")), ["lm_head.weight, though tie_word_embeddings is false"]),
+    "shape": (
+        *tensors(lambda s: s.update({Q: s[Q][:-1].clone()})),
+        [f"{Q} as (31, 32)", "config.json makes it (32, 32)"],
+    ),
+    "int8": (*tensors(lambda s: s.update({Q: s[Q].to(torch.int8)})), [f"{Q} in I8", "quantized"]),
+    "float8": (*tensors(lambda s: s.update({Q: s[Q].to(torch.float8_e4m3fn)})), [f"{Q} in F8_E4M3"]),
+    "twice": (*tensors(lambda s: s.update({Q.removeprefix("model."): s[Q].clone()})), ["which are the same tensor"]),
+    "bias": (
+        *tensors(lambda s: s.update({Q.replace("weight", "bias"): torch.ones(32)})),
+        ["q_proj.bias, which no part"],
+    ),
+    "truncated": ("shards", truncate, ["model-00002-of-", "is damaged"]),
+    "absent": (*index(lambda w: w.update({Q: "model-7.safetensors"})), ["model-7.safetensors does not exist"]),
+    "unlisted": (*index(lambda w: w.pop(Q)), [f"differ in {Q}"]),
+    "pickles": ("whole", pickles_only, ["a pickle that could run any program", "save_pretrained"]),
+    "tied": ("whole", tied_to_another, ["lm_head.weight that differs from the embedding's table"]),
+    "nothing": ("whole", lambda f: (f / "model.safetensors").unlink(), ["neither model.safetensors nor"]),
+    "json": ("whole", lambda f: (f / "config.json").write_text("{"), ["config.json is not valid JSON"]),
+    "index": ("shards", lambda f: (f / "model.safetensors.index.json").write_text("[]"), ["JSON object"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_files(hub, tmp_path, name):
+    kind, damage, words = DAMAGES[name]
+    shutil.copytree(hub / kind, tmp_path / "hub")
+    damage(tmp_path / "hub")
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        import_weights(tmp_path / "hub", tmp_path / "run")
+    for word in words:
+        assert word in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"], "nothing is left behind"
+
+
+def test_a_hub_cache_of_links_in_a_directory_that_cannot_be_written(hub, tmp_path):
+    """Files of the hub's cache are links into another folder; names may have dots."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "models--a--b.v1" / "snapshot.2"
+    shutil.copytree(hub / "shards", blobs)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        (snapshot / file.name).symlink_to(file.rename(blobs / str(number)))
+    snapshot.chmod(0o555)
+    import_weights(snapshot, tmp_path / "run.v1")
+    assert open_source(tmp_path / "run.v1").architecture.n_layers == 3
+    with pytest.raises(ValueError, match="exists and is not an empty directory"):
+        import_weights(snapshot, tmp_path / "run.v1")
+    with pytest.raises(ValueError, match="is a run already"):
+        import_weights(tmp_path / "run.v1", tmp_path / "again")
+    with pytest.raises(ValueError, match="/proc/run cannot be made"):
+        import_weights(snapshot, Path("/proc/run"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"norm": "layernorm", "position": "rope"}, ["nearest is ", "norm = layernorm"]),
+        (
+            {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "rope_interleaved": True},
+            ["llama", "rope_interleaved = True"],
+        ),
+        ({"n_kv_heads": 3}, ["gpt2", "n_kv_heads = 3"]),
+        ({"activation": "swiglu"}, ["gpt2", "activation = swiglu"]),
+    ],
+)
+def test_architectures_that_no_family_can_say(fields, words):
+    with pytest.raises(ValueError, match="--format tpformer") as error:
+        family_for(GPTConfig(vocab_size=100, **fields))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_what_training_had_is_reported(tmp_path):
+    theirs.make("gpt2", tmp_path / "hub")
+    said: list[str] = []
+    assert open_source(tmp_path / "hub", report=said.append).architecture.dropout == 0
+    assert said == [
+        f"{key} = 0.1 is left out: it is a setting of training (model.dropout)"
+        for key in ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+    ]
