@@ -7,12 +7,12 @@ import sys
 
 from checks import layouts, zero
 
-from . import bubbles, cpu, fused, layer, matmul, memory, nvlink, pretrain
+from . import bubbles, cpu, fused, generate, layer, matmul, memory, nvlink, pretrain
 from .memory_bound import benches as memory_bound
 from .runner import Bench, main
 
 BENCHES: tuple[Bench, ...] = (
-    *(cpu.BENCH, memory.BENCH, pretrain.BENCH, bubbles.BENCH, layouts.BENCH, zero.BENCH),
+    *(cpu.BENCH, generate.BENCH, memory.BENCH, pretrain.BENCH, bubbles.BENCH, layouts.BENCH, zero.BENCH),
     *(matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
 )
 

@@ -50,7 +50,7 @@ PRELOAD = [
     "tpformer.cli",
     "tpformer.planner.report",
     "tpformer.training.export",
-    "tpformer.inference.generate",
+    "tpformer.inference.evaluate",
     "tpformer.training.trainer",
     "tpformer.training.verify",
 ]

@@ -23,7 +23,9 @@ def config_rows(family: Family) -> list[str]:
     for name, known in family.fields.items():
         if isinstance(known, Field):
             words = "; ".join(f"{theirs} is {ours}" for theirs, ours in (known.values or {}).items())
-            rows.append(f"| {code(name)} | {code(known.ours)}{': ' + words if words else ''} | {value(known.default)} |")
+            rows.append(
+                f"| {code(name)} | {code(known.ours)}{': ' + words if words else ''} | {value(known.default)} |"
+            )
         elif isinstance(known, Must):
             rows.append(f"| {code(name)} | only {value(known.value)}: {known.why} | |")
         else:

@@ -12,7 +12,7 @@ import tpformer
 from tpformer.processes.launch import USAGE_EXIT_CODE
 
 from .data import build_data_command, stdlib_command
-from .models import chat_command, export_command, generate_command, import_command
+from .models import chat_command, evaluate_command, export_command, generate_command, import_command
 from .run import guarded
 from .training import dry_run_command, pretrain_command, timeline_command, verify_command
 
@@ -24,6 +24,7 @@ USAGE = """usage: tpformer COMMAND ...
   verify FILE.toml [--section.key value ...]     compare two steps in the file's layout with two in one process
   dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   show what ranks hold and send, without starting them
   generate RUN_DIR --prompt TEXT     sample from a run's newest checkpoint
+  evaluate SOURCE [--data PREFIX ...] [--tasks FILE.jsonl]   a model's loss over datasets, its answers to tasks
   chat MODEL                         talk with a model in the terminal
   timeline RUN_DIR                   draw the pipeline step that a run recorded (log.timeline_step)
   export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors (--format hf: for transformers)
@@ -39,6 +40,7 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
     ("verify",): verify_command,
     ("dry-run",): dry_run_command,
     ("generate",): generate_command,
+    ("evaluate",): evaluate_command,
     ("chat",): chat_command,
     ("export",): export_command,
     ("import",): import_command,

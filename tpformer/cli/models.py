@@ -1,9 +1,10 @@
-"""Commands about a trained model: generate, chat, export."""
+"""Commands about a trained model: generate, chat, evaluate, import, export."""
 
 import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ import tyro
 
 from tpformer.config import RunConfig
 
-from .run import with_ranks
+from .run import parse_overrides, with_ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,73 @@ def _print_texts(prompts: Sequence[str], samples: int, pieces: Iterable[tuple[in
     elif first:
         for number, text in enumerate(texts):
             print(f"--- prompt {number // samples + 1}, sample {number % samples + 1}\n{text}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measure how well a model predicts datasets and answers tasks. Takes --parallel.*, --train.*, --run.timeout and
+    --data.tokenizer of `tpformer pretrain` too; the layout is otherwise the run's tensor parallelism alone."""
+
+    source: tyro.conf.Positional[Path]
+    """Directory of the run or of the weights."""
+    data: tuple[str, ...] = ()
+    """Prefixes of token datasets. Without any, and without tasks, those of the run's validation."""
+    samples: int | None = None
+    """Samples of each dataset, the first ones. Unset: all."""
+    seq_length: int | None = None
+    """Tokens of a sample, and the most of a task. Unset: the model's."""
+    tasks: Path | None = None
+    """A .jsonl file of {"prompt", "choices", "answer"} and {"prompt", "answer"}."""
+    lm_eval: str | None = None
+    """Tasks of lm-evaluation-harness, separated by commas (needs tpformer[eval])."""
+    lm_eval_tasks: Path | None = None
+    """A folder of further tasks of lm-evaluation-harness, as .yaml files."""
+    step: int | None = None
+    """Step of a run's checkpoint. Unset: the newest good one."""
+    json: Path | None = None
+    """File to write the result to; an existing one is not overwritten."""
+
+
+def evaluate_command(arguments: Sequence[str]) -> None:
+    """`tpformer evaluate`: check everything but the weights, evaluate on all ranks, and print the tables once."""
+    from tpformer.inference.settings import prepare
+    from tpformer.training.source import source_config
+
+    options, rest = tyro.cli(Evaluate, prog="tpformer evaluate", args=list(arguments), return_unknown_args=True)
+    overrides = parse_overrides(rest, source_config(options.source), "evaluate SOURCE")
+    if options.json is not None and (options.json.exists() or not options.json.absolute().parent.is_dir()):
+        raise ValueError(f"--json {options.json}: give a new file in a folder that exists")
+    evaluation = prepare(
+        options.source,
+        overrides,
+        data=options.data,
+        tasks=options.tasks,
+        asks=options.lm_eval is not None,
+        samples=options.samples,
+        seq_length=options.seq_length,
+    )
+
+    import torch.distributed as dist
+    from rich.console import Console
+
+    from tpformer.inference.evaluate import evaluate_rank, show, write_result
+
+    more = None
+    if options.lm_eval is not None:
+        from tpformer.inference.lm_eval import load_tasks, score_tasks
+
+        found = load_tasks(options.lm_eval.split(","), options.lm_eval_tasks)
+        more = partial(score_tasks, tasks=found)
+
+    def work(_: RunConfig) -> None:
+        result = evaluate_rank(evaluation, step=options.step, tasks=str(options.tasks), more=more)
+        if dist.get_rank() == 0:
+            show(result, Console(markup=False, emoji=False, highlight=False))
+            if options.json is not None:
+                write_result(result, options.json)
+        dist.destroy_process_group()
+
+    with_ranks(work, evaluation.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

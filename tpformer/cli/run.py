@@ -24,6 +24,16 @@ def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[st
     return values
 
 
+def parse_overrides(arguments: Sequence[str], config: RunConfig, command: str) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} of `--section.key value ...`. config: the values that are not given, for the help.
+
+    Anything else among the arguments ends the process with the usage.
+    """
+    prog = f"tpformer {command}"
+    parsed = tyro.cli(RunConfig, prog=prog, args=list(arguments), default=config, config=(tyro.conf.FlagConversionOff,))
+    return _overrides(arguments, parsed)
+
+
 def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     """The configuration of `COMMAND FILE.toml [--section.key value ...]`: init_from < preset < file < command line.
 
@@ -36,14 +46,8 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     file = read_toml(arguments[0])
     from tpformer.training.source import from_source
 
-    parsed = tyro.cli(
-        RunConfig,
-        prog=prog,
-        args=list(arguments[1:]),
-        default=build_config(file),
-        config=(tyro.conf.FlagConversionOff,),
-    )
-    return build_config(*from_source(file, _overrides(arguments[1:], parsed)))
+    given = parse_overrides(arguments[1:], build_config(file), f"{command} FILE.toml")
+    return build_config(*from_source(file, given))
 
 
 def with_ranks(

@@ -146,7 +146,7 @@ class Positions:
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """((cos, sin), ids) for ops.rope: a table (positions, head_dim / 2) each, made once, and flat_ids."""
         key = (head_dim, base, device, dtype, scaling)
-        held = len(self._tables[key][0]) if key in self._tables else 0
+        held = len(self._tables[key][0]) if key in self._tables else -1
         if held < self.reach:
             with torch.inference_mode(False):
                 length = max(self.reach, 2 * held)  # doubled, so that a long generation seldom makes it anew

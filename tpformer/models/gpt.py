@@ -219,9 +219,10 @@ class GPT(ParallelModule):
         position_ids: (batch, seq) int64, equal on all tp ranks; they restart at 0 where a packed document begins.
         sample_index, step: the samples' global indices (batch,) int64 and a number; together they fix the dropout in
         training. Without both, one rank draws it from torch's generator. Parts after the first need sample_index.
-        cache: the inputs continue the samples that it has, and are added to it. lengths, with a cache: how many tokens
-        of each row are real; the rest, on the right, is padding. The logits are then those of each row's last real
-        token alone, (batch, 1, vocab_size). Both without gradients, in eval mode and without sequence_parallel.
+        cache: the inputs continue its samples, and are added to it. Only in eval mode, without gradients and sequence
+        shards.
+        lengths: with a cache, how many tokens of each row are real; the rest, on the right, is padding. The logits are
+        then those of each row's last real token, (batch, 1, vocab_size).
         Result: without targets logits (batch, seq, vocab_size); on t > 1 ranks each has its own columns (LMHead). With
         targets the loss, a scalar in promote_types(dtype, float32), equal on all tp ranks: the sum over the tokens
         whose target is not -100, or their mean with reduction="mean".
@@ -232,17 +233,12 @@ class GPT(ParallelModule):
         ranks, neither.
         """
         if cache is not None or lengths is not None:
-            if any(given is not None for given in (targets, position_ids, sample_index, step)):
-                raise ValueError("a cache takes token ids and lengths only: leave the other arguments out")
-            return self._extend(inputs, cache, lengths)
+            return self._extend(inputs, cache, lengths, targets, position_ids, sample_index, step)
         key = self._dropout_key(inputs, sample_index, step)
         if self.is_first:
             _check_batch(inputs, targets)
             wanted = inputs.shape[1]
-            if self.embed_positions is not None and wanted > self.config.seq_length:
-                raise ValueError(
-                    f"{wanted} tokens per sample, but the model has {self.config.seq_length} learned positions"
-                )
+            self._check_length(wanted)
             inputs, targets, position_ids = self._pad(inputs, targets, position_ids)
             batch, length = inputs.shape
             positions = Positions(batch, length, position_ids, unread=length - wanted)
@@ -264,8 +260,10 @@ class GPT(ParallelModule):
                         x = layer(x, positions=positions, dropout_key=key)
         return x if self.lm_head is None else self._head(x, targets, positions, wanted, reduction)
 
-    def _extend(self, ids: Tensor, cache: KVCache | None, lengths: Sequence[int] | None) -> Tensor:
+    def _extend(self, ids: Tensor, cache: KVCache | None, lengths: Sequence[int] | None, *others: Any) -> Tensor:
         """Logits of further tokens of the cache's samples: of all, or with lengths of each row's last one."""
+        if any(other is not None for other in others):
+            raise ValueError("a cache takes token ids and lengths only: leave the other arguments out")
         _check_batch(ids, None)
         batch, seq = ids.shape
         self._check_extend(cache, batch, seq, lengths)
@@ -301,10 +299,12 @@ class GPT(ParallelModule):
             raise ValueError(
                 f"lengths={lengths} of a batch {(batch, seq)}: give each row's number of tokens, 1 to {seq}"
             )
-        needed = max(cache.lengths, default=0) + seq
-        if self.embed_positions is not None and needed > self.config.seq_length:
+        self._check_length(max(cache.lengths, default=0) + seq)
+
+    def _check_length(self, tokens: int) -> None:
+        if self.embed_positions is not None and tokens > self.config.seq_length:
             raise ValueError(
-                f"{needed} tokens per sample, but the model has {self.config.seq_length} learned positions"
+                f"{tokens} tokens per sample, but the model has {self.config.seq_length} learned positions"
             )
 
     def _units(self) -> Iterator[tuple[list[nn.Module], bool]]:

@@ -4,7 +4,6 @@ import inspect
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 
@@ -94,9 +93,9 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     The query heads that share a key-value head become rows of one head, so that no key is read or copied twice.
     No communication.
     """
-    groups = q.shape[2] // k.shape[2]
-    rows = rearrange(q, "b s (h g) d -> b h (g s) d", g=groups)
+    seq, groups = q.shape[1], q.shape[2] // k.shape[2]
+    rows = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if mask is not None:
         mask = mask.repeat(1, groups, 1)[:, None]
     y = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), mask)
-    return rearrange(y, "b h (g s) d -> b s (h g) d", g=groups)
+    return y.unflatten(2, (groups, seq)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,11 +1,16 @@
 """Complete a configuration from its data, or read one from a run's directory. Nothing here imports torch."""
 
 import dataclasses
+import json
+import os
 from pathlib import Path
 
 from tpformer.config import RunConfig, build_config, read_toml
 
-from .data import IndexedDataset, load_tokenizer, read_sidecar
+from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
+
+# what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
+_CONTENT = ("added_tokens", "decoder", "model", "normalizer", "pre_tokenizer")
 
 
 def tokenizer_name(config: RunConfig) -> str:
@@ -22,6 +27,26 @@ def tokenizer_name(config: RunConfig) -> str:
             f"{config.data.train[0]}.json does not exist, so the dataset's tokenizer is unknown: set data.tokenizer"
         )
     return sidecar["tokenizer"]
+
+
+def same_tokenizer(one: str, other: str) -> bool | None:
+    """Whether two tokenizers, each "bytes" or the path of a tokenizer.json, turn every text into the same ids.
+
+    Files are compared by their parts that do so. None if a file does not exist, so that it cannot be told; ValueError
+    for a file that is no JSON.
+    """
+    if one == other or "bytes" in (one, other):
+        return one == other
+    contents = []
+    for path in (Path(one), Path(other)):
+        if not path.is_file():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a tokenizer.json file that can be read: {error}") from None
+        contents.append([content.get(key) for key in _CONTENT])
+    return contents[0] == contents[1]
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -45,6 +70,20 @@ def check_datasets(config: RunConfig) -> None:
     """Open every dataset. FileNotFoundError or ValueError names a file that is missing or damaged."""
     for prefix in (*config.data.train, *config.data.valid):
         IndexedDataset(prefix)
+
+
+def open_dataset(prefix: str, vocab_size: int) -> IndexedDataset:
+    """The dataset of a model with that vocabulary.
+
+    A sidecar says how large the dataset's vocabulary is. Without one, or if it is larger, rank 0 reads the whole
+    dataset once. FileNotFoundError or ValueError, with the file, for a dataset that is missing or damaged, or has ids
+    outside the vocabulary.
+    """
+    dataset, built = IndexedDataset(prefix), read_sidecar(prefix)
+    fits = built is not None and built["vocab_size"] <= vocab_size
+    if not fits and os.environ.get("RANK", "0") == "0":
+        check_vocab(dataset, vocab_size)
+    return dataset
 
 
 def read_run_config(directory: Path) -> RunConfig:

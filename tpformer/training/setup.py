@@ -3,7 +3,6 @@
 Training, generation, verification and the dry run share it.
 """
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,15 +19,9 @@ from tpformer.parallel import apply_zero, split_stages
 from tpformer.parallel.zero import uses_fsdp
 from tpformer.processes.cpu import keep_freed_memory, share_cores
 
-from .data import (
-    BlendedSamples,
-    IndexedDataset,
-    Samples,
-    TokenSamples,
-    check_vocab,
-    read_sidecar,
-)
+from .data import BlendedSamples, Samples, TokenSamples
 from .model import ModelParts
+from .resolve import open_dataset
 
 
 def device_type(config: RunConfig) -> str:
@@ -66,13 +59,8 @@ def open_data(config: RunConfig) -> RunData:
     one sample, or has ids outside the vocabulary.
     """
     length, seed = config.model.seq_length, config.train.seed
-    datasets = [IndexedDataset(prefix) for prefix in (*config.data.train, *config.data.valid)]
-    for prefix, dataset in zip((*config.data.train, *config.data.valid), datasets, strict=True):
-        # a sidecar says how large the vocabulary is; without one rank 0 reads the whole dataset once
-        built = read_sidecar(prefix)
-        fits = built is not None and built["vocab_size"] <= config.model.vocab_size
-        if not fits and os.environ.get("RANK", "0") == "0":
-            check_vocab(dataset, config.model.vocab_size)  # type: ignore[arg-type]
+    size: int = config.model.vocab_size  # type: ignore[assignment]
+    datasets = [open_dataset(prefix, size) for prefix in (*config.data.train, *config.data.valid)]
     n = len(config.data.train)
     parts = [TokenSamples(dataset, length, seed + index) for index, dataset in enumerate(datasets[:n])]
     weights = config.data.weights or [part.n_samples for part in parts]

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpformer.config import GPTConfig, RunConfig, build_config, preset, read_toml
-from tpformer.processes.files import file_sha256
 from tpformer.weights.families import family_of
 from tpformer.weights.family import FREE, Family, meaning, read_json
 
 from .data import read_sidecar
-from .resolve import read_run_config
+from .resolve import read_run_config, same_tokenizer
 
 if TYPE_CHECKING:
     from tpformer.models import GPT
@@ -149,8 +148,8 @@ def open_source(path: str | Path, *, step: int | None = None, report: Callable[[
     Communication: for a run, if there are process groups, a few small objects over the world, as each rank reads its
     share of the checkpoint's files and compares them with its manifest. Otherwise none.
     Errors: those of describe; FileNotFoundError without a checkpoint, without one of that step, or without a file of
-    weights; CheckpointError for a damaged checkpoint; ValueError, with names, for damaged files and for tensors that
-    are missing, unknown, or of another shape.
+    weights; CheckpointError for a damaged checkpoint; ValueError for a step of what is no run, and, with names, for
+    damaged files and for tensors that are missing, unknown, or of another shape.
     """
     from tpformer.weights.files import TensorFiles, listed
     from tpformer.weights.tensors import TensorMap, parameter_shapes
@@ -166,6 +165,8 @@ def open_source(path: str | Path, *, step: int | None = None, report: Callable[[
         if wrong := saved.keys() ^ parameter_shapes(found.architecture).keys():
             raise CheckpointError(f"{found.path} has a checkpoint of another model: they differ in {listed(wrong)}")
         return RunSource(*known, chosen)
+    if step is not None:
+        raise ValueError(f"{found.path} is no run, so it has no checkpoint of step {step}: leave the step out")
     tensors, files = TensorMap(found.family, found.architecture), TensorFiles(found.path)
     return WeightsSource(*known, tensors, files, tensors.check(files))
 
@@ -250,11 +251,7 @@ def _check_tokenizer(tokenizer: str, datasets: Sequence[str], source: Path) -> N
     """ValueError for a dataset that was built with another tokenizer, as far as that can be told."""
     for prefix in datasets:
         built = (read_sidecar(prefix) or {}).get("tokenizer", tokenizer)
-        names = {built, tokenizer}
-        files = [Path(name) for name in names if name != "bytes"]
-        if len(names) == 1 or not all(file.is_file() for file in files):
-            continue
-        if len(files) == 1 or len({file_sha256(file) for file in files}) == 2:
+        if same_tokenizer(built, tokenizer) is False:
             raise ValueError(
                 f"{prefix} was built with the tokenizer {built}, but {source} has {tokenizer}: build the data with "
                 f"`tpformer data build --tokenizer {tokenizer}`, or set data.tokenizer if they agree"

@@ -1,0 +1,187 @@
+"""lm-evaluation-harness gives our adapter the scores that it gives transformers' own model, in every layout."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
+from tpformer.models import GPT, GPTConfig
+from tpformer.training.data import JsonTokenizer
+
+pytestmark = [pytest.mark.proof, pytest.mark.filterwarnings("ignore")]
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+CONFIG = GPTConfig(
+    vocab_size=280,
+    seq_length=24,
+    n_layers=2,
+    hidden_size=32,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_hidden_size=48,
+    norm="rmsnorm",
+    activation="swiglu",
+    position="rope",
+    bias=False,
+    tie_embeddings=False,
+    init_std=0.4,  # so that some tokens are far more probable than others
+)
+CHOICES = [
+    {"prompt": "the thing ", "choices": ["they", "then", "thenthen", "é✓"], "answer": 1},
+    {"prompt": "a prompt that is longer than the model's twenty-four tokens, q", "choices": ["x", " xy"], "answer": 0},
+    {"prompt": "", "choices": ["th", "e"], "answer": 0},
+    {"prompt": "so\n", "choices": ["other", "the"], "answer": 1},
+]
+TEXTS = [{"text": "the other thing that they then thought of, at length: 世界"}, {"text": "so"}]
+COMMON = {"dataset_path": "json", "test_split": "test", "target_delimiter": ""}
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": metric} for metric in ("acc", "acc_norm", "acc_bytes")],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    },
+    "generated": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{text}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """The folder of the tasks, their data and a tokenizer.json, whose template begins a text with <s>."""
+    pytest.importorskip("lm_eval", reason="needs tpformer[eval]")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tpformer[hf]")
+    folder = tmp_path_factory.mktemp("harness")
+    for name, rows in (("choices", CHOICES), ("rolling", TEXTS), ("generated", TEXTS)):
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        content = {
+            "task": f"own_{name}",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            **COMMON,
+            **TASKS[name],
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([text["text"] for text in TEXTS] * 9, trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def scores(model, folder):
+    """The harness's results and the model's answers to each request, on the first rank alone."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = simple_evaluate(model, tasks=[f"own_{name}" for name in TASKS], task_manager=manager, bootstrap_iters=10)
+    if found is None:
+        return None
+    answers = {name: [sample["resps"] for sample in rows] for name, rows in found["samples"].items()}
+    return found["results"], answers
+
+
+def own_scores(tp: int, folder):
+    os.environ |= OFFLINE | {"LOCAL_RANK": str(dist.get_rank())}
+    from tpformer.inference.lm_eval import HarnessModel
+
+    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
+    model = GPT(CONFIG, tp=TensorParallel(mesh), seed=3, dtype=torch.float64).eval()
+    tokenizer = JsonTokenizer(folder / "tokenizer.json")
+    return scores(HarnessModel(model, tokenizer, longest=24, batch_size=3), folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(tasks):
+    """The harness's own scores of the same parameters in transformers."""
+    transformers = pytest.importorskip("transformers", reason="needs tpformer[hf]")
+    os.environ.update(OFFLINE)
+    from lm_eval.models.huggingface import HFLM
+
+    config = transformers.LlamaConfig(
+        vocab_size=280,
+        max_position_embeddings=24,
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        bos_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    state = GPT(CONFIG, seed=3, dtype=torch.float64).state_dict()
+    state = {name if name.startswith("lm_head") else f"model.{name}": value for name, value in state.items()}
+    cut = {name: value[:280] if "embed_tokens" in name or "lm_head" in name else value for name, value in state.items()}
+    model.load_state_dict(cut)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tasks / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    model.save_pretrained(tasks / "weights")
+    tokenizer.save_pretrained(tasks / "weights")
+    return scores(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=24), tasks)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_harness_scores_our_model_as_transformers_own(ranks, tasks, theirs, tp):
+    wanted_results, wanted_answers = theirs
+    results, answers = ranks(tp).run(own_scores, tp, tasks, timeout=150)[0]
+    assert results.keys() == wanted_results.keys() == {f"own_{name}" for name in TASKS}
+    for name, values in wanted_results.items():
+        assert results[name].keys() == values.keys()
+        for key, value in values.items():
+            same = value if isinstance(value, str) else pytest.approx(value, rel=1e-6)
+            assert results[name][key] == same or key.partition(",")[0].endswith("_stderr"), (name, key)
+    assert answers["own_generated"] == wanted_answers["own_generated"]
+    for own, other in zip(answers["own_choices"], wanted_answers["own_choices"], strict=True):
+        for ((value, greedy),), ((wanted, wanted_greedy),) in zip(own, other, strict=True):
+            assert value == pytest.approx(wanted, rel=1e-6) and greedy == wanted_greedy
+
+
+def test_the_command_reports_the_harness_scores(commands, tasks, theirs, tmp_path):
+    options = f"--lm-eval own_choices,own_generated --lm-eval-tasks {tasks} --json {tmp_path / 'found'} --seq-length 24"
+    layout = "--parallel.tensor-parallel 2 --train.dtype float64"
+    weights = str(tasks / "weights")
+    code, out, err = commands.run("evaluate", weights, *options.split(), *layout.split(), **OFFLINE)
+    assert code == 0, out + err
+    rows = json.loads((tmp_path / "found").read_text())["tasks"]
+    assert [(row["task"], row["metric"], row["number"]) for row in rows] == [
+        *(("own_choices", metric, 4) for metric in ("acc", "acc_norm", "acc_bytes")),
+        ("own_generated", "exact_match", 2),
+    ]
+    for row in rows:
+        wanted = theirs[0][row["task"]]
+        assert row["value"] == pytest.approx(wanted[f"{row['metric']},none"])
+        assert row["stderr"] == pytest.approx(wanted[f"{row['metric']}_stderr,none"], rel=0.5)  # it is a bootstrap
+
+
+def test_an_unknown_task_is_refused(tasks):
+    from tpformer.inference.lm_eval import load_tasks
+
+    with pytest.raises(ValueError, match="has no task absent: "):
+        load_tasks(["own_choices", "absent"], tasks)

@@ -1,0 +1,165 @@
+"""Tasks: log-likelihoods equal plain torch's in every tensor-parallel layout; texts are cut and scored as
+lm-evaluation-harness does; a malformed line is named."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tpformer.distributed import build_mesh
+from tpformer.inference.evaluate import Prompt, greedy_texts
+from tpformer.inference.likelihood import log_likelihoods
+from tpformer.inference.tasks import Pair, Task, ask, best_choices, encode_pair, first_line, read_tasks, score
+from tpformer.layers import TensorParallel
+from tpformer.models import GPT, GPTConfig
+from tpformer.training.data import ByteTokenizer, JsonTokenizer
+
+CONFIG = GPTConfig(vocab_size=250, seq_length=12, n_layers=1, hidden_size=48, n_heads=12)
+PAIRS = [
+    Pair([1, 2, 3], [4]),
+    Pair([1, 2, 3], [4, 249]),
+    Pair([7], [8, 9, 10, 11, 12]),
+    Pair(list(range(20)), [30, 31]),  # its context is longer than the model's
+    Pair([5], list(range(12))),
+]
+
+
+def likelihoods(tp: int):
+    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
+    model = GPT(CONFIG, tp=mesh, seed=3, dtype=torch.float64).eval()
+    greedy = []
+    for context in ([1, 2, 3], [9]):  # a continuation of the most probable tokens
+        for _ in range(3):
+            logits = GPT(CONFIG, seed=3, dtype=torch.float64).eval()(torch.tensor([context]))[0, -1]
+            context = [*context, int(logits.argmax())]
+        greedy.append(Pair(context[:-3], context[-3:]))
+    pairs = [*PAIRS, *greedy]
+    return pairs, [log_likelihoods(model, pairs, longest=12, batch_size=size) for size in (1, 3)]
+
+
+# 4 ranks hold 64 of 256 rows each, the last one 58 entries
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_likelihoods_equal_plain_torch_in_every_layout(ranks, tp):
+    model = GPT(CONFIG, seed=3, dtype=torch.float64).eval()
+    for pairs, found in ranks(tp).run(likelihoods, tp):
+        for results in found:
+            for (context, continuation), (value, greedy) in zip(pairs, results, strict=True):
+                ids = torch.tensor([*context, *continuation])[-13:]
+                with torch.no_grad():
+                    logs = model(ids[None, :-1])[0].log_softmax(-1)[-len(continuation) :]
+                wanted = logs.gather(1, ids[-len(continuation) :, None]).sum()
+                assert abs(value - float(wanted)) <= 1e-12 * abs(float(wanted))
+                assert greedy == (logs.argmax(-1).tolist() == continuation)
+            assert [greedy for _, greedy in results][-2:] == [True, True]
+
+
+def test_a_continuation_longer_than_the_model_is_refused():
+    with pytest.raises(ValueError, match="13 tokens, more than the model's 12"):
+        log_likelihoods(GPT(CONFIG), [Pair([1], [2] * 13)], longest=12, batch_size=1)
+
+
+def test_a_pair_is_cut_behind_the_contexts_own_tokens():
+    tokenizer = ByteTokenizer()
+    assert encode_pair(tokenizer, "ab", " c") == Pair(list(b"ab"), list(b" c"))
+    assert encode_pair(tokenizer, "ab \n", "c") == Pair(list(b"ab"), list(b" \nc")), "spaces move"
+    assert encode_pair(tokenizer, "", "é") == Pair([256], list("é".encode()))
+    assert encode_pair(tokenizer, "  ", "c") == Pair([256], list(b"  c"))
+
+
+def test_tokens_that_reach_over_the_boundary(tmp_path):
+    """`ab` is one token: after `a` the continuation `b` has none of its own, and `bc` only `c`."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tpformer[hf]")
+    words = {"a": 0, "b": 1, "c": 2, "ab": 3, "</s>": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("a", "b")]))
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 4)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
+    assert encode_pair(tokenizer, "a", "bc") == Pair([4, 0], [2])
+    assert encode_pair(tokenizer, "", "c") == Pair([4], [2]), "the template begins a text"
+    with pytest.raises(ValueError, match="f:1: choices.1.: 'b' adds no token to 'a'"):
+        ask(tokenizer, Task("a", ("c", "b"), 0, "f:1"), 9)
+
+
+def test_scores():
+    task = Task("", ("bb", "b", "b"), 1, "f:1")
+    assert best_choices(task, [-3.0, -2.0, -2.0]) == (True, False), "the first of equal ones; -1.5 a byte is best"
+    assert best_choices(Task("", ("éé", "abc"), 0, "f:1"), [-4.1, -3.0]) == (False, False), "4 bytes, not 2 characters"
+    assert first_line(" 42 \nmore") == "42" and first_line("\n42") == ""
+    metric, number, accuracy, error = score("acc", [True, False, True, True])
+    assert (metric, number, accuracy) == ("acc", 4, 0.75)
+    assert error == pytest.approx(torch.tensor([1.0, 0, 1, 1]).std().item() / math.sqrt(4))
+    assert math.isnan(score("acc", [True]).error)
+
+
+def test_a_file_of_both_kinds(tmp_path):
+    lines = ['{"prompt": "é", "choices": ["a", "ab"], "answer": 1}\r\n', " \r\n", '{"answer": " b ", "prompt": ""}']
+    (tmp_path / "t.jsonl").write_bytes("".join(lines).encode())
+    one, other = read_tasks(tmp_path / "t.jsonl")
+    assert one == Task("é", ("a", "ab"), 1, f"{tmp_path / 't.jsonl'}:1")
+    assert other == Task("", (), " b ", f"{tmp_path / 't.jsonl'}:3")
+    question, cut = ask(ByteTokenizer(), Task("x" * 30, (), "b", ""), 16)
+    assert (question.prompt, question.limit, cut) == (list(b"x" * 7), 9, True)
+    assert ask(ByteTokenizer(), other, 16)[0].prompt == [256]
+
+
+BAD = {
+    '{"prompt": "a", "choices": ["b", ""], "answer": 0}': "choices.1. is empty",
+    '{"prompt": "a", "choices": ["b"], "answer": 0}': "at least 2",
+    '{"prompt": "a", "choices": ["b", "c"], "answer": 2}': "2 is no index of the 2 choices: write 0 to 1",
+    '{"prompt": "a", "choices": ["b", "c"], "answer": true}': "True is no index",
+    '{"prompt": "a", "choices": ["b", 3], "answer": 0}': "choices.1. is 3: write a string",
+    '{"prompt": 1, "answer": "b"}': "prompt is 1: write a string",
+    '{"prompt": "a", "answer": 1}': "answer is 1: write a string",
+    '{"prompt": "a", "answer": "x\\ny"}': "has several lines",
+    '{"prompt": "\\ud800", "answer": "x"}': "surrogate",
+    '{"prompt": "a", "answer": "x", "id": 3}': "keys .*id",
+    '{"prompt": "a"}': "keys",
+    "[1]": "a JSON list",
+    '{"prompt": ': "not valid JSON",
+    "[" * 100_000: "not valid JSON",
+}
+
+
+@pytest.mark.parametrize(("line", "words"), BAD.items(), ids=range(len(BAD)))
+def test_a_malformed_line_is_named(tmp_path, line, words):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n\n" + line + "\n")
+    with pytest.raises(ValueError, match=f"t.jsonl:3.* {words}"):
+        read_tasks(tmp_path / "t.jsonl")
+
+
+SPOKEN = GPTConfig(vocab_size=257, seq_length=32, n_layers=1, hidden_size=32, n_heads=4, init_std=0.5)
+PROMPTS = [
+    Prompt(list(text.encode()), limit, stops)
+    for text, limit, stops in [
+        ("def f", 9, []),
+        ("x", 20, []),
+        ("é", 3, []),
+        ("def f", 9, [">"]),
+        ("x", 20, ["j", "\n"]),
+    ]
+]
+
+
+class Stopping(ByteTokenizer):
+    stop_tokens = (ord("j"),)
+
+
+def spoken(tp: int):
+    model = GPT(SPOKEN, tp=TensorParallel(build_mesh("cpu", tensor_parallel=tp)["tp"]), seed=1, dtype=torch.float64)
+    return greedy_texts(model.eval(), Stopping(), PROMPTS, 3)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_greedy_texts_equal_a_plain_loop(ranks, tp):
+    """Each ends by its own limit, its own stops or a stop token, whatever is beside it."""
+    model, whole = GPT(SPOKEN, seed=1, dtype=torch.float64).eval(), []
+    for prompt in PROMPTS:
+        ids = prompt.ids
+        while len(ids) < len(prompt.ids) + prompt.limit:
+            with torch.no_grad():
+                ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
+        whole.append(ByteTokenizer().decode(ids[len(prompt.ids) :]))
+    assert ">" in whole[0][1:] and 0 < whole[1].index("\n") < whole[1].index("j"), "otherwise it would show little"
+    expected = [whole[0], whole[1].partition("j")[0], whole[2], whole[0].partition(">")[0], whole[1].partition("\n")[0]]
+    assert ranks(tp).run(spoken, tp)[0] == expected

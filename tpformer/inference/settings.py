@@ -1,0 +1,202 @@
+"""What an evaluation runs on: its configuration, datasets and tokenizer, checked before any rank starts.
+
+Nothing here imports torch. Only what can be found out without the model's weights belongs here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpformer.config import RunConfig, check_config
+from tpformer.training.data import ByteTokenizer, Tokenizer, TokenSamples, load_tokenizer, read_sidecar
+from tpformer.training.resolve import open_dataset, same_tokenizer
+from tpformer.training.source import source_config
+
+from .tasks import Question, ask, read_tasks
+
+FORWARD_TOKENS = 8192  # tokens of a forward, unless train.microbatch_size says otherwise
+SECTIONS = {"parallel": None, "train": None, "run": ("timeout",), "data": ("tokenizer",)}
+
+
+class EvaluationData(NamedTuple):
+    """One dataset of an evaluation: its prefix, the windows in the stream's order, and how many of them count."""
+
+    prefix: str
+    samples: TokenSamples
+    n_samples: int
+
+    @property
+    def targets(self) -> int:
+        """Target tokens of the windows that count."""
+        return self.n_samples * self.samples.seq_length
+
+    def target_bytes(self, tokenizer: Tokenizer) -> int:
+        """Bytes of UTF-8 text that the targets stand for.
+
+        The targets are tokens 1 ... n of the stream. With ByteTokenizer every id below 256 is a byte. With another
+        tokenizer they are cut where documents end, and each piece is decoded without special tokens. A character of
+        which the first or the last piece has only some tokens counts as what the tokenizer decodes them to.
+        """
+        stream = self._target_chunks()
+        if isinstance(tokenizer, ByteTokenizer):
+            return sum(int((chunk < 256).sum()) for chunk in stream)
+        total, rest = 0, np.empty(0, np.int64)
+        for chunk in stream:
+            ends = np.flatnonzero(chunk == tokenizer.end_of_document) + 1
+            *documents, tail = np.split(chunk, ends)
+            for document in documents:
+                total += len(tokenizer.decode(np.append(rest, document)).encode())
+                rest = np.empty(0, np.int64)
+            rest = np.append(rest, tail)
+        return total + len(tokenizer.decode(rest).encode())
+
+    def _target_chunks(self, size: int = 2**20) -> Iterator[np.ndarray]:
+        for start in range(1, 1 + self.targets, size):
+            yield self.samples.dataset.tokens(start, min(start + size, 1 + self.targets))
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation does. tokenizer: None where nothing says which it is. notes: what the user should know.
+
+    config.model.seq_length: tokens of a sample, and the most that the model is given of a task.
+    """
+
+    config: RunConfig
+    data: list[EvaluationData]
+    tokenizer: Tokenizer | None
+    questions: list[Question]
+    notes: list[str]
+
+
+def prepare(
+    path: Path,
+    overrides: Mapping[str, Mapping[str, Any]],
+    *,
+    data: Sequence[str] = (),
+    tasks: Path | None = None,
+    asks: bool = False,
+    samples: int | None = None,
+    seq_length: int | None = None,
+) -> Evaluation:
+    """Check an evaluation of the model in `path`, and read everything that it needs but the model's weights.
+
+    data: prefixes; without any, and without tasks, those of the run's validation. asks: whether it asks questions
+    beside those of `tasks`, so that a tokenizer is needed. Errors: those of the functions below, of source_config and
+    of check_config; ValueError if there is nothing to evaluate, or questions for a layout that cannot answer them.
+    """
+    check_overrides(overrides)
+    config = evaluation_config(source_config(path, overrides), overrides, seq_length)
+    check_config(config, trains=False)
+    layout, size, length = config.parallel, config.model.vocab_size, config.model.seq_length
+    asks = asks or tasks is not None
+    if asks and layout.pipeline_parallel * layout.data_parallel > 1:
+        raise ValueError(
+            "tasks run on tensor-parallel ranks alone: leave out --parallel.pipeline-* and --parallel.data-*"
+        )
+    prefixes = tuple(data) if data or asks else config.data.valid
+    if not prefixes and not asks:
+        raise ValueError(f"{path} has no validation data of its own: give --data PREFIX or --tasks FILE.jsonl")
+    read = read_tasks(tasks) if tasks is not None else []
+    name = config.data.tokenizer
+    opened = open_evaluation_data(prefixes, name, size, length, samples)  # type: ignore[arg-type]
+    tokenizer = evaluation_tokenizer(name, prefixes)
+    notes = []
+    if tokenizer is None:
+        if asks:
+            raise ValueError(f"{path} does not say what its tokenizer is: give --data.tokenizer")
+        notes.append("no tokenizer is known, so there are no bits per byte: give --data.tokenizer")
+    elif asks and tokenizer.vocab_size > size:  # type: ignore[operator]
+        raise ValueError(
+            f"the tokenizer {name} has {tokenizer.vocab_size} ids, more than the model's vocab_size {size}: give the "
+            f"model's own with --data.tokenizer"
+        )
+    questions = [ask(tokenizer, task, length) for task in read]  # type: ignore[arg-type]
+    if n_cut := sum(cut for _, cut in questions):
+        notes.append(f"{n_cut} of {len(read)} prompts were cut at the left to fit {length} tokens")
+    return Evaluation(config, opened, tokenizer, [question for question, _ in questions], notes)
+
+
+def check_overrides(overrides: Mapping[str, Mapping[str, Any]]) -> None:
+    """ValueError for a setting that an evaluation does not take, because the model or its training has fixed it."""
+    for section, values in overrides.items():
+        allowed = SECTIONS.get(section, ())
+        for key in values:
+            if allowed is not None and key not in allowed:
+                instead = "give --seq-length" if (section, key) == ("model", "seq_length") else "leave it out"
+                raise ValueError(
+                    f"--{section}.{key.replace('_', '-')} is no setting of an evaluation: {instead} (it takes "
+                    f"--parallel.*, --train.*, --run.timeout and --data.tokenizer)"
+                )
+
+
+def evaluation_config(
+    config: RunConfig, overrides: Mapping[str, Mapping[str, Any]], seq_length: int | None
+) -> RunConfig:
+    """A model's configuration with the batch of an evaluation.
+
+    overrides: what was given on the command line, already in config. Unless given, a forward has about FORWARD_TOKENS
+    tokens, and a step as many microbatches as a pipeline has stages. seq_length: unset, the model's.
+    ValueError for a seq_length that the model cannot take.
+    """
+    model, layout, given = config.model, config.parallel, overrides.get("train", {})
+    length = seq_length or model.seq_length
+    if seq_length is not None and seq_length < 1:
+        raise ValueError(f"--seq-length {seq_length}: a sample has at least 1 token")
+    if model.position == "learned" and length > model.seq_length:
+        raise ValueError(
+            f"--seq-length {length} is more than the model's {model.seq_length} learned positions: give at most "
+            f"{model.seq_length}"
+        )
+    together = layout.tensor_parallel // math.gcd(length, layout.tensor_parallel)  # samples that the ranks can share
+    microbatch = given.get("microbatch_size") or together * max(1, FORWARD_TOKENS // (length * together))
+    microbatches = 1 if layout.pipeline_schedule == "naive" else layout.n_stages
+    batch = given.get("global_batch_size") or microbatch * microbatches * layout.data_parallel
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(model, seq_length=length),
+        train=dataclasses.replace(config.train, microbatch_size=microbatch, global_batch_size=batch),
+    )
+
+
+def open_evaluation_data(
+    prefixes: Sequence[str], tokenizer: str | None, vocab_size: int, seq_length: int, samples: int | None
+) -> list[EvaluationData]:
+    """Open the datasets and check that they are of the model.
+
+    tokenizer: the model's, None where it is not known. samples: how many of each dataset count; None for all.
+    Errors: FileNotFoundError or ValueError, with the file and the remedy, for a dataset that is missing, damaged or
+    shorter than one sample, that was built with another tokenizer, or that has ids outside the vocabulary.
+    """
+    if samples is not None and samples < 1:
+        raise ValueError(f"--samples {samples}: evaluate at least 1, or leave it out for all")
+    opened = []
+    for prefix in prefixes:
+        built = read_sidecar(prefix)
+        if built is not None and tokenizer is not None:
+            theirs = built["tokenizer"]
+            same = same_tokenizer(theirs, tokenizer)
+            if same is None:
+                raise FileNotFoundError(
+                    f"{prefix} was built with the tokenizer {theirs}, and the model's is {tokenizer}: one of the files "
+                    f'does not exist, so they cannot be compared; correct the path under "tokenizer" in {prefix}.json, '
+                    f"or give the model's with --data.tokenizer"
+                )
+            if not same:
+                raise ValueError(
+                    f"{prefix} was built with the tokenizer {theirs}, but the model's is {tokenizer}: build the "
+                    f"dataset again with `tpformer data build --tokenizer {tokenizer}`"
+                )
+        windows = TokenSamples(open_dataset(prefix, vocab_size), seq_length, shuffle=False)
+        opened.append(EvaluationData(prefix, windows, min(samples or windows.n_samples, windows.n_samples)))
+    return opened
+
+
+def evaluation_tokenizer(name: str | None, prefixes: Sequence[str]) -> Tokenizer | None:
+    """The model's tokenizer; where it is not known, that of the first dataset with a sidecar; else None."""
+    sidecars = (read_sidecar(prefix) for prefix in prefixes)
+    name = name or next((sidecar["tokenizer"] for sidecar in sidecars if sidecar is not None), None)
+    return None if name is None else load_tokenizer(name)
