@@ -5,13 +5,15 @@ from itertools import count
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.inference.generate import GREEDY, TextStream, generate, generate_text, next_logits
+from tpformer.inference.generate import GREEDY, TextStream, generate, generate_text, load_model, next_logits
 from tpformer.inference.sampling import Sampling
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig, KVCache
 from tpformer.training.data import ByteTokenizer
+from tpformer.training.source import source_config
 
 LLAMA = GPTConfig(
     **{"vocab_size": 257, "seq_length": 24, "n_layers": 2, "hidden_size": 48, "n_heads": 12, "n_kv_heads": 4},
@@ -118,11 +120,32 @@ def test_texts_end_where_they_should():
         alone = greedy(model, prompt, 12)
         ends = [index for index, token in enumerate(alone) if token in {stop, *PROMPTS[0]}]
         assert text == alone[: ends[0] + 1 if ends else 12]
-    third = [
-        token.ended for token in generate(model, [[7]], max_new_tokens=9, ends=lambda token, n=count(1): next(n) == 3)
-    ]
+    asked = count(1)
+    third = [token.ended for token in generate(model, [[7]], max_new_tokens=9, ends=lambda token: next(asked) == 3)]
     assert third == [None, None, "stop"]
     assert list(generate(model, PROMPTS, max_new_tokens=0)) == [] == list(generate(model, [], max_new_tokens=3))
+
+
+def loaded(path: str) -> list[list[int]]:
+    model, source = load_model(source_config(path, {"parallel": {"tensor_parallel": dist.get_world_size()}}))
+    assert not model.training and not model.tp.sharded and source.architecture.n_kv_heads == 2
+    return texts(model, samples=2, sampling=GREEDY)
+
+
+def test_a_model_of_transformers_gives_the_texts_that_it_gives_there(ranks, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.4},
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    assert len({token for text in expected for token in text}) > 20
+    for found in ranks(2).run(loaded, str(tmp_path)):
+        assert found == [text for text in expected for _ in range(2)]
 
 
 def test_learned_positions_end_a_text_and_rope_goes_on():
@@ -194,7 +217,7 @@ def test_pieces_of_text_are_the_text():
     ids = texts(model, [[256], [97, 98]], 60, sampling=Sampling(top_k=200), samples=2, stop={256})
     assert found == [tokenizer.decode(text) for text in ids] and max(map(len, ids)) > 30
     assert told == [
-        "texts may have 62 tokens, but the model was trained with 24 positions: beyond them text is likely to be worse"
+        "texts may need 61 positions, but the model was trained with 24: they are likely to be worse beyond them"
     ]
     stop = found[2][5:7]
     pieces = generate_text(model, tokenizer, ["", "ab"], stops=[stop], report=told.append, **options)

@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import TensorParallel
+from tpformer.layers import Positions, TensorParallel, TransformerBlock
+from tpformer.layers.cache import LayerCache
 from tpformer.models import GPT, GPTConfig, KVCache
 
 BASE = {"vocab_size": 50, "vocab_multiple": 16, "seq_length": 24, "n_layers": 2, "hidden_size": 48, "n_heads": 12}
@@ -167,3 +169,36 @@ def sharded():
 def test_sequence_shards_are_refused(ranks):
     with pytest.raises(RuntimeError, match=r"a cache on 2 tensor-parallel ranks with sequence shards: build"):
         ranks(2).run(sharded)
+
+
+def fully_sharded() -> list[Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = build("learned positions"), dist.device_mesh.init_device_mesh("cpu", (2,))
+    whole = model(IDS).detach()
+    for part in (*model.layers.values(), model):
+        fully_shard(part, mesh=mesh)
+    cache = KVCache()
+    with torch.no_grad():
+        return [whole, torch.cat([model(IDS[:, a:b], cache=cache) for a, b in ((0, 9), (9, 10), (10, 20))], 1)]
+
+
+def test_a_model_that_fsdp2_shards_takes_a_cache(ranks):
+    for whole, found in ranks(2).run(fully_sharded):
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_block_alone_takes_a_cache_or_refuses():
+    block, cache, x = TransformerBlock(48, 4, rope_base=1e4).eval(), LayerCache(4), torch.randn(2, 8, 48)
+    pieces = [(0, 5), (5, 6), (6, 8)]
+    found = [block(x[:, a:b], positions=Positions(2, b - a, offset=a), cache=cache) for a, b in pieces]
+    torch.testing.assert_close(torch.cat(found, 1), block(x))
+    with pytest.raises(ValueError, match="tokens from position 9 on, but the cache has 8: give positions whose offset"):
+        block(x[:, :1], positions=Positions(2, 1, offset=9), cache=cache)
+    with pytest.raises(ValueError, match=r"offset has 3 numbers for batch=2"):
+        Positions(2, 1, offset=[1, 2, 3])
+    with pytest.raises(ValueError, match="pad on the right"):
+        block(x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool), cache=LayerCache(4))
+    with pytest.raises(ValueError, match="a cache needs causal attention without sequence_parallel, but is_causal=F"):
+        TransformerBlock(48, 4, is_causal=False).eval()(x, cache=LayerCache(4))

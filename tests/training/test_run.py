@@ -81,6 +81,38 @@ def test_generate_gives_the_same_text_on_one_and_two_ranks(commands, tmp_path, t
     assert commands.run("generate", directory, *options, "--temperature", "0")[0] == 0
 
 
+@pytest.mark.proof
+def test_generate_prints_several_texts_and_says_where_the_model_ends(commands, tmp_path, tiny_values):
+    toml = str(write_run(tmp_path, tiny_values))
+    directory = tiny_values["run"]["dir"]
+    assert commands.run("pretrain", toml)[0] == 0
+    (tmp_path / "prompt.txt").write_text("class A:\n")
+    options = [
+        "--prompt",
+        "def f",
+        "--prompt",
+        "import",
+        "--prompt-file",
+        str(tmp_path / "prompt.txt"),
+        "--samples",
+        "2",
+    ]
+    options += ["--max-new-tokens", "100", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--stop", "e"]
+    code, out, err = commands.run("generate", directory, *options)
+    texts = out.split("--- prompt ")[1:]
+    assert code == 0 and [text[:11] for text in texts] == [f"{p}, sample {s}" for p in (1, 2, 3) for s in (1, 2)], err
+    assert texts[0][12:].startswith("def f") and texts[5][12:].startswith("class A:\n")
+    assert all("e" not in text[12:].removeprefix(prompt) for text, prompt in zip(texts[:2], ["def f"] * 2, strict=True))
+    assert "texts may need 108 positions, but the model was trained with" in err
+    for wrong, words in (
+        ("--top-p=2", "top_p=2.0 must be"),
+        ("--max-new-tokens=-1", "give at least 0"),
+        ("--stop=", "empty"),
+    ):
+        code, out, err = commands.run("generate", directory, "--prompt", "a", wrong)
+        assert code == 2 and words in err and not out, (out, err)
+
+
 def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_path, tiny_values):
     """Ranks get torchrun's environment; tests/test_readme.py runs torchrun itself."""
     toml = str(write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}, train={"steps": 2}))

@@ -253,6 +253,7 @@ def generate_text(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
+    max_new_tokens: int,
     stops: Sequence[str] = (),
     samples: int = 1,
     report: Callable[[str], None] = print,
@@ -266,16 +267,20 @@ def generate_text(
     ids = [tokenizer.encode_prompt(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
     streams = [TextStream(tokenizer, prompt, stops) for prompt in ids for _ in range(samples)]
     pieces: list[str] = [""] * len(streams)
-    reach, trained = max(map(len, ids), default=0) + options["max_new_tokens"], model.config.seq_length
-    if reach > trained:
-        learned = model.config.position == "learned"
-        then = f"texts end after {trained}" if learned else "beyond them text is likely to be worse"
-        report(f"texts may have {reach} tokens, but the model was trained with {trained} positions: {then}")
 
     def ends(token: Token) -> bool:
         pieces[token.sequence] = streams[token.sequence].push(token.id, token.ended is not None)
         return streams[token.sequence].stopped
 
-    for token in generate(model, ids, stop=tokenizer.stop_tokens, ends=ends, samples=samples, **options):
+    def piece(token: Token) -> tuple[int, str]:
         stopped = token.ended == "stop" and not streams[token.sequence].stopped
-        yield token.sequence, streams[token.sequence].finish() if stopped else pieces[token.sequence]
+        return token.sequence, streams[token.sequence].finish() if stopped else pieces[token.sequence]
+
+    options |= {"max_new_tokens": max_new_tokens, "samples": samples}
+    tokens = generate(model, ids, stop=tokenizer.stop_tokens, ends=ends, **options)
+    # the last token is not read
+    reach, trained = max(map(len, ids), default=0) + max_new_tokens - 1, model.config.seq_length
+    if reach > trained:
+        then = "end there" if model.config.position == "learned" else "are likely to be worse beyond them"
+        report(f"texts may need {reach} positions, but the model was trained with {trained}: they {then}")
+    return map(piece, tokens)

@@ -207,7 +207,8 @@ def _in_their_words(name: str, known: Field, value: Any) -> dict[str, Any]:
     """The field with its value; nothing if they have no word for the value."""
     if known.values is None:
         return {name: value}
-    return {name: theirs for theirs, ours in reversed(known.values.items()) if ours == value}
+    words = [theirs for theirs, ours in known.values.items() if ours == value]
+    return {name: words[0]} if words else {}
 
 
 def _check_must(name: str, must: Must, values: Mapping[str, Any]) -> None:
