@@ -255,7 +255,7 @@ def export_command(arguments: Sequence[str]) -> None:
 
     from tpformer.training.export import export
 
-    step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype, layout=options.format)
+    step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype, file_format=options.format)
     print(f"step {step} of {options.run_dir} -> {options.out}")
 
 
