@@ -196,6 +196,11 @@ def test_a_llama_with_a_template_says_what_it_says_in_transformers(commands, tmp
     messages = [{"role": "system", "content": "Be kind."}]
     stop = answer_of(llama, tokenizer, [*messages, {"role": "user", "content": "one"}])[5]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, stop]}))
+    prompt = tokenizer("def main", return_tensors="pt")
+    new = llama.generate(**prompt, do_sample=False, max_new_tokens=20, eos_token_id=[0, stop], pad_token_id=0)
+    expected = "def main" + tokenizer.decode([token for token in new[0, prompt.input_ids.shape[1] :] if token != stop])
+    words = ("generate", str(folder), "--prompt", "def main", "--temperature", "0", "--max-new-tokens", "20")
+    assert commands.run(*words)[1] == expected + "\n", "with <s> before it"
     options = ("--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "20", "--tensor-parallel", "2")
     text = f"one\ntwo é\nthree\n/save {tmp_path}/talk.json".encode()
     code, out, err = commands.call(piped, text, "chat", str(folder), *options).finish()
