@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import commands as command_processes
 import pytest
@@ -160,6 +161,57 @@ def test_a_piped_conversation(commands, run, model, tmp_path, tp):
         "this message takes 5034 tokens by itself, and the context of 256 has room for 236",
     ):
         assert sentence in err, sentence
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def answer_of(llama, tokenizer, messages, **options) -> list[int]:
+    """The tokens that transformers answers with."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    new = llama.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, **options)
+    return new[0, ids.shape[1] :].tolist()
+
+
+def test_a_llama_with_a_template_says_what_it_says_in_transformers(commands, tmp_path, monkeypatch):
+    """Its prompts begin with one <s>, though template and post-processor both add one; an answer has several ends."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    from continue_llama import tiny_llama
+
+    folder = tmp_path / "llama"
+    tiny_llama(folder)
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 0)])
+    made.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "</s>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    llama = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": "Be kind."}]
+    stop = answer_of(llama, tokenizer, [*messages, {"role": "user", "content": "one"}])[5]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, stop]}))
+    prompt = tokenizer("def main", return_tensors="pt")
+    new = llama.generate(**prompt, do_sample=False, max_new_tokens=20, eos_token_id=[0, stop], pad_token_id=0)
+    expected = "def main" + tokenizer.decode([token for token in new[0, prompt.input_ids.shape[1] :] if token != stop])
+    words = ("generate", str(folder), "--prompt", "def main", "--temperature", "0", "--max-new-tokens", "20")
+    assert commands.run(*words)[1] == expected + "\n", "with <s> before it"
+    options = ("--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "20", "--tensor-parallel", "2")
+    text = f"one\ntwo é\nthree\n/save {tmp_path}/talk.json".encode()
+    code, out, err = commands.call(piped, text, "chat", str(folder), *options).finish()
+    assert code == 0, err
+    for question in ("one", "two é", "three"):
+        messages.append({"role": "user", "content": question})
+        ids = answer_of(llama, tokenizer, messages, eos_token_id=[0, stop], pad_token_id=0)
+        answer = tokenizer.decode([token for token in ids if token not in (0, stop)])
+        messages.append({"role": "assistant", "content": answer})
+    assert json.loads((tmp_path / "talk.json").read_text())["messages"] == messages
+    assert "no chat template" not in err and len(out) > 10
 
 
 @pytest.mark.parametrize("text", [b"", b"/quit\nnot read", b"\n\n  \n"])

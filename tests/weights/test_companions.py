@@ -3,8 +3,8 @@
 import json
 
 import numpy
+import oracle
 import pytest
-import theirs
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -62,7 +62,7 @@ def test_a_trained_run_generates_in_transformers(commands, run, tmp_path):
 
 def test_companions_travel_in_and_out(commands, tmp_path):
     hub, run, out = (tmp_path / name for name in ("hub", "run", "out"))
-    theirs.make("llama", hub)
+    oracle.make("llama", hub)
     write_byte_tokenizer(hub)
     GenerationConfig(eos_token_id=[2, 5], do_sample=True, top_k=7).save_pretrained(hub)
     (hub / "chat_template.jinja").write_text("{{ messages }}")
@@ -70,14 +70,14 @@ def test_companions_travel_in_and_out(commands, tmp_path):
     (hub / "config.json").write_text(json.dumps(config))
     code, printed, err = commands.run("import", str(hub), "--out", str(run))
     assert code == 0 and "step 0" in printed, err
-    export(run, out, layout="hf")
+    export(run, out, file_format="hf")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (hub / name).read_bytes(), name
     written = json.loads((out / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (1, [2, 5])
     assert open_source(run).tokenizer == str(run / "hf" / "tokenizer.json")
     said: list[str] = []
-    theirs.make("gpt2", tmp_path / "bare")
+    oracle.make("gpt2", tmp_path / "bare")
     import_weights(tmp_path / "bare", tmp_path / "bare-run", report=said.append)
     assert "has no tokenizer.json" in said[-1]
     for name in ("hub", "run"):

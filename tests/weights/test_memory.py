@@ -53,7 +53,7 @@ def measure(folder: str) -> None:
     hub, run, out = (Path(folder, name) for name in ("hub", "run", "out"))
     grown = {
         "import": growth(lambda: import_weights(hub, run)),
-        "export": growth(lambda: export(run, out, layout="hf")),
+        "export": growth(lambda: export(run, out, file_format="hf")),
     }
     for name in ("hub", "run"):
         source = open_source(Path(folder, name))

@@ -4,8 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import oracle
 import pytest
-import theirs
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -52,7 +52,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ],
 )
 def test_config_fields(tmp_path, kind, changes, words):
-    theirs.make(kind, tmp_path / "hub")
+    oracle.make(kind, tmp_path / "hub")
     path = tmp_path / "hub" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError) as error:
@@ -64,14 +64,14 @@ def test_config_fields(tmp_path, kind, changes, words):
 
 def test_every_field_of_transformers_is_known():
     """No field that version 5.23 or the hub's configurations have is refused unseen, whatever a family's defaults."""
-    for name, (kind, _) in theirs.MODELS.items():
-        fields = {**theirs.configuration(name).to_dict()}
+    for name, (kind, _) in oracle.MODELS.items():
+        fields = {**oracle.configuration(name).to_dict()}
         family = FAMILIES[kind]
         config = family.read(fields)
         assert meaning(family.read(family.write(config))) == meaning(config)
         assert family_for(config).cannot_say(config) == []
         defaults = {key: field for key, field in family.fields.items() if isinstance(field, Field)}
-        theirs_of = theirs.default(kind)
+        theirs_of = oracle.default(kind)
         for key, field in defaults.items():
             derived = {"num_key_value_heads": theirs_of.get("num_attention_heads"), "head_dim": 128}
             expected = theirs_of[key] if key in theirs_of else None
@@ -81,8 +81,8 @@ def test_every_field_of_transformers_is_known():
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
-    theirs.make("llama", folder / "whole")
-    theirs.make("llama", folder / "shards", max_shard_size="20KB")
+    oracle.make("llama", folder / "whole")
+    oracle.make("llama", folder / "shards", max_shard_size="20KB")
     return folder
 
 
@@ -197,8 +197,15 @@ def test_architectures_that_no_family_can_say(fields, words):
         assert word in str(error.value)
 
 
+def test_llama_divides_hidden_into_heads():
+    """transformers' own rule for Llama. Mistral has the same tensors without it."""
+    fields = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
+    config = GPTConfig(vocab_size=100, hidden_size=100, n_heads=3, head_dim=32, **fields)
+    assert family_for(config).model_type == "mistral"
+
+
 def test_what_training_had_is_reported(tmp_path):
-    theirs.make("gpt2", tmp_path / "hub")
+    oracle.make("gpt2", tmp_path / "hub")
     said: list[str] = []
     assert open_source(tmp_path / "hub", report=said.append).architecture.dropout == 0
     assert said == [

@@ -2,8 +2,8 @@
 
 import json
 
+import oracle
 import pytest
-import theirs
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -20,7 +20,7 @@ def ours(directory) -> torch.Tensor:
     model = GPT(source.architecture, dtype=torch.float64).eval()
     source.load([model])
     with torch.no_grad():
-        return model(theirs.ids())
+        return model(oracle.ids())
 
 
 def tensors_in(directory) -> dict[str, torch.Tensor]:
@@ -34,12 +34,12 @@ def same_bits(a: dict, b: dict) -> None:
         assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("name", theirs.MODELS)
+@pytest.mark.parametrize("name", oracle.MODELS)
 def test_in_and_out(tmp_path, name):
     """Logits equal in float64, but for what transformers computes in float32 (RMSNorm, RoPE): GPT-2 has neither."""
-    model = theirs.make(name, tmp_path / "hub", max_shard_size="20KB")
+    model = oracle.make(name, tmp_path / "hub", max_shard_size="20KB")
     import_weights(tmp_path / "hub", tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "out", layout="hf", max_shard_bytes=30000)
+    export(tmp_path / "run", tmp_path / "out", file_format="hf", max_shard_bytes=30000)
     same_bits(tensors_in(tmp_path / "hub"), tensors_in(tmp_path / "out"))
     again, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
@@ -47,8 +47,8 @@ def test_in_and_out(tmp_path, name):
         type(model) if name != "mistral-no-window" else LlamaForCausalLM
     )  # an import does not remember its family
     assert type(again) is plainest and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    expected = theirs.logits(model)
-    assert torch.equal(theirs.logits(again.eval()), expected)
+    expected = oracle.logits(model)
+    assert torch.equal(oracle.logits(again.eval()), expected)
     bound = 1e-13 if name.startswith("gpt2") else 1e-6
     for directory in ("hub", "run", "out"):
         logits = ours(tmp_path / directory)
@@ -60,28 +60,28 @@ def test_in_and_out(tmp_path, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None], ids=str)
 def test_dtypes_stay(tmp_path, name, dtype):
     """None: norms in float32, the rest in bfloat16."""
-    theirs.make(name, tmp_path / "hub", torch.float32 if dtype is None else dtype)
+    oracle.make(name, tmp_path / "hub", torch.float32 if dtype is None else dtype)
     if dtype is None:
         mixed = {k: v if "ln_" in k or "norm" in k else v.bfloat16() for k, v in tensors_in(tmp_path / "hub").items()}
         save_file(mixed, tmp_path / "hub" / "model.safetensors")
     import_weights(tmp_path / "hub", tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "out", layout="hf")
+    export(tmp_path / "run", tmp_path / "out", file_format="hf")
     same_bits(tensors_in(tmp_path / "hub"), tensors_in(tmp_path / "out"))
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["torch_dtype"] == ("float32" if dtype is None else str(dtype).removeprefix("torch."))
-    export(tmp_path / "run", tmp_path / "cast", layout="hf", dtype="bfloat16")
+    export(tmp_path / "run", tmp_path / "cast", file_format="hf", dtype="bfloat16")
     assert {value.dtype for value in tensors_in(tmp_path / "cast").values()} == {torch.bfloat16}
 
 
 def test_old_files_are_read(tmp_path):
     """Names without prefix, buffers, the head beside the table that it is tied to, and RoPE as version 4 wrote it."""
-    model = theirs.make("gpt2", tmp_path / "gpt2")
+    model = oracle.make("gpt2", tmp_path / "gpt2")
     state = tensors_in(tmp_path / "gpt2")
     old = {name.removeprefix("transformer."): value for name, value in state.items()}
     old |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(3)} | {"h.1.attn.masked_bias": torch.ones(())}
     save_file(old, tmp_path / "gpt2" / "model.safetensors")
-    assert (ours(tmp_path / "gpt2") - theirs.logits(model)).abs().max() < 1e-12
-    model = theirs.make("llama-3.1", tmp_path / "llama")
+    assert (ours(tmp_path / "gpt2") - oracle.logits(model)).abs().max() < 1e-12
+    model = oracle.make("llama-3.1", tmp_path / "llama")
     values = json.loads((tmp_path / "llama" / "config.json").read_text())
     scaling = {"type" if key == "rope_type" else key: value for key, value in values.pop("rope_parameters").items()}
     values |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "tie_word_embeddings": True}
@@ -91,5 +91,5 @@ def test_old_files_are_read(tmp_path):
     state |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(state, tmp_path / "llama" / "model.safetensors")
     model.lm_head.weight = model.model.embed_tokens.weight
-    expected = theirs.logits(model)
+    expected = oracle.logits(model)
     assert (ours(tmp_path / "llama") - expected).norm() < 1e-6 * expected.norm()

@@ -46,18 +46,26 @@ class Generate:
     """bytes, or the path of a tokenizer.json. Unset: that of the run or directory."""
 
 
+def _source_config(source: Path, tensor_parallel: int | None, tokenizer: str | None) -> RunConfig:
+    """The configuration in which a model runs, with the options that were given. ValueError if it has no tokenizer."""
+    from tpformer.training.source import source_config
+
+    parallel = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
+    config = source_config(
+        source, {"parallel": parallel, "data": {} if tokenizer is None else {"tokenizer": tokenizer}}
+    )
+    if config.data.tokenizer is None and not config.data.train:
+        raise ValueError(f"{source} has no tokenizer.json: give --tokenizer")
+    return config
+
+
 def generate_command(arguments: Sequence[str]) -> None:
     """`tpformer generate`: one text is printed as it comes, several at their end."""
     from tpformer.training.resolve import tokenizer_name
-    from tpformer.training.source import source_config
 
     options = tyro.cli(Generate, prog="tpformer generate", args=list(arguments))
     prompts = [*options.prompt, *([options.prompt_file.read_text("utf-8")] if options.prompt_file else [])] or ["def "]
-    parallel = {} if options.tensor_parallel is None else {"tensor_parallel": options.tensor_parallel}
-    data = {} if options.tokenizer is None else {"tokenizer": options.tokenizer}
-    config = source_config(options.source, {"parallel": parallel, "data": data})
-    if config.data.tokenizer is None and not config.data.train:
-        raise ValueError(f"{options.source} has no tokenizer.json: give --tokenizer")
+    config = _source_config(options.source, options.tensor_parallel, options.tokenizer)
 
     import torch.distributed as dist
 
@@ -177,10 +185,10 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Talk with a model: type a line, read its answer. /help lists the commands."""
+    """Talk with a model: type a line, read its answer. /help lists the commands of the conversation."""
 
-    model: tyro.conf.Positional[Path]
-    """A run's directory, or one of a Hugging Face model's weights."""
+    source: tyro.conf.Positional[Path]
+    """Directory of a run, of a Hugging Face model or of an export."""
     system: str | None = None
     """System message."""
     max_new_tokens: int = 500
@@ -188,23 +196,23 @@ class Chat:
     temperature: float = 0.8
     """0 always takes the most likely token."""
     top_k: int | None = None
-    """Draw from the k most likely tokens only."""
+    """Draw only from this many most likely tokens."""
     top_p: float = 1.0
-    """Draw from the most likely tokens only whose probabilities sum to this."""
+    """Draw only from the most likely tokens whose probabilities sum to this."""
     min_p: float = 0.0
-    """Draw only from tokens at least this many times as likely as the most likely one."""
+    """Draw only from tokens at least this times as likely as the most likely one."""
     seed: int = 0
+    """Answer number i is drawn with seed + i."""
     tensor_parallel: int | None = None
-    """Tensor-parallel ranks to run on. Unset: the run's own number of them."""
+    """Tensor-parallel ranks to run on. Unset: the run's own number of them, or one for a directory of weights."""
+    tokenizer: str | None = None
+    """bytes, or the path of a tokenizer.json. Unset: that of the run or directory."""
 
 
 def chat_command(arguments: Sequence[str]) -> None:
     """`tpformer chat`: hold a conversation on the terminal, or one that is piped in."""
-    from tpformer.training.source import source_config
-
     options = tyro.cli(Chat, prog="tpformer chat", args=list(arguments))
-    ranks = options.tensor_parallel
-    config = source_config(options.model, {} if ranks is None else {"parallel": {"tensor_parallel": ranks}})
+    config = _source_config(options.source, options.tensor_parallel, options.tokenizer)
 
     import torch.distributed as dist
 
@@ -247,7 +255,7 @@ def export_command(arguments: Sequence[str]) -> None:
 
     from tpformer.training.export import export
 
-    step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype, layout=options.format)
+    step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype, file_format=options.format)
     print(f"step {step} of {options.run_dir} -> {options.out}")
 
 

@@ -28,7 +28,6 @@ from .resolve import read_run_config
 
 CONFIG = "config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FORMATS = ("tpformer", "hf")
 
 
 def export(
@@ -37,15 +36,15 @@ def export(
     *,
     step: int | None = None,
     dtype: str | None = None,
-    layout: str = "tpformer",
+    file_format: str = "tpformer",
     max_shard_bytes: int = MAX_FILE_BYTES,
     report: Callable[[str], None] = print,
 ) -> int:
     """Write the model of a run's checkpoint to the new directory `out`; returns the checkpoint's step.
 
     step: unset, the newest good checkpoint; bad ones are reported. dtype: float32 or bfloat16; unset, that of the
-    parameters. layout: "tpformer", or "hf" for the names of the plainest family of models of transformers that can say
-    the architecture, with the tokenizer and the settings of generation where the run has them.
+    parameters. file_format: "tpformer", or "hf" for the names of the plainest family of transformers' models that can
+    say the architecture, with the tokenizer and the settings of generation where the run has them.
     Vocabulary tables keep vocab_size rows: their padding rows are zero, never predicted, and left out.
     Memory: one saved shard of a tensor; the files are written through a memory map.
     Errors, before anything is written: FileNotFoundError without a run, a checkpoint or one of that step; ValueError if
@@ -54,7 +53,7 @@ def export(
     """
     config = read_run_config(run)
     architecture = config.model.architecture
-    family = family_for(architecture) if layout == "hf" else None
+    family = family_for(architecture) if file_format == "hf" else None
     with new_directory(out) as temporary:
         step = choose_step(run / "checkpoints", step, report)
         source = step_path(run / "checkpoints", step)

@@ -98,8 +98,9 @@ class Family:
     """A family of models of another library.
 
     model_type: its name in config.json. architecture: the class that an export names. fixed: the fields of GPTConfig
-    that all its models share. fields: its fields of config.json, beside COMMON and RoPE's. buffers: tensors that old
-    files have and that no model needs. prefix: what files of the bare model leave out of names.
+    that all its models share. fields: its fields of config.json, beside COMMON and RoPE's. tensors: in the order in
+    which an export has them. prefix: what files of the bare model leave out of names. buffers: tensors that old files
+    have and that no model needs. divides_hidden: whether hidden_size has to be a multiple of n_heads.
     """
 
     model_type: str
@@ -109,6 +110,7 @@ class Family:
     tensors: tuple[Tensors, ...]
     prefix: str
     buffers: tuple[str, ...] = ()
+    divides_hidden: bool = False
     all_fields: Fields = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,6 +160,8 @@ class Family:
 
     def cannot_say(self, config: GPTConfig) -> list[str]:
         """The fields of GPTConfig, with their values, that are lost on the way through a config.json."""
+        if self.divides_hidden and config.hidden_size % config.n_heads:
+            return [f"n_heads = {config.n_heads} with hidden_size = {config.hidden_size}"]
         back = meaning(self.read(self._written(config)))
         return [f"{name} = {value}" for name, value in meaning(config).items() if back[name] != value]
 

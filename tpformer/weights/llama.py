@@ -42,6 +42,7 @@ LLAMA = Family(
     },
     tensors=TENSORS,
     prefix="model.",
+    divides_hidden=True,
     buffers=("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
 )
 NO_WINDOW: Fields = {
