@@ -23,7 +23,7 @@ NAME = re.compile(
 # files that are no part of the repository: a run, a build or a user makes them, another project has them
 ELSEWHERE = re.compile(
     r"[A-Z]{4}|-N\.|(^|/)(runs|build|data|checkpoints|my-model|plots|directory|pydoc_data)/"
-    r"|^(run|config|tokenizer|plan|timeline|pipeline|table|trainer|manifest|metrics|module|model|file|tokenizer_config|generation_config)\.\w+$"
+    r"|^(run|config|tokenizer|plan|timeline|pipeline|table|trainer|manifest|metrics|module|model|file|tokenizer_config|special_tokens_map|generation_config)\.\w+$"
     r"|\.index\.json$"
 )
 SOURCES = [path for path in FILES if path.suffix in (".py", ".toml", ".pml") or path.name == "Makefile"]
