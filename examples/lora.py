@@ -70,7 +70,7 @@ def main(work, directory=None, text=__file__):
         replace(model, LoRA.merged)
         torch.testing.assert_close(model(ids[:, :-1]), adapted)
     write_checkpoint(step_path(work / "run" / "checkpoints", 1), model.state_dict(), 1)
-    export(work / "run", work / "exported", layout="hf")
+    export(work / "run", work / "exported", file_format="hf")
     print(f"loss {loss.item():.3f} after 20 steps, merged and exported")
 
 
