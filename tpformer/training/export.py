@@ -23,10 +23,9 @@ from tpformer.weights.tensors import TensorMap, their_specs
 
 from .checkpoint import choose_step
 from .checkpoint_files import MODEL, fsync, read_parts, saved_tensors, step_path
-from .companions import companions_of, copy_companions, token_ids, write_byte_tokenizer
+from .companions import CONFIG, companions_of, copy_companions, token_ids, write_byte_tokenizer
 from .resolve import read_run_config
 
-CONFIG = "config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -1,11 +1,11 @@
 """Complete a configuration from its data, or read one from a run's directory. Nothing here imports torch."""
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 
 from tpformer.config import RunConfig, build_config, read_toml
+from tpformer.weights.family import read_json
 
 from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
 
@@ -33,7 +33,7 @@ def same_tokenizer(one: str, other: str) -> bool | None:
     """Whether two tokenizers, each "bytes" or the path of a tokenizer.json, turn every text into the same ids.
 
     Files are compared by their parts that do so. None if a file does not exist, so that it cannot be told; ValueError
-    for a file that is no JSON.
+    for a file that is no JSON object.
     """
     if one == other or "bytes" in (one, other):
         return one == other
@@ -41,10 +41,7 @@ def same_tokenizer(one: str, other: str) -> bool | None:
     for path in (Path(one), Path(other)):
         if not path.is_file():
             return None
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a tokenizer.json file that can be read: {error}") from None
+        content = read_json(path)
         contents.append([content.get(key) for key in _CONTENT])
     return contents[0] == contents[1]
 
