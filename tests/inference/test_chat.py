@@ -302,9 +302,11 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, ranks, tmp_path
     person.reads("> ")
     person.press("dropped")
     person.reads("dropped")
-    person.press("\x03")
-    person.reads("\r\n> ")
-    person.press("\x04")
+    # a key may be lost: Python's input() does not see a signal that comes while it takes in a character
+    while "\r\n> " not in person.unread:
+        person.press("\x03")
+        person.look()
     while command.poll() is None:
+        person.press("\x04")
         person.look()
     assert command.finish()[0] == 0
