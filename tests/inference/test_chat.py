@@ -303,10 +303,12 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, ranks, tmp_path
     person.press("dropped")
     person.reads("dropped")
     # a key may be lost: Python's input() does not see a signal that comes while it takes in a character
-    while "\r\n> " not in person.unread:
+    deadline = time.monotonic() + 60
+    while "\r\n> " not in person.unread and time.monotonic() < deadline:
         person.press("\x03")
         person.look()
-    while command.poll() is None:
+    assert "\r\n> " in person.unread
+    while command.poll() is None and time.monotonic() < deadline:
         person.press("\x04")
         person.look()
-    assert command.finish()[0] == 0
+    assert command.finish(5)[0] == 0
