@@ -51,6 +51,14 @@ def write_byte_tokenizer(out: Path) -> dict[str, Any]:
 
     Text is taken byte by byte. A text that spells out the end token is the exception: it becomes that token.
     """
+    (out / TOKENIZER).write_text(json.dumps(byte_tokenizer(), ensure_ascii=False, indent=1), encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return {"bos_token_id": None, "eos_token_id": len(_byte_letters()), "pad_token_id": None}
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """What write_byte_tokenizer's tokenizer.json holds."""
     end = len(_byte_letters())
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -66,7 +74,7 @@ def write_byte_tokenizer(out: Path) -> dict[str, Any]:
         "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
         "merges": [],
     }
-    tokenizer = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -77,10 +85,6 @@ def write_byte_tokenizer(out: Path) -> dict[str, Any]:
         "decoder": bytewise,
         "model": model,
     }
-    (out / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False, indent=1), encoding="utf-8")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-    return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
 
 
 def _byte_letters() -> list[str]:
