@@ -77,7 +77,9 @@ def _companions(run: Path, tokenizer: str | None, out: Path, report: Callable[[s
         return write_byte_tokenizer(out)
     directory = companions_of(run, tokenizer)
     if directory is None or not copy_companions(directory, out):
-        report(f"no tokenizer travels along: {run} has none" if tokenizer is None else f"no tokenizer: no {tokenizer}")
+        report(
+            f"no tokenizer travels along: {f'{run} has none' if tokenizer is None else f'{tokenizer} does not exist'}"
+        )
     return token_ids(directory)
 
 

@@ -185,7 +185,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} holds a JSON {type(values).__name__}, where a JSON object is expected")
     return values
 
 
