@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tpformer.config import RunConfig, build_config, read_toml
 
+from .companions import byte_tokenizer
 from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
 
 # what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
@@ -32,19 +33,19 @@ def tokenizer_name(config: RunConfig) -> str:
 def same_tokenizer(one: str, other: str) -> bool | None:
     """Whether two tokenizers, each "bytes" or the path of a tokenizer.json, turn every text into the same ids.
 
-    Files are compared by their parts that do so. None if a file does not exist, so that it cannot be told; ValueError
-    for a file that is no JSON.
+    Files are compared by their parts that do so, and "bytes" is the file that an export writes for it. None if a file
+    does not exist, so that it cannot be told; ValueError for a file that is no JSON.
     """
-    if one == other or "bytes" in (one, other):
-        return one == other
+    if one == other:
+        return True
     contents = []
-    for path in (Path(one), Path(other)):
-        if not path.is_file():
+    for name in (one, other):
+        if name != "bytes" and not Path(name).is_file():
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = byte_tokenizer() if name == "bytes" else json.loads(Path(name).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is not a tokenizer.json file that can be read: {error}") from None
+            raise ValueError(f"{name} is not a tokenizer.json file that can be read: {error}") from None
         contents.append([content.get(key) for key in _CONTENT])
     return contents[0] == contents[1]
 
