@@ -21,8 +21,8 @@ from tpformer.training.source import open_source
 
 def test_the_byte_tokenizer_is_exact(tmp_path):
     write_byte_tokenizer(tmp_path)
+    assert same_tokenizer("bytes", str(tmp_path / "tokenizer.json")), "an export is evaluated on the run's data"
     written, ours = load_tokenizer(tmp_path / "tokenizer.json"), ByteTokenizer()
-    assert same_tokenizer("bytes", str(tmp_path / "tokenizer.json")), "data of a run are data of its export"
     assert (written.vocab_size, written.end_of_document) == (ours.vocab_size, ours.end_of_document)
     letters = numpy.random.default_rng(0).integers(0, 0x110000, 20000)
     text = "".join(chr(letter) for letter in letters if not 0xD800 <= letter < 0xE000)

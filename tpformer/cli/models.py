@@ -80,7 +80,7 @@ def generate_command(arguments: Sequence[str]) -> None:
     from tpformer.training.resolve import tokenizer_name
 
     options = tyro.cli(Generate, prog="tpformer generate", args=list(arguments))
-    prompts = [*options.prompt, *([options.prompt_file.read_text("utf-8")] if options.prompt_file else [])] or ["def "]
+    prompts = [*options.prompt, *([_text(options.prompt_file)] if options.prompt_file else [])] or ["def "]
     config = options.config()
 
     import torch.distributed as dist
@@ -108,6 +108,14 @@ def generate_command(arguments: Sequence[str]) -> None:
         dist.destroy_process_group()
 
     with_ranks(work, config)
+
+
+def _text(file: Path) -> str:
+    """A file's text as it is, its line ends too. ValueError if it is not UTF-8."""
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error}): convert it first") from None
 
 
 def _report(line: str) -> None:

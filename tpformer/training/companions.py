@@ -47,18 +47,19 @@ def token_ids(directory: Path | None) -> dict[str, Any]:
 
 
 def write_byte_tokenizer(out: Path) -> dict[str, Any]:
-    """Write a tokenizer.json that equals the byte tokenizer, and return the ids of its special tokens.
-
-    Text is taken byte by byte. A text that spells out the end token is the exception: it becomes that token.
-    """
-    (out / TOKENIZER).write_text(json.dumps(byte_tokenizer(), ensure_ascii=False, indent=1), encoding="utf-8")
+    """Write byte_tokenizer() and its settings to a directory; returns the ids of its special tokens."""
+    tokenizer = byte_tokenizer()
+    (out / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False, indent=1), encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     return {"bos_token_id": None, "eos_token_id": len(_byte_letters()), "pad_token_id": None}
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """What write_byte_tokenizer's tokenizer.json holds."""
+    """The tokenizer.json that equals the byte tokenizer.
+
+    Text is taken byte by byte. A text that spells out the end token is the exception: it becomes that token.
+    """
     end = len(_byte_letters())
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
