@@ -1,7 +1,5 @@
 """config.json files as the hub has them, with all their fields: each is read, and its preset is of the same model."""
 
-import dataclasses
-
 import pytest
 
 from tpformer.config import GPTConfig
@@ -178,7 +176,13 @@ GPT2 = {
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "vocab_size": 50257,
 }
-DISTILLED = {"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "is_decoder": True, "label2id": {"LABEL_0": 0}, "n_layer": 6}
+DISTILLED = {
+    "_num_labels": 1,
+    "id2label": {"0": "LABEL_0"},
+    "is_decoder": True,
+    "label2id": {"LABEL_0": 0},
+    "n_layer": 6,
+}
 XL = {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True}
 # name -> (config.json, its preset or what its fields say, with the length that the hub's file has)
 PUBLISHED = {

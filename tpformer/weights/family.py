@@ -54,8 +54,8 @@ DROPOUT = Unused("it is a setting of training (model.dropout)", reported=True)
 TOKEN = Unused("the tokenizer and generation_config.json say which token it is")
 # what transformers 4 let a config.json say about generation, as that of Llama 2 does
 GENERATION = (
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
-    "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
     "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
 ).split()
