@@ -243,7 +243,9 @@ def from_source(*layers: Values) -> list[Values]:
             f"become the source's"
         )
     if merged["data"].get("tokenizer") is None and found.tokenizer is not None:
-        _check_tokenizer(found.tokenizer, merged["data"].get("train", ()), path)
+        datasets = [prefix for use in ("train", "valid") for prefix in merged["data"].get(use) or ()]
+        _check_tokenizer(found.tokenizer, datasets, path)
+    base = {name: value for name, value in base.items() if name not in given}
     return [{"model": base, "data": {"tokenizer": found.tokenizer}}, *layers, {"model": {"init_from": str(path)}}]
 
 
