@@ -41,7 +41,12 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-proofs: compile-check  ## the long checks: compiled kernels, protocol model, every random kill, every README command
+# what the tests of the adapter for lm-evaluation-harness need
+.venv/eval: .venv/ready
+	$(PIP) --editable '.[eval]'
+	touch .venv/eval
+
+proofs: compile-check .venv/eval  ## the long checks: compiled kernels, protocol model, every random kill, every README command
 	$(PYTEST) --proof -m "not alone"
 	$(PYTEST) --numprocesses 0 --proof -m alone
 

@@ -258,19 +258,19 @@ class Person:
     def __init__(self) -> None:
         self.fd, self.theirs = pty.openpty()
         self.name, self.unread = os.ttyname(self.theirs), ""
+        self.patience = time.monotonic() + 150
 
     def press(self, keys: str) -> None:
         os.write(self.fd, keys.encode())
 
-    def reads(self, wanted: str, seconds: float = 60) -> None:
+    def reads(self, wanted: str) -> None:
         """Return when the terminal has shown `wanted`."""
-        deadline = time.monotonic() + seconds
         while wanted not in self.unread:
-            assert time.monotonic() < deadline, f"{wanted!r} did not come: {self.unread!r}"
             self.look()
         self.unread = self.unread.partition(wanted)[2]
 
     def look(self) -> None:
+        assert time.monotonic() < self.patience, f"nothing more came: {self.unread!r}"
         if select.select([self.fd], [], [], 0.1)[0]:
             self.unread += os.read(self.fd, 4096).decode(errors="replace")
 
@@ -302,9 +302,11 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, ranks, tmp_path
     person.reads("> ")
     person.press("dropped")
     person.reads("dropped")
-    person.press("\x03")
-    person.reads("\r\n> ")
-    person.press("\x04")
-    while command.poll() is None:
+    # a key may be lost: Python's input() does not see a signal that comes while it takes in a character
+    while "\r\n> " not in person.unread:
+        person.press("\x03")
         person.look()
-    assert command.finish()[0] == 0
+    while command.poll() is None:
+        person.press("\x04")
+        person.look()
+    assert command.finish(5)[0] == 0

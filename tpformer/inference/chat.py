@@ -41,7 +41,7 @@ class Terminal:
         # a forked rank has another sys.stdin, but the command's input is still open under its number
         sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
         self.interactive = sys.stdin.isatty()
-        self.stopped = False
+        self.stopped = self._typing = False
         self.closed: BrokenPipeError | None = None  # nobody reads the output any more
         self._console = Console(stderr=True, soft_wrap=True)
         signal.signal(signal.SIGINT, self._stop)
@@ -50,12 +50,15 @@ class Terminal:
 
     def _stop(self, *_: object) -> None:
         self.stopped = True
+        if self._typing:
+            self._typing = False  # one interrupt for one line, however often the key is pressed
+            raise KeyboardInterrupt
 
     def lines(self) -> Iterator[str]:
         """The lines that are typed, until the input ends. Ctrl-C in a line drops that line."""
         while True:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
+                self._typing = True
                 line = input("> " if self.interactive else "")
             except KeyboardInterrupt:
                 print(flush=True)
@@ -63,7 +66,7 @@ class Terminal:
             except EOFError:
                 return
             finally:
-                signal.signal(signal.SIGINT, self._stop)
+                self._typing = False
             self.stopped = False
             yield line
 
