@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tpformer.config import RunConfig, build_config, read_toml
 from tpformer.weights.family import read_json
 
-from .companions import byte_tokenizer
+from .companions import FOLDER, TOKENIZER, byte_tokenizer
 from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
 
 # what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
@@ -84,9 +86,14 @@ def open_dataset(prefix: str, vocab_size: int) -> IndexedDataset:
     return dataset
 
 
-def read_run_config(directory: Path) -> RunConfig:
-    """The configuration of the run in `directory`; FileNotFoundError without a config.toml."""
-    path = directory / "config.toml"
+def read_run_config(directory: Path, *layers: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The configuration of the run in `directory`, with the values of `layers` in place of its own.
+
+    The tokenizer of an imported run is the one in its folder, wherever the run was moved to. FileNotFoundError without
+    a config.toml.
+    """
+    path, tokenizer = directory / "config.toml", directory.absolute() / FOLDER / TOKENIZER
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
-    return build_config(read_toml(path))
+    imported = {"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {}
+    return build_config(imported, read_toml(path), *layers)
