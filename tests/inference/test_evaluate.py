@@ -140,6 +140,7 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         f"--data {code} --json {tmp_path / 'kept.json'}": "give a new file",
         "--model.n-layers 3": "no setting of an evaluation",
         "--tasks none.jsonl": "does not exist",
+        "--tasks none.jsonl --parallel.pipeline-parallel 2": "leave out --parallel.pipeline",
         f"--tasks {trained / 'code.txt'}": "code.txt:1 is not valid JSON",
         "--parallel.tensor-parallel 3": "cannot be split",
     }.items():
@@ -148,15 +149,16 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
     assert (tmp_path / "kept.json").read_text() == ""
 
 
-def test_tasks_are_answered_alike_on_one_and_two_ranks(commands, trained):
+def test_tasks_are_answered_alike_in_every_layout(commands, trained):
     """One token is more probable than twelve, in any model that has hardly been trained."""
     choices = ["x", "é" * 6, "xxxxxxxxxxx!"]
     lines = [{"prompt": "p" * n, "choices": choices, "answer": answer} for n, answer in ((0, 0), (5, 2), (40, 0))]
     lines += [{"prompt": "p", "answer": "Never."}]
     (trained / "tasks.jsonl").write_text("".join(json.dumps(line) + "\r\n" for line in lines))
     options = ("--tasks", str(trained / "tasks.jsonl"), "--parallel.tensor-parallel")
-    one, two = (evaluated(commands, trained / "run", *options, tp) for tp in ("1", "2"))
-    assert one == two and one["data"] == []
+    shared = ("2", "--parallel.data-parallel-shard", "2")
+    one, two, four = (evaluated(commands, trained / "run", *options, *layout) for layout in (("1",), ("2",), shared))
+    assert one == two == four and one["data"] == []
     assert one["notes"] == ["1 of 4 prompts were cut at the left to fit 16 tokens"]
     acc, acc_bytes, exact = one["tasks"]
     assert acc == {

@@ -3,12 +3,13 @@ lm-evaluation-harness does; a malformed line is named."""
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from tpformer.distributed import build_mesh
-from tpformer.inference.evaluate import Prompt, greedy_texts
+from tpformer.inference.evaluate import Prompt, answer_shared, greedy_texts
 from tpformer.inference.likelihood import log_likelihoods
 from tpformer.inference.tasks import Pair, Task, ask, best_choices, encode_pair, first_line, read_tasks, score
 from tpformer.layers import TensorParallel
@@ -25,8 +26,8 @@ PAIRS = [
 ]
 
 
-def likelihoods(tp: int):
-    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
+def likelihoods(tp: int, dp: int):
+    mesh = build_mesh("cpu", tensor_parallel=tp, data_parallel_replicate=dp)["tp"]
     model = GPT(CONFIG, tp=mesh, seed=3, dtype=torch.float64).eval()
     greedy = []
     for context in ([1, 2, 3], [9]):  # a continuation of the most probable tokens
@@ -35,14 +36,15 @@ def likelihoods(tp: int):
             context = [*context, int(logits.argmax())]
         greedy.append(Pair(context[:-3], context[-3:]))
     pairs = [*PAIRS, *greedy]
-    return pairs, [log_likelihoods(model, pairs, longest=12, batch_size=size) for size in (1, 3)]
+    answers = [partial(log_likelihoods, model, longest=12, batch_size=size) for size in (1, 3)]
+    return pairs, [answer_shared(model, pairs, answer) for answer in answers]
 
 
 # 4 ranks hold 64 of 256 rows each, the last one 58 entries
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_likelihoods_equal_plain_torch_in_every_layout(ranks, tp):
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 3), (2, 2)])
+def test_likelihoods_equal_plain_torch_in_every_layout(ranks, tp, dp):
     model = GPT(CONFIG, seed=3, dtype=torch.float64).eval()
-    for pairs, found in ranks(tp).run(likelihoods, tp):
+    for pairs, found in ranks(tp * dp).run(likelihoods, tp, dp):
         for results in found:
             for (context, continuation), (value, greedy) in zip(pairs, results, strict=True):
                 ids = torch.tensor([*context, *continuation])[-13:]
@@ -145,13 +147,14 @@ class Stopping(ByteTokenizer):
     stop_tokens = (ord("j"),)
 
 
-def spoken(tp: int):
-    model = GPT(SPOKEN, tp=TensorParallel(build_mesh("cpu", tensor_parallel=tp)["tp"]), seed=1, dtype=torch.float64)
-    return greedy_texts(model.eval(), Stopping(), PROMPTS, 3)
+def spoken(tp: int, dp: int):
+    mesh = build_mesh("cpu", tensor_parallel=tp, data_parallel_replicate=dp)["tp"]
+    model = GPT(SPOKEN, tp=TensorParallel(mesh), seed=1, dtype=torch.float64).eval()
+    return answer_shared(model, PROMPTS, lambda share: greedy_texts(model, Stopping(), share, 3))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_greedy_texts_equal_a_plain_loop(ranks, tp):
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])
+def test_greedy_texts_equal_a_plain_loop(ranks, tp, dp):
     """Each ends by its own limit, its own stops or a stop token, whatever is beside it."""
     model, whole = GPT(SPOKEN, seed=1, dtype=torch.float64).eval(), []
     for prompt in PROMPTS:
@@ -162,4 +165,4 @@ def test_greedy_texts_equal_a_plain_loop(ranks, tp):
         whole.append(ByteTokenizer().decode(ids[len(prompt.ids) :]))
     assert ">" in whole[0][1:] and 0 < whole[1].index("\n") < whole[1].index("j"), "otherwise it would show little"
     expected = [whole[0], whole[1].partition("j")[0], whole[2], whole[0].partition(">")[0], whole[1].partition("\n")[0]]
-    assert ranks(tp).run(spoken, tp)[0] == expected
+    assert ranks(tp * dp).run(spoken, tp, dp) == [expected] * (tp * dp)

@@ -15,11 +15,13 @@ from tpformer.training.companions import write_byte_tokenizer
 from tpformer.training.data import ByteTokenizer, load_tokenizer
 from tpformer.training.export import export
 from tpformer.training.importing import import_weights
+from tpformer.training.resolve import same_tokenizer
 from tpformer.training.source import open_source
 
 
 def test_the_byte_tokenizer_is_exact(tmp_path):
     write_byte_tokenizer(tmp_path)
+    assert same_tokenizer("bytes", str(tmp_path / "tokenizer.json")), "an export is evaluated on the run's data"
     written, ours = load_tokenizer(tmp_path / "tokenizer.json"), ByteTokenizer()
     assert (written.vocab_size, written.end_of_document) == (ours.vocab_size, ours.end_of_document)
     letters = numpy.random.default_rng(0).integers(0, 0x110000, 20000)

@@ -77,7 +77,8 @@ def guarded(work: Callable[[], None]) -> None:
 
     Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
     interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
-    that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE.
+    that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE. After Ctrl-C it ends
+    by SIGINT.
     """
     try:
         try:
@@ -88,8 +89,9 @@ def guarded(work: Callable[[], None]) -> None:
         # the only pipe that is written to is the output; rich turns its BrokenPipeError into SystemExit
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGPIPE)
+        _end_by(signal.SIGPIPE)
+    except KeyboardInterrupt:
+        _end_by(signal.SIGINT)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)
         usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
@@ -98,3 +100,9 @@ def guarded(work: Callable[[], None]) -> None:
         else:
             sys.excepthook(*sys.exc_info())
         os._exit(USAGE_EXIT_CODE if usage else 1)
+
+
+def _end_by(number: signal.Signals) -> None:
+    """End this process by a signal, so that its parent learns why."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)

@@ -6,10 +6,12 @@ Belongs here: what ranks do, and what they report. settings.py and tasks.py chec
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -80,7 +82,7 @@ def score_data(model: ModelParts, data: Sequence[EvaluationData], tokenizer: Tok
     scores = []
     for each in data:
         loss = evaluate(model, [each.samples], each.n_samples, device)
-        counted = tokenizer is not None and torch.distributed.get_rank() == 0
+        counted = tokenizer is not None and dist.get_rank() == 0
         n_bytes = each.target_bytes(tokenizer) if counted else None  # type: ignore[arg-type]
         scores.append(DataScore(each.prefix, each.n_samples, each.targets, n_bytes, loss))
     return scores
@@ -95,7 +97,7 @@ class Prompt(NamedTuple):
 
 
 def greedy_texts(model: GPT, tokenizer: Tokenizer, prompts: Sequence[Prompt], batch_size: int) -> list[str]:
-    """The most probable continuation of each prompt, without what ends it; equal on all ranks.
+    """The most probable continuation of each prompt, without what ends it; equal on all tensor-parallel ranks.
 
     model: as load_model makes one. batch_size: prompts that are continued together.
     """
@@ -120,13 +122,30 @@ def greedy_texts(model: GPT, tokenizer: Tokenizer, prompts: Sequence[Prompt], ba
     return texts
 
 
+def answer_shared(model: GPT, asked: Sequence, answer: Callable[[Sequence], list]) -> list:
+    """The answers to all requests, in their order, where each data-parallel rank computes a share of them.
+
+    asked: equal on all ranks. answer: gives an answer, which can be pickled, for each request that it gets; collective
+    over the tensor-parallel ranks of `model`. The world's other ranks are data-parallel ones; there is no pipeline.
+    Communication: with data parallelism, one all-gather of the answers as objects, over the world.
+    """
+    tp, world = model.tp.size, dist.get_world_size() if dist.is_initialized() else 1
+    if (dp := world // tp) == 1:
+        return answer(asked)
+    own = answer(asked[dist.get_rank() // tp :: dp])
+    found: list[list] = [[] for _ in range(world)]
+    dist.all_gather_object(found, own)
+    return [found[index % dp * tp][index // dp] for index in range(len(asked))]
+
+
 def score_tasks(model: GPT, evaluation: Evaluation) -> list[Score]:
-    """The scores of all questions, equal on all tensor-parallel ranks: of multiple choices acc and acc_bytes, of texts
-    exact_match."""
-    assert evaluation.tokenizer is not None
+    """The scores of all questions, equal on all ranks: of multiple choices acc and acc_bytes, of texts exact_match."""
+    tokenizer = evaluation.tokenizer
+    assert tokenizer is not None
     size, length = evaluation.config.microbatch_size, evaluation.config.model.seq_length
     pairs = [pair for question in evaluation.questions for pair in question.pairs]
-    found = iter(log_likelihoods(model, pairs, longest=length, batch_size=size))
+    likelihoods = partial(log_likelihoods, model, longest=length, batch_size=size)
+    found = iter(answer_shared(model, pairs, likelihoods))
     choices = [
         best_choices(question.task, [next(found).log_probability for _ in question.pairs])
         for question in evaluation.questions
@@ -134,7 +153,7 @@ def score_tasks(model: GPT, evaluation: Evaluation) -> list[Score]:
     ]
     asked = [question for question in evaluation.questions if not question.pairs]
     prompts = [Prompt(question.prompt, question.limit, ["\n"]) for question in asked]
-    answers = greedy_texts(model, evaluation.tokenizer, prompts, size)
+    answers = answer_shared(model, prompts, lambda share: greedy_texts(model, tokenizer, share, size))
     texts = [first_line(text) == str(each.task.answer).strip() for text, each in zip(answers, asked, strict=True)]
     scores = []
     if choices:

@@ -1,12 +1,13 @@
 """A GPT as a model of lm-evaluation-harness (the package `lm_eval`, which tpformer[eval] installs).
 
-Only the adapter belongs here: what a text's ids are is tasks.py's, and their likelihood likelihood.py's. Every
-tensor-parallel rank runs the harness on the same requests, so that all reach the model together.
+Only the adapter belongs here: what a text's ids are is tasks.py's, and their likelihood likelihood.py's. Every rank
+runs the harness on the same requests, so that all reach the model together.
 """
 
 import io
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ except ImportError as error:
 import torch.distributed as dist
 
 from tpformer.models import GPT
-from tpformer.training.data import Tokenizer
+from tpformer.training.data import Tokenizer, prompt_ids
 
-from .evaluate import Prompt, finite, greedy_texts
+from .evaluate import Prompt, answer_shared, finite, greedy_texts
 from .likelihood import log_likelihoods
 from .settings import Evaluation
 from .tasks import Pair, encode_pair
@@ -34,7 +35,7 @@ MAX_NEW_TOKENS = 256  # of a generated text, unless its task says otherwise; the
 
 
 class HarnessModel(LM):
-    """A GPT that load_model has made, on tensor-parallel ranks that all get the same requests.
+    """A GPT that load_model has made, on ranks that all get the same requests. Data-parallel ranks share their work.
 
     longest: tokens that the model takes. batch_size: pairs of a forward. Errors: ValueError for a continuation that has
     no tokens, or more than the model takes, and for a task that samples instead of taking the most probable token.
@@ -45,8 +46,8 @@ class HarnessModel(LM):
         self.model, self.tokens, self.longest, self.batch_size = model, tokenizer, longest, batch_size
 
     def _likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        found = log_likelihoods(self.model, pairs, longest=self.longest, batch_size=self.batch_size)
-        return [tuple(each) for each in found]
+        likelihoods = partial(log_likelihoods, self.model, longest=self.longest, batch_size=self.batch_size)
+        return [tuple(each) for each in answer_shared(self.model, pairs, likelihoods)]
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """(log-probability in nats, whether it is the greedy one) of each request's (context, continuation)."""
@@ -54,7 +55,7 @@ class HarnessModel(LM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """The log-probability in nats of each request's (text,), in windows of the model's length."""
-        beginning = self.tokens.encode_prompt("").tolist() or [self.tokens.end_of_document]
+        beginning = prompt_ids(self.tokens, "")
         windows, counts = [], []
         for request in requests:
             ids = self.tokens.encode_prompt(request.args[0]).tolist()
@@ -75,10 +76,12 @@ class HarnessModel(LM):
             limit = wanted["max_gen_toks"]
             if limit >= self.longest:
                 raise ValueError(f"a task generates {limit} tokens, but the model has {self.longest}: set max_gen_toks")
-            ids = self.tokens.encode_prompt(context).tolist() or [self.tokens.end_of_document]
+            ids = prompt_ids(self.tokens, context)
             stops = [stop for stop in handle_stop_sequences(wanted["until"], eos=None) if stop]
             prompts.append(Prompt(ids[-(self.longest - limit) :], limit, stops))
-        return greedy_texts(self.model, self.tokens, prompts, self.batch_size)
+        return answer_shared(
+            self.model, prompts, lambda share: greedy_texts(self.model, self.tokens, share, self.batch_size)
+        )
 
 
 def load_tasks(names: Sequence[str], folder: Path | None) -> tuple[list[str], TaskManager]:

@@ -93,9 +93,10 @@ def prepare(
     check_config(config, trains=False)
     layout, size, length = config.parallel, config.model.vocab_size, config.model.seq_length
     asks = asks or tasks is not None
-    if asks and layout.pipeline_parallel * layout.data_parallel > 1:
+    if asks and layout.pipeline_parallel > 1:
         raise ValueError(
-            "tasks run on tensor-parallel ranks alone: leave out --parallel.pipeline-* and --parallel.data-*"
+            f"tasks need the whole model on every tensor-parallel group, not pipeline_parallel="
+            f"{layout.pipeline_parallel}: leave out --parallel.pipeline-*, whatever layout the model was trained in"
         )
     prefixes = tuple(data) if data or asks else config.data.valid
     if not prefixes and not asks:

@@ -41,13 +41,22 @@ def companions_of(run: Path, tokenizer: str | None) -> Path | None:
 
 def token_ids(directory: Path | None) -> dict[str, Any]:
     """The ids of special tokens that the config.json beside a tokenizer has; None for those that it has not."""
-    known = directory is not None and (directory / CONFIG).is_file()
-    values = read_json(directory / CONFIG) if directory is not None and known else {}
+    path = None if directory is None else directory / CONFIG
+    values = read_json(path) if path is not None and path.is_file() else {}
     return {name: values.get(name) for name in _TOKENS}
 
 
 def write_byte_tokenizer(out: Path) -> dict[str, Any]:
-    """Write a tokenizer.json that equals the byte tokenizer, and return the ids of its special tokens.
+    """Write byte_tokenizer() and its settings to a directory; returns the ids of its special tokens."""
+    tokenizer = byte_tokenizer()
+    (out / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False, indent=1), encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return {"bos_token_id": None, "eos_token_id": len(_byte_letters()), "pad_token_id": None}
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """The tokenizer.json that equals the byte tokenizer.
 
     Text is taken byte by byte. A text that spells out the end token is the exception: it becomes that token.
     """
@@ -66,7 +75,7 @@ def write_byte_tokenizer(out: Path) -> dict[str, Any]:
         "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
         "merges": [],
     }
-    tokenizer = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -77,10 +86,6 @@ def write_byte_tokenizer(out: Path) -> dict[str, Any]:
         "decoder": bytewise,
         "model": model,
     }
-    (out / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False, indent=1), encoding="utf-8")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-    return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
 
 
 def _byte_letters() -> list[str]:

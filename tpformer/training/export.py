@@ -26,10 +26,9 @@ from tpformer.weights.tensors import TensorMap, their_specs
 
 from .checkpoint import choose_step
 from .checkpoint_files import MODEL, fsync, read_parts, saved_tensors, step_path
-from .companions import companions_of, copy_companions, token_ids, write_byte_tokenizer
+from .companions import CONFIG, companions_of, copy_companions, token_ids, write_byte_tokenizer
 from .resolve import read_run_config
 
-CONFIG = "config.json"
 LOCK = "tpformer.lock"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,7 +81,9 @@ def _companions(run: Path, tokenizer: str | None, out: Path, report: Callable[[s
         return write_byte_tokenizer(out)
     directory = companions_of(run, tokenizer)
     if directory is None or not copy_companions(directory, out):
-        report(f"no tokenizer travels along: {run} has none" if tokenizer is None else f"no tokenizer: no {tokenizer}")
+        report(
+            f"no tokenizer travels along: {f'{run} has none' if tokenizer is None else f'{tokenizer} does not exist'}"
+        )
     return token_ids(directory)
 
 

@@ -1,15 +1,15 @@
 """Complete a configuration from its data, or read one from a run's directory. Nothing here imports torch."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tpformer.config import RunConfig, build_config, read_toml
+from tpformer.weights.family import read_json
 
-from .companions import FOLDER, TOKENIZER
+from .companions import FOLDER, TOKENIZER, byte_tokenizer
 from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
 
 # what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
@@ -35,19 +35,16 @@ def tokenizer_name(config: RunConfig) -> str:
 def same_tokenizer(one: str, other: str) -> bool | None:
     """Whether two tokenizers, each "bytes" or the path of a tokenizer.json, turn every text into the same ids.
 
-    Files are compared by their parts that do so. None if a file does not exist, so that it cannot be told; ValueError
-    for a file that is no JSON.
+    Files are compared by their parts that do so, and "bytes" by the file that an export makes of it. None if a file
+    does not exist, so that it cannot be told; ValueError for a file that is no JSON object.
     """
-    if one == other or "bytes" in (one, other):
-        return one == other
+    if one == other:
+        return True
     contents = []
-    for path in (Path(one), Path(other)):
-        if not path.is_file():
+    for name in (one, other):
+        if name != "bytes" and not Path(name).is_file():
             return None
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a tokenizer.json file that can be read: {error}") from None
+        content = byte_tokenizer() if name == "bytes" else read_json(Path(name))
         contents.append([content.get(key) for key in _CONTENT])
     return contents[0] == contents[1]
 

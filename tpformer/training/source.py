@@ -16,6 +16,7 @@ from tpformer.config import GPTConfig, RunConfig, build_config, preset
 from tpformer.weights.families import family_of
 from tpformer.weights.family import FREE, Family, meaning, read_json
 
+from .companions import CONFIG, TOKENIZER
 from .data import read_sidecar
 from .resolve import read_run_config, same_tokenizer
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from tpformer.weights.tensors import TensorMap
 
 Values = Mapping[str, Mapping[str, Any]]
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _EXPORT = {"dtype", "step", "source"}  # what an export's config.json has beside the fields of GPTConfig
 
 

@@ -11,7 +11,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,10 +136,6 @@ class Family:
     prefix: str
     buffers: tuple[str, ...] = ()
     divides_hidden: bool = False
-    all_fields: Fields = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "all_fields", {**COMMON, **self.fields})
 
     @property
     def has_rope(self) -> bool:
@@ -151,7 +147,8 @@ class Family:
 
         ValueError, with the field's name, for a field that is not known, and for a value that cannot be had here.
         """
-        known = {*self.all_fields, *(ROPE_KEYS if self.has_rope else ())}
+        fields = COMMON | self.fields
+        known = {*fields, *(ROPE_KEYS if self.has_rope else ())}
         if unknown := sorted(values.keys() - known):
             raise ValueError(
                 f"config.json has {', '.join(unknown)}, which nobody here has checked for {self.model_type}: if it "
@@ -159,7 +156,7 @@ class Family:
             )
         ours: dict[str, Any] = {}
         said: dict[str, str] = {}
-        for name, known_field in self.all_fields.items():
+        for name, known_field in fields.items():
             given = values.get(name)
             if isinstance(known_field, Field):
                 value = _in_our_words(name, known_field, values.get(name, known_field.default))
@@ -213,7 +210,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} holds a JSON {type(values).__name__}, where a JSON object is expected")
     return values
 
 
