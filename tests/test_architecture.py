@@ -62,7 +62,7 @@ def test_the_way_of_an_x(interpreted):
     check("The way of an x", interpreted(2).run(_block)[0])
 
 
-def pretraining(*arguments: str) -> None:
+def recording(*arguments: str) -> None:
     """A `tpformer` command whose calls are written to the current directory when its process leaves."""
     from tpformer import cli
 
@@ -73,15 +73,15 @@ def pretraining(*arguments: str) -> None:
 
 
 def recorded(commands, *arguments: str) -> Order:
-    code, out, err = commands.call(pretraining, *arguments).finish()
+    code, out, err = commands.call(recording, *arguments).finish()
     assert code == 0, out + err
     rows = json.loads(Path("calls.json").read_text())
     return {(None if caller is None else tuple(caller), tuple(callee)): number for caller, callee, number in rows}
 
 
 @pytest.fixture(scope="module")
-def runs(commands, tmp_path_factory) -> tuple[Order, Order]:
-    """A run of one process that saves a checkpoint, and one that continues from it."""
+def runs(commands, tmp_path_factory) -> list[Order]:
+    """A run of one process, one that continues it, an import of its export, and text from the export."""
     folder = tmp_path_factory.mktemp("runs")
     before = os.getcwd()
     os.chdir(folder)
@@ -91,8 +91,16 @@ def runs(commands, tmp_path_factory) -> tuple[Order, Order]:
         assert commands.run("data", "build", "text", "--out", "prose")[0] == 0
         model = "n_layers = 1\nhidden_size = 32\nn_heads = 2\nseq_length = 16\n"
         Path("run.toml").write_text(f'[data]\ntrain = ["prose"]\n[model]\n{model}[train]\nglobal_batch_size = 2\n')
-        first = recorded(commands, "pretrain", "run.toml", "--train.steps", "1")
-        return first, recorded(commands, "pretrain", "run.toml", "--train.steps", "2", "--run.resume", "True")
+        trained = [
+            recorded(commands, "pretrain", "run.toml", "--train.steps", "1"),
+            recorded(commands, "pretrain", "run.toml", "--train.steps", "2", "--run.resume", "True"),
+        ]
+        assert commands.run("export", "runs/run", "--format", "hf", "--out", "model")[0] == 0
+        return [
+            *trained,
+            recorded(commands, "import", "model", "--out", "runs/imported"),
+            recorded(commands, "generate", "model", "--max-new-tokens", "2"),
+        ]
     finally:
         os.chdir(before)
 
@@ -108,3 +116,12 @@ def test_the_way_of_a_config_key(runs):
 def test_the_way_of_a_checkpoint(runs):
     check("The way of a checkpoint: saved", runs[0])
     check("The way of a checkpoint: loaded", runs[1])
+
+
+def test_the_way_of_a_weight(runs):
+    check("The way of a weight: imported", runs[2])
+    check("The way of a weight: loaded", runs[3])
+
+
+def test_the_way_of_a_token(runs):
+    check("The way of a token", runs[3])

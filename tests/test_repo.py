@@ -156,6 +156,12 @@ def test_no_import_circle():
         pytest.fail(" <- ".join(error.args[1]))
 
 
+def test_names_of_test_files_differ():
+    """pytest imports them by name alone, and refuses a second one."""
+    names = [path.name for path in PYTHON if path.name.startswith("test_")]
+    assert len(names) > 9 and not sorted({name for name in names if names.count(name) > 1})
+
+
 def test_sizes():
     for path in PYTHON:
         assert path.read_text().count("\n") <= 400, name(path)

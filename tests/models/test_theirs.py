@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+import transformers
 
 from tpformer.models import GPT, GPTConfig
-
-transformers = pytest.importorskip("transformers")
 
 COMMON = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
 COMMON |= {"num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}

@@ -171,13 +171,23 @@ def test_contradictions_are_refused(hub, model, words):
     assert build_config(*layers).model.n_kv_heads == 2
 
 
+def test_a_preset_says_the_length_beside_weights(tmp_path):
+    """Of the source's fields those that a preset sets are the preset's, as those that the file sets are the file's."""
+    fields = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 2048, "initializer_range": 0.01}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **fields}))
+    for given, length in (({}, 2048), ({"preset": "gpt2-124m"}, 1024), ({"preset": "gpt2-124m", "seq_length": 64}, 64)):
+        model = build_config(*from_source({"model": {"init_from": str(tmp_path), **given}})).model
+        assert (model.seq_length, model.init_std, model.norm_eps) == (length, 0.01, 1e-5)
+
+
 def test_data_of_another_tokenizer_are_refused(hub, tiny_data, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(hub["llama"], source)
     (source / "tokenizer.json").write_text("{}")
-    values = {"model": {"init_from": str(source)}, "data": {"train": [str(tiny_data)]}}
-    with pytest.raises(ValueError, match="was built with the tokenizer bytes, but .*tpformer data build --tokenizer"):
-        from_source(values)
+    for use in ("train", "valid"):
+        values = {"model": {"init_from": str(source)}, "data": {use: [str(tiny_data)]}}
+        with pytest.raises(ValueError, match="was built with the tokenizer bytes, but .*tpformer data build --token"):
+            from_source(values)
     assert build_config(*from_source(values, {"data": {"tokenizer": "bytes"}})).data.tokenizer == "bytes"
 
 

@@ -82,6 +82,9 @@ def test_companions_travel_in_and_out(commands, tmp_path):
     oracle.make("gpt2", tmp_path / "bare")
     import_weights(tmp_path / "bare", tmp_path / "bare-run", report=said.append)
     assert "has no tokenizer.json" in said[-1]
-    for name in ("hub", "run"):
+    run.rename(tmp_path / "moved")
+    export(tmp_path / "moved", tmp_path / "again", file_format="hf")
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()
+    for name in ("hub", "moved"):
         code, text, err = commands.run("generate", str(tmp_path / name), "--prompt", "ab", "--max-new-tokens", "2")
         assert code == 0 and text.startswith("ab"), err

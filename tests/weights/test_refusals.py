@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import oracle
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tpformer.models import GPTConfig
+from tpformer.training.export import new_directory
 from tpformer.training.importing import import_weights
 from tpformer.training.source import describe, open_source
 from tpformer.weights.families import FAMILIES, family_for
@@ -158,6 +160,28 @@ def test_files(hub, tmp_path, name):
     for word in words:
         assert word in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["hub"], "nothing is left behind"
+
+
+def begin(out):
+    with new_directory(Path(out)):
+        time.sleep(600)
+
+
+def test_what_a_killed_import_left_is_removed(commands, hub, tmp_path):
+    """Neither a directory that a live process fills is touched, nor one of the user's."""
+    run = tmp_path / "run"
+    (tmp_path / ".run-notes").mkdir()
+    other = commands.call(begin, str(run))
+    try:
+        other.wait_until(lambda: any(tmp_path.glob(".run-*/whole")), "a directory is begun")
+        for left in (3, 2):
+            import_weights(hub / "whole", run)
+            assert open_source(run).architecture.n_layers == 3 and len(list(tmp_path.iterdir())) == left
+            shutil.rmtree(run)
+            other.close()  # by SIGKILL
+    finally:
+        other.close()
+    assert [path.name for path in tmp_path.iterdir()] == [".run-notes"]
 
 
 def test_a_hub_cache_of_links_in_a_directory_that_cannot_be_written(hub, tmp_path):

@@ -43,9 +43,8 @@ def test_in_and_out(tmp_path, name):
     same_bits(tensors_in(tmp_path / "hub"), tensors_in(tmp_path / "out"))
     again, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
-    plainest = (
-        type(model) if name != "mistral-no-window" else LlamaForCausalLM
-    )  # an import does not remember its family
+    # an import does not remember its family
+    plainest = LlamaForCausalLM if name == "mistral-no-window" else type(model)
     assert type(again) is plainest and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     expected = oracle.logits(model)
     assert torch.equal(oracle.logits(again.eval()), expected)

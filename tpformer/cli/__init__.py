@@ -23,12 +23,12 @@ USAGE = """usage: tpformer COMMAND ...
   pretrain FILE.toml [--section.key value ...]   train a GPT; starts its own local ranks unless under torchrun
   verify FILE.toml [--section.key value ...]     compare two steps in the file's layout with two in one process
   dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   show what ranks hold and send, without starting them
-  generate RUN_DIR --prompt TEXT     sample from a run's newest checkpoint
+  generate SOURCE --prompt TEXT      continue a text; SOURCE is a run, a Hugging Face directory or an export
   evaluate SOURCE [--data PREFIX ...] [--tasks FILE.jsonl]   a model's loss over datasets, its answers to tasks
-  chat MODEL                         talk with a model in the terminal
+  chat SOURCE                        talk with a model in the terminal
   timeline RUN_DIR                   draw the pipeline step that a run recorded (log.timeline_step)
   export RUN_DIR --out DIR           write a run's newest checkpoint as safetensors (--format hf: for transformers)
-  import DIR --out RUN_DIR           make a run of a Hugging Face model
+  import DIR --out RUN_DIR           make a run of a Hugging Face directory or an export
 
 `tpformer COMMAND --help` lists the options of each; `tpformer --version` prints the version."""
 

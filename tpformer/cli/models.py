@@ -1,12 +1,14 @@
 """Commands about a trained model: generate, chat, evaluate, import, export."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -14,18 +16,16 @@ from tpformer.config import RunConfig
 
 from .run import parse_overrides, with_ranks
 
+if TYPE_CHECKING:
+    from tpformer.inference.sampling import Sampling
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate:
-    """Continue texts with the model of a run's newest checkpoint, a Hugging Face directory or an export."""
+class TextOptions:
+    """The options of every command whose model writes text."""
 
     source: tyro.conf.Positional[Path]
-    """Directory of the run or of the weights."""
-    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue; may be given several times. Without one, and without a file, "def "."""
-    prompt_file: Path | None = None
-    """A file whose whole text is one more prompt."""
-    max_new_tokens: int = 200
+    """Directory of a run, of a Hugging Face model or of an export."""
     temperature: float = 0.8
     """0 always takes the most likely token."""
     top_k: int | None = None
@@ -34,29 +34,45 @@ class Generate:
     """Draw only from the most likely tokens whose probabilities sum to this."""
     min_p: float = 0.0
     """Draw only from tokens at least this times as likely as the most likely one."""
-    samples: int = 1
-    """Texts for each prompt."""
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text before which to end; may be given several times."""
     seed: int = 0
-    """Text number i is drawn with seed + i."""
+    """Text or answer number i is drawn with seed + i."""
     tensor_parallel: int | None = None
     """Tensor-parallel ranks to run on. Unset: the run's own number of them, or one for a directory of weights."""
     tokenizer: str | None = None
     """bytes, or the path of a tokenizer.json. Unset: that of the run or directory."""
 
+    def config(self) -> RunConfig:
+        """The configuration in which the model runs. ValueError if it has no tokenizer."""
+        from tpformer.training.source import source_config
 
-def _source_config(source: Path, tensor_parallel: int | None, tokenizer: str | None) -> RunConfig:
-    """The configuration in which a model runs, with the options that were given. ValueError if it has no tokenizer."""
-    from tpformer.training.source import source_config
+        parallel = {} if self.tensor_parallel is None else {"tensor_parallel": self.tensor_parallel}
+        data = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
+        config = source_config(self.source, {"parallel": parallel, "data": data})
+        if config.data.tokenizer is None and not config.data.train:
+            raise ValueError(f"{self.source} has no tokenizer.json: give --tokenizer")
+        return config
 
-    parallel = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
-    config = source_config(
-        source, {"parallel": parallel, "data": {} if tokenizer is None else {"tokenizer": tokenizer}}
-    )
-    if config.data.tokenizer is None and not config.data.train:
-        raise ValueError(f"{source} has no tokenizer.json: give --tokenizer")
-    return config
+    def sampling(self) -> Sampling:
+        """How tokens are drawn. ValueError for a value out of its range. It imports torch."""
+        from tpformer.inference.sampling import Sampling
+
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(TextOptions):
+    """Continue texts with the model of a run's newest checkpoint, a Hugging Face directory or an export."""
+
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; may be given several times. Without one, and without a file, "def "."""
+    prompt_file: Path | None = None
+    """A file whose whole text is one more prompt."""
+    max_new_tokens: int = 200
+    """Most tokens of a text."""
+    samples: int = 1
+    """Texts for each prompt."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text before which to end; may be given several times."""
 
 
 def generate_command(arguments: Sequence[str]) -> None:
@@ -65,14 +81,14 @@ def generate_command(arguments: Sequence[str]) -> None:
 
     options = tyro.cli(Generate, prog="tpformer generate", args=list(arguments))
     prompts = [*options.prompt, *([_text(options.prompt_file)] if options.prompt_file else [])] or ["def "]
-    config = _source_config(options.source, options.tensor_parallel, options.tokenizer)
+    config = options.config()
 
     import torch.distributed as dist
 
-    from tpformer.inference.generate import Sampling, generate_text, load_model
+    from tpformer.inference.generate import generate_text, load_model
     from tpformer.training.data import load_tokenizer
 
-    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+    sampling = options.sampling()
     tokenizer = load_tokenizer(tokenizer_name(config))
 
     def work(config: RunConfig) -> None:
@@ -192,42 +208,25 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chat:
+class Chat(TextOptions):
     """Talk with a model: type a line, read its answer. /help lists the commands of the conversation."""
 
-    source: tyro.conf.Positional[Path]
-    """Directory of a run, of a Hugging Face model or of an export."""
     system: str | None = None
     """System message."""
     max_new_tokens: int = 500
     """Most tokens of an answer."""
-    temperature: float = 0.8
-    """0 always takes the most likely token."""
-    top_k: int | None = None
-    """Draw only from this many most likely tokens."""
-    top_p: float = 1.0
-    """Draw only from the most likely tokens whose probabilities sum to this."""
-    min_p: float = 0.0
-    """Draw only from tokens at least this times as likely as the most likely one."""
-    seed: int = 0
-    """Answer number i is drawn with seed + i."""
-    tensor_parallel: int | None = None
-    """Tensor-parallel ranks to run on. Unset: the run's own number of them, or one for a directory of weights."""
-    tokenizer: str | None = None
-    """bytes, or the path of a tokenizer.json. Unset: that of the run or directory."""
 
 
 def chat_command(arguments: Sequence[str]) -> None:
     """`tpformer chat`: hold a conversation on the terminal, or one that is piped in."""
     options = tyro.cli(Chat, prog="tpformer chat", args=list(arguments))
-    config = _source_config(options.source, options.tensor_parallel, options.tokenizer)
+    config = options.config()
 
     import torch.distributed as dist
 
     from tpformer.inference.chat import chat
-    from tpformer.inference.sampling import Sampling
 
-    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+    sampling = options.sampling()
 
     def work(config: RunConfig) -> None:
         chat(

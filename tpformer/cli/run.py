@@ -77,8 +77,8 @@ def guarded(work: Callable[[], None]) -> None:
 
     Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
     interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
-    that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE, and after Ctrl-C by
-    SIGINT.
+    that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE. After Ctrl-C it ends
+    by SIGINT.
     """
     try:
         try:

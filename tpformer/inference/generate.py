@@ -20,7 +20,7 @@ from tpformer.config import RunConfig, check_config
 from tpformer.layers import TensorParallel
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPT, KVCache
-from tpformer.training.data import Tokenizer
+from tpformer.training.data import Tokenizer, prompt_ids
 from tpformer.training.setup import default_dtype, device_type, group_timeout, join_ranks, run_mesh
 from tpformer.training.source import Source, open_source
 
@@ -264,7 +264,7 @@ def generate_text(
     A text ends before a stop token of the tokenizer, and before the first of the strings `stops`. An empty prompt
     begins a document. report: told if texts may leave the positions that the model was trained with.
     """
-    ids = [tokenizer.encode_prompt(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
+    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     streams = [TextStream(tokenizer, prompt, stops) for prompt in ids for _ in range(samples)]
     pieces: list[str] = [""] * len(streams)
 

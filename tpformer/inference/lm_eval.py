@@ -24,7 +24,7 @@ except ImportError as error:
 import torch.distributed as dist
 
 from tpformer.models import GPT
-from tpformer.training.data import Tokenizer
+from tpformer.training.data import Tokenizer, prompt_ids
 
 from .evaluate import Prompt, answer_shared, finite, greedy_texts
 from .likelihood import log_likelihoods
@@ -55,7 +55,7 @@ class HarnessModel(LM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """The log-probability in nats of each request's (text,), in windows of the model's length."""
-        beginning = self.tokens.encode_prompt("").tolist() or [self.tokens.end_of_document]
+        beginning = prompt_ids(self.tokens, "")
         windows, counts = [], []
         for request in requests:
             ids = self.tokens.encode_prompt(request.args[0]).tolist()
@@ -76,7 +76,7 @@ class HarnessModel(LM):
             limit = wanted["max_gen_toks"]
             if limit >= self.longest:
                 raise ValueError(f"a task generates {limit} tokens, but the model has {self.longest}: set max_gen_toks")
-            ids = self.tokens.encode_prompt(context).tolist() or [self.tokens.end_of_document]
+            ids = prompt_ids(self.tokens, context)
             stops = [stop for stop in handle_stop_sequences(wanted["until"], eos=None) if stop]
             prompts.append(Prompt(ids[-(self.longest - limit) :], limit, stops))
         return answer_shared(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpformer.training.data import Tokenizer
+from tpformer.training.data import Tokenizer, prompt_ids
 
 KEYS = ({"prompt", "choices", "answer"}, {"prompt", "answer"})
 ANSWER_MARGIN = 8  # tokens that a generated text may have beyond the bytes of its answer, such as spaces
@@ -138,7 +138,7 @@ def ask(tokenizer: Tokenizer, task: Task, longest: int) -> tuple[Question, bool]
     ValueError, with the task's line, for a choice without tokens, and for an answer too long for the model.
     """
     if not task.choices:
-        ids = tokenizer.encode_prompt(task.prompt).tolist() or [tokenizer.end_of_document]
+        ids = prompt_ids(tokenizer, task.prompt)
         answer = str(task.answer).strip()
         if (least := len(tokenizer.encode(answer))) >= longest:
             raise ValueError(f"{task.where}: the answer has {least} tokens, {_too_many(longest)}")

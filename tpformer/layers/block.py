@@ -40,11 +40,11 @@ class TransformerBlock(ParallelModule):
              recompute="mlp"   12; it runs the fc1 GEMM and its all-gather again
              recompute="full"   2; it runs the forward again, except its last GEMM and reduction
              With x (batch, seq / t, hidden_size) the first two keep 2 more, for the attention's result in both orders.
+             With qk_norm the first two keep 4 more, for the queries and keys before their norms (in general
+             2 (n_heads + n_kv_heads) head_dim / hidden), and one more statistic of each head.
              `python -m bench memory` counts these.
     Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.
-             With qk_norm the first two keep 4 more, for the queries and keys before their norms (in general
-             2 (n_heads + n_kv_heads) head_dim / hidden), and one more statistic of each head.
     What else concerns attention, forward's `positions` and `key_padding_mask` included, is that of SelfAttention.
     A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward, or is of
     another class; explain() lists such children, and the others stay fused. Such a child gets rows

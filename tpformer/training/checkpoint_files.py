@@ -71,9 +71,8 @@ def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
 def steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints in a run's checkpoints directory, ascending; none if it does not exist."""
     names = (path.name.removeprefix("step-") for path in directory.glob("step-*") if path.is_dir())
-    return sorted(
-        int(name) for name in names if name.isdecimal()
-    )  # step-100.keep, for one, is a copy that the user keeps
+    # step-100.keep, for one, is a copy that the user keeps
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def step_path(directory: Path, step: int) -> Path:

@@ -41,8 +41,8 @@ def companions_of(run: Path, tokenizer: str | None) -> Path | None:
 
 def token_ids(directory: Path | None) -> dict[str, Any]:
     """The ids of special tokens that the config.json beside a tokenizer has; None for those that it has not."""
-    known = directory is not None and (directory / CONFIG).is_file()
-    values = read_json(directory / CONFIG) if directory is not None and known else {}
+    path = None if directory is None else directory / CONFIG
+    values = read_json(path) if path is not None and path.is_file() else {}
     return {name: values.get(name) for name in _TOKENS}
 
 

@@ -5,12 +5,15 @@ model.safetensors.index.json, as Hugging Face lays them out. One process writes 
 """
 
 import dataclasses
+import fcntl
 import functools
+import glob
 import json
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,10 @@ from tpformer.weights.tensors import TensorMap, their_specs
 
 from .checkpoint import choose_step
 from .checkpoint_files import MODEL, fsync, read_parts, saved_tensors, step_path
-from .companions import companions_of, copy_companions, token_ids, write_byte_tokenizer
+from .companions import CONFIG, companions_of, copy_companions, token_ids, write_byte_tokenizer
 from .resolve import read_run_config
 
-CONFIG = "config.json"
+LOCK = "tpformer.lock"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -78,7 +81,9 @@ def _companions(run: Path, tokenizer: str | None, out: Path, report: Callable[[s
         return write_byte_tokenizer(out)
     directory = companions_of(run, tokenizer)
     if directory is None or not copy_companions(directory, out):
-        report(f"no tokenizer travels along: {run} has none" if tokenizer is None else f"no tokenizer: no {tokenizer}")
+        report(
+            f"no tokenizer travels along: {f'{run} has none' if tokenizer is None else f'{tokenizer} does not exist'}"
+        )
     return token_ids(directory)
 
 
@@ -100,6 +105,7 @@ def _write(directory: Path, source: Path, tensors: TensorMap, files: Mapping[str
 def new_directory(out: Path) -> Iterator[Path]:
     """Yield an empty directory beside `out`, which becomes `out` at the end; after an error it is removed.
 
+    What a killed process left there of an earlier attempt is removed, too.
     ValueError if `out` exists and is not an empty directory, before and also at the end, or cannot be made.
     """
     taken = ValueError(f"{out} exists and is not an empty directory: give --out a new one")
@@ -108,18 +114,33 @@ def new_directory(out: Path) -> Iterator[Path]:
     out = out.absolute()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_dead(out)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:
         raise ValueError(f"{out} cannot be made: {error.strerror}") from None
     try:
-        whole = temporary / "whole"
-        whole.mkdir()  # as readable as other directories, which mkdtemp's is not
-        yield whole
-        try:
-            whole.rename(out)
-        except OSError:
-            if out.exists():
-                raise taken from None
-            raise
+        with (temporary / "new").open("w") as lock:
+            with suppress(OSError):  # a file system without locks: then nobody takes this process for dead
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                print(platform.node(), file=lock, flush=True)
+                (temporary / "new").rename(temporary / LOCK)
+            whole = temporary / "whole"
+            whole.mkdir()  # as readable as other directories, which mkdtemp's is not
+            yield whole
+            try:
+                whole.rename(out)
+            except OSError:
+                if out.exists():
+                    raise taken from None
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_dead(out: Path) -> None:
+    """Remove the directories of new_directory whose process is dead: a process of this machine whose lock is free."""
+    for path in out.parent.glob(f".{glob.escape(out.name)}-*/{LOCK}"):
+        with suppress(OSError), path.open("r+") as lock:
+            if lock.read().strip() == platform.node():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent)

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tpformer.config import DataSection, GPTConfig, ModelSection, RunConfig, RunSection, to_toml
+from tpformer.config import GPTConfig, ModelSection, RunConfig, RunSection, to_toml
 
 from .checkpoint_files import step_path, write_checkpoint
 from .companions import CONFIG, FOLDER, TOKENIZER, copy_companions
@@ -31,11 +31,10 @@ def import_weights(directory: Path, out: Path, report: Callable[[str], None] = p
         folder.mkdir()
         copied = copy_companions(directory, folder)
         shutil.copyfile(directory / CONFIG, folder / CONFIG)
-        tokenizer = str(out.absolute() / FOLDER / TOKENIZER) if TOKENIZER in copied else None
-        if tokenizer is None:
+        if TOKENIZER not in copied:
             report(f"{directory} has no {TOKENIZER}: the run has no tokenizer")
         model = ModelSection(**dataclasses.asdict(source.architecture) | {"vocab_multiple": 1})
-        config = RunConfig(run=RunSection(dir=str(out)), model=model, data=DataSection(tokenizer=tokenizer))
+        config = RunConfig(run=RunSection(dir=str(out)), model=model)  # the folder says what the tokenizer is
         (temporary / "config.toml").write_text(to_toml(config), encoding="utf-8")
         tensors = {
             name: place.whole(source.files.slice(source.names[place.theirs]))

@@ -1,13 +1,15 @@
 """Complete a configuration from its data, or read one from a run's directory. Nothing here imports torch."""
 
 import dataclasses
-import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tpformer.config import RunConfig, build_config, read_toml
+from tpformer.weights.family import read_json
 
-from .companions import byte_tokenizer
+from .companions import FOLDER, TOKENIZER, byte_tokenizer
 from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
 
 # what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
@@ -33,8 +35,8 @@ def tokenizer_name(config: RunConfig) -> str:
 def same_tokenizer(one: str, other: str) -> bool | None:
     """Whether two tokenizers, each "bytes" or the path of a tokenizer.json, turn every text into the same ids.
 
-    Files are compared by their parts that do so, and "bytes" is the file that an export writes for it. None if a file
-    does not exist, so that it cannot be told; ValueError for a file that is no JSON.
+    Files are compared by their parts that do so, and "bytes" by the file that an export makes of it. None if a file
+    does not exist, so that it cannot be told; ValueError for a file that is no JSON object.
     """
     if one == other:
         return True
@@ -42,10 +44,7 @@ def same_tokenizer(one: str, other: str) -> bool | None:
     for name in (one, other):
         if name != "bytes" and not Path(name).is_file():
             return None
-        try:
-            content = byte_tokenizer() if name == "bytes" else json.loads(Path(name).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{name} is not a tokenizer.json file that can be read: {error}") from None
+        content = byte_tokenizer() if name == "bytes" else read_json(Path(name))
         contents.append([content.get(key) for key in _CONTENT])
     return contents[0] == contents[1]
 
@@ -87,9 +86,14 @@ def open_dataset(prefix: str, vocab_size: int) -> IndexedDataset:
     return dataset
 
 
-def read_run_config(directory: Path) -> RunConfig:
-    """The configuration of the run in `directory`; FileNotFoundError without a config.toml."""
-    path = directory / "config.toml"
+def read_run_config(directory: Path, *layers: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The configuration of the run in `directory`, with the values of `layers` in place of its own.
+
+    The tokenizer of an imported run is the one in its folder, wherever the run was moved to. FileNotFoundError without
+    a config.toml.
+    """
+    path, tokenizer = directory / "config.toml", directory.absolute() / FOLDER / TOKENIZER
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
-    return build_config(read_toml(path))
+    imported = {"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {}
+    return build_config(imported, read_toml(path), *layers)

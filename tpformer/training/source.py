@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpformer.config import GPTConfig, RunConfig, build_config, preset, read_toml
+from tpformer.config import GPTConfig, RunConfig, build_config, preset
 from tpformer.weights.families import family_of
 from tpformer.weights.family import FREE, Family, meaning, read_json
 
+from .companions import CONFIG, TOKENIZER
 from .data import read_sidecar
 from .resolve import read_run_config, same_tokenizer
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from tpformer.weights.tensors import TensorMap
 
 Values = Mapping[str, Mapping[str, Any]]
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _EXPORT = {"dtype", "step", "source"}  # what an export's config.json has beside the fields of GPTConfig
 
 
@@ -210,7 +210,7 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "cpu_offload": False,
     }
     alone["train"] = {"microbatch_size": None}
-    return build_config(read_toml(found.path / "config.toml"), alone, overrides or {})
+    return read_run_config(found.path, alone, overrides or {})
 
 
 def from_source(*layers: Values) -> list[Values]:
@@ -243,7 +243,9 @@ def from_source(*layers: Values) -> list[Values]:
             f"become the source's"
         )
     if merged["data"].get("tokenizer") is None and found.tokenizer is not None:
-        _check_tokenizer(found.tokenizer, merged["data"].get("train", ()), path)
+        datasets = [prefix for use in ("train", "valid") for prefix in merged["data"].get(use) or ()]
+        _check_tokenizer(found.tokenizer, datasets, path)
+    base = {name: value for name, value in base.items() if name not in given}
     return [{"model": base, "data": {"tokenizer": found.tokenizer}}, *layers, {"model": {"init_from": str(path)}}]
 
 

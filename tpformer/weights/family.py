@@ -11,7 +11,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,13 @@ class Unused:
 Fields = dict[str, Field | Must | Unused]
 DROPOUT = Unused("it is a setting of training (model.dropout)", reported=True)
 TOKEN = Unused("the tokenizer and generation_config.json say which token it is")
+# what transformers 4 let a config.json say about generation, as that of Llama 2 does
+GENERATION = (
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
+).split()
 COMMON: Fields = {
     "model_type": Unused("it chose the family"),
     "architectures": Unused("the tensors show whether it is a language model"),
@@ -64,15 +71,33 @@ COMMON: Fields = {
     "_name_or_path": Unused("it says where the file came from"),
     "use_cache": Unused("it is a setting of generation"),
     "task_specific_params": Unused("they are settings of generation"),
+    **dict.fromkeys(GENERATION, Unused("it is a setting of generation")),
     "output_attentions": Unused("it is about what a forward returns"),
     "output_hidden_states": Unused("it is about what a forward returns"),
     "return_dict": Unused("it is about what a forward returns"),
     "id2label": Unused("only classifiers have labels"),
     "label2id": Unused("only classifiers have labels"),
     "problem_type": Unused("only classifiers have one"),
+    "num_labels": Unused("only classifiers have labels"),
+    "_num_labels": Unused("only classifiers have labels"),
+    "finetuning_task": Unused("it says what the model was trained for"),
+    "is_decoder": Unused("attention is causal with either value, as there is no encoder"),
+    "tie_encoder_decoder": Unused("there is no encoder"),
+    "cross_attention_hidden_size": Unused("there is no encoder"),
+    "decoder_start_token_id": TOKEN,
+    "sep_token_id": TOKEN,
+    "prefix": Unused("it is a text that a user may put before a prompt"),
+    "tokenizer_class": Unused("tokenizer_config.json says it"),
+    "torchscript": Unused("it is about how a model is compiled"),
+    "use_bfloat16": Unused("tensors have dtypes of their own"),
+    "tf_legacy_loss": Unused("it is for another program"),
     "chunk_size_feed_forward": Unused("it changes memory, not results"),
     "gradient_checkpointing": Unused("it is a setting of training"),
     "_attn_implementation": Unused("it changes speed, not results"),
+    "_attn_implementation_autoset": Unused("it changes speed, not results"),
+    "_commit_hash": Unused("it says where the file came from"),
+    "unsloth_fixed": Unused("it says who wrote the file"),
+    "unsloth_version": Unused("it says who wrote the file"),
     "attn_implementation": Unused("it changes speed, not results"),
     "transformers.js_config": Unused("it is for another program"),
     "quantization_config": Must(None, "quantized weights are not read: export the model in 16 or 32 bits"),
@@ -111,10 +136,6 @@ class Family:
     prefix: str
     buffers: tuple[str, ...] = ()
     divides_hidden: bool = False
-    all_fields: Fields = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "all_fields", {**COMMON, **self.fields})
 
     @property
     def has_rope(self) -> bool:
@@ -126,7 +147,8 @@ class Family:
 
         ValueError, with the field's name, for a field that is not known, and for a value that cannot be had here.
         """
-        known = {*self.all_fields, *(ROPE_KEYS if self.has_rope else ())}
+        fields = COMMON | self.fields
+        known = {*fields, *(ROPE_KEYS if self.has_rope else ())}
         if unknown := sorted(values.keys() - known):
             raise ValueError(
                 f"config.json has {', '.join(unknown)}, which nobody here has checked for {self.model_type}: if it "
@@ -134,7 +156,7 @@ class Family:
             )
         ours: dict[str, Any] = {}
         said: dict[str, str] = {}
-        for name, known_field in self.all_fields.items():
+        for name, known_field in fields.items():
             given = values.get(name)
             if isinstance(known_field, Field):
                 value = _in_our_words(name, known_field, values.get(name, known_field.default))
@@ -188,7 +210,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} holds a JSON {type(values).__name__}, where a JSON object is expected")
     return values
 
 

@@ -1,6 +1,6 @@
 """Llama 2, 3 and 3.1, and everything else of that shape. Its tables are also the ground of Qwen's and Mistral's."""
 
-from .family import DROPOUT, Family, Field, Fields, Must, Tensors, Unused
+from .family import DROPOUT, Family, Field, Fields, Tensors, Unused
 
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 FIELDS: Fields = {
@@ -45,9 +45,3 @@ LLAMA = Family(
     divides_hidden=True,
     buffers=("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
 )
-NO_WINDOW: Fields = {
-    "use_sliding_window": Must(False, "its layers would have windows of their own"),
-    "layer_types": Must("full_attention", "all layers have to attend alike"),
-    "sliding_window": Unused("use_sliding_window is off"),
-    "max_window_layers": Unused("use_sliding_window is off"),
-}

@@ -5,7 +5,8 @@ Belongs here: places of tensors, the checks of names and shapes, and the filling
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from tpformer.models import GPT
 from .family import Family, Tensors
 from .files import Spec, TensorFiles, listed
 
-VOCABULARY_TABLES = ("embed_tokens.weight", "lm_head.weight")
 HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
 ROWS = 2**12  # of two tables that are compared at a time
 
@@ -47,30 +47,21 @@ class Place(NamedTuple):
 
 def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """{name: global shape} of a whole model's parameters. Vocabulary tables are without their padding."""
-    state = GPT(config, device="meta").state_dict()
-    cut = {name: (config.vocab_size or 0, *tensor.shape[1:]) for name, tensor in state.items()}
-    return {name: cut[name] if name in VOCABULARY_TABLES else tuple(state[name].shape) for name in state}
+    shapes = {name: tuple(tensor.shape) for name, tensor in GPT(config, device="meta").state_dict().items()}
+    return shapes | {name: (config.vocab_size or 0, *shapes[name][1:]) for name in (TABLE, HEAD) if name in shapes}
 
 
 def _rows(family: Family | None, config: GPTConfig) -> list[Tensors]:
     """The family's tensors in the order of its table, with those of a layer for each layer."""
     if family is None:
         return [Tensors(name, (name,)) for name in parameter_shapes(config)]
-    rows: list[Tensors] = []
-    layered: list[Tensors] = []
-    for row in family.tensors:
-        if "{}" in row.theirs:
-            layered.append(row)
-            continue
-        rows += _of_layers(layered, config.n_layers)
-        layered = []
-        rows.append(row)
-    return rows + _of_layers(layered, config.n_layers)
-
-
-def _of_layers(rows: Iterable[Tensors], n_layers: int) -> list[Tensors]:
-    numbered = [(row, index) for index in range(n_layers) for row in rows]
-    return [Tensors(r.theirs.format(i), tuple(one.format(i) for one in r.ours), r.transposed) for r, i in numbered]
+    return [
+        Tensors(row.theirs.format(i), tuple(name.format(i) for name in row.ours), row.transposed)
+        for in_layers, group in itertools.groupby(family.tensors, key=lambda row: "{}" in row.theirs)
+        for rows in [list(group)]
+        for i in range(config.n_layers if in_layers else 1)
+        for row in rows
+    ]
 
 
 class TensorMap:
@@ -102,10 +93,8 @@ class TensorMap:
         ValueError, with names, for tensors that are missing, unknown or of another shape, and for the table of a tied
         head that is another one than the embedding's. Only names and shapes are read, but for that table.
         """
-        prefix = self.family.prefix if self.family else ""
-        skipped = {
-            one.format(i) for one in (self.family.buffers if self.family else ()) for i in range(self.config.n_layers)
-        }
+        prefix, buffers = (self.family.prefix, self.family.buffers) if self.family else ("", ())
+        skipped = {name.format(i) for name in buffers for i in range(self.config.n_layers)}
         known = self.shapes.keys() | skipped | {HEAD}
         names: dict[str, str] = {}
         for name in files.specs:
@@ -113,16 +102,15 @@ class TensorMap:
             if ours in names:
                 raise ValueError(f"{files.directory} has {names[ours]} and {name}, which are the same tensor")
             names[ours] = name
-        extra = {names[name] for name in names.keys() - known}
-        tied = self.config.tie_embeddings and HEAD in names
         if missing := self.shapes.keys() - names.keys():
             more = ", though tie_word_embeddings is false" if missing == {HEAD} else ""
             raise ValueError(f"{files.directory} has no {listed(missing)}{more}: it is incomplete, or of another model")
-        if extra:
+        if extra := {names[name] for name in names.keys() - known}:
             raise ValueError(f"{files.directory} has {listed(extra)}, which no part of this model takes")
         for name, shape in self.shapes.items():
             if (found := files.specs[names[name]].shape) != shape:
                 raise ValueError(f"{files.directory} has {names[name]} as {found}, but config.json makes it {shape}")
+        tied = self.config.tie_embeddings and HEAD in names
         if tied and not _equal(files, names[HEAD], names[self.places[TABLE].theirs]):
             raise ValueError(
                 f"{files.directory} has a {HEAD} that differs from the embedding's table, though tie_word_embeddings "

@@ -137,7 +137,7 @@ def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
         ("tokenizer_config", {"eos_token": 3}, r"eos_token is 3, where a token's text is expected"),
         ("tokenizer_config", {"chat_template": [{"name": "rag", "template": ""}]}, r"are rag, and none .* default"),
         ("tokenizer_config", {"chat_template": {"default": ""}}, r"chat_template is \{'default': ''\}, where"),
-        ("tokenizer_config", [], r"tokenizer_config\.json has a JSON list"),
+        ("tokenizer_config", [], r"tokenizer_config\.json holds a JSON list"),
         ("generation_config", {"eos_token_id": ["3"]}, r"eos_token_id is \['3'\]"),
         ("generation_config", {"eos_token_id": 10**6}, r"stops at \(1000000,\): the tokenizer's ids are below \d+"),
     ],

@@ -6,7 +6,7 @@ from .chat_template import PLAIN_STOP, Message, chat_ids, render_chat
 from .corpus import split_files, stdlib_files, stdlib_root
 from .indexed import IndexedDataset, IndexedWriter, dataset_paths, read_sidecar, token_dtype
 from .sampling import BlendedSamples, Samples, TokenSamples, check_vocab, permute
-from .tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from .tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, prompt_ids
 
 __all__ = [
     "BlendedSamples",
@@ -26,6 +26,7 @@ __all__ = [
     "check_vocab",
     "dataset_paths",
     "load_tokenizer",
+    "prompt_ids",
     "permute",
     "read_sidecar",
     "render_chat",

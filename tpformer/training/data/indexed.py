@@ -7,7 +7,6 @@ dtype code, sequence count S, document-index count D), then S int32 sequence len
 .bin, and D int64 document indices: 0, then one past the last sequence of each document, so D = documents + 1.
 """
 
-import json
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+
+from tpformer.weights.family import read_json
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -53,14 +54,9 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); delete it or rebuild the dataset") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} holds a JSON {type(content).__name__}, not an object; delete it or rebuild the dataset"
-        )
-    return content
+        raise ValueError(f"{error}; delete it or rebuild the dataset") from None
 
 
 class _Index(NamedTuple):

@@ -3,10 +3,11 @@
 Only reading these files belongs here. chat_template.py renders a template, and tokenizer.py knows the ids.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tpformer.weights.family import read_json
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -39,15 +40,7 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} has a JSON {type(value).__name__}, where an object is expected")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _content(folder: Path, role: str, value: Any) -> str:

@@ -148,6 +148,11 @@ def _end_of_document(path: str | Path, vocabulary: Mapping[str, int], eos_token:
     )
 
 
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text to continue: at least one, as an empty text begins a document."""
+    return tokenizer.encode_prompt(text).tolist() or [tokenizer.end_of_document]
+
+
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer of that name: "bytes", or else the path of a tokenizer.json (see JsonTokenizer for errors)."""
     return ByteTokenizer() if name == "bytes" else JsonTokenizer(name)

@@ -1,4 +1,4 @@
-"""Memory beyond the model's parameters, of a checkpoint with a tensor of 256 MB: below twice that tensor."""
+"""Memory beyond the model's parameters, of a checkpoint with a tensor of 256 MiB: below twice that tensor."""
 
 import gc
 import json
@@ -68,11 +68,8 @@ def test_one_tensor_at_a_time(commands: Commands, tmp_path):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "config.json").write_text(json.dumps(VALUES))
     shapes = TensorMap(GPT2, GPT2.read(VALUES)).shapes
-    for number, tensor in enumerate(
-        create_file(
-            tmp_path / "hub" / "model.safetensors", {name: Spec(shape, torch.float32) for name, shape in shapes.items()}
-        ).values()
-    ):
+    specs = {name: Spec(shape, torch.float32) for name, shape in shapes.items()}
+    for number, tensor in enumerate(create_file(tmp_path / "hub" / "model.safetensors", specs).values()):
         tensor.fill_(number)
     code, out, err = commands.call(measure, str(tmp_path), OMP_NUM_THREADS="1").finish(170)
     assert code == 0, err
