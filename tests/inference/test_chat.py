@@ -233,6 +233,29 @@ def test_a_closed_pipe_ends_all_ranks(commands, run):
     assert code == 128 + signal.SIGPIPE and "Traceback" not in err
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ctrl_c_ends_a_generation_without_a_traceback(commands, run, tp):
+    arguments = ("generate", str(run), "--max-new-tokens", "100000", "--tensor-parallel", str(tp))
+    command = commands.start(*arguments)
+    command.wait_until(lambda: command.files[0].exists() and command.files[0].stat().st_size > 5, "text has come")
+    os.kill(command.pid, signal.SIGINT)  # which passes it on to the ranks
+    code, _, err = command.finish()
+    assert code == (-signal.SIGINT if tp == 1 else 128 + signal.SIGINT), err
+    assert "Traceback" not in err and "KeyboardInterrupt" not in err
+
+
+def test_a_prompt_file_is_taken_as_it_is(commands, run, tmp_path):
+    arguments = ("generate", str(run), "--prompt-file", str(tmp_path / "p.txt"), "--max-new-tokens", "0")
+    (tmp_path / "p.txt").write_bytes(b"a\r\n\r\nb")
+    command = commands.start(*arguments)
+    command.process.join(90)
+    written = command.files[0].read_bytes()
+    assert command.finish()[0] == 0 and written == b"a\r\n\r\nb\n"
+    (tmp_path / "p.txt").write_bytes(b"\xff")
+    code, out, err = commands.run(*arguments)
+    assert (code, out) == (2, "") and "p.txt is not UTF-8" in err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

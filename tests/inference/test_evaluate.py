@@ -187,15 +187,38 @@ def hugging_face(folder: Path, family: str):
     return model
 
 
+def loss_in_transformers(model, trained: Path) -> float:
+    """The loss over the first 9 samples of the code, by transformers."""
+    windows = TokenSamples(IndexedDataset(trained / "code"), 16, shuffle=False)
+    ids = torch.stack([torch.from_numpy(windows.sample(i)) for i in range(9)])
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, :-1]).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+
+
+NINE = ("--seq-length", "16", "--samples", "9", "--train.dtype", "float64")
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", ["--parallel.tensor-parallel 2", "--parallel.pipeline-parallel 2"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_hugging_face_model_has_transformers_own_loss(commands, trained, tmp_path, family, layout):
     model = hugging_face(tmp_path / "weights", family)
-    options = ("--data", str(trained / "code"), "--seq-length", "16", "--samples", "9", "--train.dtype", "float64")
-    found = evaluated(commands, tmp_path / "weights", *options, *layout.split())["data"][0]
-    windows = TokenSamples(IndexedDataset(trained / "code"), 16, shuffle=False)
-    ids = torch.stack([torch.from_numpy(windows.sample(i)) for i in range(9)])
-    with torch.no_grad():
-        wanted = float(model(input_ids=ids, labels=ids).loss)
+    found = evaluated(commands, tmp_path / "weights", "--data", str(trained / "code"), *NINE, *layout.split())["data"][
+        0
+    ]
+    wanted = loss_in_transformers(model, trained)
     assert found["loss"] == pytest.approx(wanted, rel=1e-6) and found["bytes"] == found["tokens"] == 144
+
+
+@pytest.mark.proof
+def test_an_exported_run_has_the_same_loss_everywhere(commands, trained, tmp_path):
+    """The export's tokenizer.json is the run's byte tokenizer, so the export is evaluated on the run's own data."""
+    transformers = pytest.importorskip("transformers", reason="needs tpformer[hf]")
+    code, out, err = commands.run("export", str(trained / "run"), "--out", str(tmp_path / "hf"), "--format", "hf")
+    assert code == 0, out + err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64).eval()
+    wanted = loss_in_transformers(model, trained)
+    for source in (trained / "run", tmp_path / "hf"):
+        found = evaluated(commands, source, "--data", str(trained / "code"), *NINE)["data"][0]
+        assert found["loss"] == pytest.approx(wanted, rel=1e-6) and found["bytes"] == 144

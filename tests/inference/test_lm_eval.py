@@ -165,7 +165,7 @@ def test_the_harness_scores_our_model_as_transformers_own(ranks, tasks, theirs, 
 
 def test_the_command_reports_the_harness_scores(commands, tasks, theirs, tmp_path):
     options = f"--lm-eval own_choices,own_generated --lm-eval-tasks {tasks} --json {tmp_path / 'found'} --seq-length 24"
-    layout = "--parallel.tensor-parallel 2 --train.dtype float64"
+    layout = "--parallel.tensor-parallel 2 --parallel.data-parallel-shard 2 --train.dtype float64"
     weights = str(tasks / "weights")
     code, out, err = commands.run("evaluate", weights, *options.split(), *layout.split(), **OFFLINE)
     assert code == 0, out + err
