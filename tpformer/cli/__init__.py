@@ -4,12 +4,13 @@ torch takes seconds to import. No command imports it before its arguments are pa
 configuration and its datasets first.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import tpformer
-from tpformer.processes.launch import USAGE_EXIT_CODE
+from tpformer.processes.launch import USAGE_EXIT_CODE, interrupted
 
 from .data import build_data_command, stdlib_command
 from .models import chat_command, evaluate_command, export_command, generate_command, import_command
@@ -50,6 +51,7 @@ COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: run the command that the first words name."""
+    signal.signal(signal.SIGINT, interrupted)
     guarded(partial(_dispatch, sys.argv[1:] if arguments is None else list(arguments)))
 
 

@@ -74,10 +74,16 @@ def _error_file(directory: str, rank: int) -> Path:
     return Path(directory, f"rank-{rank}.json")
 
 
+def interrupted(*_: object) -> None:
+    """What SIGINT does: KeyboardInterrupt. A second one, which a launcher passes on, ends the process at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
 def _rank(work: Callable[[int], object], attempt: int, environment: dict[str, str]) -> None:
     """Run `work` as a rank. Handlers of signals are first set back to those of a new process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.update(environment)
     work(attempt)
