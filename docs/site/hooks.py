@@ -26,7 +26,8 @@ OUTSIDE = {
     "tests/regressions/README.md": "regressions.md",
 }
 API = (
-    "layers", "models", "ops", "parallel", "distributed", "processes", "config", "weights", "training", "inference", "planner",
+    "layers", "models", "ops", "parallel", "distributed", "processes", "config", "weights", "training",
+    "inference", "planner",
 )  # fmt: skip
 COPIED = (".svg", ".png", ".json")  # a browser shows these as they are; any other file gets a page with its text
 LINK = re.compile(r'(\]\(|(?:src|href)=")(?!https?:|#|mailto:)([^)"#\s]+)')
@@ -109,7 +110,7 @@ def api_page(package: str) -> str:
     folder = ROOT / "tpformer" / package
     tree = ast.parse((folder / "__init__.py").read_text())
     lines = [f"# tpformer.{package}", "", (ast.get_docstring(tree) or "").replace("Re-exports only.", ""), ""]
-    # with the module that defines it, as a function may have the name of a module; tpformer.kernels is a link to kernels/
+    # with the module that defines it, as a function may have the name of a module
     exported = {
         name.name: f"{'tpformer.' + package + '.' if node.level else ''}{node.module}.{name.name}"
         for node in tree.body
@@ -117,6 +118,7 @@ def api_page(package: str) -> str:
         for name in node.names
     }
     for name in sorted(exported, key=str.lower):
+        # tpformer.kernels is a link to the folder kernels/
         lines += [f"::: {exported[name].replace('tpformer.kernels.', 'kernels.')}", ""]
     for path in sorted(folder.glob("[!_]*.py")) if not exported else []:
         lines += [f"::: tpformer.{package}.{path.stem}", "    options: {show_root_full_path: true}", ""]
