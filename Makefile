@@ -41,9 +41,9 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# what the tests of the adapter for lm-evaluation-harness need
+# what the tests of the adapter for lm-evaluation-harness need: the harness, and its own adapter for transformers
 .venv/eval: .venv/ready
-	$(PIP) --editable '.[eval]'
+	$(PIP) --editable '.[eval]' 'lm_eval[hf]'
 	touch .venv/eval
 
 proofs: compile-check .venv/eval  ## the long checks: compiled kernels, protocol model, every random kill, every README command
