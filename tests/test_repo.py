@@ -28,6 +28,17 @@ FILES = [
 PYTHON = [path for path in FILES if path.suffix == ".py"]
 PROSE = [path for path in FILES if path.suffix == ".md"]
 
+RUN = [
+    "kernels",
+    "config",
+    "distributed",
+    "processes",
+    "ops",
+    "layers",
+    "models",
+    "parallel",
+    "weights",
+]  # what runs need
 # what each part may import of tpformer, beside itself and torch_private
 ARROWS = {
     "kernels": [],
@@ -39,30 +50,9 @@ ARROWS = {
     "tpformer/layers": ["kernels", "config", "distributed", "ops"],
     "tpformer/models": ["kernels", "config", "distributed", "ops", "layers"],
     "tpformer/parallel": ["kernels", "config", "distributed", "ops", "layers"],
-    "tpformer/training": [
-        "kernels",
-        "config",
-        "distributed",
-        "processes",
-        "ops",
-        "layers",
-        "models",
-        "parallel",
-        "weights",
-    ],  # fmt: skip
+    "tpformer/training": RUN,
     "tpformer/weights": ["config", "models"],
-    "tpformer/inference": [
-        "kernels",
-        "config",
-        "distributed",
-        "processes",
-        "ops",
-        "layers",
-        "models",
-        "parallel",
-        "weights",
-        "training",
-    ],  # fmt: skip
+    "tpformer/inference": [*RUN, "training"],
     # a dry run builds a run's ranks as training does; nothing but the command imports it
     "tpformer/planner": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "training"],
     "tpformer/cli": ["config", "processes", "parallel", "training", "inference", "planner"],

@@ -70,7 +70,7 @@ def start_model(config: RunConfig, step: int | None = None) -> tuple[ModelParts,
     join_ranks(device, group_timeout(config))
     mesh = run_mesh(config, device)
     source = open_source(config.run.dir, step=step)
-    model = build_model(config, mesh)
+    model = build_model(config, mesh, initial=False)
     source.load(model.parts)
     return model, source
 

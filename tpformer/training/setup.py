@@ -105,12 +105,16 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     return parts
 
 
-def build_model(config: RunConfig, mesh: DeviceMesh) -> ModelParts:
-    """This rank's parts of a resolved configuration's model, on its device, with initial values. Collective."""
+def build_model(config: RunConfig, mesh: DeviceMesh, *, initial: bool = True) -> ModelParts:
+    """This rank's parts of a resolved configuration's model, on its device. Collective.
+
+    initial: give them initial values. Without them every parameter has to be loaded.
+    """
     parts = build_parts(config, mesh)
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device_type)
-        part.init_weights()
+        if initial:
+            part.init_weights()
     return ModelParts(
         parts,
         config.parallel,
