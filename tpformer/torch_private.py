@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.modules import module as torch_module
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees operations below autocast
 
 # What torch.compile, activation checkpointing and FSDP1 put into the names of the modules that they wrap.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -56,6 +58,30 @@ def is_own_parameter(module: nn.Module, name: str) -> bool:
     return name in module._parameters
 
 
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether hooks run when a parameter gets its gradient. They stay with the tensor, not with its module."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+# Nested containers of tensors, such as a module's arguments; torch's public module for them is newer than 2.13.
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+
+
+def tree_map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    """A tree with every leaf replaced by function(path, leaf); a path is written as ['key'][index]."""
+    return _pytree.tree_map_with_path(lambda path, leaf: function(_pytree.keystr(path), leaf), tree)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward, as code is that a checkpoint recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether autograd hands what it saves to hooks, as in a region of torch.utils.checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def any_autocast() -> bool:
     """Whether autocast is on for some device. Every forward asks, and asking for one device takes ten times as long."""
     return torch._C._is_any_autocast_enabled()
@@ -69,6 +95,13 @@ def compiler_is_imported() -> bool:
 def leave_uncompiled(function: Callable, why: str) -> None:
     """Keep torch.compile out of a function, as torch.compiler.disable does, but without importing the compiler."""
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]
+
+
+def leave_frame_uncompiled(function: Callable) -> None:
+    """Keep the compiler, which has been imported, from compiling a function's own frame where it is not inlined."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -100,12 +133,12 @@ def own_part(
         return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
-def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
+def foreach_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Sequence[Tensor]:
     """The norm of each tensor, in one launch on a GPU. torch's clip_grad_norm_ uses it."""
-    return torch._foreach_norm(tensors)
+    return torch._foreach_norm(tensors, norm_type)
 
 
-def foreach_multiply_(tensors: list[Tensor], factor: float) -> None:
+def foreach_multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor in place, in one launch on a GPU."""
     torch._foreach_mul_(tensors, factor)
 

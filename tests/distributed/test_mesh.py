@@ -73,7 +73,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 
 
 def test_one_process_without_launcher(commands: Commands) -> None:
-    _, output, errors = commands.call(join_and_add_up).finish(60)
+    _, output, errors = commands.call(join_and_add_up).finish()
     assert output == "total 1.0\n", errors
 
 

@@ -150,7 +150,7 @@ def theirs(tasks):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_harness_scores_our_model_as_transformers_own(ranks, tasks, theirs, tp):
     wanted_results, wanted_answers = theirs
-    results, answers = ranks(tp).run(own_scores, tp, tasks, timeout=150)[0]
+    results, answers = ranks(tp).run(own_scores, tp, tasks)[0]
     assert results.keys() == wanted_results.keys() == {f"own_{name}" for name in TASKS}
     for name, values in wanted_results.items():
         assert results[name].keys() == values.keys()

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import theirs
 import torch
 import torch.nn.functional as F
-from steps import Results, gradients, whole
+from steps import Results, gradients
 from theirs import FFN, HEADS, HIDDEN
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import (
     MLP,
     ColumnParallelLinear,
@@ -193,7 +194,7 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 def from_meta(model: nn.Module) -> nn.Module:
-    values = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    values = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
     model = model.to("meta").to_empty(device="cpu")
     fill(model, values)
     return model
@@ -264,9 +265,9 @@ def after_inference(module: nn.Module, x: Tensor, rank: int) -> Results:
 
 def functional_call(module: nn.Module, x: Tensor, rank: int, *, of_wholes: bool = False) -> Results:
     values = {name: 0.5 * p.detach() for name, p in module.named_parameters()}
-    values = {name: (whole(p) if of_wholes else p).requires_grad_() for name, p in values.items()}
+    values = {name: (full_tensor(p) if of_wholes else p).requires_grad_() for name, p in values.items()}
     found = step(module, x, rank, call=lambda x: torch.func.functional_call(module, values, (x,)))
-    return found | {name: whole(p.grad) for name, p in values.items()}
+    return found | {name: full_tensor(p.grad) for name, p in values.items()}
 
 
 def func_grad(module: nn.Module, x: Tensor, rank: int) -> Results:

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from steps import whole
 
 from tpformer.distributed import build_mesh
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import (
     ColumnParallelLinear,
     LMHead,
@@ -42,7 +42,7 @@ def on_rank(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     model = build(mesh, dtype)
     init_weights(model, 5)
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
@@ -83,7 +83,7 @@ def unequal_seeds() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     torch.manual_seed(1000 + dist.get_rank())
     model = build(mesh, torch.float32)
     replicated = {name: p.to_local().detach() for name, p in model.named_parameters() if p.placements[0].is_replicate()}
-    return replicated, {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return replicated, {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("t", [2, 3])
@@ -118,7 +118,7 @@ def on_meta(how: str, with_mesh: bool) -> dict[str, torch.Tensor]:
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(before)
-    return {name: whole(p.detach()) for name, p in model.named_parameters() if not name.startswith("gpt.")}
+    return {name: full_tensor(p.detach()) for name, p in model.named_parameters() if not name.startswith("gpt.")}
 
 
 @pytest.mark.parametrize("how", ["context", "default"])

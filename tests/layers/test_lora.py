@@ -7,12 +7,13 @@ import pytest
 import theirs
 import torch
 from habits import BATCH, LLAMA, SEQ, VOCAB
-from steps import Results, assert_same, whole
+from steps import Results, assert_same
 from theirs import HIDDEN
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import ColumnParallelLinear
 from tpformer.models import GPT
 from tpformer.parallel import reduce_partial_gradients
@@ -53,7 +54,7 @@ def train(model: nn.Module, samples: slice) -> list[float]:
 
 
 def values(model: nn.Module) -> Results:
-    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    return {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 @cache

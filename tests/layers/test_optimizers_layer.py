@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from steps import whole
 from torch import Tensor, nn
 
 from tpformer.distributed import build_mesh
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import ColumnParallelLinear
 
 OPTIMIZERS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop]
@@ -22,7 +22,7 @@ def stepped(kind: type[torch.optim.Optimizer], parts: str, with_mesh: bool) -> l
         layer(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [whole(p.detach()) for p in layer.parameters()]
+    return [full_tensor(p.detach()) for p in layer.parameters()]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

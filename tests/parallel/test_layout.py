@@ -27,7 +27,7 @@ REFUSED = {
     "axis": ({"tensor_parallel": 0}, ["tensor_parallel=0"]),
     "schedule": ({"pipeline_schedule": "2F2B"}, ["'2F2B'", "1F1B", "DualPipeV"]),
     "split": ({"pipeline_split": "layers"}, ["'layers'", "parameters, time"]),
-    "stage 4": ({"zero_stage": 4}, ["zero_stage=4", "0, 1, 2, 3"]),
+    "stage 4": ({"zero_stage": 4}, ["zero_stage=4", "in [0, 3]"]),
     "reduce": ({"reduce_dtype": "float8"}, ["'float8'", "bfloat16"]),
     "zero 0 shards": ({"zero_stage": 0, "data_parallel_shard": 4}, ["data_parallel_replicate=4", "zero_stage to 1"]),
     "zero 3 replicates": (

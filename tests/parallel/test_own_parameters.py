@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from steps import Results, assert_same, gradients, whole
+from steps import Results, assert_same, gradients
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import Positions, TensorParallel, TransformerBlock, init_weights
 from tpformer.parallel import reduce_partial_gradients
 
@@ -65,7 +66,7 @@ def on_rank(t: int, sequence_parallel: bool, data_parallel: int) -> Results:
         with pytest.raises(RuntimeError, match="the gradient of gain has been summed .* and changed since"):
             reduce_partial_gradients(model, partial=PARTIAL)
         reduce_partial_gradients(model, whole=PARTIAL)
-        assert torch.equal(whole(model.gain.grad), 0.5 * found["gain"])
+        assert torch.equal(full_tensor(model.gain.grad), 0.5 * found["gain"])
     return found
 
 

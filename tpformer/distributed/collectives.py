@@ -2,6 +2,9 @@
 
 Belongs here: all-gather, reduce-scatter and all-reduce, the record of their calls, and torch.distributed's renamed
 functions. Differentiable ones are in tpformer.ops, slots in workspace.py.
+
+Results take their shape by resize_, not as views: autograd forbids writing into a view that a Function returned, as
+nn.ReLU(inplace=True) does behind a row-parallel linear.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
     slots = state.gather.slots(group, flat.numel(), x.dtype, 1)
     slots[state.rank][0].copy_(flat)
     state.gather.exchange(Collective.ALL_GATHER, nbytes)
-    return torch.cat(from_all_ranks(slots, 0, flat, state)).view(shape)
+    return torch.cat(from_all_ranks(slots, 0, flat, state)).resize_(shape)
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -83,7 +86,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
         reduce_scatter_single(output, flat.view(x.shape), group=group)
         return output
     slots = state.reduce.slots(group, flat.numel(), x.dtype, size)
-    return reduce_own_part(slots, flat, state, Collective.REDUCE_SCATTER, nbytes, torch.add).view(shape)
+    return reduce_own_part(slots, flat, state, Collective.REDUCE_SCATTER, nbytes, torch.add).resize_(shape)
 
 
 def check_divisible(rows: int | None, size: int) -> None:
@@ -120,7 +123,7 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum"
         slots = state.reduce.slots(group, flat.numel(), x.dtype, 1)
         slots[state.rank][0].copy_(flat)
         state.reduce.exchange(collective, nbytes)
-        return combine(from_all_ranks(slots, 0, flat, state), function).view(x.shape)
+        return combine(from_all_ranks(slots, 0, flat, state), function).resize_(x.shape)
     slots = state.reduce.slots(group, flat.numel(), x.dtype, state.size)
     reduced = reduce_own_part(slots, flat, state, collective, nbytes, function)
     # Nobody reads a rank's own part of its own slot before the second exchange, so the result can be written there.
@@ -128,7 +131,7 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum"
     state.reduce.exchange(collective, nbytes)
     parts = [slot[rank] for rank, slot in enumerate(slots)]
     parts[state.rank] = reduced
-    return torch.cat(parts).view(x.shape)
+    return torch.cat(parts).resize_(x.shape)
 
 
 def reduce_own_part(

@@ -6,6 +6,7 @@ Belongs here: joining the world, and laying its ranks out on axes. Nothing that 
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -20,11 +21,15 @@ from .shared_memory import TIMEOUT_SECONDS
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outer to inner: tp ranks are neighbours
 DEFAULT_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STORE_VARIABLE = "TPFORMER_STORE"  # the file by which ranks of run_ranks find one another
+LOOPBACK = ("lo", "lo0")  # its name on Linux and on macOS
 
 
 def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Join the world that torchrun's environment describes; without RANK and WORLD_SIZE start a world of one rank.
 
+    A world of one rank, and one of run_ranks, which is on this machine alone, use the loopback interface only: no other
+    machine reaches their sockets.
     device_type: "cpu" (gloo) or "cuda" (nccl for CUDA tensors, gloo for CPU ones; the device LOCAL_RANK is selected).
     timeout: how long an operation of the group waits for its peers. An existing process group is kept as it is.
     Raises ValueError for another device_type or half an environment, RuntimeError for "cuda" without a CUDA device.
@@ -39,7 +44,14 @@ def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        _stay_on_loopback()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if file := os.environ.get(STORE_VARIABLE):
+        _stay_on_loopback()
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(file, size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
@@ -48,6 +60,17 @@ def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
             "start with torchrun, or unset RANK and WORLD_SIZE for one process"
         )
     dist.init_process_group(backend, timeout=timeout)
+
+
+def _stay_on_loopback() -> None:
+    """Let gloo and NCCL bind the loopback interface alone, for groups that are made later too.
+
+    Both read the environment when a group is made. NCCL keeps the interface that the user has chosen.
+    """
+    for name in LOOPBACK:
+        if name in (found for _, found in socket.if_nameindex()):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def build_mesh(

@@ -123,19 +123,19 @@ def greedy_texts(model: GPT, tokenizer: Tokenizer, prompts: Sequence[Prompt], ba
 
 
 def answer_shared(model: GPT, asked: Sequence, answer: Callable[[Sequence], list]) -> list:
-    """The answers to all requests, in their order, where each data-parallel rank computes a share of them.
+    """The answers to all requests, in their order, where each tensor-parallel group computes a share of them.
 
     asked: equal on all ranks. answer: gives an answer, which can be pickled, for each request that it gets; collective
-    over the tensor-parallel ranks of `model`. The world's other ranks are data-parallel ones; there is no pipeline.
-    Communication: with data parallelism, one all-gather of the answers as objects, over the world.
+    over the tensor-parallel ranks of `model`. The world's other ranks, data-parallel ones and those of a pipeline's
+    other stages, hold the same model. Communication: beside them, one all-gather of the answers as objects.
     """
     tp, world = model.tp.size, dist.get_world_size() if dist.is_initialized() else 1
-    if (dp := world // tp) == 1:
+    if (groups := world // tp) == 1:
         return answer(asked)
-    own = answer(asked[dist.get_rank() // tp :: dp])
+    own = answer(asked[dist.get_rank() // tp :: groups])
     found: list[list] = [[] for _ in range(world)]
     dist.all_gather_object(found, own)
-    return [found[index % dp * tp][index // dp] for index in range(len(asked))]
+    return [found[index % groups * tp][index // groups] for index in range(len(asked))]
 
 
 def score_tasks(model: GPT, evaluation: Evaluation) -> list[Score]:

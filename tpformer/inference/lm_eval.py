@@ -35,7 +35,7 @@ MAX_NEW_TOKENS = 256  # of a generated text, unless its task says otherwise; the
 
 
 class HarnessModel(LM):
-    """A GPT that load_model has made, on ranks that all get the same requests. Data-parallel ranks share their work.
+    """A GPT that load_model has made, on ranks that all get the same requests. Groups of them share requests.
 
     longest: tokens that the model takes. batch_size: pairs of a forward. Errors: ValueError for a continuation that has
     no tokens, or more than the model takes, and for a task that samples instead of taking the most probable token.

@@ -86,26 +86,26 @@ def prepare(
 
     data: prefixes; without any, and without tasks, those of the run's validation. asks: whether it asks questions
     beside those of `tasks`, so that a tokenizer is needed. Errors: those of the functions below, of source_config and
-    of check_config; ValueError if there is nothing to evaluate, or questions for a layout that cannot answer them.
+    of check_config; ValueError if there is nothing to evaluate.
     """
     check_overrides(overrides)
     config = evaluation_config(source_config(path, overrides), overrides, seq_length)
     check_config(config, trains=False)
     layout, size, length = config.parallel, config.model.vocab_size, config.model.seq_length
     asks = asks or tasks is not None
-    if asks and layout.pipeline_parallel > 1:
-        raise ValueError(
-            f"tasks need the whole model on every tensor-parallel group, not pipeline_parallel="
-            f"{layout.pipeline_parallel}: leave out --parallel.pipeline-*, whatever layout the model was trained in"
-        )
     prefixes = tuple(data) if data or asks else config.data.valid
     if not prefixes and not asks:
         raise ValueError(f"{path} has no validation data of its own: give --data PREFIX or --tasks FILE.jsonl")
     read = read_tasks(tasks) if tasks is not None else []
     name = config.data.tokenizer
+    notes = []
+    if asks and layout.pipeline_parallel > 1:
+        notes.append(
+            f"tasks are answered without the pipeline: each tensor-parallel group holds all layers, and the "
+            f"{layout.pipeline_parallel} stages' groups share the requests"
+        )
     opened = open_evaluation_data(prefixes, name, size, length, samples)  # type: ignore[arg-type]
     tokenizer = evaluation_tokenizer(name, prefixes)
-    notes = []
     if tokenizer is None:
         if asks:
             raise ValueError(f"{path} does not say what its tokenizer is: give --data.tokenizer")
@@ -159,7 +159,10 @@ def evaluation_config(
     return dataclasses.replace(
         config,
         model=dataclasses.replace(model, seq_length=length),
-        train=dataclasses.replace(config.train, microbatch_size=microbatch, global_batch_size=batch),
+        log=dataclasses.replace(config.log, noise_interval=0),
+        train=dataclasses.replace(
+            config.train, microbatch_size=microbatch, global_batch_size=batch, batch_size_start=None
+        ),
     )
 
 

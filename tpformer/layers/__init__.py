@@ -12,18 +12,20 @@ from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from .explain import LinearPlan, explain, linear_plans
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
-from .module import ParallelModule, init_weights
+from .module import Constant, Normal, ParallelModule, init_weights
 from .norm import LayerNorm, RMSNorm
 from .positions import Positions
 from .tensor_parallel import TensorParallel
 
 __all__ = [
     "ColumnParallelLinear",
+    "Constant",
     "DropoutKey",
     "LMHead",
     "LayerNorm",
     "LinearPlan",
     "MLP",
+    "Normal",
     "ParallelModule",
     "PositionEmbedding",
     "Positions",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import RECOMPUTE, check_choice, check_dropout
+from tpformer.config import RECOMPUTE, check_choice, check_range
 from tpformer.kernels.rope.reference import RopeScaling
 from tpformer.ops.sequence import flat_rows
 from tpformer.torch_private import forward_hooks, forward_pre_hooks
@@ -82,7 +82,7 @@ class TransformerBlock(ParallelModule):
         super().__init__(tp)
         check_choice("norm", norm, NORMS)
         check_choice("recompute", recompute, RECOMPUTE)
-        check_dropout(dropout)
+        check_range("model.dropout", dropout, "dropout")
         self.dropout, self.recompute = dropout, recompute
         place: dict = {"tp": self.tp, "device": device, "dtype": dtype}
         linears: dict = {"bias": bias, "init_std": init_std, "output_init_std": output_init_std, **place}

@@ -1,6 +1,6 @@
 """Token embedding with a sharded vocabulary, learned positions, and the output head over the same shards."""
 
-from typing import Any
+from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from tpformer.torch_private import (
 )
 
 from .children import keeps_forward, others_hook
-from .module import Normal, ParallelModule
+from .module import Normal, ParallelModule, check_plain
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
@@ -34,6 +34,16 @@ def _divides_by_rows(table: nn.Module) -> bool:
     """Whether torch's weight_norm, as parametrization or hook, divides each row of a table's weight by its norm."""
     found: list = [*table.modules(), *forward_pre_hooks(table).values()]
     return any(type(each).__name__ in WEIGHT_NORMS and each.dim == 0 for each in found)
+
+
+def check_lookup(embedding: nn.Embedding) -> None:
+    """ValueError for options of an nn.Embedding that a sharded table lacks."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(embedding, option):
+            raise ValueError(
+                f"an nn.Embedding with {option}={getattr(embedding, option)} cannot be sharded: build it without "
+                f"{option}"
+            )
 
 
 class _VocabParallel(ParallelModule):
@@ -96,6 +106,21 @@ class VocabParallelEmbedding(_VocabParallel):
             raise ValueError(f"padding_idx={padding_idx} is outside the vocabulary [0, {vocab_size - 1}]")
         self.padding_idx = None if padding_idx is None else padding_idx % vocab_size
         super().__init__(vocab_size, hidden_size, zero_row=self.padding_idx, **options)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, *, tp: TensorParallel | DeviceMesh | None = None, **options: Any
+    ) -> Self:
+        """A layer with a copy of an nn.Embedding's table, which all ranks hold whole, without rows of padding.
+
+        options: the constructor's. No communication. Errors: TypeError for a module with a forward of its own,
+        ValueError for max_norm, scale_grad_by_freq and sparse.
+        """
+        check_plain(embedding, nn.Embedding)
+        check_lookup(embedding)
+        options = {"device": "meta", "dtype": embedding.weight.dtype, **options}
+        sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+        return cls(*sizes, vocab_multiple=1, tp=tp, **options).filled_from(embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of ids (...): (tokens / t, hidden_size) with sequence_parallel, else (..., hidden_size)."""

@@ -1,8 +1,9 @@
 """ColumnParallelLinear and RowParallelLinear: nn.Linear with its weight sharded over tensor-parallel ranks."""
 
 from collections.abc import Sequence
+from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
@@ -10,11 +11,11 @@ from tpformer.config import check_positive
 from tpformer.ops.sequence import flat_rows, with_leading_dims
 from tpformer.torch_private import is_own_parameter
 
-from .module import Constant, Normal, ParallelModule
+from .module import Constant, Normal, ParallelModule, check_plain
 from .tensor_parallel import TensorParallel
 
 
-def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
+def to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
     """(..., K) -> (tokens, K). The dim that is sharded over ranks, sequence_dim, comes first among the tokens' dims."""
     if sequence_dim is not None:
         if sequence_dim % x.ndim == x.ndim - 1:
@@ -26,8 +27,8 @@ def _to_rows(x: Tensor, sequence_dim: int | None) -> Tensor:
     return flat_rows(x)
 
 
-def _from_rows(y: Tensor, x: Tensor, sequence_dim: int | None) -> Tensor:
-    """Undo _to_rows for a result y whose rows were gathered or scattered; x is the layer's input."""
+def from_rows(y: Tensor, x: Tensor, sequence_dim: int | None) -> Tensor:
+    """Undo to_rows for a result y whose rows were gathered or scattered; x is the layer's input."""
     if sequence_dim is None:
         return with_leading_dims(y, x)
     others = x.movedim(sequence_dim, 0).shape[1:-1]
@@ -41,6 +42,25 @@ class _Linear(ParallelModule):
         super().__init__(tp)
         check_positive(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, tp: TensorParallel | DeviceMesh | None = None, **options: Any) -> Self:
+        """A layer with copies of the weight and bias of an nn.Linear, which all ranks hold whole and which stays.
+
+        options: the constructor's. No communication. Errors: TypeError for a module with a forward of its own.
+        """
+        check_plain(linear, nn.Linear)
+        options = {"device": "meta", "dtype": linear.weight.dtype, **options}
+        make: Any = cls
+        layer: Self = make(linear.in_features, linear.out_features, linear.bias is not None, tp=tp, **options)
+        return layer.filled_from(linear)
+
+    def defers(self) -> bool:
+        """Whether a WeightGradientQueue may take the weight's gradient: the layer itself holds the weight.
+
+        If the weight is computed from other parameters, autograd needs its gradient now.
+        """
+        return is_own_parameter(self, "weight")
 
     def _add_parameters(
         self, bias: bool, init_std: float | None, *, weight_shard: int | None, bias_shard: int | None, device, dtype
@@ -113,15 +133,23 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: Tensor, *, norm: ops.Norm | None = None) -> Tensor:
         """y = norm(x) W^T + b, laid out as the class says."""
+        self.check(x)
+        (y,), _ = project(to_rows(x, self.sequence_dim), [self], norm)
+        return self.finished(y, x)
+
+    def check(self, x: Tensor) -> None:
+        """ValueError unless x has all the input features."""
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"x has {x.shape[-1]} features, but every rank needs all in_features={self.in_features}: if a "
                 f"column-parallel linear made x, give it gather_output=True"
             )
-        (y,), _ = project(_to_rows(x, self.sequence_dim), [self], norm)
+
+    def finished(self, y: Tensor, x: Tensor) -> Tensor:
+        """The layer's result for x from the rows y that `project` has made."""
         if self.gather_output:
             y = ops.gather_columns(y, self.out_features, self.tp.group)
-        return _from_rows(y, x, self.sequence_dim)
+        return from_rows(y, x, self.sequence_dim)
 
     def extra_repr(self) -> str:
         """Sizes and options, as repr() shows them."""
@@ -144,8 +172,8 @@ def project(
     parameters = [layer.local_parameters() for layer in layers]
     tp = layers[0].tp
     queue = ops.active_queue()
-    if queue is not None and not all(is_own_parameter(layer, "weight") for layer in layers):
-        queue = None  # the weight is computed from other parameters, so autograd needs its gradient now
+    if queue is not None and not all(layer.defers() for layer in layers):
+        queue = None
     outputs = ops.column_linear(
         rows,
         [weight for weight, _ in parameters],
@@ -215,13 +243,13 @@ class RowParallelLinear(_Linear):
                 f"which {self.tp.size} tensor-parallel ranks cannot share equally: pad it to a multiple"
             )
         self._check(x)
-        rows = [None if each is None else _to_rows(each, self.sequence_dim) for each in (x, gate, residual)]
+        rows = [None if each is None else to_rows(each, self.sequence_dim) for each in (x, gate, residual)]
         if not self.input_is_parallel:
             rows[:2] = [
                 None if each is None else ops.take_columns(each, self.columns, self.tp.group) for each in rows[:2]
             ]
         y, _ = self.reduced(rows[0], self.activation, gate=rows[1], residual=rows[2], dropout=dropout)
-        return _from_rows(y, x, self.sequence_dim)
+        return from_rows(y, x, self.sequence_dim)
 
     def _check(self, x: Tensor) -> None:
         own = self.columns.stop - self.columns.start
@@ -244,8 +272,8 @@ class RowParallelLinear(_Linear):
     ) -> tuple[Tensor, ops.Normed | None]:
         """(result, its norm by next_norm or None) for rows (tokens, in_features / t), by ops.row_linear."""
         queue = ops.active_queue()
-        if not is_own_parameter(self, "weight"):
-            queue = None  # the weight is computed from other parameters, so autograd needs its gradient now
+        if not self.defers():
+            queue = None
         y = ops.row_linear(
             rows,
             self.local("weight"),

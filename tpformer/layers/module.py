@@ -6,7 +6,7 @@ Without a mesh parameters are plain tensors, and DTensor is not imported: a plai
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ Initializer = Normal | Constant
 
 class ParallelModule(nn.Module):
     """A module that lies on tensor-parallel ranks. tp: a TensorParallel, or only its 1-D mesh, or None for one rank."""
+
+    makes_whole_gradients = False  # whether a backward itself sums gradients of which each rank has a part
 
     def __init__(self, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -179,6 +181,15 @@ class ParallelModule(nn.Module):
             state_dict[prefix + name] = _laid_out(held.clone(), parameter, parameter.placements)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def filled_from(self, plain: nn.Module) -> Self:
+        """This layer, built on meta, with copies of a plain module's parameters, and with its mode."""
+        own = dict(plain.named_parameters(recurse=False))
+        copies = {name: p.detach() if self.tp.mesh else p.detach().clone() for name, p in own.items()}  # shards are cut
+        self.load_state_dict(copies, assign=True)
+        for name, parameter in own.items():
+            self.get_parameter(name).requires_grad_(parameter.requires_grad)
+        return self.train(plain.training)
+
     def reset_parameters(self) -> None:
         """Set fresh random values. tp rank 0 draws their seed from torch's generator, so that all layouts agree.
 
@@ -191,6 +202,16 @@ class ParallelModule(nn.Module):
             seed = seed.to(self.tp.mesh.device_type)  # type: ignore[union-attr]
             dist.broadcast(seed, dist.get_global_rank(self.tp.group, 0), group=self.tp.group)
         init_weights(self, int(seed))
+
+
+def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
+    """TypeError unless a module computes what modules of this kind do, from parameters of its own."""
+    changed = type(module).forward is not kind.forward or "forward" in module.__dict__
+    if not isinstance(module, kind) or changed or not is_own_parameter(module, "weight"):
+        raise TypeError(
+            f"a {type(module).__name__} does not compute what nn.{kind.__name__} does, or computes its weight: give an "
+            f"unchanged nn.{kind.__name__}"
+        )
 
 
 def _laid_out(local: Tensor, like: Tensor, placements: Sequence) -> Tensor:

@@ -1,13 +1,14 @@
 """LayerNorm and RMSNorm on all rows or on sequence shards. A linear can apply them while it reads its input."""
 
 from collections.abc import Sequence
+from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 
-from .module import Constant, ParallelModule
+from .module import Constant, ParallelModule, check_plain
 from .tensor_parallel import TensorParallel
 
 
@@ -44,6 +45,21 @@ class _Norm(ParallelModule):
             else:
                 self.register_parameter(name, None)
         self.reset_parameters()
+
+    @classmethod
+    def from_norm(cls, norm: Any, *, tp: TensorParallel | DeviceMesh | None = None, **options: Any) -> Self:
+        """A layer with copies of the parameters of torch's norm of this name, which all ranks hold and which stays.
+
+        options: of_heads, and the constructor's for parameters. No communication. Errors: TypeError for a norm of
+        another kind, ValueError for one over several dims.
+        """
+        check_plain(norm, getattr(nn, cls.__name__))
+        if cls.kind == "layernorm":
+            options["bias"] = norm.bias is not None
+        if norm.weight is not None:
+            options["dtype"] = norm.weight.dtype
+        layer = cls(norm.normalized_shape, norm.eps, norm.elementwise_affine, tp=tp, device="meta", **options)
+        return layer.filled_from(norm)
 
     def prologue(self) -> ops.Norm:
         """The norm for a linear to apply while it reads its input (`norm=` of the linear layers)."""

@@ -73,6 +73,11 @@ class TensorParallel:
         return self.sequence_parallel and self.size > 1
 
     @cached_property
+    def with_all_rows(self) -> TensorParallel:
+        """The same ranks and transport for layers whose rows are all on every rank: without sequence shards."""
+        return TensorParallel(self.mesh, False, self.transport) if self.sequence_parallel else self
+
+    @cached_property
     def _opened(self) -> dict[tuple, Transport]:
         return {}
 

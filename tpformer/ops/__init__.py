@@ -12,7 +12,7 @@ from .offload import Offload
 from .recompute import recompute
 from .rope import rope
 from .row_linear import row_linear
-from .sequence import gather_columns, gather_rows, reduce_rows, scatter_rows, take_columns
+from .sequence import gather_columns, gather_rows, reduce_rows, scatter_rows, sum_gradient, take_columns
 from .transport import TRANSPORTS, Decision, choose_transport, use_measured_table
 from .transports.interface import record_transports
 from .weight_gradients import Deferred, WeightGradientQueue, active_queue
@@ -47,6 +47,7 @@ __all__ = [
     "rope",
     "row_linear",
     "scatter_rows",
+    "sum_gradient",
     "take_columns",
     "use_measured_table",
     "vocab_parallel_cross_entropy",

@@ -1,6 +1,8 @@
 """column_linear: [norm ->] gather -> GEMM(s), the entry of a tensor-parallel region."""
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import and_
 from typing import NamedTuple
 
 import torch
@@ -62,6 +64,7 @@ class ColumnLinearFunction(torch.autograd.Function):
         elif layout.norm is not None:
             rows, (mean, rstd) = implementation("norm", x).norm_forward(x, layout.norm)
         ctx.layout, ctx.deferred = layout, layout.deferred
+        ctx.set_materialize_grads(False)  # the weight of an output that nobody uses gets no gradient, not zeros
         ctx.save_for_backward(x, norm_weight, norm_bias, mean, rstd, *weights)
         outputs = tuple(layout.gathering.gather_matmul(rows, weights, biases))
         return (*outputs, x) if layout.carry else outputs
@@ -78,11 +81,13 @@ class ColumnLinearFunction(torch.autograd.Function):
             # one cheap pass over x; otherwise the forward would have kept norm(x)
             rows = implementation("norm", x).norm_rebuilt(x, (mean, rstd), norm)
         n, needed = 5 + len(weights), ctx.needs_input_grad
-        wanted, wanted_biases = needed[5:n], needed[n:]
+        used = [dy is not None for dy in dys]
+        wanted, wanted_biases = ([*map(and_, used, wants)] for wants in (needed[5:n], needed[n:]))
         gathered = layout.gathering.start_gather(rows) if layout.deferred is None and any(wanted) else None
-        dx = dnorm_weight = dnorm_bias = None
-        if any(needed[:3]):
-            dx, _ = layout.transport.matmul_reduce(dys, weights, transposed=False, scatter=layout.sequence_parallel)
+        dx, dnorm_weight, dnorm_bias = (None if any(used) else dcarried), None, None
+        if any(needed[:3]) and any(used):
+            some = [list(compress(each, used)) for each in (dys, weights)]
+            dx, _ = layout.transport.matmul_reduce(*some, transposed=False, scatter=layout.sequence_parallel)
             if norm is not None:
                 backward = implementation("norm", x).norm_backward
                 dx, dnorm_weight, dnorm_bias = backward(dx, x, (mean, rstd), norm, dcarried)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.config import check_loss_terms
+from tpformer.config import check_range
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.cross_entropy.reference import IGNORE_INDEX, LossTerms, VocabSlice
 
@@ -33,7 +33,8 @@ ROW_MULTIPLE = 16  # the columns of a chunk's logits are a multiple of this, wit
 
 def loss_terms(ignore_index: int, label_smoothing: float, z_loss: float) -> LossTerms:
     """The terms of a loss. ValueError unless label_smoothing is in [0, 1) and z_loss is not negative."""
-    check_loss_terms(label_smoothing, z_loss)
+    check_range("train.label_smoothing", label_smoothing, "label_smoothing")
+    check_range("train.z_loss", z_loss, "z_loss")
     return LossTerms(ignore_index, label_smoothing, z_loss)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tpformer.config import check_dropout
+from tpformer.config import check_range
 from tpformer.kernels.finish import Dropout
 
 from .first_derivative import first_derivative
@@ -47,5 +47,5 @@ def dropout(x: Tensor, site: Dropout | None) -> Tensor:
     """
     if site is None:
         return x
-    check_dropout(site.p)
+    check_range("model.dropout", site.p, "dropout")
     return DropoutFunction.apply(x, site)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.config import check_choice, check_dropout
+from tpformer.config import check_choice, check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 
@@ -113,7 +113,7 @@ def _check_options(
     if gate is not None and activation is None:
         raise ValueError("a gate needs an activation: give one, for act(gate) * x")
     if dropout is not None:
-        check_dropout(dropout.p)
+        check_range("model.dropout", dropout.p, "dropout")
     if next_norm is not None and ends_region:
         raise ValueError("next_norm with ends_region: nothing follows the end of a region; leave one of them out")
     if next_norm is not None and autocast is not None:

@@ -114,6 +114,25 @@ class _GatherColumns(torch.autograd.Function):
         return dy[:, ctx.columns].clone(), None, None
 
 
+class _SumGradient(torch.autograd.Function):
+    """y = x, which is equal on all ranks; each rank uses y for its own part of a result.
+
+    forward   no communication
+    backward  dx = the sum of all ranks' dy: all-reduce
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        ctx.set_materialize_grads(False)  # no gradient on all ranks stays none
+        return x.view_as(x)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, dy):
+        return (None if dy is None else all_reduce(dy, ctx.group)), None
+
+
 @uncompiled
 def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool = True) -> Tensor:
     """The sum of all ranks' x (tokens, N): with sequence_parallel this rank's rows (tokens / t, N), else all of them.
@@ -168,3 +187,13 @@ def gather_columns(x: Tensor, n: int, group: ProcessGroup | None) -> Tensor:
     Communication, per rank: forward all-gather of tokens * n * itemsize bytes; backward none.
     """
     return x if group is None else _GatherColumns.apply(x, n, group)
+
+
+@uncompiled
+def sum_gradient(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """x itself, of any shape and equal on all ranks, for a computation of which each rank makes its own part.
+
+    The gradient of x is the sum of all ranks' gradients, equal on all ranks.
+    Communication, per rank: forward none; backward all-reduce of x's bytes.
+    """
+    return x if group is None else _SumGradient.apply(x, group)

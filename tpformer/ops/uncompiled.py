@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from tpformer.torch_private import compiler_is_imported, leave_uncompiled
+from tpformer.torch_private import compiler_is_imported, leave_frame_uncompiled, leave_uncompiled
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -34,6 +34,7 @@ def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
         if not compiler_is_imported():
             return function(*args, **kwargs)
         if not disabled:
+            leave_frame_uncompiled(call)
             disabled.append(torch.compiler.disable(function, reason=WHY))
         return disabled[0](*args, **kwargs)
 

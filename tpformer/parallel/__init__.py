@@ -2,7 +2,8 @@
 
 from tpformer.config import SCHEDULES, Layout
 
-from .gradients import gradient_norm, local_part, reduce_partial_gradients, scale_gradients
+from .clipping import clip_grad_norm_
+from .gradients import gradient_norm, gradient_norms, local_part, reduce_partial_gradients, scale_gradients
 from .pipeline import Pipeline
 from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
@@ -17,9 +18,11 @@ __all__ = [
     "Pipeline",
     "TiedParameter",
     "apply_zero",
+    "clip_grad_norm_",
     "data_parallel_mesh",
     "gather_actions",
     "gradient_norm",
+    "gradient_norms",
     "local_part",
     "pipeline_sequential",
     "prepare_backward",

@@ -1,5 +1,6 @@
 """What happens to gradients between backward and optimizer, on any mesh: partial sums, the global norm, scaling."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -38,8 +39,20 @@ def reduce_partial_gradients(
              by clipping or another backward, before the next call.
     """
     own = _own_parts(model, partial, whole)
-    buckets: dict[tuple, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
+    sum_partial_gradients(model.parameters())
+    for (group, _), parameters in own.items():
+        local = [local_part(parameter.grad) for parameter in parameters]
+        for held, piece in zip(local, _summed(local, [group]), strict=True):
+            held.copy_(piece)
+        for parameter in parameters:  # after all copies: FSDP2's are slices of one tensor, with one version
+            setattr(parameter.grad, SUMMED_AT, _version(parameter.grad))
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
+    """Make whole the gradients that are DTensors with Partial placements. A parameter's own layout tells which."""
+    buckets: dict[tuple, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
             buckets[grad.device_mesh, grad.placements, grad.dtype].append(parameter)
@@ -50,12 +63,6 @@ def reduce_partial_gradients(
         for parameter, piece in zip(parameters, _summed(local, groups), strict=True):
             # memory of its own: torch cannot deepcopy a DTensor that starts inside of another's
             parameter.grad = DTensor.from_local(piece.clone(), mesh, whole_places, run_check=False)
-    for (group, _), parameters in own.items():
-        local = [local_part(parameter.grad) for parameter in parameters]
-        for held, piece in zip(local, _summed(local, [group]), strict=True):
-            held.copy_(piece)
-        for parameter in parameters:  # after all copies: FSDP2's are slices of one tensor, with one version
-            setattr(parameter.grad, SUMMED_AT, _version(parameter.grad))
 
 
 def _summed(parts: list[Tensor], groups: Iterable[ProcessGroup]) -> list[Tensor]:
@@ -71,7 +78,8 @@ def _own_parts(
     model: nn.Module, partial: Sequence[str] | str, whole: Sequence[str] | str
 ) -> dict[tuple[ProcessGroup, torch.dtype], list[nn.Parameter]]:
     """The user's own parameters whose gradients are still this rank's part, by (tensor-parallel group, dtype)."""
-    sharded = next((part.tp for part in model.modules() if isinstance(part, ParallelModule) and part.tp.sharded), None)
+    layers = [part for part in model.modules() if isinstance(part, ParallelModule) and not part.makes_whole_gradients]
+    sharded = next((part.tp for part in layers if part.tp.sharded), None)
     if sharded is None:
         return {}
     equal = {id(p) for part in model.modules() if getattr(part, RUNS_WHOLE, False) for p in part.parameters()}
@@ -108,12 +116,16 @@ def _version(grad: Tensor) -> tuple[int, int]:
     return grad._version, local_part(grad)._version
 
 
-def _axes(tensor: Tensor) -> list[list[int]]:
-    """The ranks along each mesh axis that a tensor is laid out over; torch may give equal meshes different groups."""
+def axis_groups(tensor: Tensor) -> list[ProcessGroup]:
+    """The process group of each mesh axis that a tensor is laid out over."""
     if not isinstance(tensor, DTensor):
         return []
-    mesh = tensor.device_mesh
-    return [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    return [tensor.device_mesh.get_group(axis) for axis in range(tensor.device_mesh.ndim)]
+
+
+def _axes(tensor: Tensor) -> list[list[int]]:
+    """The ranks along each mesh axis that a tensor is laid out over; torch may give equal meshes different groups."""
+    return [dist.get_process_group_ranks(group) for group in axis_groups(tensor)]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -138,40 +150,65 @@ def _copies(grad: Tensor, groups: Iterable[list[int]]) -> int:
 
 @torch.no_grad()
 def gradient_norm(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[Tensor],
     groups: Iterable[ProcessGroup | None],
     *,
+    norm_type: float = 2.0,
     pipeline: ProcessGroup | None = None,
     held_twice: Iterable[nn.Parameter] = (),
 ) -> Tensor:
-    """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
+    """The norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
 
     groups: the process groups of the mesh axes that parameters are laid out over, or copied on (None is skipped);
-    pipeline: the group of the ranks that hold other parameters. Each part of a gradient is counted once: its square is
-    divided by the number of ranks that hold it, and by 2 again for parameters of `held_twice` (TiedParameter.local).
+    norm_type: the order p, above 0; math.inf is the largest magnitude. pipeline: the group of the ranks that hold other
+    parameters. Each part of a gradient is counted once: its p-th powers are divided by the number of ranks that hold
+    it, and by 2 again for parameters of `held_twice` (TiedParameter.local).
     Communication: one all-reduce of 8 bytes per group. RuntimeError for a gradient that is still partial.
     """
-    groups = [group for group in groups if group is not None]
-    ranks = [dist.get_process_group_ranks(group) for group in groups]
-    by_copies: dict[int, list[Tensor]] = defaultdict(list)
-    twice = {id(parameter) for parameter in held_twice}
-    device: torch.device | None = None
-    for parameter in parameters:
-        device = device or local_part(parameter).device  # also of a rank without gradients: all join in one collective
-        if parameter.grad is not None:
-            copies = _copies(parameter.grad, ranks) * (2 if id(parameter) in twice else 1)
-            by_copies[copies].append(local_part(parameter.grad))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, grads in by_copies.items():
-        total = total + torch.stack(foreach_norm(grads)).double().square().sum() / copies
-    for group in (*groups, pipeline):
-        total = all_reduce(total.view(1), group)[0]
-    return total.sqrt()
+    options: dict = {"norm_type": norm_type, "pipeline": pipeline, "held_twice": held_twice}
+    return gradient_norms([list(parameters)], groups, **options)[0]
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients by one number, in place. No communication."""
+def gradient_norms(
+    sets: Sequence[Sequence[Tensor]],
+    groups: Iterable[ProcessGroup | None],
+    *,
+    norm_type: float = 2.0,
+    pipeline: ProcessGroup | None = None,
+    held_twice: Iterable[nn.Parameter] = (),
+) -> Tensor:
+    """gradient_norm of each of several sets of parameters, by the same number of all-reduces; float64 (sets,).
+
+    The sets are the same on all ranks; a pipeline rank leaves those empty that others hold.
+    """
+    largest = norm_type == math.inf
+    groups = [group for group in groups if group is not None]
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    twice = {id(parameter) for parameter in held_twice}
+    # also of a rank without gradients: all join in one collective
+    device = next((local_part(parameter).device for parameters in sets for parameter in parameters), None)
+    totals = torch.zeros(len(sets), dtype=torch.float64, device=device)
+    for index, parameters in enumerate(sets):
+        by_copies: dict[int, list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                copies = _copies(parameter.grad, ranks) * (2 if id(parameter) in twice else 1)
+                local = local_part(parameter.grad)
+                if local.numel():  # FSDP2 may leave a rank nothing of a small parameter
+                    by_copies[copies].append(local)
+        for copies, grads in by_copies.items():
+            norms = torch.stack(foreach_norm(grads, norm_type)).double()
+            total = torch.maximum(totals[index], norms.max()) if largest else norms.pow(norm_type).sum() / copies
+            totals[index] = total if largest else totals[index] + total
+    for group in (*groups, pipeline):
+        totals = all_reduce(totals, group, "max" if largest else "sum")
+    return totals if largest else totals.pow(1.0 / norm_type)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply all gradients by one number, in place; a 0-dim Tensor stays on its device. No communication."""
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
-    if factor != 1.0 and grads:
+    if (isinstance(factor, Tensor) or factor != 1.0) and grads:
         foreach_multiply_(grads, factor)

@@ -20,6 +20,9 @@ from .family import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8} | {
+    "BOOL": torch.bool
+}
 MAX_FILE_BYTES = 5 * 10**9
 ALIGNMENT = 8
 
@@ -61,10 +64,12 @@ class TensorFiles:
 
     Opening it reads headers only. Errors, with the file's name: FileNotFoundError for a file that is missing;
     ValueError for one that is damaged or differs from the index, and for tensors in other than 16 to 64 bit floats.
+    integers: tensors of integers and booleans are read, too, as a module's buffers may be.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, integers: bool = False) -> None:
         self.directory = directory
+        dtypes = DTYPES | INTEGERS if integers else DTYPES
         self.specs: dict[str, Spec] = {}
         self._opened: dict[str, Any] = {}
         odd: dict[str, str] = {}
@@ -83,8 +88,8 @@ class TensorFiles:
             for name in names:
                 entry = opened.get_slice(name)
                 kind = entry.get_dtype()
-                odd |= {} if kind in DTYPES else {name: kind}
-                self.specs[name] = Spec(tuple(entry.get_shape()), DTYPES.get(kind, torch.uint8))
+                odd |= {} if kind in dtypes else {name: kind}
+                self.specs[name] = Spec(tuple(entry.get_shape()), dtypes.get(kind, torch.uint8))
                 self._opened[name] = opened
         if odd:
             name, kind = min(odd.items())

@@ -111,7 +111,7 @@ class TensorMap:
             if (found := files.specs[names[name]].shape) != shape:
                 raise ValueError(f"{files.directory} has {names[name]} as {found}, but config.json makes it {shape}")
         tied = self.config.tie_embeddings and HEAD in names
-        if tied and not _equal(files, names[HEAD], names[self.places[TABLE].theirs]):
+        if tied and not equal_on_disk(files, names[HEAD], names[self.places[TABLE].theirs]):
             raise ValueError(
                 f"{files.directory} has a {HEAD} that differs from the embedding's table, though tie_word_embeddings "
                 f"is true: set it to false in a copy of config.json if the head is to be used"
@@ -119,7 +119,7 @@ class TensorMap:
         return names
 
 
-def _equal(files: TensorFiles, one: str, other: str) -> bool:
+def equal_on_disk(files: TensorFiles, one: str, other: str) -> bool:
     """Whether two tensors on disk are equal, read a few rows at a time."""
     if files.specs[one] != files.specs[other]:
         return False

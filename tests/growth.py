@@ -1,0 +1,31 @@
+"""How much memory of its own a process takes while something runs."""
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+
+def anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+
+
+def growth(work) -> int:
+    """The most bytes of its own memory that this process has beyond what it began with while `work` runs."""
+    gc.collect()
+    before, seen, done = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(anonymous())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        work()
+    finally:
+        done.set()
+        thread.join()
+    return max(seen) - before

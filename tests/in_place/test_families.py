@@ -1,0 +1,55 @@
+"""Families of transformers, parallel in place, are one process's models: some in every test run, all in a proof.
+
+Belongs here: the cells of `python -m bench families` as tests. What a cell is: bench/families.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
+
+from bench.families.cells import PLAIN, RIGHT, SEQUENCE, Cell, attempt, joined, prepare, quiet  # noqa: E402
+from bench.families.models import FAMILIES  # noqa: E402
+from tpformer.distributed import build_mesh  # noqa: E402
+
+RESULTS = ROOT / "bench/results/cpu/families.json"
+
+
+def on_rank(name: str, directory: Path, way: str) -> Cell:
+    quiet()
+    family = next(family for family in FAMILIES if family.name == name)
+    return attempt(family, directory, build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], way)
+
+
+# fewer key-value heads than ranks; fused projections by both linears of transformers' own; experts with latent keys
+@pytest.mark.parametrize(("name", "size"), [("Qwen3", 4), ("GPT-2", 2), ("Falcon", 2), ("DeepSeek-V3", 2)])
+def test_a_family_is_that_of_one_process(ranks, tmp_path, name, size):
+    quiet()
+    prepare(next(family for family in FAMILIES if family.name == name), tmp_path)
+    for way in (PLAIN, SEQUENCE):
+        cell = joined(ranks(size).run(on_rank, name, tmp_path, way))
+        assert cell.verdict == RIGHT and cell.share > 0.3, (way, cell)
+
+
+@pytest.mark.proof
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+def test_the_whole_matrix(tmp_path):
+    run = "import sys; from pathlib import Path; from bench.families import matrix; from bench.runner import main; "
+    run += "sys.exit(main(['families'], [matrix.BENCH], Path(sys.argv[1])))"
+    command, environment = [sys.executable, "-c", run, str(tmp_path)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def verdicts(path: Path) -> dict:
+        rows = json.loads(path.read_text())["rows"]
+        return {(row["family"], column): cell["verdict"] for row in rows for column, cell in row["cells"].items()}
+
+    assert verdicts(tmp_path / "cpu/families.json") == verdicts(RESULTS)

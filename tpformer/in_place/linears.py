@@ -1,0 +1,378 @@
+"""Linears and embeddings of a model that exists become tensor-parallel where they stand.
+
+Belongs here: one module at a time. Its class is swapped for one that derives from a layer of this library and from the
+module's own class, so its name, its hooks, its attributes and isinstance stay. Its parameters become DTensors with the
+global shapes that they had. All gradients are whole after the backward, whatever optimizer or loop follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer import ops
+from tpformer.distributed.collectives import all_reduce
+from tpformer.distributed.dtensor import is_dtensor
+from tpformer.layers import (
+    ColumnParallelLinear,
+    ParallelModule,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
+from tpformer.layers.embedding import check_lookup
+from tpformer.layers.optimizers import watch_optimizers
+from tpformer.ops.uncompiled import uncompiled
+from tpformer.torch_private import has_gradient_hooks, is_own_parameter, own_part
+
+CONV1D = ("transformers.pytorch_utils", "Conv1D")  # transformers' linear with a weight (in_features, out_features)
+FALCON = ("transformers.models.falcon.modeling_falcon", "FalconLinear")  # an nn.Linear that adds its bias by itself
+REPLACED_BY = "_replaced_by"  # on a parameter: the DTensor that has taken its place, for modules that are tied
+
+
+def make_column(
+    module: nn.Module,
+    tp: TensorParallel | DeviceMesh | None,
+    *,
+    rows: Sequence[slice] | None = None,
+    gather_output: bool = False,
+    sequence_dim: int | None = None,
+) -> None:
+    """Shard the output features of an nn.Linear, or of a Conv1D of transformers, in place.
+
+    Shapes:  x (..., in_features), equal on all ranks; result (..., this rank's output features), with gather_output
+             (..., out_features). weight and bias keep their global shapes and become DTensors, Shard over the output
+             features in chunks of ceil(out_features / t), the last maybe smaller.
+    rows:    this rank's output features, in the order of its result, for a weight that every rank keeps whole
+             (Replicate): blocks of a fused projection, or key-value heads that ranks share.
+    sequence_dim: with tp.sequence_parallel x is this rank's shard along that dim, and the result has all of it.
+    Communication, per rank: forward that of ops.column_linear, and for gather_output an all-gather of the result;
+             backward an all-reduce of x's gradient (a reduce-scatter with sequence shards), and with `rows` one of the
+             gradients of weight and bias, which are whole on every rank. With `rows` the call itself all-reduces 8
+             bytes.
+    Errors:  TypeError for another class. ValueError for parameters that have been replaced, have gradients or are
+             DTensors already, for a rank that would hold no rows, for `rows` outside the weight, and for `rows` with
+             gather_output.
+    """
+    tp = _check(module, tp, nn.Linear)
+    n, k = _features(module)
+    if rows is None:
+        _check_share(module, "output features", n, tp)
+    else:
+        rows = tuple(rows)
+        if gather_output:
+            raise ValueError("rows with gather_output: ranks may compute the same rows, so leave one of them out")
+        if not rows or any(not 0 <= part.start < part.stop <= n or part.step not in (None, 1) for part in rows):
+            raise ValueError(f"rows={rows} have to be slices with a start and a stop within {n} output features")
+    shard = None if rows is not None else int(_is_conv1d(type(module)))
+    width = -(-n // tp.size) if rows is None else _most(sum(part.stop - part.start for part in rows), tp)
+    placements = _lay_out(module, tp, {"weight": shard, "bias": None if rows is not None else 0})
+    options: dict[str, Any] = {"gather_output": gather_output, "sequence_dim": sequence_dim, "used_rows": None}
+    sizes = {"out_features": n, "in_features": k, "width": width}
+    own = tp if sequence_dim is not None else tp.with_all_rows
+    _swap(module, Column, own, rows=rows, placements=placements, **options, **sizes)
+
+
+def make_row(
+    module: nn.Module,
+    tp: TensorParallel | DeviceMesh | None,
+    *,
+    split_input: bool = False,
+    sequence_dim: int | None = None,
+) -> None:
+    """Shard the input features of an nn.Linear, or of a Conv1D of transformers, in place.
+
+    Shapes:  x (..., this rank's chunk of the in_features), with split_input (..., in_features), equal on all ranks;
+             result (..., out_features), equal on all ranks. weight becomes a DTensor, Shard over the input features in
+             chunks of ceil(in_features / t); bias one that is Replicate, and is added once, after the reduction.
+    sequence_dim: with tp.sequence_parallel the result is this rank's shard along that dim.
+    Communication, per rank: forward that of ops.row_linear; backward an all-gather of the result's gradient and an
+             all-reduce of the bias's with sequence shards, and an all-reduce of x's gradient with split_input.
+    Errors:  as in make_column; ValueError in the forward for a sequence that t does not divide.
+    """
+    tp = _check(module, tp, nn.Linear)
+    n, k = _features(module)
+    _check_share(module, "input features", k, tp)
+    placements = _lay_out(module, tp, {"weight": 0 if _is_conv1d(type(module)) else 1, "bias": None})
+    width = -(-k // tp.size)
+    columns = slice(tp.rank * width, min((tp.rank + 1) * width, k))
+    options: dict[str, Any] = {"activation": None, "input_is_parallel": not split_input, "sequence_dim": sequence_dim}
+    sizes = {"out_features": n, "in_features": k, "width": width, "columns": columns}
+    own = tp if sequence_dim is not None else tp.with_all_rows
+    _swap(module, _Row, own, placements=placements, **options, **sizes)
+
+
+def make_embedding(
+    module: nn.Module, tp: TensorParallel | DeviceMesh | None, *, sequence_dim: int | None = None
+) -> None:
+    """Shard the vocabulary of an nn.Embedding in place, in chunks of ceil(num_embeddings / t) rows.
+
+    Shapes:  ids (...) int64, equal on all ranks; result (..., embedding_dim), equal on all ranks; weight a DTensor,
+             Shard(0), with the global shape that it had.
+    sequence_dim: with tp.sequence_parallel the result is this rank's shard along that dim.
+    Communication, per rank: forward an all-reduce of the result, backward none; with sequence shards a reduce-scatter,
+             and an all-gather.
+    Errors:  as in make_column; ValueError for max_norm, scale_grad_by_freq and sparse, and for ids outside the table.
+    """
+    tp = _check(module, tp, nn.Embedding)
+    assert isinstance(module, nn.Embedding)
+    check_lookup(module)
+    n = module.num_embeddings
+    _check_share(module, "rows", n, tp)
+    placements = _lay_out(module, tp, {"weight": 0})
+    sizes = {"vocab_size": n, "hidden_size": module.embedding_dim, "rows": n, "width": -(-n // tp.size)}
+    own = tp if sequence_dim is not None else tp.with_all_rows
+    _swap(module, _Embedding, own, placements=placements, sequence_dim=sequence_dim, **sizes)
+
+
+def sum_gradients(module: nn.Module, tp: TensorParallel | DeviceMesh | None) -> None:
+    """Let a module's own parameters, whole on every rank, get the sum of all ranks' gradients.
+
+    For a module of any class that works on this rank's part: its rows of the sequence, or its heads. Its parameters
+    stay as they are, plain or Replicate, and its children are left alone.
+    Communication, per rank: backward an all-reduce for each of its parameters.
+    Errors:  ValueError for parameters that are sharded, and where the gradients are summed already.
+    """
+    tp = TensorParallel.of(tp)
+    for name, parameter in module.named_parameters(recurse=False):
+        if is_dtensor(parameter) and not (
+            parameter.device_mesh == tp.mesh and all(place.is_replicate() for place in parameter.placements)
+        ):
+            raise ValueError(
+                f"{name} of {type(module).__name__} is a DTensor with {parameter.placements} on "
+                f"{parameter.device_mesh}: only gradients of parameters that each rank has whole can be summed"
+            )
+    if isinstance(module, _Summing):
+        raise ValueError(f"the gradients of this {type(module).__name__} are summed already")
+    own: Any = type(module)
+    module.__class__ = _class(_Summing, own)
+    module.summed_over = tp.with_all_rows
+
+
+class _InPlace(ParallelModule):
+    """A layer in the place of a plain module, all of whose gradients are whole after the backward."""
+
+    makes_whole_gradients = True
+    transposed: bool  # whether the weight is (in_features, out_features), as in a Conv1D
+
+    def local(self, name: str, partial: bool = False) -> Tensor | None:
+        """As ParallelModule.local, (out_features, in_features) for a weight. partial: the gradient is summed here."""
+        value = super().local(name)
+        if partial and value is not None:
+            value = ops.sum_gradient(value, self.tp.group)
+        return value.t() if self.transposed and name == "weight" and value is not None else value
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's forward, contiguous as that of the module whose place it took.
+
+        The compiler has nothing to gain inside, and would compile it anew for each layer.
+        """
+        return super().forward(*args, **kwargs).contiguous()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduced(self, protocol)
+
+
+class Column(_InPlace, ColumnParallelLinear):
+    """A linear of a model that has become column-parallel (make_column)."""
+
+    rows: tuple[slice, ...] | None
+    siblings: Any = None  # the Siblings that it shares its input with, where share_inputs has found some
+
+    @uncompiled
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """As ColumnParallelLinear's. The result may have been made already, by a sibling that got the same x."""
+        if self.siblings is None:
+            return super().forward(x)
+        self.check(x)
+        return self.finished(self.siblings.rows_of(self, x), x).contiguous()
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        if self.rows is None:
+            return super().local_parameters()
+        whole = (self.local(name, partial=True) for name in ("weight", "bias"))
+        weight, bias = (None if each is None else torch.cat([each[part] for part in self.rows]) for each in whole)
+        assert weight is not None
+        return weight, bias
+
+    def defers(self) -> bool:
+        return self.rows is None and not self.transposed and super().defers()
+
+
+class _Row(_InPlace, RowParallelLinear):
+    def defers(self) -> bool:
+        return not self.transposed and super().defers()
+
+
+class _Embedding(_InPlace, VocabParallelEmbedding):
+    sequence_dim: int | None
+
+    @uncompiled
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.tp.sharded:
+            return super().forward(ids)
+        assert self.sequence_dim is not None
+        dim = self.sequence_dim % (ids.ndim + 1)
+        if dim == ids.ndim or ids.shape[dim] % self.tp.size:
+            raise ValueError(
+                f"ids of shape {tuple(ids.shape)} cannot be shared along sequence_dim={self.sequence_dim} by "
+                f"{self.tp.size} tensor-parallel ranks: pad the sequence to a multiple"
+            )
+        moved = ids.movedim(dim, 0)
+        rows = super().forward(moved)
+        return rows.view(-1, *moved.shape[1:], rows.shape[1]).movedim(0, dim).contiguous()
+
+    def extra_repr(self) -> str:
+        """Sizes, as repr() shows them."""
+        return f"{self.vocab_size}, {self.hidden_size}, tp={self.tp.size}"
+
+
+class _Summing(nn.Module):
+    """A module whose forward sees parameters that pass their gradients on as sums over ranks."""
+
+    summed_over: TensorParallel
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = dict(self._parameters)
+        group = self.summed_over.group
+        try:
+            for name, parameter in held.items():
+                if parameter is not None:
+                    whole = parameter.to_local() if is_dtensor(parameter) else parameter
+                    self._parameters[name] = ops.sum_gradient(whole, group)
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(held)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduced(self, protocol)
+
+
+@cache
+def _class(kind: Any, own: Any) -> Any:
+    """The class of a module of class `own` that has become a `kind`."""
+    name = own.__name__ if kind is _Summing else kind.__bases__[-1].__name__
+    names = {"__module__": own.__module__, "swapped": (kind, own), "transposed": _is_conv1d(own)}
+    return type(name, (kind, own), names)
+
+
+def _rebuilt(kind: Any, own: Any) -> nn.Module:
+    swapped = _class(kind, own)
+    return swapped.__new__(swapped)
+
+
+def _reduced(module: Any, protocol: Any) -> Any:
+    """What copy and pickle need: no module of Python holds the class by its name, so it is made anew."""
+    reduced = nn.Module.__reduce_ex__(module, protocol)
+    if type(module) is not _class(*module.swapped):  # FSDP2 has derived from it, and refuses copies
+        return reduced
+    return _rebuilt, module.swapped, *reduced[2:]
+
+
+def is_linear(own: type[nn.Module]) -> bool:
+    """Whether a class is nn.Linear, or one of transformers' that computes nothing else."""
+    return own is nn.Linear or (own.__module__, own.__name__) in (CONV1D, FALCON)
+
+
+def _is_conv1d(own: type[nn.Module]) -> bool:
+    return (own.__module__, own.__name__) == CONV1D
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """(output features, input features) of a linear."""
+    n, k = ("nf", "nx") if _is_conv1d(type(module)) else ("out_features", "in_features")
+    return getattr(module, n), getattr(module, k)
+
+
+def _check(module: nn.Module, tp: TensorParallel | DeviceMesh | None, kind: type[nn.Module]) -> TensorParallel:
+    """tp, where a module is of exactly this kind and as its class made it."""
+    own = type(module)
+    if own is not kind and not (kind is nn.Linear and is_linear(own)):
+        raise TypeError(
+            f"a {own.__name__} cannot be sharded in place: only an nn.{kind.__name__} itself can"
+            f"{', or a Conv1D or FalconLinear of transformers' * (kind is nn.Linear)}, because the forward of another "
+            f"class is unknown"
+        )
+    if "forward" in module.__dict__:
+        raise ValueError(f"the forward of this {own.__name__} has been replaced: shard it in place before that")
+    for name in ("weight", "bias")[: 1 if kind is nn.Embedding else 2]:
+        if not is_own_parameter(module, name):
+            raise ValueError(
+                f"{name} of {own.__name__} is computed from other parameters: shard it in place before that"
+            )
+        parameter = getattr(module, name)
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"{name} of {own.__name__} is a DTensor already: call fully_shard after the sharding in place"
+            )
+        if parameter is not None and (parameter.grad is not None or has_gradient_hooks(parameter)):
+            raise ValueError(f"{name} of {own.__name__} has a gradient or hooks for it: shard it in place before that")
+    return TensorParallel.of(tp)
+
+
+def _check_share(module: nn.Module, what: str, n: int, tp: TensorParallel) -> None:
+    if n <= (tp.size - 1) * -(-n // tp.size):
+        raise ValueError(
+            f"{type(module).__name__} has {n} {what}, too few for {tp.size} tensor-parallel ranks: at least one would "
+            f"hold none; leave this module whole, or use fewer ranks"
+        )
+
+
+def _most(used: int, tp: TensorParallel) -> int:
+    """The largest number of output features that a rank uses, so that all ranks choose the same transport."""
+    if tp.mesh is None:
+        return used
+    return int(all_reduce(torch.tensor([used], device=tp.mesh.device_type), tp.group, "max"))
+
+
+def _lay_out(module: nn.Module, tp: TensorParallel, shards: dict[str, int | None]) -> dict[str, Any]:
+    """Make each parameter a DTensor, sharded on that dim (None: Replicate), and return their placements."""
+    if tp.mesh is None:
+        return {}
+    from torch.distributed.tensor import Replicate, Shard
+
+    watch_optimizers()
+    placements = {name: Replicate() if dim is None else Shard(dim) for name, dim in shards.items()}
+    found = {name: getattr(module, name) for name in placements}
+    laid_out = {name: _laid_out(name, p, tp.mesh, placements[name]) for name, p in found.items() if p is not None}
+    for name, parameter in laid_out.items():
+        setattr(found[name], REPLACED_BY, parameter)
+        module.register_parameter(name, parameter)
+    return placements
+
+
+def _laid_out(name: str, whole: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
+    """The DTensor for a whole parameter, the same one for all modules that are tied by it."""
+    from torch.distributed.tensor import DTensor
+
+    tied = getattr(whole, REPLACED_BY, None)
+    if tied is not None:
+        if tied.device_mesh != mesh or tied.placements != (placement,):
+            raise ValueError(
+                f"{name} {tuple(whole.shape)} is tied to a parameter with {tied.placements} on {tied.device_mesh}, and "
+                f"cannot become {placement} on {mesh}: shard both in the same way, or leave both whole"
+            )
+        return tied
+    shape, offset = own_part(whole.shape, mesh, [placement])
+    held = whole.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+    local = held.clone() if held.is_meta else held.to(mesh.device_type, copy=True)
+    value = DTensor.from_local(
+        local.contiguous(), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    parameter = nn.Parameter(value, requires_grad=whole.requires_grad)
+    parameter.__dict__.update(whole.__dict__)
+    return parameter
+
+
+def _swap(module: nn.Module, kind: Any, tp: TensorParallel, **attributes: Any) -> None:
+    own: Any = type(module)
+    module.__class__ = _class(kind, own)
+    for name, value in {"tp": tp, "initial": {}, "shares_gather": (), **attributes}.items():
+        setattr(module, name, value)

@@ -1,0 +1,322 @@
+"""Plans: which modules of a model are cut over tensor-parallel ranks, and why the others stay whole.
+
+Belongs here: the plan as users see it, a dict of patterns and styles, how it is measured, and how a user's own is
+checked against what was measured.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tpformer.torch_private import tree_leaves
+
+from .regions import Recording, Region, find_region, join, linear_of, linears, matches, pattern_of, record, sizes_of
+from .rehearsal import Rehearsal
+from .trial import Refused, Way, find_way
+
+COLUMNS, ROWS, SUMMED = ("colwise", "packed_colwise"), ("rowwise",), ("replicated_with_grad_allreduce",)
+GATHERED, SPLIT = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
+EMBEDDING, WHOLE = ("embedding_rowwise",), ("replicate",)
+STYLES = (*COLUMNS, *ROWS, *SUMMED, *GATHERED, *SPLIT, *EMBEDDING, *WHOLE)
+INDEX = ("layer_idx", "layer_id", "layer_number", "layer_index", "training")  # integers that change no computation
+
+
+class Plan(dict[str, str]):
+    """{pattern: style} for the modules that are cut, '*' in a pattern stands for a number. print() shows a table.
+
+    It may be edited as any dict; parallelize checks it again. The styles are those of transformers' plans:
+    colwise, packed_colwise: this rank's output features; rowwise: this rank's input features, then a sum over ranks;
+    colwise_gather_output: as colwise, then all features on every rank; rowwise_split_input: as rowwise, from all
+    features; embedding_rowwise: this rank's part of the vocabulary, then a sum; replicated_with_grad_allreduce:
+    whole on every rank, with gradients summed over ranks; replicate: whole.
+    t:       the number of tensor-parallel ranks.
+    kept:    {pattern: reason} for modules with matrices that stay whole on every rank.
+    regions: how the linears of a region are cut together, by the name of its last linear.
+    model:   identity() of the model that was measured.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, str],
+        t: int,
+        kept: Mapping[str, str],
+        regions: Mapping[str, tuple[Region, Way]],
+        model: int,
+    ) -> None:
+        super().__init__(entries)
+        self.t, self.kept, self.regions, self.model = t, dict(kept), dict(regions), model
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Plan, (dict(self), self.t, self.kept, self.regions, self.model)
+
+    def style(self, name: str) -> str:
+        """The style of a module by its name; "replicate" if the plan does not have it."""
+        return next((style for pattern, style in self.items() if matches(pattern, name)), "replicate")
+
+    def __str__(self) -> str:
+        """Both lists, as a table."""
+        lines = [f"plan for {self.t} tensor-parallel ranks"]
+        width = max(map(len, (*self, *self.kept)), default=0)
+        lines += [f"  {pattern:{width}}  {style}" for pattern, style in self.items()]
+        lines += ["whole on every rank"] * bool(self.kept)
+        return "\n".join(lines + [f"  {pattern:{width}}  {reason}" for pattern, reason in self.kept.items()])
+
+
+def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
+    """A plan for t ranks, found by measuring. The model is not changed, and nothing is communicated.
+
+    The model runs once on a small example, in evaluation mode; that shows which linears follow one another. What they
+    are part of is then tried as t ranks would compute it, once for each kind of block (in_place/trial.py). What passes
+    is cut. Output layers (lm_head) are cut over the vocabulary, and embeddings if they are tied to one, or if the
+    model's own plan (transformers' tp_plan) says so; that plan also serves for linears that did not pass.
+    example: arguments of the run, a tuple, or a dict of keyword arguments; None for transformers models.
+    Errors:  ValueError if there is no example, or if the model cannot run it.
+    """
+    recording = record(model, example)
+    patterns = {name: pattern_of(name, model) for name in linears(model)}
+    plan = Plan({}, t, {}, {}, identity(model))
+    _add_regions(plan, model, recording, patterns)
+    _rehearse(plan, model, example)
+    _add_tables(plan, model, _transformers_plan(model))
+    _explain_rest(plan, model)
+    return plan
+
+
+def _add_regions(plan: Plan, model: nn.Module, recording: Recording, patterns: Mapping[str, str]) -> None:
+    """Measure regions in the order of their rows. All rows of one pattern are cut, or none is."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name in (*recording.sources, *patterns):
+        if name not in rows[patterns[name]]:
+            rows[patterns[name]].append(name)
+    tried: dict[Any, Way | str] = {}
+    taken: set[str] = set()
+    for pattern, names in rows.items():
+        found = {}
+        for name in names:
+            region = find_region(model, name, recording)
+            members = {name} if isinstance(region, str) else {name, *_columns(region)}
+            if isinstance(region, str) or members & taken:
+                reason = region if isinstance(region, str) else "the linear that feeds it is cut already"
+                plan.kept.setdefault(pattern, reason)
+                break
+            way = _tried(model, region, recording, plan.t, tried)
+            if isinstance(way, str):
+                for member in members:
+                    plan.kept[patterns[member]] = way
+                break
+            found[name] = region, way
+        else:
+            for name, (region, way) in found.items():
+                taken |= {name, *_columns(region)}
+                plan.regions[name] = region, way
+                for member, style in styles_of(name, region, way).items():
+                    plan.kept.pop(patterns.get(member, member), None)
+                    plan[pattern_of(member, model)] = style
+
+
+def _rehearse(plan: Plan, model: nn.Module, example: Any) -> None:
+    """Leave regions whole that are not right in the whole model (in_place/rehearsal.py)."""
+    if not plan.regions:
+        return
+    rehearsal = Rehearsal(model, example, plan.regions, plan.t)
+    fault = rehearsal.fault(plan.regions)
+    if fault is None:
+        return
+    blocks: dict[str, dict[str, tuple[Region, Way]]] = defaultdict(dict)
+    for row, found in plan.regions.items():
+        blocks[pattern_of(row, model)][row] = found
+    faults = {pattern: rehearsal.fault(regions) for pattern, regions in blocks.items()}
+    right = {row: found for pattern, regions in blocks.items() if not faults[pattern] for row, found in regions.items()}
+    if right and rehearsal.fault(right) is not None:
+        right = {}  # only several together show it
+    members = {row: styles_of(row, *found) for row, found in plan.regions.items()}
+    for row in plan.regions.keys() - right.keys():
+        for name, style in members[row].items():
+            plan.pop(pattern_of(name, model), None)
+            if style not in SUMMED:
+                plan.kept[pattern_of(name, model)] = faults[pattern_of(row, model)] or fault
+    plan.regions = right
+    for row in right:
+        plan.update({pattern_of(name, model): style for name, style in members[row].items()})
+
+
+def _columns(region: Region) -> list[str]:
+    return [join(region.root, name) for name in region.columns]
+
+
+def styles_of(row: str, region: Region, way: Way) -> dict[str, str]:
+    """The style of each module of a region, by its whole name."""
+    styles = {}
+    for name in region.columns:
+        styles[join(region.root, name)] = "colwise" if len(way.cuts[name].blocks) == 1 else "packed_colwise"
+    styles |= {join(region.root, name): SUMMED[0] for name in way.summed}
+    return styles | {row: "rowwise"}
+
+
+def _settings(root: nn.Module) -> list[tuple[str, str, Any]]:
+    """(module, attribute, value) of all that may decide what a module computes, beside its class and its tensors."""
+    return [
+        (name, key, value)
+        for name, module in root.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (int, float, bool, str) and key not in INDEX
+    ]
+
+
+def identity(model: nn.Module) -> int:
+    """A number that differs between models that differ in classes, settings or shapes, but not for their values."""
+    classes = [type(module).__qualname__ for module in model.modules()]
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    return zlib.crc32(repr((classes, _settings(model), shapes)).encode())
+
+
+def _tried(model: nn.Module, region: Region, recording: Recording, t: int, tried: dict[Any, Way | str]) -> Way | str:
+    """How a region is cut, or why it is not; equal modules with equal arguments are tried once."""
+    root, call = model.get_submodule(region.root), recording.calls[region.root]
+    shapes = [getattr(x, "shape", type(x)) for x in tree_leaves(call)]
+    key = (type(root), repr(root), *_settings(root), *shapes, region.columns, region.row)
+    if key not in tried:
+        try:
+            tried[key] = find_way(root, region.columns, region.row, call, t)
+        except Refused as refused:
+            tried[key] = str(refused)
+    return tried[key]
+
+
+def _transformers_plan(model: nn.Module) -> dict[str, str]:
+    """The plan that a transformers model brings, with names from `model`; empty for other models."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(type(module), "tp_plan", None), property):
+            return {join(name, pattern): style for pattern, style in (module.tp_plan or {}).items()}
+    return {}
+
+
+def _add_tables(plan: Plan, model: nn.Module, given: Mapping[str, str]) -> None:
+    """Output layers, embeddings, and what the model's own plan gathers behind its linears or splits before them."""
+    wanted: dict[str, str] = {}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    for name, module in model.named_modules():
+        own = next((style for pattern, style in given.items() if matches(pattern, name)), None)
+        if plan.style(name) != "replicate":
+            continue
+        if module is head:
+            wanted[name] = GATHERED[0]
+        elif own in (*GATHERED, *SPLIT, *EMBEDDING):
+            wanted[name] = own
+        elif own in STYLES or own is None:
+            continue
+        else:
+            plan.kept[pattern_of(name, model)] = f"the style {own} of the model's own plan is not supported"
+    tied: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if own == "weight":
+                tied[id(parameter)].append(name)
+    for names in [names for names in tied.values() if any(name in wanted for name in names)]:
+        styles = {name: wanted.get(name, _tied_style(model.get_submodule(name))) for name in names}
+        reasons = {name: why_not(model.get_submodule(name), style, plan.t) for name, style in styles.items()}
+        refused = next((name for name, reason in reasons.items() if reason is not None), None)
+        for name, style in styles.items():
+            pattern = pattern_of(name, model)
+            if refused is None:
+                plan[pattern] = style
+                plan.kept.pop(pattern, None)
+            else:
+                tie = "" if refused == name else f"it is tied to {refused}, and "
+                plan.kept[pattern] = f"{tie}{reasons[refused]}"
+
+
+def _tied_style(module: nn.Module) -> str:
+    return EMBEDDING[0] if isinstance(module, nn.Embedding) else GATHERED[0]
+
+
+def why_not(module: nn.Module, style: str, t: int) -> str | None:
+    """Why a module cannot have one of the styles that need no region; None if it can."""
+    if style in EMBEDDING:
+        if type(module) is not nn.Embedding:
+            return f"a {type(module).__name__} is not an nn.Embedding itself"
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return "max_norm, scale_grad_by_freq and sparse gradients need the whole table"
+        size = module.num_embeddings
+    else:
+        linear = linear_of(module)
+        if linear is None:
+            return f"a {type(module).__name__} is not an nn.Linear itself"
+        size = sizes_of(linear)[style in GATHERED]
+    return None if size > (t - 1) * -(-size // t) else f"{t} ranks cannot share {size} features or rows"
+
+
+def _explain_rest(plan: Plan, model: nn.Module) -> None:
+    """A reason for every module with matrices that is in neither list."""
+    cut = {part for name in linears(model) for part in model.get_submodule(name).modules()}
+    for name, module in model.named_modules():
+        pattern = pattern_of(name, model) if name else ""
+        large = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        if not large or module in cut or plan.style(name) != "replicate" or pattern in plan.kept:
+            continue
+        if isinstance(module, nn.Embedding):
+            plan.kept[pattern] = "neither a tied output layer nor the model's own plan asks for a cut vocabulary"
+        else:
+            plan.kept[pattern] = f"a {type(module).__name__} is not an nn.Linear itself"
+
+
+def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: Any = None) -> Plan:
+    """The plan of a user's own entries, where each is right. A Plan that was measured for t and such a model is not
+    measured again.
+
+    Errors: ValueError for an unknown style, for a pattern of no module, and for an entry that is not right, with the
+            reason.
+    """
+    if isinstance(entries, Plan) and (entries.t, entries.model) == (t, identity(model)):
+        measured = entries
+    else:
+        measured = auto_plan(model, t, example=example)
+    names = dict(model.named_modules())
+    styles: dict[str, str] = {}
+    for pattern, style in entries.items():
+        found = [name for name in names if matches(pattern, name)]
+        if style not in STYLES:
+            raise ValueError(
+                f"{pattern}: the style {style!r} is not supported: it has to be one of {', '.join(STYLES)}"
+            )
+        if not found:
+            raise ValueError(f"{pattern}: no module of {type(model).__name__} has this name; '*' stands for a number")
+        styles |= dict.fromkeys(found, style)
+    plan = Plan({}, t, measured.kept, {}, measured.model)
+    needed: set[str] = set()
+    for row, (region, way) in measured.regions.items():
+        members = styles_of(row, region, way)
+        asked = {name for name in members if styles.get(name, "replicate") != "replicate"}
+        linear = {name for name, style in members.items() if style not in SUMMED}
+        if linear.isdisjoint(asked) or {styles[name] for name in asked} <= {*GATHERED, *SPLIT}:
+            plan.kept |= {pattern_of(name, model): "the plan does not have it" for name in linear - asked}
+            continue
+        for name, style in members.items():
+            if styles.get(name, style if name not in linear else None) != style:
+                raise ValueError(
+                    f"{name} has the style {styles.get(name, 'replicate')!r}, but {', '.join(members)} are cut "
+                    f"together and it has to be {style!r}: give all of them their styles, or leave all whole"
+                )
+        plan.regions[row] = region, way
+        styles |= members
+        needed |= members.keys()
+    for name, style in styles.items():
+        if style in WHOLE or name in needed:
+            continue
+        if style in (*COLUMNS, *ROWS, *SUMMED):
+            reason = measured.kept.get(pattern_of(name, model), "nothing that is cut uses it")
+            raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {reason}")
+        refused = why_not(names[name], style, t)
+        if refused is not None:
+            raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {refused}")
+    for name, style in styles.items():
+        if style not in WHOLE:
+            plan[pattern_of(name, model)] = style
+            plan.kept.pop(pattern_of(name, model), None)
+    return plan

@@ -1,0 +1,50 @@
+"""How many ranks share one copy of a model, where only the number of processes is given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer.distributed import build_mesh, initialize
+
+from .plan import WHOLE, Plan, auto_plan, check_plan
+
+
+def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], example: Any) -> tuple[DeviceMesh, Plan]:
+    """(the mesh over all processes, the plan for its axis "tp"); joins the process group if there is none.
+
+    The number of tensor-parallel ranks divides gpus, and is the one that leaves each rank the fewest weights to compute
+    with; the largest if several do. The other ranks, along "dp_shard", compute with other samples.
+    Errors:  ValueError if another number of processes runs this program.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != gpus:
+        raise ValueError(
+            f"gpus={gpus}, but {world} {'process runs' if world == 1 else 'processes run'} this program: start it with "
+            f"torchrun --nproc-per-node {gpus}"
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    initialize(device)
+    plans = []
+    for t in (t for t in range(gpus, 0, -1) if gpus % t == 0):
+        if isinstance(plan, Mapping):
+            plans.append(check_plan(plan, model, t, example))
+            break
+        plans.append(auto_plan(model, t, example=example))
+    best = min(plans, key=lambda made: weights_per_rank(model, made))
+    return build_mesh(device, tensor_parallel=best.t, data_parallel_shard=gpus // best.t), best
+
+
+def weights_per_rank(model: nn.Module, plan: Plan) -> float:
+    """How many weights a rank computes with."""
+    total = 0.0
+    for name, module in model.named_modules():
+        share = 1 if plan.style(name) in WHOLE else plan.t
+        total += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / share
+    return total

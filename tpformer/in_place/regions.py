@@ -1,0 +1,324 @@
+"""Which linears could be cut together: one run of a model shows which linears' outputs reach which linears' inputs.
+
+Belongs here: what counts as a linear, the example that is run, what is recorded of the run, and the regions in it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tpformer.torch_private import (
+    forward_hooks,
+    forward_pre_hooks,
+    has_backward_hooks,
+    is_own_parameter,
+    tree_leaves,
+    tree_map,
+)
+
+from .linears import is_linear
+
+MOST_LINEARS = 16  # of the smallest module around a region, which the trial copies
+
+
+@dataclass(frozen=True)
+class Region:
+    """Linears whose outputs reach the input of another one, `row`, and no other linear.
+
+    Names are relative to `root`, the smallest module that holds them all.
+    """
+
+    root: str
+    columns: tuple[str, ...]
+    row: str
+
+
+@dataclass
+class Recording:
+    """What one run of a model shows. Names are those of named_modules.
+
+    sources: for every linear that ran, in order, the linears whose outputs reach its inputs directly, call by call.
+    results: the linears whose outputs reach the model's result directly.
+    tied:    the ids of parameters that several modules hold.
+    calls:   (args, kwargs) of the first call of every module that holds others; tensors are copies.
+    """
+
+    sources: dict[str, list[frozenset[str]]] = field(default_factory=dict)
+    results: frozenset[str] = frozenset()
+    tied: frozenset[int] = frozenset()
+    calls: dict[str, tuple[tuple, dict]] = field(default_factory=dict)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is PEFT's LoRA around a linear: it has base_layer, and lora_A and lora_B for each adapter."""
+    return all(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_B"))
+
+
+def linear_of(module: nn.Module) -> nn.Module | None:
+    """The nn.Linear, or Conv1D of transformers, that a module is or that LoRA adapts. None for any other module, and
+    for one whose forward or parameters have been replaced."""
+    if is_adapted(module):
+        module = module.base_layer
+    if "forward" in vars(module) or not (is_own_parameter(module, "weight") and is_own_parameter(module, "bias")):
+        return None
+    return module if is_linear(type(module)) else None
+
+
+def sizes_of(linear: nn.Module) -> tuple[int, int]:
+    """(input features, output features) of an nn.Linear or a Conv1D."""
+    size = linear.weight.shape
+    return (size[1], size[0]) if isinstance(linear, nn.Linear) else (size[0], size[1])
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module, by name, that is a linear or a LoRA around one. What is inside of a LoRA is not listed."""
+    found: dict[str, nn.Module] = {}
+    adapted: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if linear_of(module) is not None and not name.startswith(adapted or "\n"):
+            found[name] = module
+            if is_adapted(module):
+                adapted += (f"{name}.",)
+    return found
+
+
+def join(root: str, name: str) -> str:
+    """The whole name of a module that is relative to root; either may be empty."""
+    return ".".join(part for part in (root, name) if part)
+
+
+def pattern_of(name: str, model: nn.Module) -> str:
+    """A module's name with '*' for the number of each block: a numbered module that holds others."""
+    module, parts = model, []
+    for part in name.split("."):
+        module = module.get_submodule(part)
+        parts.append("*" if part.isdigit() and any(module.children()) else part)
+    return ".".join(parts)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a plan, in which '*' stands for a number, is a module's name."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+
+
+def example_of(model: nn.Module, example: Any) -> tuple[tuple, dict]:
+    """(args, kwargs) of the run that is recorded: the user's example, or one made from a transformers config.
+
+    Errors: ValueError if there is neither.
+    """
+    if example is not None:
+        if isinstance(example, Mapping):
+            return (), dict(example)
+        return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    first = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    device = torch.device("cpu") if first.is_meta else first.device
+    where: dict[str, Any] = {"device": device, "dtype": first.dtype}
+    ids = torch.arange(8, device=device).view(2, 4) + 1
+    kwargs: dict[str, Any]
+    if name == "input_ids":
+        kwargs = {name: ids % config.get_text_config().vocab_size}
+    elif name == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        kwargs = {name: torch.ones(1, getattr(config, "num_channels", 3), height, width, **where)}
+    elif name == "input_features":
+        frames = 2 * config.max_source_positions
+        kwargs = {name: torch.ones(1, config.num_mel_bins, frames, **where)}
+    else:
+        raise ValueError(
+            f"nothing tells what inputs {type(model).__name__} takes: give parallelize an example=, the arguments of "
+            f"one small forward as a tuple, or as a dict of keyword arguments"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        kwargs["decoder_input_ids"] = ids[: len(kwargs[name])] % config.vocab_size
+    if hasattr(config, "use_cache"):
+        kwargs["use_cache"] = False
+    return (), kwargs
+
+
+def inputs_of(model: nn.Module, example: Any) -> tuple[tuple, dict]:
+    """example_of, with tensors that require a gradient: those of the example that do, or if none does all floating
+    ones."""
+    call = example_of(model, example)
+    if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)):
+        return call
+
+    def floating(x: Any) -> Any:
+        return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tree_map(floating, call)
+
+
+@contextmanager
+def as_measured(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in evaluation mode and all its parameters require gradients; random numbers are given
+    back."""
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    training = {module: module.training for module in model.modules()}
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    model.eval()
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for module, was in training.items():
+            module.training = was
+
+
+class _Graph:
+    """Finds the linears whose outputs reach a tensor. A linear's output is cut from the graph behind it: a leaf."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, tuple[Tensor, str]] = {}
+        self.found: dict[Any, frozenset[str]] = {}  # holds the nodes, so that they stay the same objects
+
+    def cut(self, output: Tensor, name: str) -> Tensor:
+        leaf = output.detach().requires_grad_()
+        self.leaves[id(leaf)] = leaf, name
+        return leaf.clone()  # not the leaf itself, which must not be written in place
+
+    def sources(self, values: Any) -> frozenset[str]:
+        nodes = [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        return frozenset().union(*(self._reached(node) for node in nodes))
+
+    def _reached(self, node: Any) -> frozenset[str]:
+        todo = [node]
+        while todo:
+            top = todo[-1]
+            below = [each for each, _ in top.next_functions if each is not None]
+            missing = [each for each in below if each not in self.found]
+            if missing and top not in self.found:
+                todo += missing
+                continue
+            if top not in self.found:
+                _, name = self.leaves.get(id(getattr(top, "variable", None)), (None, None))
+                own = frozenset() if name is None else frozenset([name])
+                self.found[top] = own.union(*(self.found[each] for each in below))
+            todo.pop()
+        return self.found[node]
+
+
+def record(model: nn.Module, example: Any = None) -> Recording:
+    """Run a model once, in evaluation mode and without a cache, and return what the run shows.
+
+    Errors: ValueError if no example is given and none can be made, or if the model cannot run it.
+    """
+    args, kwargs = inputs_of(model, example)
+    recording, graph, hooks = Recording(), _Graph(), []
+    units = linears(model)
+    inside = {part for unit in units.values() for part in unit.modules()}
+
+    def keep(value: Any) -> Any:
+        return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+    def calls(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if name not in recording.calls:
+                recording.calls[name] = tree_map(keep, args), tree_map(keep, kwargs)
+
+        return hook
+
+    def arrives(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            recording.sources.setdefault(name, []).append(graph.sources((args, kwargs)))
+
+        return hook
+
+    def leaves(name: str) -> Any:
+        return lambda module, args, output: graph.cut(output, name)
+
+    for name, module in model.named_modules():
+        if name in units:
+            hooks.append(module.register_forward_pre_hook(arrives(name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(leaves(name)))
+        elif module not in inside and any(module.children()):
+            hooks.append(module.register_forward_pre_hook(calls(name), with_kwargs=True))
+    try:
+        with as_measured(model):
+            result = functional_call(model, stand_ins(model), args, kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot run the example that shows how its linears follow one another "
+            f"({type(error).__name__}: {error}): give a small one that it can run, example="
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    recording.results = graph.sources(values_of(result))
+    holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    recording.tied = frozenset(key for key, number in holders.items() if number > 1)
+    return recording
+
+
+def stand_ins(model: nn.Module) -> dict[str, Tensor]:
+    """Values for what the model has on meta: all ones, in the memory of a single one."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    ones = {name: torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape) for name, x in named if x.is_meta}
+    return {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in ones.items()}
+
+
+def values_of(result: Any) -> Any:
+    """A model's result as containers that tree_leaves knows: transformers returns a dict of its own class."""
+    if isinstance(result, Mapping):
+        return [values_of(value) for value in result.values()]
+    if isinstance(result, tuple | list):
+        return [values_of(value) for value in result]
+    return result
+
+
+def find_region(model: nn.Module, row: str, recording: Recording) -> Region | str:
+    """The region that ends in the linear `row`, or why there is none."""
+    calls = recording.sources.get(row)
+    if calls is None:
+        return "it did not run in the example"
+    columns = calls[0]
+    if not columns:
+        return "no other linear's output reaches it"
+    if any(call != columns for call in calls):
+        return "its calls in the example get outputs of different linears"
+    for name in sorted(columns):
+        reached = [other for other, calls in recording.sources.items() if any(name in call for call in calls)]
+        others = [other for other in reached if other != row]
+        if others or name in recording.results:
+            where = others[0] if others else "the result"
+            return f"the output of {name} reaches it, and also {where}"
+    for name in (*columns, row):
+        reason = _why_whole(model.get_submodule(name), recording.tied, is_row=name == row)
+        if reason is not None:
+            return f"{name} {reason}"
+    names = [name.split(".") for name in (*columns, row)]
+    depth = next(i for i in range(len(names[-1])) if len({name[i] for name in names if i < len(name)}) > 1)
+    root = ".".join(names[0][:depth])
+    holder = model.get_submodule(root)
+    if any(name[depth].isdigit() and any(holder.get_submodule(name[depth]).children()) for name in names):
+        return f"the linears that feed it are in other blocks: {', '.join(sorted(columns)[:3])}"
+    beside = len(linears(holder)) - len(names)
+    if beside > MOST_LINEARS:
+        return f"the smallest module that also holds {min(columns)} has {beside} other linears"
+    order = [name for name in recording.sources if name in columns]
+    cut = len(root) + 1 if root else 0
+    return Region(root, tuple(name[cut:] for name in order), row[cut:])
+
+
+def _why_whole(linear: nn.Module, tied: frozenset[int], is_row: bool) -> str | None:
+    """Why a linear of a region cannot be cut in place, whatever is computed between; None if it can."""
+    base = linear.base_layer if is_adapted(linear) else linear
+    if any(id(p) in tied for p in base.parameters(recurse=False)):
+        return "is tied to another module"
+    for module in {linear, base}:
+        if (forward_pre_hooks if is_row else forward_hooks)(module) or has_backward_hooks(module):
+            return "has a hook, which would see one rank's features only"
+    return None

@@ -1,0 +1,205 @@
+"""The whole model, run in one process as one of t ranks would run it: what the trial of one block cannot show.
+
+Belongs here: runs of the real model on the example, in which linears that would be cut give one rank's features, or
+other numbers. Linears that end a region get and give what they did in an ordinary run, so nothing is communicated. This
+shows layers, calls and modes of a block that differ from the one that was tried, integers that are also read elsewhere,
+and uses of a region's values that autograd does not see: detached, as a number, or kept by a module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tpformer.torch_private import tree_leaves
+
+from .refusals import drawing
+from .regions import Region, as_measured, inputs_of, join, stand_ins, values_of
+from .trial import TOLERANCE, Way
+
+Found = Mapping[str, tuple[Region, Way]]  # regions by the names of their last linears
+Hook = Callable[..., Any]
+ELSEWHERE = "what its linears compute is also used elsewhere: detached, as a number, or kept by a module"
+
+
+class _Departs(Exception):
+    """One rank's run is not its part of the ordinary run."""
+
+
+class _Ordinary:
+    """What an ordinary run shows: calls of the rows as (input, output), and everything that the run leaves."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self.results: list[Any] = []
+
+
+class Rehearsal:
+    """A model with its example, and ordinary runs of it: in evaluation, and in training if nothing is random there."""
+
+    def __init__(self, model: nn.Module, example: Any, rows: Iterable[str], t: int) -> None:
+        self.model, (self.args, self.kwargs), self.t = model, inputs_of(model, example), t
+        self.rows = list(rows)
+        self.ordinary = {False: self._ordinary(False, 0)}
+        try:
+            training, again = (self._ordinary(True, seed) for seed in (0, 1))
+        except Exception:  # it cannot run in training mode, for example on one sample
+            return
+        if _same(training.results, again.results):
+            self.ordinary[True] = training
+
+    def _ordinary(self, training: bool, seed: int) -> _Ordinary:
+        made = _Ordinary()
+
+        def keep(name: str) -> Hook:
+            return lambda _, args, output: made.calls[name].append((args[0].detach().clone(), output.detach().clone()))
+
+        results = self._run({}, {name: keep(name) for name in self.rows}, training, seed)
+        made.results = [x.detach().clone() if isinstance(x, Tensor) else x for x in results]
+        return made
+
+    def _run(self, before: dict[str, Hook], after: dict[str, Hook], training: bool, seed: int = 0) -> list[Any]:
+        """All that a run leaves: its result, buffers, and tensors that modules keep."""
+        handles = [self.model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in before.items()]
+        handles += [self.model.get_submodule(name).register_forward_hook(hook) for name, hook in after.items()]
+        buffers = {name: x.clone() for name, x in self.model.named_buffers() if not x.is_meta}
+        self.stand_ins = stand_ins(self.model) | buffers
+        try:
+            with as_measured(self.model), _mode(self.model, training):
+                torch.manual_seed(seed)
+                result = functional_call(self.model, self.stand_ins, self.args, self.kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        kept = [x for module in self.model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+        return [*tree_leaves(values_of(result)), *kept, *buffers.values()]
+
+    def fault(self, regions: Found) -> str | None:
+        """Why these regions cannot all be cut; None if they can."""
+        for training, ordinary in self.ordinary.items():
+            try:
+                self._with_other_numbers(regions, training, ordinary)
+                for rank in {0, self.t - 1}:
+                    self._as_rank(regions, rank, training, ordinary)
+            except _Departs as departs:
+                return f"{departs}{' in training mode' * training}"
+            except Exception as error:
+                return f"the model raises {type(error).__name__} as one of {self.t} ranks{' in training' * training}"
+        return None
+
+    def _with_other_numbers(self, regions: Found, training: bool, ordinary: _Ordinary) -> None:
+        """Nothing else may change with what the columns compute, or use what is summed over ranks."""
+        generator = torch.Generator().manual_seed(0)
+
+        def other(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            return torch.randn(output.shape, generator=generator).to(output) * (1 + output.detach().abs().max())
+
+        columns = {join(region.root, name): other for region, _ in regions.values() for name in region.columns}
+        before, after = self._ends(regions, ordinary, None)
+        results = self._run({}, columns | after, training)
+        if not _same(results, ordinary.results):
+            raise _Departs(ELSEWHERE)
+        summed = {join(region.root, name) for region, way in regions.values() for name in way.summed}
+        held = {**dict(self.model.named_parameters()), **self.stand_ins}
+        parameters = [p for name, p in held.items() if name.rpartition(".")[0] in summed and p.requires_grad]
+        tops = [x.sum() for x in results if isinstance(x, Tensor) and x.requires_grad]
+        if parameters and tops and any(g is not None for g in torch.autograd.grad(tops, parameters, allow_unused=True)):
+            raise _Departs("a parameter is used on one rank's features in it, and also elsewhere")
+
+    def _as_rank(self, regions: Found, rank: int, training: bool, ordinary: _Ordinary) -> None:
+        """Every call of every row has to get this rank's part of what it got, and the result has to stay."""
+
+        def part(slices: tuple[slice, ...]) -> Hook:
+            return lambda _, args, output: torch.cat([output[..., each] for each in slices], -1)
+
+        columns: dict[str, Hook] = {}
+        attributes: list[tuple[nn.Module, str, Any]] = []
+        for region, way in regions.values():
+            columns |= {join(region.root, name): part(cut.rows(rank, self.t)) for name, cut in way.cuts.items()}
+            for holder, changes in way.attributes.items():
+                attributes += [
+                    (self.model.get_submodule(join(region.root, holder)), *change) for change in changes.items()
+                ]
+        before, after = self._ends(regions, ordinary, rank)
+        with _changed(attributes):
+            results = self._run(before, columns | after, training)
+        if not _same(results, ordinary.results):
+            raise _Departs("an integer of one rank's part is also used elsewhere, or what its linears compute is")
+
+    def _ends(self, regions: Found, ordinary: _Ordinary, rank: int | None) -> tuple[dict[str, Hook], dict[str, Hook]]:
+        """Hooks that give each row its ordinary input and output, and compare what it gets with a rank's part of it."""
+        done: Counter[str] = Counter()
+
+        def enter(name: str) -> Hook:
+            def hook(_: nn.Module, args: tuple) -> tuple:
+                expected = ordinary.calls[name][done[name]][0]
+                size = -(-expected.shape[-1] // self.t)
+                own = expected[..., (rank or 0) * size : ((rank or 0) + 1) * size]
+                if not _close(args[0].detach(), own):
+                    again = f" in its call {done[name] + 1}" * (done[name] > 0)
+                    raise _Departs(f"with one rank's features of {self.t}, {name} does not get that rank's part{again}")
+                return (expected.clone(), *args[1:])
+
+            return hook
+
+        def leave(name: str) -> Hook:
+            def hook(_: nn.Module, args: tuple, output: Tensor) -> Tensor:
+                done[name] += 1
+                return ordinary.calls[name][done[name] - 1][1].clone()
+
+            return hook
+
+        before = {} if rank is None else {name: enter(name) for name in regions}
+        return before, {name: leave(name) for name in regions}
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Within, the model is in training mode without dropout, if that is asked for."""
+    if not training:
+        yield
+        return
+    drawn = [(module, name, 0.0) for _, module, name in drawing(model)]
+    model.train()
+    with _changed(drawn):
+        yield
+
+
+@contextmanager
+def _changed(attributes: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Within, attributes of modules have other values."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in attributes]
+    try:
+        for module, name, value in attributes:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    tolerance = max(TOLERANCE, torch.finfo(expected.dtype).eps ** 0.5)
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def _same(found: list[Any], expected: list[Any]) -> bool:
+    """Whether two runs left equal tensors and numbers. Other objects are not compared."""
+    if len(found) != len(expected):
+        return False
+    for x, y in zip(found, expected, strict=True):
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            x = x.detach()
+            if not x.is_meta and (x.shape != y.shape or not bool(((x == y) | ((x != x) & (y != y))).all())):
+                return False
+        elif isinstance(x, int | float | str) and x != y:
+            return False
+    return True

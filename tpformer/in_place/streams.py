@@ -1,0 +1,204 @@
+"""Where the residual stream of a model runs, and how each layer that it passes runs on sequence shards.
+
+Belongs here: what is found in one process, from one call of the model, before any parameter is sharded. A layer is a
+member of a list of modules that has tensor-parallel linears. sequence_trial.py tries one layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from tpformer.torch_private import tree_map_with_path
+
+from .plan import INDEX
+from .regions import as_measured, stand_ins
+from .sequence_trial import Layout, Linears, Misfit, call_tree, real_leaves, try_layer
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# what may be asked of a stream without its values or its length
+HARMLESS = {
+    Tensor.is_floating_point,
+    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "ndim")),
+}
+
+
+@dataclass
+class Streams:
+    """What sequence shards need: chains of layers with their layouts. kept: layers that run whole, and why."""
+
+    chains: list[dict[str, Layout]] = field(default_factory=list)  # layers that pass on their shards, by name
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def linears(self) -> set[str]:
+        """The names of the tensor-parallel linears that gather or scatter the sequence."""
+        return {
+            f"{layer}.{name}" for chain in self.chains for layer, layout in chain.items() for name in layout.linears
+        }
+
+
+@dataclass
+class _Call:
+    name: str
+    args: tuple
+    kwargs: dict
+    output: Any = None
+
+
+class _Recorder(TorchFunctionMode):
+    """Records calls of layers, and whether anything outside of them uses what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.open: list[_Call] = []
+        self.used: dict[int, set[tuple[str, ...]]] = {}  # id of a tensor: the layers inside of which something used it
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func not in HARMLESS:
+            self.use((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def use(self, values: Any) -> None:
+        """Note that something uses these tensors now."""
+        stack = tuple(call.name for call in self.open)
+        for x in real_leaves(values).values():
+            self.used.setdefault(id(x), set()).add(stack)
+
+    def enter(self, name: str, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        """A pre-hook of a layer."""
+        call = _Call(name, args, dict(kwargs))
+        self.calls.append(call)
+        self.open.append(call)
+
+    def leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        """A hook of a layer."""
+        call = self.open.pop()
+        call.output = output
+        inputs = set(map(id, real_leaves((call.args, call.kwargs)).values()))
+        for x in real_leaves(output).values():  # alive from now on, but their ids may have been those of others
+            if id(x) not in inputs:
+                self.used.pop(id(x), None)
+
+
+def find_streams(model: nn.Module, cut: Linears, args: tuple, kwargs: dict[str, Any]) -> Streams:
+    """Find the layers that may run on sequence shards, with one call model(*args, **kwargs) in eval mode.
+
+    cut:     the names of the modules that will be cut over ranks. Their weights are still whole.
+    No communication. The model is as it was.
+    Errors:  ValueError with the reasons, if there is no such layer.
+    """
+    streams = Streams()
+    recorder = _record(model, list(_layers(model, cut)), args, kwargs)
+    layouts: dict[str, Layout] = {}
+    tried: dict[Any, Layout | Misfit] = {}
+    for name, layer in _layers(model, cut):
+        if any(name.startswith(f"{other}.") for other in layouts):
+            continue
+        call = next((call for call in recorder.calls if call.name == name), None)
+        if call is None:
+            streams.kept[name] = "the example does not run it"
+            continue
+        own = cut.inside(name)
+        key = _signature(layer, call, own)
+        if key not in tried:
+            try:
+                tried[key] = try_layer(layer, call.args, call.kwargs, own)
+            except Misfit as misfit:
+                tried[key] = misfit
+        found = tried[key]
+        if isinstance(found, Layout):
+            layouts[name] = found
+        else:
+            where = f"{found.name}: " if found.name else ""
+            streams.kept[name] = f"a {type(layer).__name__} computes something else from a part of it; {where}{found}"
+    if not layouts:
+        why = "; ".join(f"{name} ({reason})" for name, reason in list(streams.kept.items())[:3])
+        raise ValueError(
+            f"sequence_parallel=True: no layer of this {type(model).__name__} can run on sequence shards: "
+            f"{why or 'no list of layers has tensor-parallel linears'}; leave sequence_parallel out"
+        )
+    streams.kept = {
+        name: why for name, why in streams.kept.items() if not any(other.startswith(f"{name}.") for other in layouts)
+    }
+    streams.chains = list(_chains([call for call in recorder.calls if call.name in layouts], layouts, recorder.used))
+    return streams
+
+
+def _layers(model: nn.Module, cut: Linears) -> Iterator[tuple[str, nn.Module]]:
+    """The members of lists that have column and row linears, outer ones first."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if name and isinstance(modules[name.rpartition(".")[0]], LISTS) and not isinstance(module, LISTS):
+            inside = cut.inside(name)
+            if inside.columns and inside.rows:
+                yield name, module
+
+
+def _record(model: nn.Module, layers: list[tuple[str, nn.Module]], args: tuple, kwargs: dict) -> _Recorder:
+    """The calls of layers in one call of the model, in the order in which they began."""
+    recorder, hooks = _Recorder(), []
+    for name, layer in layers:
+        hooks.append(layer.register_forward_pre_hook(partial(recorder.enter, name), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(recorder.leave))
+    try:
+        with as_measured(model), recorder:
+            output = functional_call(model, stand_ins(model), args, kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    recorder.use(output)
+    return recorder
+
+
+def _chains(calls: list[_Call], layouts: Mapping[str, Layout], used: Mapping[int, set]) -> Iterator[dict[str, Layout]]:
+    """Layers in the order of their calls, cut where something but the next layer uses what a layer returns."""
+    taken = {x for x, stacks in used.items() if any(layouts.keys().isdisjoint(stack) for stack in stacks)}
+    for call in calls:
+        inputs = real_leaves(call_tree(call.args, call.kwargs))
+        taken.update(id(x) for path, x in inputs.items() if path != layouts[call.name].stream)
+    times = Counter(call.name for call in calls)
+    chain: dict[str, Layout] = {}
+    seen: set[str] = set()
+    result: Tensor | None = None  # what the layer before has returned, if only the next layer takes it
+    for call in calls:
+        if call.name in seen:
+            continue  # a layer that runs several times is a chain of its own, each time
+        seen.add(call.name)
+        layout = layouts[call.name]
+        x = real_leaves(call_tree(call.args, call.kwargs))[layout.stream]
+        if chain and (x is not result or times[call.name] > 1):
+            yield chain
+            chain = {}
+        chain[call.name] = layout
+        result = real_leaves(call.output)[layout.result]
+        if id(result) in taken or times[call.name] > 1:
+            result = None
+    yield chain
+
+
+def _signature(layer: nn.Module, call: _Call, own: Linears) -> Any:
+    """What tells apart layers that may run in different ways."""
+    plain = (bool, int, float, str, tuple, type(None))
+    modules = tuple(
+        (
+            name,
+            type(module),
+            tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)),
+            tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k not in INDEX),
+        )
+        for name, module in layer.named_modules()
+    )
+    shapes: list[Any] = []
+    tree = call_tree(call.args, call.kwargs)
+    tree_map_with_path(
+        lambda path, x: shapes.append((path, tuple(x.shape) if isinstance(x, Tensor) else type(x))), tree
+    )
+    return modules, tuple(shapes), tuple(map(tuple, own))
