@@ -5,14 +5,16 @@ Belongs here: one import and one entry for each. Everything else is in runner.py
 
 import sys
 
-from checks import layouts, zero
+from checks import faults, layouts, zero
 
-from . import bubbles, cpu, fused, generate, layer, matmul, memory, nvlink, pretrain
+from . import bubbles, cpu, fused, generate, in_place, layer, matmul, memory, nvlink, pretrain
+from .families import matrix as families
 from .memory_bound import benches as memory_bound
 from .runner import Bench, main
 
 BENCHES: tuple[Bench, ...] = (
     *(cpu.BENCH, generate.BENCH, memory.BENCH, pretrain.BENCH, bubbles.BENCH, layouts.BENCH, zero.BENCH),
+    *(families.BENCH, in_place.BENCH, faults.BENCH),
     *(matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
 )
 

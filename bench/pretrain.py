@@ -30,7 +30,8 @@ from tpformer.ops.transport import dtype_name
 from tpformer.planner.storages import Saved
 from tpformer.training.data import build_stdlib, read_sidecar
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import build_optimizer, learning_rate
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, default_dtype, join_ranks, open_data
 from tpformer.training.step import batch, train_step
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
@@ -25,18 +25,27 @@ class Ranks:
 
     setup: a module-level function; it runs on every rank, with torch.distributed initialised. Between calls the
     processes are blocked on a pipe, so that ranks of another world can be timed meanwhile. A context manager.
-    Raises RuntimeError with the traceback when a rank fails, or dies.
+    Raises RuntimeError with the traceback when a rank fails, or dies. timeout: of a collective. preload: modules that
+    are imported once, not by every rank; of the first world of a process, whose server then serves all others.
     """
 
-    def __init__(self, size: int, threads: int, setup: Callable[..., Calls], *arguments: Any) -> None:
+    def __init__(
+        self,
+        size: int,
+        threads: int,
+        setup: Callable[..., Calls],
+        *arguments: Any,
+        timeout: timedelta = TIMEOUT,
+        preload: Sequence[str] = ("tpformer.training.trainer",),
+    ) -> None:
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tpformer.training.trainer"])  # imported once, not by every rank
+        context.set_forkserver_preload(list(preload))
         self.directory = tempfile.TemporaryDirectory(prefix="tpformer-bench-")
         self.pipes: list[connection.Connection] = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            place = (f"file://{self.directory.name}/store", rank, size, threads)
+            place = (f"file://{self.directory.name}/store", rank, size, threads, timeout)
             self.processes.append(context.Process(target=_serve, args=(*place, setup, arguments, theirs), daemon=True))
             self.processes[-1].start()
             theirs.close()
@@ -80,11 +89,13 @@ class Ranks:
         self.close()
 
 
-def _serve(store: str, rank: int, size: int, threads: int, setup: Callable, arguments: tuple, pipe: Any) -> None:
+def _serve(
+    store: str, rank: int, size: int, threads: int, timeout: timedelta, setup: Callable, arguments: tuple, pipe: Any
+) -> None:
     """A rank's life: join the world, set up, then one call at a time until the other end of the pipe closes."""
     try:
         torch.set_num_threads(threads)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
         calls = setup(*arguments)
         pipe.send((True, None))
         while True:

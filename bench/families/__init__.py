@@ -1,0 +1,1 @@
+"""The bench `families`: models of transformers, parallelized in place, beside one process and transformers' own way."""
