@@ -31,7 +31,7 @@ from tpformer.models import GPT, GPTConfig, preset_config
         ({"ffn_hidden_size": -3}, "ffn_hidden_size=-3 must be at least 1"),
         ({"head_dim": 0}, "head_dim=0 must be at least 1"),
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
-        ({"rope_scaling_factor": 0.5}, "rope_scaling_factor=0.5 must be at least 1, which is no scaling, and finite"),
+        ({"rope_scaling_factor": 0.5}, "rope_scaling_factor=0.5 must be at least 1 and finite"),
         ({"rope_scaling_factor": math.nan}, "rope_scaling_factor=nan must be at least 1"),
         ({"rope_low_frequency": 4.0}, "rope_low_frequency=4.0 must be above 0 and below rope_high_frequency=4.0"),
         ({"rope_original_length": 0}, "rope_original_length=0 must be at least 1"),

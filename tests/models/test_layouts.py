@@ -6,10 +6,12 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import build_optimizer, learning_rate
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.schedules import learning_rate
 from tpformer.training.step import train_step
 
 LR, STEPS, BATCH, SEQ = 1e-3, 4, 4, 12
@@ -69,7 +71,7 @@ OPTIONS = {
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return full_tensor(tensor).detach().clone()
 
 
 def run_training(config: dict, tp: int, sequence_parallel: bool, options: dict | None = None) -> dict:

@@ -85,7 +85,7 @@ def test_what_cannot_be_built_is_named(values, words):
         ({"train": {"dtype": "float8"}}, ["float8", "bfloat16"]),
         ({"train": {"device": "tpu"}}, ["tpu", "cpu, cuda"]),
         ({"train": {"label_smoothing": 1.0}}, ["train.label_smoothing=1.0", "[0, 1)"]),
-        ({"train": {"z_loss": -1e-4}}, ["train.z_loss=-0.0001", "negative"]),
+        ({"train": {"z_loss": -1e-4}}, ["train.z_loss=-0.0001", "at least 0 and finite"]),
         ({"data": {"train": []}}, ["data.train", "tpformer data build"]),
         ({"data": {"weights": [1.0, 2.0]}}, ["2 numbers", "1 datasets"]),
     ],
@@ -142,5 +142,3 @@ def test_numbers_that_are_not_finite_survive_the_file(tiny_values, tmp_path):
     config = build_config(tiny_values, {"optimizer": {"clip_norm": float("inf")}, "data": {"weights": [1.5]}})
     (tmp_path / "run.toml").write_text(to_toml(config))
     assert build_config(read_toml(tmp_path / "run.toml")) == config
-    with pytest.raises(ValueError, match="run.timeout=inf"):
-        check_config(build_config(tiny_values, {"run": {"timeout": float("inf")}}))

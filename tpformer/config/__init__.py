@@ -11,9 +11,10 @@ from .architecture import (
     check_rope_scaling,
     default_ffn_size,
 )
-from .checks import check_choice, check_dropout, check_loss_terms, check_positive
+from .checks import check_choice, check_positive
 from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, recomputed_layers, selected_layers
 from .presets import PRESETS, preset, preset_config
+from .ranges import RANGES, check_range
 from .run import (
     CheckpointSection,
     DataSection,
@@ -23,6 +24,7 @@ from .run import (
     RunConfig,
     RunSection,
     TrainSection,
+    batch_sizes,
     build_config,
     check_config,
     read_toml,
@@ -40,19 +42,20 @@ __all__ = [
     "NORM_NAMES",
     "OptimizerSection",
     "PRESETS",
+    "RANGES",
     "RECOMPUTE",
     "RunConfig",
     "RunSection",
     "SCHEDULES",
     "TRANSPORTS",
     "TrainSection",
+    "batch_sizes",
     "build_config",
     "check_choice",
     "check_config",
-    "check_dropout",
     "check_heads",
-    "check_loss_terms",
     "check_positive",
+    "check_range",
     "check_rope_scaling",
     "default_ffn_size",
     "preset",

@@ -3,26 +3,13 @@
 Belongs here: the settings of an architecture, and the plain numbers that follow from them.
 """
 
-import math
 from dataclasses import dataclass
 
-from .checks import check_choice, check_dropout, check_positive
+from .checks import check_choice, check_positive
+from .ranges import check_range, check_ranges
 
 NORM_NAMES = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
-SIZES = (
-    "seq_length",
-    "n_layers",
-    "hidden_size",
-    "n_heads",
-    "n_kv_heads",
-    "ffn_hidden_size",
-    "vocab_size",
-    "vocab_multiple",
-    "head_dim",
-    "sliding_window",
-    "rope_original_length",
-)
 # name in a config -> (elementwise function, gated)
 MLP_ACTIVATIONS = {
     "gelu": ("gelu", False),
@@ -64,13 +51,14 @@ def check_heads(
 
 def check_rope_scaling(factor: float, low_frequency: float, high_frequency: float, original_length: int) -> None:
     """ValueError for an impossible scaling of RoPE's frequencies (Llama 3.1's)."""
-    if not (1 <= factor < math.inf):
-        raise ValueError(f"rope_scaling_factor={factor} must be at least 1, which is no scaling, and finite")
-    if not (0 < low_frequency < high_frequency < math.inf):
+    check_range("model.rope_scaling_factor", factor, "rope_scaling_factor")
+    check_range("model.rope_low_frequency", low_frequency, "rope_low_frequency")
+    check_range("model.rope_high_frequency", high_frequency, "rope_high_frequency")
+    check_range("model.rope_original_length", original_length, "rope_original_length")
+    if low_frequency >= high_frequency:
         raise ValueError(
             f"rope_low_frequency={low_frequency} must be above 0 and below rope_high_frequency={high_frequency}"
         )
-    check_positive(rope_original_length=original_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +124,7 @@ class GPTConfig:
         check_choice("norm", self.norm, NORM_NAMES)
         check_choice("activation", self.activation, MLP_ACTIVATIONS)
         check_choice("position", self.position, POSITIONS)
-        check_dropout(self.dropout)
-        check_positive(**{name: getattr(self, name) for name in SIZES})
+        check_ranges("model", self, prefix="")
         check_rope_scaling(
             self.rope_scaling_factor, self.rope_low_frequency, self.rope_high_frequency, self.rope_original_length
         )

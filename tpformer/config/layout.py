@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .checks import check_choice, check_positive
+from .checks import check_choice
+from .ranges import check_range, check_ranges
 
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 RECOMPUTE = ("none", "mlp", "full")
@@ -40,7 +41,6 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
     "DualPipeV": ScheduleKind("DualPipeV", 2, v_shaped=True, splits_backward=True),
 }
-ZERO_STAGES = (0, 1, 2, 3)
 CHOICES: dict[str, Iterable[str]] = {
     "transport": TRANSPORTS,
     "pipeline_schedule": SCHEDULES,
@@ -48,13 +48,6 @@ CHOICES: dict[str, Iterable[str]] = {
     "reduce_dtype": ("float32", "bfloat16"),
     "recompute": RECOMPUTE,
 }
-SIZES = (
-    "tensor_parallel",
-    "pipeline_parallel",
-    "pipeline_stages_per_rank",
-    "data_parallel_replicate",
-    "data_parallel_shard",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +129,9 @@ class Layout:
 
     def check(self) -> None:
         """ValueError, with the numbers and the remedy, for settings that contradict each other."""
-        check_positive(**{f"parallel.{name}": getattr(self, name) for name in SIZES})
+        check_ranges("parallel", self)
         for name, choices in CHOICES.items():
             check_choice(f"parallel.{name}", getattr(self, name), choices)
-        if self.zero_stage is not None:
-            check_choice("parallel.zero_stage", self.zero_stage, ZERO_STAGES)
         self._check_zero()
         if self.pipeline_parallel > 1:
             self._check_stages_per_rank()
@@ -215,7 +206,7 @@ def recomputed_layers(recompute: str, pattern: str, interval: int, n_layers: int
     """
     if pattern and recompute == "none":
         raise ValueError(f"recompute_layers={pattern!r} chooses layers, but recompute is none: set it to mlp or full")
-    check_positive(recompute_interval=interval)
+    check_range("parallel.recompute_interval", interval, "recompute_interval")
     if interval > 1 and recompute != "full":
         raise ValueError(
             f"recompute_interval={interval} with recompute={recompute!r}: only whole layers can form a region; set "

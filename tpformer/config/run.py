@@ -7,7 +7,6 @@ one's values. The dataclasses are built after that, so a value that none of them
 import dataclasses
 import difflib
 import json
-import math
 import tomllib
 import types
 import typing
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import GPTConfig
-from .checks import check_choice, check_loss_terms, check_positive
+from .checks import check_choice
 from .layout import Layout, recomputed_layers
 from .presets import preset
+from .ranges import check_ranges
 from .transport_table import DTYPES, read_transport_table
 
 
@@ -28,9 +28,14 @@ class ModelSection(GPTConfig):
     """[model]: an architecture, or a preset with some fields replaced."""
 
     preset: str | None = None
-    """A named architecture whose fields apply where this section gives none."""
+    """A named architecture (`tpformer presets` lists them) whose fields apply where this section gives none."""
     init_from: str | None = None
     """A run, a Hugging Face directory or an export, from whose weights the run starts. Gives the fields unset here."""
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """vocab_size, or else the preset's: that of a model without data."""
+        return self.vocab_size or (preset(self.preset)["vocab_size"] if self.preset is not None else None)
 
     @property
     def architecture(self) -> GPTConfig:
@@ -46,6 +51,8 @@ class RunSection:
     """Directory of config.toml, metrics.jsonl, checkpoints/ and plots/."""
     resume: bool = False
     """Continue the run in `dir` from its newest good checkpoint (start it if there is none)."""
+    changes: tuple[str, ...] = ()
+    """Keys that a resumed run may change although its losses change with them, such as optimizer.lr."""
     timeout: float = 600.0
     """Seconds that a step, a validation or a checkpoint may take. Then the run ends and reports which rank hangs."""
     max_restarts: int = 0
@@ -64,17 +71,26 @@ class DataSection:
     """Validation datasets; unset: no validation."""
     tokenizer: str | None = None
     """"bytes" or the path of a tokenizer.json; unset: the one the first dataset was built with."""
+    train_contents: tuple[str, ...] = ()
+    """Token type, size and SHA-256 of each training .bin. Filled in as a run starts; given ones are compared."""
+    valid_contents: tuple[str, ...] = ()
+    """The same of each validation dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]: AdamW. The learning rate rises linearly, then decays as a cosine."""
+    """[optimizer]: AdamW, and its learning rate, which rises linearly and then follows the schedule."""
 
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
-    """Learning rate of the last step, as a share of the peak."""
-    warmup_steps: int = 100
+    """Learning rate of the last step, as a share of the peak (but for the constant schedule)."""
+    schedule: str = "cosine"
+    """cosine, linear or constant; or wsd: constant but for a linear decay at the end (warm-up, stable, decay)."""
+    decay_fraction: float = 0.2
+    """With wsd: share of all steps in which the learning rate decays, the last ones."""
+    warmup_steps: int | None = None
+    """Steps in which the learning rate rises to its peak. Unset: a tenth of the run, at most 100."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -93,6 +109,10 @@ class TrainSection:
     """Fixes initial weights, data order and dropout, the same in every layout."""
     global_batch_size: int = 8
     """Samples per optimizer step."""
+    batch_size_start: int | None = None
+    """Samples of the first step, for a batch that grows to global_batch_size, a multiple of it. Unset: no growth."""
+    batch_size_ramp_steps: int = 1000
+    """With batch_size_start: steps in which the batch grows, by batch_size_start each time, at equal distances."""
     microbatch_size: int | None = None
     """Samples per forward on a rank. Unset: its share of the global batch, or 1 in a pipeline other than naive."""
     dtype: str | None = None
@@ -127,12 +147,20 @@ class LogSection:
 
     interval: int = 10
     """Steps between rows."""
+    norm_interval: int = 0
+    """Steps between rows of norms.jsonl: gradient norms by layer, and the size of what layers give; 0: none."""
+    noise_interval: int = 0
+    """Steps between estimates of the gradient noise scale, each of which takes half a step more; 0: none."""
     tensorboard: bool = True
     """Also write TensorBoard events, where tensorboard is installed."""
     plot: bool = True
     """Draw plots/loss.png at the end, where matplotlib is installed."""
     timeline_step: int = 0
     """The step whose pipeline actions are recorded for `tpformer timeline`; 0: none."""
+    profile_step: int = 0
+    """The step of which rank 0 writes profile.json, a trace of torch's profiler for ui.perfetto.dev; 0: none."""
+    wandb: str = ""
+    """The Weights & Biases project that gets every row, where wandb is installed. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +180,17 @@ class RunConfig:
     def microbatch_size(self) -> int:
         """Samples per forward of one data-parallel rank."""
         pipelined = self.parallel.pipeline_parallel > 1 and self.parallel.pipeline_schedule != "naive"
-        share = self.train.global_batch_size // self.parallel.data_parallel
+        batch = self.train.batch_size_start or self.train.global_batch_size
+        share = batch // (self.parallel.data_parallel * (2 if self.log.noise_interval else 1))
         return self.train.microbatch_size or (1 if pipelined else max(1, share))
 
     @property
     def n_microbatches(self) -> int:
-        """Microbatches of each data-parallel rank in a step."""
+        """Microbatches of each data-parallel rank in a step of global_batch_size samples."""
         return self.train.global_batch_size // (self.parallel.data_parallel * self.microbatch_size)
 
 
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 Values = Mapping[str, Mapping[str, Any]]
 
 
@@ -176,7 +206,10 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def build_config(*layers: Values) -> RunConfig:
-    """A RunConfig from sections merged left to right; ValueError names an unknown key or a value of a wrong type."""
+    """A RunConfig from sections merged left to right; ValueError names an unknown key or a value of a wrong type.
+
+    A preset's vocabulary stands back where there is training data: vocab_size is unset then, for the data to fill in.
+    """
     sections = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}
     merged: dict[str, dict[str, Any]] = {}
     for layer in layers:
@@ -187,7 +220,10 @@ def build_config(*layers: Values) -> RunConfig:
             merged.setdefault(name, {}).update(values)
     model = merged.get("model", {})
     if model.get("preset") is not None:
-        merged["model"] = {**preset(model["preset"]), **model}
+        fields = preset(model["preset"])
+        if merged.get("data", {}).get("train"):
+            del fields["vocab_size"]
+        merged["model"] = {**fields, **model}
     return RunConfig(**{name: _section(sections[name], name, values) for name, values in merged.items()})  # type: ignore[arg-type]
 
 
@@ -247,30 +283,18 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     """
     model, parallel = config.model, config.parallel
     parallel.check()
-    check_positive(
-        **{
-            "train.steps": config.train.steps,
-            "train.global_batch_size": config.train.global_batch_size,
-            "train.microbatch_size": config.microbatch_size,
-            "train.validation_interval": config.train.validation_interval,
-            "train.validation_samples": config.train.validation_samples,
-            "train.max_skipped_steps": config.train.max_skipped_steps,
-            "log.interval": config.log.interval,
-            "checkpoint.keep": config.checkpoint.keep,
-        }
-    )
+    for section in ("run", "data", "optimizer", "train", "checkpoint", "log"):  # model and layout check their own
+        check_ranges(section, getattr(config, section))
     model.check_heads(parallel.tensor_parallel)
     _check_batch(config)
-    parallel.check_pipeline(model.n_layers, config.n_microbatches)
+    for size in batch_sizes(config.train):
+        for samples in (size, size // 2) if config.log.noise_interval else (size,):
+            parallel.check_pipeline(model.n_layers, samples // (parallel.data_parallel * config.microbatch_size))
     recomputed_layers(parallel.recompute, parallel.recompute_layers, parallel.recompute_interval, model.n_layers)
     if parallel.transport_table:
         read_transport_table(parallel.transport_table)
+    check_choice("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     _check_train(config.train)
-    if not 0 < config.run.timeout < math.inf or config.run.max_restarts < 0:
-        raise ValueError(
-            f"run.timeout={config.run.timeout} must be a positive number of seconds, and "
-            f"run.max_restarts={config.run.max_restarts} not negative"
-        )
     if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
@@ -279,14 +303,34 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
         )
 
 
+def batch_sizes(train: TrainSection) -> range:
+    """The samples of a step: from those of the first to global_batch_size, which is the only size without a ramp."""
+    first = train.batch_size_start or train.global_batch_size
+    return range(first, train.global_batch_size + 1, first)
+
+
 def _check_batch(config: RunConfig) -> None:
     """Data-parallel ranks must be able to share a step's samples, tensor-parallel ranks a microbatch's tokens."""
     samples, tp = config.microbatch_size, config.parallel.tensor_parallel
-    global_batch, data_parallel = config.train.global_batch_size, config.parallel.data_parallel
-    if global_batch % (data_parallel * samples):
+    train, data_parallel = config.train, config.parallel.data_parallel
+    for name in ("global_batch_size", "batch_size_start"):
+        size = getattr(train, name)
+        if size is not None and size % (data_parallel * samples):
+            raise ValueError(
+                f"train.{name}={size} is not a multiple of {data_parallel} data-parallel ranks * "
+                f"train.microbatch_size={samples} = {data_parallel * samples}: change either"
+            )
+    if train.global_batch_size % (train.batch_size_start or 1):
         raise ValueError(
-            f"train.global_batch_size={global_batch} is not a multiple of {data_parallel} data-parallel ranks * "
-            f"train.microbatch_size={samples} = {data_parallel * samples}: change either"
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of "
+            f"train.batch_size_start={train.batch_size_start}, by which it grows: change either"
+        )
+    first, unit = batch_sizes(train)[0], 2 * data_parallel * samples
+    if config.log.noise_interval and first % unit:
+        raise ValueError(
+            f"log.noise_interval={config.log.noise_interval} takes the gradients of half a batch of {first} samples, "
+            f"which {data_parallel} data-parallel ranks * train.microbatch_size={samples} cannot share: make the batch "
+            f"a multiple of {unit}"
         )
     tokens = samples * config.model.seq_length
     if config.parallel.sequence_parallel and tokens % tp:
@@ -302,4 +346,3 @@ def _check_train(train: TrainSection) -> None:
         check_choice("train.dtype", train.dtype, DTYPES)
     if train.device is not None:
         check_choice("train.device", train.device, ("cpu", "cuda"))
-    check_loss_terms(train.label_smoothing, train.z_loss, "train.")

@@ -1,0 +1,110 @@
+"""RANGES: the values that each number of a configuration may have, and the one check of them.
+
+Belongs here: ranges of single numbers. What two settings must have in common is checked beside their sections.
+"""
+
+from typing import Any
+
+COUNT, AMOUNT, POSITIVE, SHARE = "[1, inf)", "[0, inf)", "(0, inf)", "[0, 1)"
+
+# "[" and "]" include the end, "(" and ")" do not. A whole number below inf is below 2**63, a float is finite.
+RANGES = {
+    "run.timeout": "(0, 1e9]",
+    "run.max_restarts": AMOUNT,
+    "model.vocab_size": COUNT,
+    "model.vocab_multiple": COUNT,
+    "model.seq_length": COUNT,
+    "model.n_layers": COUNT,
+    "model.hidden_size": COUNT,
+    "model.n_heads": COUNT,
+    "model.n_kv_heads": COUNT,
+    "model.head_dim": COUNT,
+    "model.sliding_window": COUNT,
+    "model.ffn_hidden_size": COUNT,
+    "model.norm_eps": AMOUNT,
+    "model.rope_base": POSITIVE,
+    "model.rope_scaling_factor": COUNT,
+    "model.rope_low_frequency": POSITIVE,
+    "model.rope_high_frequency": POSITIVE,
+    "model.rope_original_length": COUNT,
+    "model.dropout": SHARE,
+    "model.attention_dropout": "[0, 0]",
+    "model.init_std": AMOUNT,
+    "data.weights": POSITIVE,
+    "parallel.tensor_parallel": COUNT,
+    "parallel.pipeline_parallel": COUNT,
+    "parallel.pipeline_stages_per_rank": COUNT,
+    "parallel.data_parallel_replicate": COUNT,
+    "parallel.data_parallel_shard": COUNT,
+    "parallel.zero_stage": "[0, 3]",
+    "parallel.recompute_interval": COUNT,
+    "optimizer.lr": AMOUNT,
+    "optimizer.min_lr_ratio": "[0, 1]",
+    "optimizer.warmup_steps": AMOUNT,
+    "optimizer.decay_fraction": "[0, 1]",
+    "optimizer.beta1": SHARE,
+    "optimizer.beta2": SHARE,
+    "optimizer.eps": POSITIVE,
+    "optimizer.weight_decay": AMOUNT,
+    "optimizer.clip_norm": AMOUNT,
+    "train.steps": COUNT,
+    "train.seed": AMOUNT,
+    "train.global_batch_size": COUNT,
+    "train.batch_size_start": COUNT,
+    "train.batch_size_ramp_steps": COUNT,
+    "train.microbatch_size": COUNT,
+    "train.label_smoothing": SHARE,
+    "train.z_loss": AMOUNT,
+    "train.validation_interval": COUNT,
+    "train.validation_samples": COUNT,
+    "train.max_skipped_steps": COUNT,
+    "checkpoint.interval": AMOUNT,
+    "checkpoint.keep": COUNT,
+    "log.interval": COUNT,
+    "log.norm_interval": AMOUNT,
+    "log.noise_interval": AMOUNT,
+    "log.timeline_step": AMOUNT,
+    "log.profile_step": AMOUNT,
+}
+
+
+def in_range(value: float, interval: str) -> bool:
+    """Whether an interval such as "[0, 1)" contains the value; none contains NaN."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    if isinstance(value, int) and high == float("inf"):
+        high = 2.0**63
+    return (value > low if interval[0] == "(" else value >= low) and (
+        value < high if interval[-1] == ")" else value <= high
+    )
+
+
+def check_range(key: str, value: float | tuple[float, ...] | None, name: str | None = None) -> None:
+    """ValueError with key, value and range if a number, or one of several, is outside of RANGES[key]; None passes.
+
+    name: what the message calls it; unset: the key.
+    """
+    interval = RANGES[key]
+    for number in value if isinstance(value, tuple) else () if value is None else (value,):
+        if not in_range(number, interval):
+            raise ValueError(f"{name or key}={number} must be {_words(interval, number)}")
+
+
+def _words(interval: str, value: float) -> str:
+    low, high = interval[1:-1].split(", ")
+    if high != "inf":
+        return f"in {interval}"
+    least = f"{'above' if interval[0] == '(' else 'at least'} {low}"
+    if isinstance(value, float):
+        return f"{least} and finite"
+    return least if value < 1 else f"{least} and below 2**63"
+
+
+def check_ranges(section: str, values: Any, prefix: str | None = None) -> None:
+    """check_range of every number of a section, an object with its keys as attributes.
+
+    prefix: what messages put before a key; unset: the section and a dot.
+    """
+    for key in RANGES:
+        of, name = key.split(".")
+        if of == section:
+            check_range(key, getattr(values, name), f"{of}.{name}" if prefix is None else prefix + name)
