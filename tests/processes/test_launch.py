@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tpformer.processes.launch import _start, check_local_ranks, run_ranks
+from tpformer.distributed.mesh import STORE_VARIABLE
+from tpformer.processes.launch import STOPPED_EXIT_CODE, _start, check_local_ranks, run_ranks
 from tpformer.processes.watchdog import HANG_EXIT_CODE
 
 # every rank notes its start and waits for the others; `error` leaves a message as record_exception does
@@ -46,13 +47,19 @@ def starts(folder: Path, rank: int) -> list[str]:
     return (folder / str(rank)).read_text().splitlines()
 
 
-def test_ranks_have_torchruns_environment(tmp_path):
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    script = f"open(f'{{folder}}/env-{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
+def test_ranks_have_torchruns_numbers_and_a_private_file_in_place_of_a_port(tmp_path):
+    """R13, R14: nothing listens at the launcher, and the file is gone with the job."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", STORE_VARIABLE)
+    script = f"""
+values = [os.environ[name] for name in {names}]
+mode = os.stat(os.path.dirname(values[4])).st_mode
+open(f"{{folder}}/env-{{rank}}", "w").write(" ".join([*values, oct(mode & 0o777)]))
+"""
     assert run_ranks(work(tmp_path, script), 3) == 0
     values = [(tmp_path / f"env-{rank}").read_text().split() for rank in range(3)]
-    assert [value[:5] for value in values] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
-    assert len({value[5] for value in values}) == 1
+    assert [value[:4] for value in values] == [[str(rank), str(rank), "3", "3"] for rank in range(3)]
+    assert {value[5] for value in values} == {"0o700"} and len({value[4] for value in values}) == 1
+    assert not Path(values[0][4]).parent.exists()
 
 
 def test_a_failing_rank_ends_the_others_and_is_named(tmp_path, capfd):
@@ -122,34 +129,107 @@ def test_a_users_mistake_is_not_tried_again(tmp_path):
     assert len(starts(tmp_path, 0)) == 1
 
 
-def launch(folder: Path, script: str) -> None:
+def test_ranks_that_stopped_in_order_are_waited_for_and_not_started_again(tmp_path, capfd):
+    script = f"time.sleep(rank)\nopen(f'{{folder}}/end-{{rank}}', 'w')\nsys.exit({STOPPED_EXIT_CODE})"
+    assert run_ranks(work(tmp_path, script), 2, max_restarts=3) == STOPPED_EXIT_CODE
+    assert (tmp_path / "end-1").exists() and len(starts(tmp_path, 0)) == 1 and not capfd.readouterr().err
+
+
+def launch(folder: Path, script: str, ignored: int | None = None) -> None:
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
     sys.exit(run_ranks(work(folder, script), 2, max_restarts=3))
 
 
-@pytest.mark.parametrize(("handler", "signals", "code"), [("sys.exit(5)", 1, 5), ("pass", 2, 128 + signal.SIGKILL)])
-def test_sigterm_is_passed_on_and_nothing_restarts(commands, tmp_path, handler, signals, code):
-    """A first signal lets ranks finish, or fail without a restart; a second one kills them."""
+def all_have(folder: Path, name: str) -> bool:
+    return all((folder / f"{name}-{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("handler", "signals", "code"),
+    [
+        ("sys.exit(5)", [signal.SIGTERM], 5),
+        ("sys.exit(5)", [signal.SIGHUP], 5),
+        # when a terminal closes, its shell and the kernel both say so
+        ("ends.append(time.monotonic() + 1)", [signal.SIGHUP] * 2, 5),
+        ("pass", [signal.SIGTERM] * 2, 128 + signal.SIGKILL),
+    ],
+)
+def test_signals_are_passed_on_and_nothing_restarts(commands, tmp_path, handler, signals, code):
+    """A first signal lets ranks finish, or fail without a restart; a second one kills them, but for SIGHUP (R19)."""
     script = f"""
+ends = []
 def stop(number, frame):
     open(f"{{folder}}/seen-{{rank}}", "w")
     {handler}
-signal.signal(signal.SIGTERM, stop)
+signal.signal({signals[0]:d}, stop)
 open(f"{{folder}}/ready-{{rank}}", "w")
-time.sleep(60)  # the sleep goes on after a handler
+while not ends or time.monotonic() < ends[0]:
+    time.sleep(0.05)
+sys.exit(5)
 """
     launcher = commands.call(launch, tmp_path, script)
-
-    def all_have(name: str) -> bool:
-        return all((tmp_path / f"{name}-{rank}").exists() for rank in range(2))
-
-    launcher.wait_until(lambda: all_have("ready"), "handlers")
-    launcher.terminate()
-    if signals == 2:
-        launcher.wait_until(lambda: all_have("seen"), "signals")
-        launcher.terminate()
+    launcher.wait_until(lambda: all_have(tmp_path, "ready"), "handlers")
+    os.kill(launcher.pid, signals[0])
+    for number in signals[1:]:
+        launcher.wait_until(lambda: all_have(tmp_path, "seen"), "signals")
+        os.kill(launcher.pid, number)
     ended, _, err = launcher.finish()
     assert ended == code, err
     assert "restart" not in err and len(starts(tmp_path, 0)) == 1
+
+
+def test_a_sighup_that_nohup_ignores_stays_ignored(commands, tmp_path):
+    """R19."""
+    script = """
+open(f"{folder}/ready-{rank}", "w")
+os.kill(os.getpid(), signal.SIGHUP)
+while not os.path.exists(f"{folder}/end"):
+    time.sleep(0.05)
+"""
+    launcher = commands.call(launch, tmp_path, script, signal.SIGHUP)
+    launcher.wait_until(lambda: all_have(tmp_path, "ready"), "ranks")
+    os.kill(launcher.pid, signal.SIGHUP)
+    (tmp_path / "end").touch()
+    assert launcher.finish()[0] == 0
+
+
+def test_signals_that_end_the_ranks_at_once_take_one_line(commands, tmp_path):
+    """N6: Ctrl-C before training begins."""
+    script = 'open(f"{folder}/ready-{rank}", "w"); time.sleep(60)'
+    launcher = commands.call(launch, tmp_path, script)
+    launcher.wait_until(lambda: all_have(tmp_path, "ready"), "ranks")
+    os.kill(launcher.pid, signal.SIGINT)
+    code, _, err = launcher.finish()
+    assert (code, err) == (128 + signal.SIGINT, "SIGINT ended the ranks\n")
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_ranks_end_with_a_launcher_that_is_killed(commands, tmp_path, kernel):
+    """R11. Without the kernel's help, a thread of each rank notices."""
+    script = 'open(f"{folder}/ready-{rank}", "w"); time.sleep(120)'
+    launcher = commands.call(launch if kernel else launch_elsewhere, tmp_path, script)
+    launcher.wait_until(lambda: all_have(tmp_path, "ready"), "ranks")
+    ranks = launcher.children()
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.process.join()
+    deadline = time.monotonic() + 30
+    while any(running(pid) for pid in ranks):
+        assert time.monotonic() < deadline, "ranks outlive their launcher"
+        time.sleep(0.05)
+
+
+def launch_elsewhere(folder: Path, script: str) -> None:
+    sys.platform = "darwin"
+    launch(folder, script)
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_ranks_share_what_the_launcher_has_imported(tmp_path):

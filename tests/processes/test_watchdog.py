@@ -105,7 +105,7 @@ def test_progress_keeps_a_job_alive_and_an_attempt_clears_what_is_left(ranks, tm
     states = ranks(2).run(move, str(tmp_path), 1.0)[0]
     assert [(state["rank"], state["step"], state["finished"]) for state in states] == [(0, 6, True), (1, 6, True)]
     assert states[0]["attempt"] == states[1]["attempt"] == (tmp_path / "attempt").read_text()
-    assert states[0]["beat"] > 20
+    assert states[0]["beat"] > 5  # several a step
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt", "rank-0.json", "rank-1.json"]
 
 

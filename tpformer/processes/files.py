@@ -4,6 +4,8 @@ Importing this file does not import torch.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -18,7 +20,35 @@ def replace_file(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+@contextmanager
+def in_words(path: Path, action: str = "read") -> Iterator[None]:
+    """Say in words that the block's action on `path` fails: ValueError for any OSError.
+
+    That a file does not exist passes as it is, because callers know what to advise.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be {action}: {error.strerror or error}") from None
+
+
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hexadecimal. OSError where the file cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within, an exception that an OSError has caused becomes that OSError, with the path unless it has one already."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror or str(cause), cause.filename or str(path)) from error

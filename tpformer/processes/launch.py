@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -19,10 +18,14 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from .parent import end_with_parent
+from .stops import STOPS, heeded
+
 POLL_SECONDS = 0.05
-HANG_EXIT_CODE = 124  # a watchdog ended the rank; the command `timeout` uses the same code
-STOPS = (signal.SIGTERM, signal.SIGINT)
 USAGE_EXIT_CODE = 2  # a mistake that only the user can mend, such as a missing file: starting again would not help
+STOPPED_EXIT_CODE = 3  # a signal ended the run before its last step, and a checkpoint was written: it is no failure
+HANG_EXIT_CODE = 124  # a watchdog ended the rank; the command `timeout` uses the same code
+ORDERLY = (0, STOPPED_EXIT_CODE)  # the other ranks end by themselves
 
 
 def launched() -> bool:
@@ -31,7 +34,8 @@ def launched() -> bool:
 
 
 def check_local_ranks(world_size: int, device: str | None) -> None:
-    """ValueError for more ranks than this machine should start: one per GPU; on CPUs 16, or four per core.
+    """ValueError for more ranks than this machine should start: one per GPU; on CPUs 16, or four per core. Also for
+    CUDA without a GPU.
 
     device: cpu or cuda. None stands for cuda if there is a GPU.
     """
@@ -42,6 +46,8 @@ def check_local_ranks(world_size: int, device: str | None) -> None:
     cuda = device == "cuda" or (device is None and torch.cuda.is_available())
     cores = os.cpu_count() or 1
     most = torch.cuda.device_count() if cuda else max(16, 4 * cores)
+    if cuda and not most:
+        raise ValueError('train.device = "cuda", but no CUDA device is visible: set --train.device cpu')
     if world_size > most:
         here = f"{most} GPUs" if cuda else f"{cores} CPU cores"
         raise ValueError(
@@ -64,45 +70,39 @@ def record_exception(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _error_file(directory: str, rank: int) -> Path:
     return Path(directory, f"rank-{rank}.json")
 
 
-def interrupted(*_: object) -> None:
-    """What SIGINT does: KeyboardInterrupt. A second one, which a launcher passes on, ends the process at once."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    raise KeyboardInterrupt
-
-
-def _rank(work: Callable[[int], object], attempt: int, environment: dict[str, str]) -> None:
+def _rank(work: Callable[[int], object], attempt: int, launcher: int, environment: dict[str, str]) -> None:
     """Run `work` as a rank. Handlers of signals are first set back to those of a new process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, interrupted)
+    end_with_parent(launcher)
+    for number in heeded():
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.update(environment)
     work(attempt)
 
 
-def _start(work: Callable[[int], object], attempt: int, world_size: int, errors: str, ranks: list[BaseProcess]) -> None:
+def _start(
+    work: Callable[[int], object], attempt: int, world_size: int, private: str, ranks: list[BaseProcess]
+) -> None:
+    """Fork the ranks, and add each to the list. private: a directory of this attempt that no other user may read."""
+    from tpformer.distributed.mesh import STORE_VARIABLE
+
     context = multiprocessing.get_context("fork")
     shared = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        STORE_VARIABLE: str(Path(private, "store")),
     }
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until each rank has handlers of its own
     try:
         for rank in range(world_size):
-            error_file = str(_error_file(errors, rank))
+            error_file = str(_error_file(private, rank))
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file}
-            process = context.Process(target=_rank, args=(work, attempt, shared | own), name=f"rank {rank}")
+            arguments = (work, attempt, os.getpid(), shared | own)
+            process = context.Process(target=_rank, args=arguments, name=f"rank {rank}")
             process.start()
             ranks.append(process)
     finally:
@@ -128,25 +128,43 @@ def _describe(code: int, error_file: Path) -> str:
     return f"failed with exit code {code} ({message})"
 
 
-def _run_once(work: Callable[[int], object], attempt: int, world_size: int, ranks: list[BaseProcess]) -> int:
-    """Make one attempt. Returns 0, or the exit code of the rank that failed first, which is named on stderr.
+def _report(failed: list[tuple[int, int]], world_size: int, private: str, received: list[int]) -> None:
+    """Say on stderr which ranks failed, given as (rank, code), the cause first."""
+    ends = {code for _, code in failed}
+    if ends <= {-number for number in received}:
+        names = " and ".join(signal.Signals(-code).name for code in sorted(ends))
+        print(f"{names} ended the ranks", file=sys.stderr, flush=True)
+        return
+    first, code = failed[0]
+    if code == USAGE_EXIT_CODE and _error_file(private, first).exists():
+        return  # the rank has said it, and it is not this rank's alone
+    for index, (rank, code) in enumerate(failed):
+        what = f"rank {rank} of {world_size} {_describe(code, _error_file(private, rank))}"
+        print(f"then {what}" if index else f"{what}; all ranks were stopped", file=sys.stderr, flush=True)
 
-    A negative code is the number of the signal that ended the rank.
+
+def _run_once(
+    work: Callable[[int], object], attempt: int, world_size: int, ranks: list[BaseProcess], received: list[int]
+) -> int:
+    """Make one attempt. Returns 0, STOPPED_EXIT_CODE, or the code of the rank that failed first, named on stderr.
+
+    A negative code is the number of the signal that ended the rank. received: signals that the launcher got.
     """
-    with tempfile.TemporaryDirectory(prefix="tpformer-ranks-") as errors:
+    with tempfile.TemporaryDirectory(prefix="tpformer-ranks-") as private:
         try:
-            _start(work, attempt, world_size, errors, ranks)
-            while not any(codes := [rank.exitcode for rank in ranks]) and None in codes:
+            _start(work, attempt, world_size, private, ranks)
+            while None in (codes := [rank.exitcode for rank in ranks]) and {*codes} <= {None, *ORDERLY}:
                 time.sleep(POLL_SECONDS)
             # all are asked once more, because the rank that died first may have been asked just before it died
-            failed = [(rank, code) for rank, process in enumerate(ranks) if (code := process.exitcode)]
+            codes = [process.exitcode for process in ranks]
+            failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in ORDERLY]
+            if not failed:
+                return max(code or 0 for code in codes)
             for process in ranks:
                 process.kill()
-            failed.sort(key=lambda each: _order(each[1], _error_file(errors, each[0])))
-            for index, (rank, code) in enumerate(failed):
-                what = f"rank {rank} of {world_size} {_describe(code, _error_file(errors, rank))}"
-                print(f"then {what}" if index else f"{what}; all ranks were stopped", file=sys.stderr, flush=True)
-            return failed[0][1] if failed else 0
+            failed.sort(key=lambda each: _order(each[1], _error_file(private, each[0])))
+            _report(failed, world_size, private, received)
+            return failed[0][1]
         finally:
             for process in ranks:
                 process.kill()
@@ -157,33 +175,40 @@ def _run_once(work: Callable[[int], object], attempt: int, world_size: int, rank
 def run_ranks(
     work: Callable[[int], object], world_size: int, *, max_restarts: int = 0, interactive: bool = False
 ) -> int:
-    """Call `work(attempt)` in a process per rank, with torchrun's environment variables.
+    """Call `work(attempt)` in a process per rank. The ranks find one another by a file, and their launcher by no port.
 
-    Returns 0, or the exit code of the first rank to fail (128 + N if signal N killed it). SIGTERM and SIGINT are passed
-    on, so that ranks can finish in order; a second signal kills them. When a rank fails, the others are killed at once,
-    because they would wait for it. stderr names the rank and the message that it left by `record_exception`. Then all
-    ranks are started again, at most max_restarts times. `attempt` is 0 at first, and one more after each restart.
-    The job is not restarted after exit code 2 (a user's mistake), after SIGPIPE (nobody reads the output), or when a
-    rank fails after SIGTERM or SIGINT. interactive: SIGINT is left to the ranks, which a terminal's Ctrl-C reaches too.
+    Each has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them, and what
+    `tpformer.distributed.initialize` needs to join the others without a socket that another machine could reach.
+    Returns 0, STOPPED_EXIT_CODE if ranks ended with it, or the exit code of the first rank to fail (128 + N if signal N
+    killed it). SIGTERM, SIGINT and, unless it is ignored, SIGHUP are passed on, so that ranks can finish in order; a
+    second SIGTERM or SIGINT kills them. Ranks die with the launcher. When a rank fails, the others are killed at once,
+    because they would wait for it. stderr names the rank and the message that it left by `record_exception`; a rank
+    that ends with code 2 prints that itself. Then all ranks are started again, at most max_restarts times. `attempt` is
+    0 at first, and one more after each restart. The job is not restarted after it was stopped, after exit code 2 (a
+    user's mistake), after SIGPIPE (nobody reads the output), or when a rank fails after one of those signals.
+    interactive: SIGINT is left to the ranks, which a terminal's Ctrl-C reaches too.
     """
     ranks: list[BaseProcess] = []
     received: list[int] = []
 
     def forward(number: int, _) -> None:
+        # a shell and the kernel both send SIGHUP when a terminal closes, so a second one means no hurry
+        kills = number != signal.SIGHUP and {*received} & {signal.SIGTERM, signal.SIGINT}
         received.append(number)
         for process in ranks:
             if process.pid is not None and process.exitcode is None:
-                os.kill(process.pid, number if len(received) == 1 else signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL if kills else number)
 
-    handlers = {signal.SIGTERM: forward, signal.SIGINT: signal.SIG_IGN if interactive else forward}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    previous = {number: signal.signal(number, forward) for number in heeded()}
+    if interactive:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        code = _run_once(work, 0, world_size, ranks)
+        code = _run_once(work, 0, world_size, ranks, received)
         for attempt in range(1, max_restarts + 1):
-            if code in (0, USAGE_EXIT_CODE, -signal.SIGPIPE) or received:
+            if code in (*ORDERLY, USAGE_EXIT_CODE, -signal.SIGPIPE) or received:
                 break
             print(f"starting all ranks again: restart {attempt} of {max_restarts}", file=sys.stderr, flush=True)
-            code = _run_once(work, attempt, world_size, ranks)
+            code = _run_once(work, attempt, world_size, ranks, received)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
