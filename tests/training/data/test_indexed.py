@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpformer.training.data import IndexedDataset, IndexedWriter, read_sidecar, token_dtype
+from tpformer.training.data import DataError, IndexedDataset, IndexedWriter, read_sidecar, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [8], [65535, 0]]
 
@@ -165,11 +165,58 @@ def test_writer_refuses_no_tokens_and_other_dtypes(tmp_path: Path) -> None:
         IndexedWriter(tmp_path / "a", np.dtype(np.int64))
 
 
-def test_sidecar_is_optional_but_must_be_an_object(tmp_path: Path) -> None:
+def test_sidecar_is_optional_but_must_be_an_object_with_its_keys(tmp_path: Path) -> None:
+    """R18: one without keys was a KeyError."""
     assert read_sidecar(tmp_path / "a") is None
-    (tmp_path / "a.json").write_text('{"n_tokens": 3}')
-    assert read_sidecar(tmp_path / "a") == {"n_tokens": 3}
-    for content, message in (("{", r"a\.json is not valid JSON"), ("[]", r"a\.json holds a JSON list")):
+    (tmp_path / "a.json").write_text('{"tokenizer": "bytes", "vocab_size": 257}')
+    assert read_sidecar(tmp_path / "a") == {"tokenizer": "bytes", "vocab_size": 257}
+    for content, message in (
+        ("{", r"a\.json is not valid JSON"),
+        ("[]", r"a\.json holds a JSON list"),
+        ("{}", r"a\.json is no sidecar.* tokenizer is None"),
+        ('{"tokenizer": "bytes", "vocab_size": "257"}', r"vocab_size '257', where .* expected"),
+    ):
         (tmp_path / "a.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             read_sidecar(tmp_path / "a")
+
+
+def test_ids_outside_of_the_models_vocabulary_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    """R3: with a sidecar they became token 0, or were dropped. The position is that in the stream."""
+    write(tmp_path / "a", DOCUMENTS)
+    assert IndexedDataset(tmp_path / "a").tokens(0, 6).max() == 65535
+    assert IndexedDataset(tmp_path / "a", 9).tokens(0, 4).tolist() == [5, 6, 7, 8]
+    with pytest.raises(DataError, match=r"a\.bin has the id 65535 at token 4, but the model's ids are 0 to 8"):
+        IndexedDataset(tmp_path / "a", 9).tokens(2, 6)
+    with IndexedWriter(tmp_path / "b", np.dtype(np.int32)) as writer:
+        writer.add_document([1, 2, 3])
+    (tmp_path / "b.bin").write_bytes(struct.pack("<3i", 1, 2, -3))
+    with pytest.raises(DataError, match=r"b\.bin has the id -3 at token 2"):
+        IndexedDataset(tmp_path / "b", 9).tokens(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "remedy"),
+    [
+        ("a.bin", "named by its prefix, so write .*/a without .bin"),
+        ("a.idx", "write .*/a without .idx"),
+        ("data/stdlib_valid", "`tpformer data stdlib --out .*/data`"),
+        ("b.v2", "PREFIX.bin and PREFIX.idx, give the PREFIX"),
+    ],
+)
+def test_a_dataset_that_is_not_there_says_what_to_do(tmp_path: Path, prefix: str, remedy: str) -> None:
+    """N2, N13."""
+    with pytest.raises(FileNotFoundError, match=rf"{prefix}\.bin does not exist; .*{remedy}"):
+        IndexedDataset(tmp_path / prefix)
+
+
+def test_a_file_that_may_not_be_read_is_named_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N13. Tests may run as root, whom no permission stops."""
+    write(tmp_path / "a", DOCUMENTS)
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"a\.idx cannot be read: Permission denied$"):
+        IndexedDataset(tmp_path / "a")

@@ -134,7 +134,8 @@ def test_blend_uses_each_dataset_without_gaps_or_repetition(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("weights", "quotas"),
-    [([1, 1, 1], [334, 333, 333]), ([0.7, 0.2, 0.1], [700, 200, 100]), ([1e-3, 0.999], [1, 999]), ([9], [1000])],
+    [([1, 1, 1], [334, 333, 333]), ([0.7, 0.2, 0.1], [700, 200, 100]), ([1e-3, 0.999], [1, 999]), ([9], [1000])]
+    + [([1.5e308, 1.5e308], [500, 500]), ([5e-324, 5e-324], [500, 500])],  # R18: their sum overflowed
 )
 def test_quotas_are_the_largest_remainder(tmp_path: Path, weights: list[float], quotas: list[int]) -> None:
     part = TokenSamples(dataset_of(tmp_path / "a", 21), seq_length=10)

@@ -1,16 +1,19 @@
 """Training data: token files, tokenizers, the default corpus and the order of samples, all without torch. Only
 re-exports belong here."""
 
-from .build import Summary, build_dataset, build_stdlib
+from .build import Summary, build_dataset, build_split, build_stdlib
 from .chat_template import PLAIN_STOP, Message, chat_ids, render_chat
+from .contents import FileContent, read_contents
 from .corpus import split_files, stdlib_files, stdlib_root
-from .indexed import IndexedDataset, IndexedWriter, dataset_paths, read_sidecar, token_dtype
+from .indexed import DataError, IndexedDataset, IndexedWriter, dataset_paths, read_sidecar, token_dtype
 from .sampling import BlendedSamples, Samples, TokenSamples, check_vocab, permute
 from .tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, prompt_ids
 
 __all__ = [
     "BlendedSamples",
     "ByteTokenizer",
+    "DataError",
+    "FileContent",
     "IndexedDataset",
     "IndexedWriter",
     "JsonTokenizer",
@@ -21,6 +24,7 @@ __all__ = [
     "TokenSamples",
     "Tokenizer",
     "build_dataset",
+    "build_split",
     "build_stdlib",
     "chat_ids",
     "check_vocab",
@@ -28,6 +32,7 @@ __all__ = [
     "load_tokenizer",
     "prompt_ids",
     "permute",
+    "read_contents",
     "read_sidecar",
     "render_chat",
     "split_files",

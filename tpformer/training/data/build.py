@@ -1,21 +1,23 @@
 """Make a token dataset with its sidecar from text files.
 
-Only what makes datasets belongs here. Their format is in indexed.py, the list of the default corpus's files in
-corpus.py.
+Only what makes datasets belongs here. Their format is in indexed.py, the reading of inputs in documents.py, the list of
+the default corpus's files in corpus.py.
 """
 
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tpformer.processes.files import file_sha256, replace_file
+from tpformer.processes.files import file_sha256, in_words, replace_file
 
 from .corpus import split_files, stdlib_files, stdlib_root
+from .documents import check_files, find_files, read_documents
 from .indexed import IndexedDataset, IndexedWriter, dataset_paths, read_sidecar, token_dtype
 from .tokenizer import load_tokenizer
 
@@ -33,42 +35,103 @@ class Summary:
     documents_sha256: str  # of the documents' texts in order, before tokenization
 
 
-def build_dataset(inputs: Sequence[Path], prefix: Path, tokenizer_name: str, *, quiet: bool = False) -> Summary:
+def build_dataset(
+    inputs: Sequence[Path], prefix: Path, tokenizer_name: str, *, text_field: str = "text", quiet: bool = False
+) -> Summary:
     """Tokenize the inputs into PREFIX.bin, PREFIX.idx and PREFIX.json, and print one line about them.
 
-    Each file is one document. In a .jsonl file each line is one: the string under its "text" key. A folder stands for
-    all its files but hidden ones, sorted by name. The end-of-document token follows every document.
-    `tokenizer_name` is "bytes" or the path of a tokenizer.json. On a terminal a progress bar is shown, unless quiet.
+    Each file is one document. In a .jsonl file each line is one, the string under the key `text_field`, and in a
+    .parquet file each row of that column. A folder stands for all its files but hidden ones and links, sorted by name.
+    The end-of-document token follows every document. `tokenizer_name` is "bytes" or the path of a tokenizer.json. On a
+    terminal a progress bar is shown, unless quiet.
 
-    Raises FileNotFoundError for a missing input or tokenizer, and ValueError when the inputs are empty, a .jsonl line
-    has no text (the message says path:line), or the dataset exists already. An error in an input leaves no file behind.
+    Raises FileNotFoundError for a missing input or tokenizer, and ValueError when the inputs are empty, a file is no
+    text, a line or row has no text (the message says which), or the dataset exists already. An error in an input leaves
+    no file behind.
     """
+    return _build(inputs, prefix, [prefix], tokenizer_name, lambda _: 0, text_field, quiet)[0]
+
+
+def build_split(
+    inputs: Sequence[Path],
+    prefix: Path,
+    tokenizer_name: str,
+    valid_fraction: float,
+    *,
+    text_field: str = "text",
+    quiet: bool = False,
+) -> tuple[Summary, Summary]:
+    """Build PREFIX_train and PREFIX_valid as build_dataset builds one; about valid_fraction of the documents validate.
+
+    A document's side depends only on its text, so equal documents are never on both. ValueError also unless
+    0 < valid_fraction < 1, or when a side gets no document.
+    """
+    if not 0 < valid_fraction < 1:
+        raise ValueError(f"--valid-fraction {valid_fraction} must lie strictly between 0 and 1")
+    prefixes = [Path(f"{prefix}_{use}") for use in ("train", "valid")]
+
+    def side(text: bytes) -> int:
+        return int(int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < valid_fraction)
+
+    train, valid = _build(inputs, prefix, prefixes, tokenizer_name, side, text_field, quiet)
+    return train, valid
+
+
+def _build(
+    inputs: Sequence[Path],
+    prefix: Path,
+    prefixes: Sequence[Path],
+    tokenizer_name: str,
+    side: Callable[[bytes], int],
+    text_field: str,
+    quiet: bool,
+) -> list[Summary]:
+    """Build the datasets of `prefixes`. side: the number of the one that a document goes to."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    files = [file for path in inputs for file in _files_under(path)]
+    found = [find_files(path) for path in inputs]
+    files = [file for some, _ in found for file in some]
+    links = sum(number for _, number in found)
     n_bytes = sum(file.stat().st_size for file in files)
+    left_out = f"{links} symbolic links in folders are left out: give what they point to as inputs" if links else ""
     if n_bytes == 0:
         names = ", ".join(map(str, inputs)) or "no inputs"
-        raise ValueError(f"nothing to tokenize for {prefix}: {names} ({len(files)} files, 0 bytes); give other inputs")
+        advice = left_out or "give other inputs"
+        raise ValueError(f"nothing to tokenize for {prefix}: {names} ({len(files)} files, 0 bytes); {advice}")
+    check_files(files, text_field)
     tokenizer = load_tokenizer(tokenizer_name)
-    documents_digest = hashlib.sha256()
+    digests = [hashlib.sha256() for _ in prefixes]
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())
-    with bar, IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        task = bar.add_task(prefix.name, total=n_bytes)
-        for text, n_read in _documents(files):
-            _add_to_digest(documents_digest, text)
-            writer.add_document(np.append(tokenizer.encode(text), tokenizer.end_of_document))
+    with in_words(prefix, "written"), bar, ExitStack() as stack:
+        dtype = token_dtype(tokenizer.vocab_size)
+        writers = [stack.enter_context(IndexedWriter(each, dtype)) for each in prefixes]
+        task, counts = bar.add_task(prefix.name, total=n_bytes), [0] * len(prefixes)
+        for text, n_read in read_documents(files, text_field):
+            chosen = side(text)
+            counts[chosen] += 1
+            _add_to_digest(digests[chosen], text)
+            writers[chosen].add_document(np.append(tokenizer.encode(text), tokenizer.end_of_document))
             bar.advance(task, n_read)
-    summary = _summarize(prefix, tokenizer_name, tokenizer.vocab_size, documents_digest.hexdigest())
-    _write_sidecar(prefix, summary)
+        if len(prefixes) > 1 and 0 in counts:
+            raise ValueError(
+                f"{sum(counts)} documents are too few for {prefixes[counts.index(0)]}, which got none: change "
+                f"--valid-fraction, or give more documents"
+            )
+    summaries = []
+    for each, digest in zip(prefixes, digests, strict=True):
+        summaries.append(_summarize(each, tokenizer_name, tokenizer.vocab_size, digest.hexdigest()))
+        _write_sidecar(each, summaries[-1])
     if not quiet:
-        print(
-            f"{prefix}: {summary.n_documents:,} documents, {summary.n_tokens:,} tokens, "
-            f"unigram entropy {summary.entropy_nats_per_token:.4f} nats/token"
-        )
-    return summary
+        for each, summary in zip(prefixes, summaries, strict=True):
+            print(
+                f"{each}: {summary.n_documents:,} documents, {summary.n_tokens:,} tokens, "
+                f"unigram entropy {summary.entropy_nats_per_token:.4f} nats/token"
+            )
+        if left_out:
+            print(left_out)
+    return summaries
 
 
 def build_stdlib(out_dir: Path, *, quiet: bool = False) -> tuple[Path, Path]:
@@ -94,44 +157,6 @@ def _unigram_entropy(dataset: IndexedDataset, vocab_size: int) -> float:
         counts += np.bincount(chunk, minlength=vocab_size)
     frequencies = counts[counts > 0] / counts.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
-
-
-def _files_under(path: Path) -> list[Path]:
-    """The file itself, or the folder's files sorted by relative name."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"input {path} does not exist; give a text file, a .jsonl file or a folder")
-    found = []
-    for file in path.rglob("*"):
-        relative = file.relative_to(path)
-        if file.is_file() and not any(part.startswith(".") for part in relative.parts):
-            found.append((relative.as_posix(), file))
-    return [file for _, file in sorted(found)]
-
-
-def _documents(files: Sequence[Path]) -> Iterator[tuple[bytes, int]]:
-    """(UTF-8 text, bytes of input that it took) of each document."""
-    for file in files:
-        if file.suffix == ".jsonl":
-            yield from _jsonl_documents(file)
-        else:
-            text = file.read_bytes()
-            yield text, len(text)
-
-
-def _jsonl_documents(file: Path) -> Iterator[tuple[bytes, int]]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.isspace():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{file}:{number} is not valid JSON: {error}") from error
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise ValueError(f'{file}:{number} is not a JSON object with a string under "text"')
-            yield record["text"].encode("utf-8", errors="replace"), len(line)
 
 
 def _add_to_digest(digest: "hashlib._Hash", text: bytes) -> None:
@@ -163,7 +188,7 @@ def _is_built_from(prefix: Path, files: Sequence[Path]) -> bool:
     if not existing:
         return False
     digest = hashlib.sha256()
-    for text, _ in _documents(files):
+    for text, _ in read_documents(files):
         _add_to_digest(digest, text)
     sidecar = read_sidecar(prefix) or {}
     expected = ("bytes", digest.hexdigest())

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from tpformer.processes.files import in_words
 from tpformer.weights.family import read_json
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -23,6 +24,10 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")  # code = position + 1
 _TOKEN_DTYPE_NAMES = ("uint16", "int32")
 _CHUNK_TOKENS = 1 << 20
+
+
+class DataError(ValueError):
+    """A dataset has tokens that its model cannot have. It may be noticed only when training reaches them."""
 
 
 class DatasetPaths(NamedTuple):
@@ -49,14 +54,25 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
-    """The contents of PREFIX.json, or None where there is none; ValueError when it is not a JSON object."""
+    """The contents of PREFIX.json, or None where there is none.
+
+    ValueError when it is not a JSON object with a tokenizer's name and the size of its vocabulary.
+    """
     path = dataset_paths(prefix).sidecar
-    if not path.exists():
-        return None
-    try:
-        return read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{error}; delete it or rebuild the dataset") from None
+    with in_words(path):
+        if not path.exists():
+            return None
+        try:
+            sidecar = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"{error}; delete it or rebuild the dataset") from None
+    tokenizer, size = sidecar.get("tokenizer"), sidecar.get("vocab_size")
+    if not isinstance(tokenizer, str) or type(size) is not int or size < 1:
+        raise ValueError(
+            f"{path} is no sidecar of a dataset: its tokenizer is {tokenizer!r} and its vocab_size {size!r}, where a "
+            f"name and a number are expected; move it away or rebuild the dataset"
+        )
+    return sidecar
 
 
 class _Index(NamedTuple):
@@ -121,18 +137,21 @@ def _check_index(path: Path, index: _Index) -> None:
 class IndexedDataset:
     """The token stream of PREFIX.bin and PREFIX.idx, memory-mapped. Sequences follow one another without boundaries.
 
-    Raises FileNotFoundError when either file is missing, and ValueError when the .idx is not a contiguous version-1
-    index of uint16 or int32 tokens, or when the .bin does not have exactly the size that the .idx implies.
+    vocab_size: that of the model which reads the stream; `tokens` then refuses ids outside of it.
+    Raises FileNotFoundError when either file is missing, and ValueError when one cannot be read, when the .idx is not a
+    contiguous version-1 index of uint16 or int32 tokens, or when the .bin does not have exactly the size that the .idx
+    implies.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, vocab_size: int | None = None) -> None:
         self.bin_path, self.idx_path, _ = dataset_paths(prefix)
+        self._vocab_size = vocab_size
         for path in (self.bin_path, self.idx_path):
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path} does not exist; a dataset is PREFIX.bin and PREFIX.idx, give the PREFIX"
-                )
-        index = _read_index(self.idx_path)
+            with in_words(path):
+                if not path.is_file():
+                    raise FileNotFoundError(f"{path} does not exist; {_remedy(str(prefix))}")
+        with in_words(self.idx_path):
+            index = _read_index(self.idx_path)
         _check_index(self.idx_path, index)
         n_tokens = int(index.lengths.sum(dtype=np.int64))
         size, expected = self.bin_path.stat().st_size, n_tokens * index.dtype.itemsize
@@ -145,7 +164,8 @@ class IndexedDataset:
         if n_tokens == 0:
             raise ValueError(f"{self.bin_path} holds no tokens; rebuild it from an input that has some")
         self._n_documents = len(index.documents) - 1
-        self._tokens = np.memmap(self.bin_path, dtype=index.dtype, mode="r")
+        with in_words(self.bin_path):
+            self._tokens = np.memmap(self.bin_path, dtype=index.dtype, mode="r")
 
     @property
     def n_tokens(self) -> int:
@@ -165,16 +185,37 @@ class IndexedDataset:
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop - 1 of the stream, a new int64 array (stop - start,).
 
-        Raises ValueError unless 0 <= start <= stop <= n_tokens.
+        Raises ValueError unless 0 <= start <= stop <= n_tokens, and DataError for an id outside of the vocabulary,
+        with its position in the stream.
         """
         if not 0 <= start <= stop <= self.n_tokens:
             raise ValueError(f"tokens [{start}, {stop}) asked of {self.bin_path}, which has {self.n_tokens}")
-        return self._tokens[start:stop].astype(np.int64)
+        ids = self._tokens[start:stop].astype(np.int64)
+        size = self._vocab_size
+        if size is not None and len(ids) and not 0 <= ids.min() <= ids.max() < size:
+            wrong = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
+            raise DataError(
+                f"{self.bin_path} has the id {ids[wrong]} at token {start + wrong}, but the model's ids are 0 to "
+                f"{size - 1}: the file is damaged, or its .json is another dataset's; rebuild it with the model's "
+                f"tokenizer"
+            )
+        return ids
 
     def chunks(self) -> Iterator[np.ndarray]:
         """The whole stream as consecutive read-only views (at most 2**20,) in the stored dtype: one pass, no copy."""
         for start in range(0, self.n_tokens, _CHUNK_TOKENS):
             yield self._tokens[start : start + _CHUNK_TOKENS]
+
+
+def _remedy(prefix: str) -> str:
+    """What to do about a dataset that does not exist."""
+    stem, dot, ending = prefix.rpartition(".")
+    if dot and ending in ("bin", "idx", "json"):
+        return f"a dataset is named by its prefix, so write {stem} without .{ending}"
+    path = Path(prefix)
+    if path.name in ("stdlib_train", "stdlib_valid"):
+        return f"make it with `tpformer data stdlib --out {path.parent}`"
+    return "a dataset is PREFIX.bin and PREFIX.idx, give the PREFIX (`tpformer data build` makes one)"
 
 
 class IndexedWriter:

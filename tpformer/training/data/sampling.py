@@ -161,7 +161,9 @@ def _quotas(weights: Sequence[float]) -> list[int]:
     """How many of every _BLOCK samples come from each dataset: shares rounded by largest remainder, so they add up."""
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ValueError(f"blend weights must be positive and finite, got {list(weights)}")
-    shares = [_BLOCK * weight / math.fsum(weights) for weight in weights]
+    exponent = math.frexp(max(weights))[1]
+    parts = [math.ldexp(weight, -exponent) for weight in weights]  # the same ratios to the bit, and no sum overflows
+    shares = [_BLOCK * part / math.fsum(parts) for part in parts]
     quotas = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda part: quotas[part] - shares[part])
     for part in by_remainder[: _BLOCK - sum(quotas)]:
