@@ -4,9 +4,9 @@ Belongs here: building, updating, saving, loading and comparing them. The only a
 """
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import Layout, apply_zero, split_stages
 from tpformer.training.checkpoint import Checkpointer
@@ -47,7 +47,7 @@ def update(parts, optimizers, times=1):
 
 
 def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return full_tensor(tensor).clone()
 
 
 def everything(parts, optimizers):

@@ -1,10 +1,13 @@
 """A damaged checkpoint is named and passed over; a save that fails or is killed costs only itself."""
 
+import json
 import os
+import pickle
 import shutil
 import signal
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpointed import LAYOUTS, PLAIN, build, load_run, save_run
 from pool import RankFailure
@@ -20,14 +23,12 @@ from tpformer.training.checkpoint import (
     verify,
     write_manifest,
 )
+from tpformer.training.checkpoint_files import step_path, write_checkpoint
 
 
 def make_checkpoint(directory, step):
-    path = directory / f"step-{step}"
-    path.mkdir(parents=True)
-    (path / "__0_0.distcp").write_bytes(bytes(range(256)) * 8)
-    (path / ".metadata").write_bytes(b"metadata")
-    write_manifest(path, manifest_entries(path.iterdir()))
+    path = step_path(directory, step)
+    write_checkpoint(path, {"x": torch.arange(400.0)}, step)
     return path
 
 
@@ -47,15 +48,57 @@ def damage_remove_a_file(path):
     (path / ".metadata").unlink()
 
 
-def damage_manifest(path):
-    (path / "manifest.json").write_text("{")
+def damage_manifest(text):
+    def damage(path):
+        (path / "manifest.json").write_text(text)
+
+    return damage
+
+
+def damage_and_sign(name, content):
+    """A damage that the manifest does not show, because it was written after."""
+
+    def damage(path):
+        if content is None:
+            (path / name).unlink()
+        else:
+            (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (path / "manifest.json").unlink()
+        write_manifest(path, manifest_entries(path.iterdir()))
+
+    return damage
+
+
+def damage_entry(name, entry):
+    """A manifest with another entry."""
+
+    def damage(path):
+        manifest = path / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {name: entry}))
+
+    return damage
 
 
 DAMAGES = [
-    (damage_truncate, ["__0_0.distcp", "2047 bytes", "2048"]),
+    (damage_truncate, ["__0_0.distcp", " bytes, and "]),
     (damage_flip_a_bit, ["__0_0.distcp", "corrupted", "SHA-256"]),
     (damage_remove_a_file, [".metadata", "missing"]),
-    (damage_manifest, ["manifest.json", "cannot be read"]),
+    (damage_manifest("{"), ["manifest.json", "cannot be read"]),
+    # R15, R16
+    (damage_manifest("[" * 100_000), ["manifest.json", "cannot be read"]),
+    (damage_manifest("{}"), ["manifest.json", "malformed", ".metadata, trainer.json"]),
+    (damage_manifest("[]"), ["manifest.json", "no JSON object"]),
+    (damage_entry("__0_0.distcp", {"bytes": "7", "sha256": ""}), ["manifest.json", "malformed", "__0_0.distcp"]),
+    (damage_entry("__0_0.distcp", 7), ["manifest.json", "malformed", "__0_0.distcp"]),
+    (damage_entry("../x", {"bytes": 7, "sha256": ""}), ["manifest.json", "malformed", "../x"]),
+    (damage_and_sign("trainer.json", "{"), ["trainer.json", "cannot be read"]),
+    (damage_and_sign("trainer.json", '{"step": "10", "extra": {}}'), ["trainer.json", "malformed"]),
+    (damage_and_sign("trainer.json", '{"step": 10}'), ["trainer.json", "malformed"]),
+    (damage_and_sign("trainer.json", '{"step": 9, "extra": {}}'), ["is of step 9", "renamed"]),
+    (damage_and_sign("trainer.json", None), ["manifest.json", "has no trainer.json"]),
+    (damage_and_sign("__0_0.distcp", None), ["manifest.json", "has no __0_0.distcp, which .metadata names"]),
+    (damage_and_sign(".metadata", b"metadata"), [".metadata", "cannot be used"]),
+    (damage_and_sign(".metadata", pickle.dumps({"x": 1})), [".metadata", "cannot be used"]),
 ]
 
 
@@ -73,6 +116,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, dama
     for word in (*words, "step-10"):
         assert word in str(error.value) and word in reports[0]
     assert steps(tmp_path) == [9, 10], "a bad checkpoint is evidence: it is left where it is"
+
+
+def test_a_flipped_bit_of_the_manifest_names_the_manifest(tmp_path):
+    path = make_checkpoint(tmp_path, 10)
+    manifest = path / "manifest.json"
+    content = manifest.read_bytes()
+    for index in range(len(content)):
+        manifest.write_bytes(content[:index] + bytes([content[index] ^ 1 << index % 8]) + content[index + 1 :])
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            verify(path)
+    manifest.write_bytes(content)
+    verify(path)
 
 
 def find_newest(directory):
@@ -156,7 +211,8 @@ def killed_while_saving(directory):
 def test_a_rank_killed_while_saving_costs_only_that_save(ranks, tmp_path):
     with pytest.raises(RankFailure, match="rank 3 of 4 died with exit code -9"):
         ranks(4).run(killed_while_saving, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".saving-2", "step-1"]
+    # rank 0 may live long enough to remove what was half written
+    assert {path.name for path in tmp_path.iterdir()} - {".saving-2"} == {"step-1"}
     assert newest_good(tmp_path, print) == 1
     for step, _, _ in ranks(1).run(load_run, tmp_path, PLAIN):
         assert step == 1
@@ -165,18 +221,20 @@ def test_a_rank_killed_while_saving_costs_only_that_save(ranks, tmp_path):
 
 
 def cannot_write(directory):
-    parts, optimizers = build(PLAIN, seed=1)
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, *build(PLAIN, seed=1))
+    assert checkpointer.failed
     try:
-        Checkpointer(directory).save(1, parts, optimizers)
+        checkpointer.wait()
     except RuntimeError as error:
         return str(error)
     return None
 
 
-def test_a_directory_that_cannot_be_made_is_named_at_once(ranks, tmp_path):
+def test_a_directory_that_cannot_be_made_is_named(ranks, tmp_path):
     (tmp_path / "file").write_text("")
     (message,) = ranks(1).run(cannot_write, tmp_path / "file" / "checkpoints")
-    assert "file/checkpoints/.saving-1" in message and "NotADirectoryError" in message
+    assert "file/checkpoints/step-1" in message and "[Errno 20] Not a directory" in message
 
 
 def save_before_bad_ones(directory):
@@ -192,6 +250,16 @@ def test_bad_checkpoints_of_later_steps_do_not_count_as_newer(ranks, tmp_path):
         damage_flip_a_bit(make_checkpoint(tmp_path, step))
     ranks(1).run(save_before_bad_ones, tmp_path)
     assert steps(tmp_path) == [5, 6] and newest_good(tmp_path, lambda _: None) == 5
+
+
+def test_r17_names_that_no_save_gives_are_no_checkpoints(ranks, tmp_path):
+    """They end neither a resume nor the pruning, and are left where they are."""
+    others = ["step-0005", "step-3.keep", "step-", "step-\u0663"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    make_checkpoint(tmp_path, 4)
+    ranks(1).run(save_before_bad_ones, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-5", *others}
 
 
 def test_no_checkpoint_is_no_error(tmp_path):

@@ -8,6 +8,7 @@ parameter's optimizer state.
 """
 
 import json
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,26 +22,33 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
+from tpformer.parallel import local_part
+from tpformer.processes.files import naming
+from tpformer.torch_private import foreach_norm
 from tpformer.weights.files import listed
 
 from .checkpoint_files import (
     MODEL,
     OPTIMIZER,
     TRAINER,
-    CheckpointError,
+    discard,
     fsync,
     manifest_entries,
     newest_good,
+    read_note,
     read_tensors,
+    remove_leftovers,
     saved_tensors,
     step_path,
     steps,
     verify,
     write_manifest,
 )
+from .checkpoint_metadata import METADATA, CheckpointError
 
 T = TypeVar("T")
 
@@ -69,7 +77,49 @@ def _on_every_rank(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]
     return [one for one, _, _ in everyone]
 
 
+def _words(error: BaseException) -> str:
+    """An error in one line. DCP's has the traceback of every rank that failed; the first one's error is taken."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return str(error)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer, with the operating system's words when a write fails. torch.save alone would say that it finds
+    itself at an unexpected position of the file, and ranks do not send one another the causes of their errors."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """Write this rank's file. OSError names it, or the directory."""
+        with naming(Path(self.path)):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        """Write .metadata, on one rank. OSError names it."""
+        with naming(Path(self.path, METADATA)):
+            super().finish(metadata, results)
+
+
 # tensors
+
+
+def first_not_finite(parts: Sequence[nn.Module]) -> str | None:
+    """The first parameter of which this rank holds a value that is not finite, or None.
+
+    Cost: one pass over the parameters, in one launch for each device and dtype, and one wait for each device.
+    """
+    held = {name: local_part(x.detach()) for part in parts for name, x in part.named_parameters()}
+    by_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in held.items():
+        if tensor.numel() and tensor.is_floating_point():
+            by_device[tensor.device][name] = tensor
+    for tensors in by_device.values():
+        # the largest absolute value cannot overflow, as a sum could
+        largest = torch.stack([norm.double() for norm in foreach_norm(list(tensors.values()), math.inf)])
+        for name, value in zip(tensors, largest.tolist(), strict=True):
+            if not math.isfinite(value):
+                return name
+    return None
 
 
 def _named_parameters(part: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
@@ -87,11 +137,14 @@ def _model_tensors(part: nn.Module) -> dict[str, Tensor]:
 
 
 def _optimizer_tensors(part: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    return {
+    found = {
         f"{OPTIMIZER}{name}.{key}": value
         for name, parameter in _named_parameters(part, optimizer)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+    if wrong := [name for name, value in found.items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"{listed(wrong)} cannot be saved: only tensors can, which load without running anything")
+    return found
 
 
 def _check_pairs(parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -144,7 +197,7 @@ def load_checkpoint(
             loaded |= {name.removeprefix(MODEL) for name in tensors}
             if optimizers:
                 _load_optimizer(path, part, optimizers[index], states)
-        return loaded, set(saved_tensors(path, MODEL)), json.loads((path / TRAINER).read_text())["extra"]
+        return loaded, set(saved_tensors(path, MODEL)), read_note(path)[1]
 
     results = _on_every_rank(group, load)
     unused = results[0][1].difference(*(loaded for loaded, _, _ in results))
@@ -180,13 +233,25 @@ class Checkpointer:
     Collective: all ranks construct it and call its methods in the same order. `directory` must be on a file system that
     they share. keep: how many of the newest checkpoints are kept. timeout: that of its own process group (gloo), which
     it makes so that saving does not disturb the collectives of training.
+    report: is called on rank 0 with one line for what went wrong and needs no exception. on_saved: is called on rank 0
+    with the step of each checkpoint, in the saving thread, when it is on disk and before an older one is removed.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 2, timeout: timedelta = timedelta(minutes=30)) -> None:
-        self.directory, self.keep = directory, keep
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int = 2,
+        timeout: timedelta = timedelta(minutes=30),
+        report: Callable[[str], None] = print,
+        on_saved: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.directory, self.keep, self.on_saved = directory, keep, on_saved
+        self.failures = 0  # how many saves in a row have failed, the same on all ranks
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pending: Future | None = None
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._report = report if self._rank == 0 else lambda text: None
 
     def _leader_does(self, work: Callable[[], T]) -> T:
         """Do the work on rank 0. Its result is returned, or its error raised, on all ranks."""
@@ -199,43 +264,51 @@ class Checkpointer:
         optimizers: Sequence[Optimizer],
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start saving. Training may go on at once. First waits for the save before, and raises what went wrong there.
+        """Start saving. Training may go on at once. First waits for the save before; if that failed, it is reported.
 
+        Whether this save fails is said by `failed` and by `wait`, and prevents no later one.
         parts: this rank's, with one optimizer each. Names are global: a parameter in several parts or on several ranks
         must be equal in all, and is written once. extra: numbers, strings, lists and dicts, equal on all ranks, such as
         the loss scale. The learning rate and the position in the data follow from the step, so they need no saving.
         Memory: one copy of this rank's parameters and optimizer state in host memory until the save is done.
-        Errors: ValueError for an optimizer that is not its part's; TypeError for an extra that JSON cannot hold;
-        RuntimeError, with the path, when a file cannot be written.
+        Errors: ValueError for an optimizer that is not its part's, or whose state holds what is no tensor; TypeError
+        for an extra that JSON cannot hold; FloatingPointError, on all ranks and before anything is written, if a
+        parameter is not finite on some rank.
         """
-        self.wait()
+        self.settle()
         _check_pairs(parts, optimizers)
         note = json.dumps({"step": step, "extra": dict(extra or {})})
         tensors: dict[str, Tensor] = {}
         for part, optimizer in zip(parts, optimizers, strict=True):
             tensors |= _model_tensors(part) | _optimizer_tensors(part, optimizer)
+        if offenders := [each for each in _on_every_rank(self._group, lambda: first_not_finite(parts)) if each]:
+            raise FloatingPointError(f"checkpoint of step {step} is not saved: {offenders[0]} is not finite")
         temporary = self.directory / f".saving-{step}"
 
         def prepare() -> None:
-            for leftover in self.directory.glob(".saving-*"):
-                shutil.rmtree(leftover)
-            temporary.mkdir(parents=True)
-            (temporary / TRAINER).write_text(note)
+            remove_leftovers(self.directory)
+            with naming(temporary / TRAINER):
+                temporary.mkdir(parents=True)
+                (temporary / TRAINER).write_text(note)
 
+        done: Future[None] = Future()
+        self._pending = done
         try:
             self._leader_does(prepare)
         except RuntimeError as error:
-            raise RuntimeError(f"checkpoint {temporary} cannot be written: {error}") from error
-        saving = dcp.async_save(tensors, checkpoint_id=temporary, process_group=self._group)
-        done: Future[None] = Future()
-        self._pending = done
+            self._fail(error, temporary, step, done)
+            return
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        writer = _Writer(temporary)
+        saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
         saving.add_done_callback(lambda saved: self._finish(saved, temporary, step, done))
+        saving.add_done_callback(lambda _: stager.close())
 
     def _finish(self, saving: Future, temporary: Path, step: int, done: Future) -> None:
         """Add the manifest and publish. The saving thread calls it when DCP has written the files of all ranks."""
         try:
             saving.result()
-            own = [temporary / TRAINER, temporary / ".metadata"] if self._rank == 0 else []
+            own = [temporary / TRAINER, temporary / METADATA] if self._rank == 0 else []
             own += temporary.glob(f"__{self._rank}_*.distcp")
             entries = _on_every_rank(self._group, lambda: manifest_entries(own))
             self._leader_does(
@@ -243,9 +316,14 @@ class Checkpointer:
             )
             done.set_result(None)
         except BaseException as error:  # DCP's CheckpointException does not derive from Exception
-            failure = RuntimeError(f"checkpoint {step_path(self.directory, step)} could not be written: {error}")
-            failure.__cause__ = error
-            done.set_exception(failure)
+            self._fail(error, temporary, step, done)
+
+    def _fail(self, error: BaseException, temporary: Path, step: int, done: Future) -> None:
+        """End a save that failed. What it wrote is removed, because it may be what fills the disk."""
+        shutil.rmtree(temporary, ignore_errors=True)
+        failure = RuntimeError(f"checkpoint {step_path(self.directory, step)} could not be written: {_words(error)}")
+        failure.__cause__ = error
+        done.set_exception(failure)
 
     def _publish(self, temporary: Path, step: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
         if missing := [name for name in entries if not (temporary / name).is_file()]:
@@ -256,25 +334,43 @@ class Checkpointer:
         write_manifest(temporary, entries)
         final = step_path(self.directory, step)
         if final.exists():  # a bad checkpoint of this step, which the resumed run replaces
-            shutil.rmtree(final)
+            discard(final)
         temporary.rename(final)
         fsync(self.directory)
-        # checkpoints of later steps are bad ones, from before the run was resumed: they are kept as evidence
-        for old in [other for other in steps(self.directory) if other <= step][: -self.keep]:
-            shutil.rmtree(step_path(self.directory, old))
+        try:
+            self.on_saved(step)
+            # checkpoints of later steps are bad ones, from before the run was resumed: they are kept as evidence
+            for old in [other for other in steps(self.directory) if other <= step][: -self.keep]:
+                discard(step_path(self.directory, old))
+        except OSError as error:
+            self._report(f"checkpoint {final} is saved, but older ones could not be removed: {error}")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in progress has ended on this rank, and has failed. It ends on other ranks soon after."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def wait(self) -> None:
         """Return when the save in progress, if any, is on disk. If it failed, RuntimeError names its path, once."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            self.failures += 1
             pending.result()
+            self.failures = 0
+
+    def settle(self) -> None:
+        """Return when no save is in progress. If the last one failed, that is reported."""
+        try:
+            self.wait()
+        except RuntimeError as error:
+            self._report(str(error))
 
     def newest(self, report: Callable[[str], None] = print) -> int | None:
         """The step of the newest good checkpoint, the same on all ranks, or None. Rank 0 reports bad ones.
 
         Each rank reads its share of the files.
         """
-        self.wait()
+        self.settle()
         found = self._leader_does(lambda: steps(self.directory))
         tell = report if self._rank == 0 else lambda _: None
         return newest_good(self.directory, tell, among=found, check=self.verify)
@@ -285,5 +381,5 @@ class Checkpointer:
 
     def load(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Fill this rank's parts (and optimizers) from a step's checkpoint, as load_checkpoint; returns its `extra`."""
-        self.wait()
+        self.settle()
         return load_checkpoint(step_path(self.directory, step), parts, optimizers, group=self._group)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,15 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tpformer.processes.files import file_sha256
+from tpformer.processes.files import file_sha256, naming
 from tpformer.weights.files import listed
+
+from .checkpoint_metadata import METADATA, CheckpointError, MetadataReader, read_metadata
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 MODEL, OPTIMIZER = "model.", "optimizer."
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used. The message names the file or the tensor, and what is wrong with it."""
 
 
 def fsync(path: Path) -> None:
@@ -37,42 +37,111 @@ def manifest_entries(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """{name: size and SHA-256} of files. Returns when the files are on disk."""
     entries = {}
     for path in sorted(files):
-        fsync(path)
+        with naming(path):
+            fsync(path)
         entries[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     return entries
 
 
 def write_manifest(directory: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
     """Write a checkpoint's manifest. Returns when it and the directory are on disk."""
-    (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
-    fsync(directory / MANIFEST)
-    fsync(directory)
+    with naming(directory / MANIFEST):
+        (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
+        fsync(directory / MANIFEST)
+        fsync(directory)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file. CheckpointError, which names the file, if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object, but {str(found)[:40]}")
+    return found
+
+
+def _read_manifest(directory: Path) -> dict[str, tuple[int, str]]:
+    """{name: (size, SHA-256)} of a checkpoint's files. CheckpointError if the manifest is malformed."""
+    entries = {}
+    for name, entry in _read_json(directory / MANIFEST).items():
+        kinds = {key: type(value) for key, value in entry.items()} if isinstance(entry, dict) else {}
+        if kinds != {"bytes": int, "sha256": str} or Path(name).name != name:
+            raise CheckpointError(f"{directory / MANIFEST} is malformed: no file can be {name!r}: {str(entry)[:80]}")
+        entries[name] = (entry["bytes"], entry["sha256"])
+    if missing := {METADATA, TRAINER} - entries.keys():
+        raise CheckpointError(f"{directory / MANIFEST} is malformed: it has no {listed(missing)}")
+    return entries
+
+
+def read_note(directory: Path) -> tuple[int, dict[str, Any]]:
+    """The step and the trainer's own numbers in a checkpoint's trainer.json. CheckpointError if it is malformed."""
+    note = _read_json(directory / TRAINER)
+    step, extra = note.get("step"), note.get("extra")
+    if type(step) is not int or not isinstance(extra, dict):
+        raise CheckpointError(f"{directory / TRAINER} is malformed: it needs a step and an extra: {str(note)[:80]}")
+    return step, extra
 
 
 def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
-    """CheckpointError, which names the file, unless every file has the size and SHA-256 of the manifest.
+    """CheckpointError, which names the file, for a checkpoint that cannot be used.
 
-    share, of: check only the files share, share + of, share + 2 * of, ..., so that ranks can divide the reading.
+    Where a file and the manifest disagree, both are named: nothing says which of them is damaged.
+    Every file must have the size and SHA-256 of the manifest, every file that .metadata names must be in the manifest,
+    and the step in trainer.json must be that of the directory's name.
+    share, of: read only the files share, share + of, share + 2 * of, ..., so that ranks can divide the reading.
     """
-    try:
-        entries = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / MANIFEST} cannot be read: {error}") from None
-    for name, entry in list(entries.items())[share::of]:
-        path = directory / name
+    entries = _read_manifest(directory)
+    described = [METADATA, TRAINER]  # by share 0, which compares what they say
+    for name in (described if share == 0 else []) + [name for name in entries if name not in described][share::of]:
+        path, (size, digest) = directory / name, entries[name]
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}")
-        if file_sha256(path) != entry["sha256"]:
-            raise CheckpointError(f"{path} is corrupted: its SHA-256 differs from the manifest's")
+            raise CheckpointError(f"{path} is missing, which {MANIFEST} names")
+        if path.stat().st_size != size:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, and {size} in {MANIFEST}")
+        try:
+            found = file_sha256(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        if found != digest:
+            raise CheckpointError(f"{path} is corrupted, or {MANIFEST} is: its SHA-256 there is another")
+    if share == 0:
+        named = {place.relative_path for place in read_metadata(directory).storage_data.values()}
+        if unlisted := named - entries.keys():
+            raise CheckpointError(f"{directory / MANIFEST} has no {listed(unlisted)}, which {METADATA} names")
+        step = read_note(directory)[0]
+        if directory.name != step_path(directory.parent, step).name:
+            raise CheckpointError(f"{directory / TRAINER} is of step {step}, so the directory was renamed")
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in a run's checkpoints directory, ascending; none if it does not exist."""
-    names = (path.name.removeprefix("step-") for path in directory.glob("step-*") if path.is_dir())
-    # step-100.keep, for one, is a copy that the user keeps
-    return sorted(int(name) for name in names if name.isdecimal())
+    """Steps of the complete checkpoints in a run's checkpoints directory, ascending; none if it does not exist.
+
+    Only names that a save gives count: step-0100 or step-100.keep, for two, are copies that the user keeps.
+    """
+    names = (re.fullmatch("step-(0|[1-9][0-9]*)", path.name) for path in directory.glob("step-*") if path.is_dir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint. It loses its name first, so that a kill leaves no part of it that looks like one.
+
+    A link to a checkpoint is removed, and not what it points to. OSError where that fails.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    doomed = path.with_name(f".removing-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what interrupted saves and removals left in a run's checkpoints directory, as far as that is possible."""
+    for pattern in (".saving-*", ".removing-*"):
+        for leftover in directory.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -106,7 +175,7 @@ def read_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     There is no communication: this process reads the saved shards that overlap with the tensors, one at a time.
     CheckpointError for a name that the checkpoint lacks or holds in another shape.
     """
-    reader = dcp.FileSystemReader(path)
+    reader = MetadataReader(path)
     saved = reader.read_metadata().state_dict_metadata
     if missing := tensors.keys() - saved.keys():
         raise CheckpointError(f"{path} is of another model: it has no {listed(missing)}")
@@ -122,7 +191,7 @@ def read_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def saved_tensors(path: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
     """{name without prefix: shape and dtype} of a checkpoint's tensors. prefix: MODEL or OPTIMIZER."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = read_metadata(path).state_dict_metadata
     return {name.removeprefix(prefix): entry for name, entry in saved.items() if name.startswith(prefix)}
 
 
@@ -150,7 +219,7 @@ def read_parts(path: Path, parts: Mapping[str, tuple[Tensor, Sequence[int]]]) ->
     parts: {name: (tensor, where it begins in the saved one)}. This process reads the saved shards that overlap.
     Memory: one saved shard. dcp.load would read all parts in one plan, and keep one shard while it reads the next.
     """
-    reader = dcp.FileSystemReader(path)
+    reader = MetadataReader(path)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     for name, (tensor, begin) in parts.items():

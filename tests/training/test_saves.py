@@ -1,0 +1,321 @@
+"""What a run's checkpoints survive: values that are not finite, disks that fail, directories that go, stops anywhere.
+
+R1, R2, ... are the findings of ../shared/research/findings.md.
+"""
+
+import errno
+import os
+import shutil
+from concurrent.futures import wait
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from tpformer.config import build_config, to_toml
+from tpformer.parallel import local_part
+from tpformer.training import trainer as trainer_module
+from tpformer.training.checkpoint import Checkpointer, newest_good, steps
+from tpformer.training.metrics import MetricsLog, read_metrics
+from tpformer.training.model import ModelParts
+from tpformer.training.trainer import Trainer
+
+
+def rows(directory) -> list[dict]:
+    return [
+        {key: value for key, value in row.items() if key != "tokens_per_second"}
+        for row in read_metrics(Path(directory) / "metrics.jsonl")
+    ]
+
+
+def names(directory) -> list[str]:
+    return sorted(path.name for path in (Path(directory) / "checkpoints").iterdir())
+
+
+def values_with(values: dict, **sections: dict) -> dict:
+    return {name: {**values.get(name, {}), **sections.get(name, {})} for name in values.keys() | sections.keys()}
+
+
+def train(values: dict, resume: bool = False) -> tuple[list[str], str]:
+    """Train, and return what was said and the error."""
+    said: list[str] = []
+    notice = Trainer._notice
+    Trainer._notice = lambda self, text: said.append(text)
+    error = ""
+    try:
+        trainer = Trainer(build_config(values_with(values, run={"resume": resume})))
+        trainer.run()
+    except (RuntimeError, ValueError, FloatingPointError, OSError) as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    finally:
+        Trainer._notice = notice
+    dist.barrier()  # each rank removes what its part of a failed save left
+    return said, error
+
+
+@contextmanager
+def no_number_after(step: int, rank: int, where: str):
+    """On one rank a weight becomes NaN, before the gradients of a step or behind its update."""
+    gradients, train_step = ModelParts.gradients, trainer_module.train_step
+
+    def spoil(model, now):
+        if now == step and dist.get_rank() == rank:
+            with torch.no_grad():
+                local_part(next(model.parts[0].parameters())).view(-1)[0] = float("nan")
+
+    def spoiled_gradients(self, batch, **options):
+        if where == "before":
+            spoil(self, options["step"])
+        return gradients(self, batch, **options)
+
+    def spoiled_step(model, *arguments, **options):
+        result = train_step(model, *arguments, **options)
+        if where == "behind":
+            spoil(model, options["step"])
+        return result
+
+    ModelParts.gradients, trainer_module.train_step = spoiled_gradients, spoiled_step
+    try:
+        yield
+    finally:
+        ModelParts.gradients, trainer_module.train_step = gradients, train_step
+
+
+def spoiled(values: dict, step: int, where: str):
+    with no_number_after(step, 1, where):
+        return train(values)
+
+
+@pytest.mark.parametrize(("where", "skipped"), [("before", 3), ("behind", 2)])
+def test_r1_a_weight_that_is_no_number_is_never_saved_and_prunes_nothing(ranks, tiny_values, where, skipped):
+    values = values_with(
+        tiny_values, parallel={"tensor_parallel": 2}, checkpoint={"interval": 1, "keep": 2}, data={"valid": []}
+    )
+    directory = Path(values["run"]["dir"])
+    (notices, error), (_, other) = ranks(2).run(spoiled, values, 4, where, timeout=60)
+    assert error == other and error.startswith("FloatingPointError: the run ends at step 6"), (notices, error)
+    assert f" with {skipped} skipped steps in a row" in error and "--run.resume True" in error
+    assert names(directory) == ["step-2", "step-3"]
+    assert sum("the checkpoint waits" in line for line in notices) == 1, notices
+    refused = "checkpoint of step 4 is not saved: embed_tokens.weight is not finite"
+    assert sum(refused in line for line in notices) == (where == "behind"), notices
+    # the advice holds: the run continues as one that nothing happened to
+    assert [error for _, error in ranks(2).run(train, values, True)] == ["", ""]
+    whole = values_with(values, run={"dir": f"{directory}-whole"})
+    ranks(2).run(train, whole)
+    assert rows(directory) == rows(whole["run"]["dir"])
+
+
+def train_on_a_full_disk(values: dict, failing: list[int]):
+    """On the last rank the n-th write of its tensors fails, where n is in `failing`; 0 stands for any."""
+    write, failed, count = FileSystemWriter.write_data, Checkpointer.failed, [0]
+
+    def full(*arguments):
+        count[0] += 1
+        if dist.get_rank() == dist.get_world_size() - 1 and {count[0], 0} & {*failing}:
+            Path(arguments[0].path, "part").write_text("what was written before the disk was full")
+            try:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                raise RuntimeError("unexpected pos 704 vs 598") from None  # as torch.save says it
+        return write(*arguments)
+
+    def known(self):
+        """A save ends within the step after it."""
+        if self._pending is not None:
+            wait([self._pending])
+        return failed.fget(self)
+
+    FileSystemWriter.write_data, Checkpointer.failed = full, property(known)
+    try:
+        return train(values)
+    finally:
+        FileSystemWriter.write_data, Checkpointer.failed = write, failed
+
+
+@pytest.mark.parametrize(
+    ("failing", "kept", "planned"),
+    [
+        ([1], [5, 8], [5]),
+        ([1, 2], [7, 8], [5, 7]),
+        ([1, 2, 3], [8], [5, 7, 8]),  # after three failures the interval decides
+        ([2], [4, 8], []),  # the last one is tried once more
+    ],
+)
+def test_r2_r10_a_failed_save_is_reported_tried_again_and_leaves_nothing(ranks, tiny_values, failing, kept, planned):
+    values = values_with(
+        tiny_values, parallel={"tensor_parallel": 2}, data={"valid": []}, train={"steps": 8}, checkpoint={"interval": 4}
+    )
+    directory = Path(values["run"]["dir"])
+    (notices, error), _ = ranks(2).run(train_on_a_full_disk, values, failing)
+    said = [line for line in notices if "could not be written" in line]
+    assert error == "" and len(said) == len(failing) and "[Errno 28] No space left on device" in said[0], notices
+    assert str(directory / "checkpoints") in said[0] and "rank 1" in said[0]
+    assert [int(line.rpartition(" ")[2]) for line in said if "goes on" in line] == planned
+    assert names(directory) == [f"step-{step}" for step in kept]
+    assert newest_good(directory / "checkpoints", print) == 8
+
+
+def test_r2_a_run_whose_last_save_fails_for_good_fails(ranks, tiny_values):
+    values = values_with(tiny_values, train={"steps": 2})
+    ((notices, error),) = ranks(1).run(train_on_a_full_disk, values, [0])
+    assert error.startswith("RuntimeError: checkpoint") and "step-2 could not" in error and "No space left" in error
+    assert sum("tried once more" in line for line in notices) == 1
+    assert names(values["run"]["dir"]) == [] and len(rows(values["run"]["dir"])) == 3
+
+
+def test_r10_a_metrics_file_that_cannot_be_written_is_named(tmp_path):
+    for when in ("row", "close"):
+        log = MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False)
+        with pytest.raises(OSError, match="No space left on device") as error, log:
+            log._file = open("/dev/full", "a")
+            log._file.write("x") if when == "close" else log.row(step=1, loss=1.0)
+        assert error.value.filename == str(tmp_path / "metrics.jsonl")
+
+
+def write_toml(folder: Path, values: dict) -> str:
+    (folder / "run.toml").write_text(to_toml(build_config(values)))
+    return str(folder / "run.toml")
+
+
+def test_r5_a_run_whose_checkpoints_are_gone_does_not_begin_anew(commands, tmp_path, tiny_values):
+    toml = write_toml(tmp_path, values_with(tiny_values, train={"steps": 2}))
+    directory = Path(tiny_values["run"]["dir"])
+    assert commands.run("pretrain", toml)[0] == 0
+    before = (directory / "metrics.jsonl").read_bytes()
+    shutil.rmtree(directory / "checkpoints")
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True")
+    assert code == 2 and "has had checkpoints" in err and "bring them back" in err and "Traceback" not in err, out + err
+    for path in (directory / "config.toml", directory / "saved.json"):
+        path.unlink()
+    code, out, err = commands.run("pretrain", toml)
+    assert code == 2 and "its config.toml is gone" in err, out + err
+    assert (directory / "metrics.jsonl").read_bytes() == before
+
+
+def crash(values: dict, step: int):
+    gradients = ModelParts.gradients
+
+    def crashing(self, batch, **options):
+        if options["step"] == step:
+            raise LookupError("injected")
+        return gradients(self, batch, **options)
+
+    ModelParts.gradients = crashing
+    try:
+        return train(values)
+    except LookupError:
+        return [], "LookupError"
+    finally:
+        ModelParts.gradients = gradients
+
+
+def test_r5_a_run_that_crashed_before_its_first_checkpoint_begins_anew(ranks, tiny_values):
+    values = values_with(tiny_values, checkpoint={"interval": 4})
+    ((_, error),) = ranks(1).run(crash, values, 4)
+    assert error == "LookupError" and len(rows(values["run"]["dir"])) == 3
+    assert ranks(1).run(train, values, True) == [([], "")]
+    assert [row["step"] for row in rows(values["run"]["dir"]) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("how", [shutil.rmtree, lambda path: path.rename(path.with_name("elsewhere"))])
+def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_values, how):
+    values = values_with(
+        tiny_values, train={"steps": 100_000}, parallel={"tensor_parallel": 2}, checkpoint={"interval": 0}
+    )
+    job = commands.start("pretrain", write_toml(tmp_path, values))
+    directory = Path(values["run"]["dir"])
+    job.wait_until(lambda: (directory / "metrics.jsonl").exists() and len(rows(directory)) > 2, "step 3")
+    how(directory)
+    code, _, err = job.finish()
+    assert code == 2 and f"{directory} is gone at step" in err and "Traceback" not in err, err
+
+
+def train_until(values: dict, step: int):
+    """Train; SIGTERM comes in this step."""
+    original = trainer_module.stop_requests
+
+    @contextmanager
+    def requested():
+        with original():
+            yield _At(step)
+
+    trainer_module.stop_requests = requested
+    try:
+        return train(values)
+    finally:
+        trainer_module.stop_requests = original
+
+
+class _At(list):
+    """Requests to stop, of which there is none before the given step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.asked, self.step = 0, step
+
+    def __bool__(self) -> bool:
+        self.asked += 1
+        return self.asked >= self.step
+
+
+def test_r8_a_validation_on_the_step_of_a_stop_is_done_when_the_run_resumes(ranks, tiny_values):
+    values = values_with(tiny_values, train={"validation_interval": 3})
+    whole = values_with(values, run={"dir": values["run"]["dir"] + "-whole"})
+    assert ranks(1).run(train_until, values, 3) == [([], "")]
+    assert [row["step"] for row in rows(values["run"]["dir"])] == [1, 2, 3]
+    ranks(1).run(train, values, True)
+    ranks(1).run(train, whole)
+    assert rows(values["run"]["dir"]) == rows(whole["run"]["dir"])
+    ranks(1).run(train, values, True)
+    assert rows(values["run"]["dir"]) == rows(whole["run"]["dir"]), "a finished run validates no second time"
+
+
+def test_a_stop_while_steps_are_skipped_waits_until_one_is_not(ranks, tiny_values):
+    """R1: no checkpoint is written of a streak, and a stop needs one."""
+    values = values_with(tiny_values, parallel={"tensor_parallel": 2}, data={"valid": []})
+    results = ranks(2).run(stopped_in_a_streak, values)
+    assert [error for _, error in results] == ["", ""] and max(steps(Path(values["run"]["dir"]) / "checkpoints")) == 5
+
+
+def stopped_in_a_streak(values: dict):
+    """The gradients of steps 3 and 4 are no numbers; SIGTERM comes in step 3."""
+    gradients = ModelParts.gradients
+
+    def spoiled_gradients(self, batch, **options):
+        loss = gradients(self, batch, **options)
+        return loss * float("nan") if options["step"] in (3, 4) else loss
+
+    ModelParts.gradients = spoiled_gradients
+    try:
+        return train_until(values, 3)
+    finally:
+        ModelParts.gradients = gradients
+
+
+def half_with_an_overflow(values: dict):
+    """The gradients of the last two steps overflow, as they do when the loss scale has been doubled."""
+    gradients = ModelParts.gradients
+
+    def overflowing(self, batch, **options):
+        loss = gradients(self, batch, **options)
+        if options["step"] > 4:
+            self.parameters()[0].grad.view(-1)[0] = float("inf")
+        return loss
+
+    ModelParts.gradients = overflowing
+    try:
+        return train(values)
+    finally:
+        ModelParts.gradients = gradients
+
+
+def test_a_float16_run_may_end_while_it_looks_for_its_loss_scale(ranks, tiny_values):
+    """R1 counts such steps as skipped ones only where the loss is no number, too."""
+    values = values_with(tiny_values, train={"dtype": "float16"}, data={"valid": []})
+    ((notices, error),) = ranks(1).run(half_with_an_overflow, values)
+    assert error == "" and sum("skipped: loss" in line for line in notices) >= 2, notices
+    assert names(values["run"]["dir"]) == ["step-4", "step-6"]

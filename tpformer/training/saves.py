@@ -1,0 +1,114 @@
+"""When a run saves its checkpoints and when not, the note in the run directory that it has some, and its loss."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tpformer.processes.files import replace_file
+
+from .checkpoint import Checkpointer
+from .checkpoint_files import steps
+from .metrics import read_metrics
+
+ADVICE = (
+    "lower optimizer.lr or lengthen optimizer.warmup_steps, and continue from the last checkpoint with "
+    "--run.resume True --run.changes KEY, where KEY is the one that you changed"
+)
+NOTE = "saved.json"  # survives the loss of the checkpoints, which may lie on another file system
+
+
+class RunLost(FileNotFoundError):
+    """The run directory has gone while the run trained."""
+
+
+def note_saved(run: Path, step: int) -> None:
+    """Write down that the run has a checkpoint. OSError names the file."""
+    replace_file(run / NOTE, json.dumps({"step": step}) + "\n")
+
+
+def check_history(run: Path) -> None:
+    """ValueError, with the remedy, if a run that would begin at step 0 has had checkpoints. Nothing is erased.
+
+    A run that ended before its first checkpoint has none, and begins anew.
+    """
+    anew = f"to begin anew, set another run.dir or remove {run}"
+    if (run / NOTE).exists():
+        raise ValueError(
+            f"{run} has had checkpoints ({run / NOTE}), and {run / 'checkpoints'} has none now: bring them back, or "
+            f"mount their file system, and use --run.resume True; {anew}"
+        )
+    if not (run / "config.toml").exists() and (steps(run / "checkpoints") or read_metrics(run / "metrics.jsonl")):
+        raise ValueError(f"{run} holds a run, but its config.toml is gone: bring it back; {anew}")
+
+
+def lost(run: Path, step: int) -> RunLost:
+    """The error of a run whose directory is gone after a step."""
+    return RunLost(
+        f"{run} is gone at step {step}: its config.toml was deleted or renamed, or its file system is no longer "
+        f"mounted; bring it back, and continue with --run.resume True"
+    )
+
+
+class Saves:
+    """The steps at which a run saves: every `interval` (0: none), and again after a save that failed or had to wait.
+
+    After the n-th failure in a row the run saves again 2 ** (n - 1) - 1 steps later, or when the next one is due.
+    save: starts saving what the run has after a step. notice: prints one line, on one rank.
+    All methods are called on all ranks, with the same numbers.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer, interval: int, save: Callable[[], None], notice: Callable[[str], None]
+    ) -> None:
+        self._checkpointer, self._interval, self._save, self._notice = checkpointer, interval, save, notice
+        self._again: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether to save after a step."""
+        regular = self._interval > 0 and step % self._interval == 0
+        return regular or (self._again is not None and step >= self._again)
+
+    def save(self, step: int, *, diverging: bool, ending: bool) -> None:
+        """Save, unless the run diverges: then it saves after the first step that is not skipped.
+
+        A parameter that is not finite is reported, and if the run is ending raised as FloatingPointError.
+        """
+        if diverging:
+            if self._again != step:
+                self._notice(f"step {step} was skipped: the checkpoint waits for a step that is not")
+            self._again = step + 1
+            return
+        self._again = None
+        try:
+            self._save()
+        except FloatingPointError as error:
+            if ending:
+                raise FloatingPointError(f"{error}; {ADVICE}") from None
+            self._notice(f"{error}; {ADVICE}")
+
+    def retry(self, step: int) -> None:
+        """Report that the save in progress has failed by this step, and plan another one."""
+        try:
+            self._checkpointer.wait()
+        except RuntimeError as error:
+            again = step + 2 ** (self._checkpointer.failures - 1) - 1
+            self._again = min(again, -(-step // self._interval) * self._interval) if self._interval > 0 else again
+            self._notice(f"{error}; the run goes on and saves again after step {self._again}")
+
+    def end(self, step: int, *, skipped_in_a_row: int, diverging: bool) -> None:
+        """Wait for the last checkpoint. If it cannot be written, it is tried once more; then RuntimeError.
+
+        FloatingPointError if the run diverges at its end, so that its last steps have no checkpoint.
+        """
+        if diverging:
+            self._checkpointer.settle()
+            raise FloatingPointError(
+                f"the run ends at step {step} with {skipped_in_a_row} skipped steps in a row, and no checkpoint of "
+                f"them is saved; {ADVICE}"
+            )
+        try:
+            self._checkpointer.wait()
+        except RuntimeError as error:
+            self._notice(f"{error}; it is tried once more")
+            self._save()
+            self._checkpointer.wait()
