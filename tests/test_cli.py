@@ -1,11 +1,20 @@
-"""What all commands have in common: how they end when nobody reads their output."""
+"""What all commands have in common: what they say of themselves, and how they end when nobody reads their output."""
 
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import main
+
+from tpformer.cli.run import EXIT_CODES
+from tpformer.config import MLP_ACTIVATIONS, NORM_NAMES, PRESETS, preset_config
+from tpformer.config.layout import CHOICES
+from tpformer.config.transport_table import DTYPES
 
 TINY = (str(Path(__file__).parents[1] / "examples/gpt_tiny.toml"), "--model.vocab-size", "257", "--model.n-layers", "1")
 VERIFY = ("verify", *TINY, "--model.seq-length", "16", "--model.hidden-size", "32", "--parallel.tensor-parallel", "1")
@@ -24,3 +33,53 @@ def test_a_command_whose_output_nobody_reads_ends_by_sigpipe_without_a_word(comm
     """As in `tpformer dry-run FILE | head`, where `head` leaves first."""
     code, _, err = commands.call(main_unread, *arguments).finish()
     assert (code, err) == (-signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["pretrian", "run.toml"], "did you mean `tpformer pretrain`?"),
+        (["data", "biuld"], "did you mean `tpformer data build`?"),
+        (["data"], "choose one of data build, data stdlib, "),
+        (["--verison"], "did you mean `tpformer --version`?"),
+    ],
+)
+def test_a_command_that_does_not_exist_gets_a_suggestion(commands, given, said):
+    """N12."""
+    code, out, err = commands.run(*given)
+    assert code == 2 and said in err and err.count("\n") == 1 and not out
+
+
+def test_presets_are_listed_with_their_sizes(commands):
+    """N12."""
+    code, out, _ = commands.run("presets")
+    rows = {row.split()[0]: row for row in out.splitlines()[1:]}
+    assert code == 0 and [*rows] == [*PRESETS]
+    assert all(f"{preset_config(name).n_parameters / 1e6:,.0f}M" in row for name, row in rows.items())
+
+
+def test_help_has_the_choices_and_the_exit_codes_and_each_command_its_own_heading(commands):
+    """N12. Words are compared, because the help is wrapped into boxes."""
+    outs = [commands.run(command, "--help", COLUMNS="200")[1] for command in ("pretrain", "verify")]
+    words = [set(re.findall(r"[\w.]+", out)) for out in outs]
+    choices = [*MLP_ACTIVATIONS, *NORM_NAMES, *DTYPES, *(name for names in CHOICES.values() for name in names)]
+    assert {name.lower() for name in choices} <= {word.lower().rstrip(".") for word in words[0]}
+    assert set(re.findall(r"[\w.]+", EXIT_CODES)) <= words[0]
+    assert "Compare two steps of FILE.toml" in outs[1] and "Exit codes" not in outs[1]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [(["pret"], "pretrain"), (["data", "s"], "stdlib"), (["export", "RUN", "--dt"], "--dtype")],
+)
+def test_bash_completes_commands_and_options(words, found):
+    """N12."""
+    line = " ".join(["tpformer", *words])
+    script = f"""
+    tpformer() {{ {sys.executable} -m tpformer.cli "$@"; }}
+    source {Path(__file__).parents[1] / "examples/completion.bash"}
+    COMP_WORDS=({line}); COMP_CWORD={len(words)}; _tpformer; echo "${{COMPREPLY[*]}}"
+    """
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.stdout.split() == [found], result.stderr

@@ -1,13 +1,18 @@
 """metrics.jsonl survives kills and resumes; TensorBoard and the terminal show its numbers, and a loss curve is
 drawn."""
 
+import errno
 import json
+import math
+import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tpformer.training.metrics import MetricsLog, cut_metrics, plot_losses, read_metrics
+from tpformer.config import build_config
+from tpformer.training.metrics import LossMean, MetricsLog, cut_metrics, plot_losses, read_metrics, rounded
+from tpformer.training.trainer import Trainer
 
 
 def write_rows(path, count):
@@ -30,12 +35,95 @@ def test_resume_drops_later_rows_and_a_line_cut_short(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_a_bad_line_in_the_middle_is_named(tmp_path):
+@pytest.mark.parametrize("line", ["step 2", "[2]", "{}", '{"step": "2"}', '{"step": 2, "loss": "low"}', "\udcff"])
+def test_a_bad_line_is_named(tmp_path, line):
+    """R18: a line without a step was a KeyError without a path."""
     write_rows(tmp_path, 3)
     path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"step": 2', "step 2"))
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not JSON"):
-        read_metrics(path)
+    lines = path.read_text().splitlines()
+    path.write_bytes("\n".join([lines[0], line, lines[2], ""]).encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a row of metrics in JSON; delete the line"):
+        cut_metrics(path, 3)
+
+
+def test_rows_are_strict_json_and_what_is_not_finite_reads_as_nan(tmp_path):
+    """R19: NaN and Infinity are no JSON."""
+    with MetricsLog(tmp_path, first_step=0, steps=2, tensorboard=False) as log:
+        log.row(step=1, loss=math.nan, grad_norm=math.inf)
+    path = tmp_path / "metrics.jsonl"
+    old = '{"step": 2, "loss": NaN, "grad_norm": -Infinity}\n'  # as rows were written before
+    path.write_text(path.read_text() + old)
+    for _ in range(2):
+        rows = read_metrics(path)
+        assert [math.isnan(row[name]) for row in rows for name in ("loss", "grad_norm")] == 4 * [True]
+        cut_metrics(path, 2)
+    assert path.read_text() == "".join(f'{{"step": {step}, "loss": null, "grad_norm": null}}\n' for step in (1, 2))
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    with MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False) as log:
+
+        def full(text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(log, "_file", SimpleNamespace(write=full, close=log._file.close))
+        with pytest.raises(OSError, match="No space left on device: .*metrics.jsonl"):
+            log.row(step=1, loss=1.0)
+
+
+def test_the_mean_of_an_interval_survives_a_stop_and_leaves_out_what_is_not_finite():
+    losses = [3.0, 0.1, math.nan, 7.0, 0.3, math.inf, 0.7]
+    mean, means = LossMean(3), []
+    for step, loss in enumerate(losses, 1):
+        means.append(mean.add(step, loss))
+        state = json.loads(json.dumps(mean.state_dict()))
+        mean = LossMean(3)
+        mean.load_state_dict(state)
+    assert means == [3.0, (3.0 + 0.1) / 2, (3.0 + 0.1) / 2, 7.0, 7.3 / 2, 7.3 / 2, 0.7]
+    other = LossMean(4)
+    other.load_state_dict(state)
+    assert other.add(8, 1.0) == 1.0, "a sum over another interval's steps is not used"
+    assert math.isnan(LossMean(1).add(1, math.nan))
+    assert (rounded(1234.567), rounded(98765.4), rounded(0.123456)) == (1230.0, 98800.0, 0.123)
+
+
+def interval_rows(values: dict, every: int, stop: int) -> dict[int, list[float]]:
+    """The rows by step of a run that is asked to stop in a step, and resumed."""
+    steps, take = [False, True], Trainer._train_one
+
+    def train_one(trainer: Trainer, log: MetricsLog | None = None) -> dict:
+        if trainer.step + 1 == stop:
+            signal.raise_signal(signal.SIGTERM)
+        return take(trainer, log)
+
+    Trainer._train_one = train_one  # type: ignore[method-assign]
+    try:
+        for resume in steps if stop else (False,):
+            options: dict = {"log": {"interval": every, "plot": False}, "run": {"resume": resume}}
+            trainer = Trainer(build_config(values, options))
+            trainer.run()
+    finally:
+        Trainer._train_one = take  # type: ignore[method-assign]
+    kept = ("loss", "step_loss", "grad_norm", "lr", "tokens")
+    rows = read_metrics(trainer.directory / "metrics.jsonl")
+    return {int(row["step"]): [row[key] for key in kept] for row in rows}
+
+
+def test_rows_are_the_means_of_their_intervals_and_a_resumed_run_has_the_same(ranks, tiny_values, tmp_path):
+    """N10: the logged loss was the one of the row's step."""
+    values = {
+        **tiny_values,
+        "data": {**tiny_values["data"], "valid": []},
+        "train": {**tiny_values["train"], "steps": 8},
+    }
+    every, whole, parts = (
+        ranks(1).run(interval_rows, {**values, "run": {"dir": str(tmp_path / name)}}, interval, stop)[0]
+        for name, interval, stop in (("every", 1, 0), ("whole", 3, 0), ("parts", 3, 5))
+    )
+    assert list(whole) == [3, 6, 8] and {step: row for step, row in parts.items() if step != 5} == whole
+    for rows, first, step in ((whole, 1, 3), (parts, 4, 5), (whole, 4, 6), (whole, 7, 8)):
+        losses = [every[each][0] for each in range(first, step + 1)]
+        assert rows[step][0] == pytest.approx(sum(losses) / len(losses), rel=1e-14) and rows[step][1] == losses[-1]
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):

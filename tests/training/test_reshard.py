@@ -119,7 +119,7 @@ def saved(ranks, tmp_path_factory):
         if named(parallel) not in results:
             directory = tmp_path_factory.mktemp("run")
             size = run_config(parallel).parallel.world_size
-            found = ranks(size).run(save_and_go_on, directory, parallel, timeout=120)
+            found = ranks(size).run(save_and_go_on, directory, parallel)
             losses = found[0][1]
             assert all(one == losses for _, one in found) and len(losses) == STEPS - SAVED_AT
             results[named(parallel)] = directory, merged([tensors for tensors, _ in found]), losses
@@ -142,7 +142,7 @@ def test_a_run_goes_on_under_another_layout(ranks, saved, before, after):
         results = [in_one_process(directory)]
     else:
         size = run_config(after).parallel.world_size
-        results = ranks(size).run(load_and_go_on, directory, after, timeout=120)
+        results = ranks(size).run(load_and_go_on, directory, after)
     assert_equal(merged([loaded for loaded, _ in results]), tensors)
     assert {"layers.3.mlp.fc2.weight", "embed_tokens.weight exp_avg", "norm.weight step"} <= tensors.keys()
     for _, continued in results:

@@ -66,7 +66,7 @@ def poisoned_step(parallel: dict, poison: float):
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_all_ranks_skip_a_step_that_is_not_finite(ranks, poison):
     for results, kept, counts in ranks(4).run(poisoned_step, TP2_PP2, poison):
-        assert [skipped for _, _, skipped, _ in results] == [False, False, True, False]
+        assert [skipped for _, _, skipped, *_ in results] == [False, False, True, False]
         assert kept == [False, False, True, False] and counts == {3.0}
         assert results[2][3] == "layers.3.mlp.fc1.weight" and not math.isfinite(results[2][1])
         assert math.isfinite(results[3][0]) and results[3][3] is None

@@ -46,7 +46,7 @@ def verified(config: RunConfig, defect: str) -> tuple[int, str]:
 @pytest.mark.proof
 def test_the_command_passes_a_layout(commands, tmp_path):
     file = write_run(tmp_path, VALUES, parallel={"tensor_parallel": 2, "pipeline_parallel": 2})
-    code, out, err = commands.run("verify", str(file), seconds=170)
+    code, out, err = commands.run("verify", str(file))
     assert code == 0, out + err
     assert "tensor_parallel 2, pipeline_parallel 2: 4 ranks, microbatches 8 x 1," in out
     assert f"data: {RANDOM}" in out and "this layout trains as one process does" in out

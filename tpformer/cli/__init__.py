@@ -1,26 +1,23 @@
 """The `tpformer` command. Its modules parse arguments and start ranks; `training` and `planner` do the work.
 
 torch takes seconds to import. No command imports it before its arguments are parsed, and `pretrain` also checks its
-configuration and its datasets first.
+configuration and its datasets first. A command's module is imported when the command is given, so `--help` is quick.
 """
 
+import difflib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 
 import tpformer
-from tpformer.processes.launch import USAGE_EXIT_CODE, interrupted
-
-from .data import build_data_command, stdlib_command
-from .models import chat_command, evaluate_command, export_command, generate_command, import_command
-from .run import guarded
-from .training import dry_run_command, pretrain_command, timeline_command, verify_command
 
 USAGE = """usage: tpformer COMMAND ...
 
   data build INPUT... --out PREFIX   make a token dataset from text files, folders or .jsonl
   data stdlib --out DIR              make the default corpus: the Python standard library's source
+  presets                            list the architectures that model.preset names, with their sizes
   pretrain FILE.toml [--section.key value ...]   train a GPT; starts its own local ranks unless under torchrun
   verify FILE.toml [--section.key value ...]     compare two steps in the file's layout with two in one process
   dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   show what ranks hold and send, without starting them
@@ -34,34 +31,61 @@ USAGE = """usage: tpformer COMMAND ...
 `tpformer COMMAND --help` lists the options of each; `tpformer --version` prints the version."""
 
 
-COMMANDS: dict[tuple[str, ...], Callable[[Sequence[str]], None]] = {
-    ("data", "build"): build_data_command,
-    ("data", "stdlib"): stdlib_command,
-    ("pretrain",): pretrain_command,
-    ("verify",): verify_command,
-    ("dry-run",): dry_run_command,
-    ("generate",): generate_command,
-    ("evaluate",): evaluate_command,
-    ("chat",): chat_command,
-    ("export",): export_command,
-    ("import",): import_command,
-    ("timeline",): timeline_command,
+# the words of a command, and its function in a module of this package
+COMMANDS: dict[str, tuple[str, str]] = {
+    "data build": ("data", "build_data_command"),
+    "data stdlib": ("data", "stdlib_command"),
+    "presets": ("presets", "presets_command"),
+    "pretrain": ("training", "pretrain_command"),
+    "verify": ("training", "verify_command"),
+    "dry-run": ("training", "dry_run_command"),
+    "generate": ("models", "generate_command"),
+    "evaluate": ("models", "evaluate_command"),
+    "chat": ("models", "chat_command"),
+    "export": ("models", "export_command"),
+    "import": ("models", "import_command"),
+    "timeline": ("training", "timeline_command"),
 }
+CLEAN_UP = ("data", "export", "import")  # after Ctrl-C these remove what is unfinished; the others end at once
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: run the command that the first words name."""
-    signal.signal(signal.SIGINT, interrupted)
-    guarded(partial(_dispatch, sys.argv[1:] if arguments is None else list(arguments)))
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    signal.signal(signal.SIGINT, _interrupted if arguments[:1] and arguments[0] in CLEAN_UP else signal.SIG_DFL)
+    from tpformer.processes.standard_files import open_standard_files
+
+    from .guard import guarded
+
+    open_standard_files()
+    guarded(partial(_dispatch, arguments))
+
+
+def _interrupted(*_: object) -> None:
+    """What SIGINT does: KeyboardInterrupt. A second one ends the process at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def _dispatch(arguments: list[str]) -> None:
-    for words, command in COMMANDS.items():
-        if tuple(arguments[: len(words)]) == words:
-            return command(arguments[len(words) :])
+    for count in (1, 2):
+        if found := COMMANDS.get(" ".join(arguments[:count])):
+            module, function = found
+            getattr(import_module(f".{module}", __name__), function)(arguments[count:])
+            return
     if arguments[:1] == ["--version"]:
         print(f"tpformer {tpformer.__version__}")
         return
     helped = arguments[:1] in (["-h"], ["--help"])
-    print(USAGE, file=sys.stdout if helped or not arguments else sys.stderr)
-    sys.exit(0 if helped else USAGE_EXIT_CODE)
+    if arguments and not helped:
+        raise ValueError(_unknown(arguments))
+    print(USAGE)
+    sys.exit(0 if helped else 2)
+
+
+def _unknown(arguments: list[str]) -> str:
+    """What to say of a command that does not exist."""
+    given = " ".join(arguments[: 2 if arguments[0] == "data" else 1])
+    close = difflib.get_close_matches(given, [*COMMANDS, "--help", "--version"], 1)
+    hint = f"did you mean `tpformer {close[0]}`?" if close else f"choose one of {', '.join(COMMANDS)}"
+    return f"there is no command {given!r}: {hint}"

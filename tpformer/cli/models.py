@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from tpformer.config import RunConfig
+from tpformer.config import RunConfig, check_positive
 
 from .run import parse_overrides, with_ranks
 
@@ -45,6 +45,7 @@ class TextOptions:
         """The configuration in which the model runs. ValueError if it has no tokenizer."""
         from tpformer.training.source import source_config
 
+        check_positive(**{"--tensor-parallel": self.tensor_parallel})
         parallel = {} if self.tensor_parallel is None else {"tensor_parallel": self.tensor_parallel}
         data = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
         config = source_config(self.source, {"parallel": parallel, "data": data})

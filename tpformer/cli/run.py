@@ -1,8 +1,7 @@
-"""What several commands share: a run's configuration from arguments, local ranks, and errors as one line."""
+"""What several commands share: a run's configuration from arguments, and local ranks."""
 
 import dataclasses
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +10,20 @@ from typing import Any
 import tyro
 
 from tpformer.config import RunConfig, build_config, read_toml
-from tpformer.processes.launch import USAGE_EXIT_CODE, check_local_ranks, launched, record_exception, run_ranks
+from tpformer.processes.launch import check_local_ranks, launched, run_ranks
+
+from .guard import guarded
+
+EXIT_CODES = (
+    "Exit codes: 0 the run reached its last step; 1 an error; 2 a mistake in settings, files or the machine, in "
+    "one line, or a run that diverged; 3 stopped by SIGTERM, SIGINT or SIGHUP after a checkpoint; 124 a rank hung; "
+    "128 + N signal N killed a rank. Ranks of another launcher, such as torchrun, exit with 0 in place of 3."
+)
+DESCRIPTIONS = {
+    "pretrain": f"Train a GPT as FILE.toml says; any key of it is an option here. {EXIT_CODES}",
+    "verify": "Compare two steps of FILE.toml in its layout with two in one process, in float64. Exit code 1 if they "
+    "differ. Any key of the file is an option here.",
+}
 
 
 def _overrides(arguments: Sequence[str], parsed: RunConfig) -> dict[str, dict[str, Any]]:
@@ -29,9 +41,18 @@ def parse_overrides(arguments: Sequence[str], config: RunConfig, command: str) -
 
     Anything else among the arguments ends the process with the usage.
     """
-    prog = f"tpformer {command}"
-    parsed = tyro.cli(RunConfig, prog=prog, args=list(arguments), default=config, config=(tyro.conf.FlagConversionOff,))
-    return _overrides(arguments, parsed)
+    return _overrides(arguments, _parse(arguments, config, command))
+
+
+def _parse(arguments: Sequence[str], config: RunConfig, command: str) -> RunConfig:
+    return tyro.cli(
+        RunConfig,
+        prog=f"tpformer {command}",
+        description=DESCRIPTIONS.get(command.split()[0]),
+        args=list(arguments),
+        default=config,
+        config=(tyro.conf.FlagConversionOff,),
+    )
 
 
 def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
@@ -41,7 +62,7 @@ def parse_run(arguments: Sequence[str], command: str = "pretrain") -> RunConfig:
     """
     prog = f"tpformer {command} FILE.toml"
     if not arguments or arguments[0].startswith("-"):
-        tyro.cli(RunConfig, prog=prog, args=list(arguments) or ["--help"], config=(tyro.conf.FlagConversionOff,))
+        _parse(list(arguments) or ["--help"], RunConfig(), f"{command} FILE.toml")
         raise ValueError(f"{command} needs a configuration: {prog} [--section.key value ...]")
     file = read_toml(arguments[0])
     from tpformer.training.source import from_source
@@ -59,6 +80,12 @@ def with_ranks(
     before this call, so that the forks share it. interactive: Ctrl-C is left to the ranks (see run_ranks).
     """
     world_size = config.parallel.world_size
+    if launched() and int(os.environ["WORLD_SIZE"]) != world_size:
+        raise ValueError(
+            f"the layout has {world_size} ranks, but {os.environ['WORLD_SIZE']} were started: start {world_size}, or "
+            f"change one of --parallel.tensor-parallel, --parallel.pipeline-parallel, --parallel.data-parallel-shard "
+            f"and --parallel.data-parallel-replicate"
+        )
     if launched() or (world_size == 1 and not max_restarts):
         work(config)
         return
@@ -69,40 +96,3 @@ def with_ranks(
         guarded(partial(work, resumed if number else config))
 
     sys.exit(run_ranks(attempt, world_size, max_restarts=max_restarts, interactive=interactive))
-
-
-def guarded(work: Callable[[], None]) -> None:
-    """Call `work`. What a user can mend (a value, a missing file or package, a run that diverges) is reported as one
-    line on stderr, with exit code 2.
-
-    Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
-    interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
-    that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE. After Ctrl-C it ends
-    by SIGINT.
-    """
-    try:
-        try:
-            work()
-        finally:
-            sys.stdout.flush()
-    except (SystemExit, BrokenPipeError) as error:
-        # the only pipe that is written to is the output; rich turns its BrokenPipeError into SystemExit
-        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
-            raise
-        _end_by(signal.SIGPIPE)
-    except KeyboardInterrupt:
-        _end_by(signal.SIGINT)
-    except BaseException as error:  # DCP's CheckpointException does not derive from Exception
-        record_exception(error)
-        usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
-        if usage:
-            print(f"tpformer: {error}", file=sys.stderr, flush=True)
-        else:
-            sys.excepthook(*sys.exc_info())
-        os._exit(USAGE_EXIT_CODE if usage else 1)
-
-
-def _end_by(number: signal.Signals) -> None:
-    """End this process by a signal, so that its parent learns why."""
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)

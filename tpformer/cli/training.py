@@ -2,30 +2,51 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import tyro
 
 from tpformer.config import RunConfig, check_config
+from tpformer.processes.launch import STOPPED_EXIT_CODE, launched
+from tpformer.processes.ownership import owned
 
 from .run import parse_run, with_ranks
 
 
 def pretrain_command(arguments: Sequence[str]) -> None:
-    """`tpformer pretrain`: check the configuration and the datasets, then train on all ranks."""
+    """`tpformer pretrain`: check the configuration and the datasets, then train on all ranks.
+
+    The run directory is this launcher's meanwhile, or rank 0's under another launcher. A run that was stopped ends with
+    STOPPED_EXIT_CODE, but for the ranks of another launcher: torchrun takes any code but 0 for a failure, and would
+    start them again.
+    """
+    from tpformer.training.observe import check_wandb
     from tpformer.training.resolve import check_datasets, resolve
 
     config = parse_run(arguments)
     check_config(config)
     # every rank repeats these checks; a mistake that is found here gives one message, not one per rank
+    check_wandb(config.log.wandb)
     check_datasets(config)
-    resolve(config)
+    resolved = resolve(config)
 
+    from tpformer.training.setup import open_data
     from tpformer.training.trainer import pretrain
 
-    with_ranks(pretrain, config, config.run.max_restarts)
+    open_data(resolved)
+    joined = launched()
+
+    def work(config: RunConfig) -> None:
+        if not pretrain(config) and not joined:
+            sys.exit(STOPPED_EXIT_CODE)
+
+    leads = not joined or os.environ["RANK"] == "0"
+    with owned(Path(config.run.dir)) if leads else nullcontext():
+        with_ranks(work, config, config.run.max_restarts)
 
 
 def verify_command(arguments: Sequence[str]) -> None:
@@ -91,9 +112,13 @@ def timeline_command(arguments: Sequence[str]) -> None:
         from tpformer.parallel import Action
         from tpformer.planner import draw_timeline
 
-        record = json.loads(path.read_text())
-        actions = [Action(*action) for action in record["actions"]]
-        draw_timeline(actions, run_dir / "plots", record["schedule"], record["n_microbatches"])
+        try:
+            record = json.loads(path.read_text())
+            actions = [Action(*action) for action in record["actions"]]
+            made = record["schedule"], record["n_microbatches"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}): record the step again with --log.timeline-step") from None
+        draw_timeline(actions, run_dir / "plots", *made)
         print(f"written: {run_dir / 'plots' / 'pipeline.svg'} and pipeline.json")
 
     tyro.cli(timeline, prog="tpformer timeline", args=list(arguments))

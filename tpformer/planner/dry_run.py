@@ -32,7 +32,7 @@ from tpformer.torch_private import forget_meshes
 from tpformer.training.data import read_sidecar
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.resolve import resolve
+from tpformer.training.resolve import resolve, with_vocab_size
 from tpformer.training.setup import build_parts, default_dtype, run_mesh
 
 from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes
@@ -62,17 +62,19 @@ class RankCount(NamedTuple):
 def plan_config(config: RunConfig) -> RunConfig:
     """The configuration to count, checked, with vocabulary, device and dtype filled in. An unset device becomes cuda.
 
-    No dataset is opened: an unset vocabulary comes from data.tokenizer, or from the sidecar of the first dataset.
+    No dataset is opened: an unset vocabulary comes from data.tokenizer, from the sidecar of the first dataset, or from
+    the preset.
     Errors: check_config's, and ValueError if the vocabulary is unset and neither of these is there.
     """
     data = config.data
     if config.model.vocab_size is None:
-        if not data.train or (data.tokenizer is None and read_sidecar(data.train[0]) is None):
+        known = data.train and (data.tokenizer is not None or read_sidecar(data.train[0]) is not None)
+        if not known and config.model.known_vocab_size is None:
             raise ValueError(
                 "model.vocab_size is unset, and data.train names no dataset of `tpformer data build` to take it from: "
                 "set model.vocab_size"
             )
-        config = resolve(config)
+        config = resolve(config) if known else with_vocab_size(config, config.model.known_vocab_size)
     device = config.train.device or "cuda"
     dtype = dtype_name(default_dtype(config, device))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device=device, dtype=dtype))

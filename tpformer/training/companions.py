@@ -7,7 +7,7 @@ from typing import Any
 
 from tpformer.weights.family import read_json
 
-FOLDER = "hf"  # of an imported run
+FOLDER = "hf"  # of a run: the copy of its tokenizer, and of what came with it
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 COMPANIONS = (
     TOKENIZER,
@@ -30,6 +30,37 @@ def copy_companions(directory: Path, out: Path) -> list[str]:
     for name in there:
         shutil.copyfile(directory / name, out / name)
     return there
+
+
+def kept_tokenizer(run: Path) -> Path | None:
+    """The tokenizer.json that a run keeps, as an absolute path; None if it keeps none."""
+    path = run.absolute() / FOLDER / TOKENIZER
+    return path if path.is_file() else None
+
+
+def keep_tokenizer(tokenizer: str | None, run: Path) -> bool:
+    """Copy a tokenizer.json and what belongs to it into a run, unless the run has a copy or reads bytes.
+
+    A file of another name is copied as tokenizer.json, without what lies beside it. The folder appears whole or not at
+    all. Returns False where there is nothing to copy: nothing says which tokenizer, or its file does not exist. OSError
+    where copying fails.
+    """
+    if tokenizer == "bytes" or kept_tokenizer(run):
+        return True
+    source = Path(tokenizer or "")
+    if not source.is_file():
+        return False
+    temporary = run / f".{FOLDER}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    if source.name == TOKENIZER:
+        copy_companions(source.parent, temporary)
+        if (source.parent / CONFIG).is_file():
+            shutil.copyfile(source.parent / CONFIG, temporary / CONFIG)  # has the ids of special tokens
+    else:
+        shutil.copyfile(source, temporary / TOKENIZER)
+    temporary.rename(run / FOLDER)
+    return True
 
 
 def companions_of(run: Path, tokenizer: str | None) -> Path | None:

@@ -106,11 +106,14 @@ def new_directory(out: Path) -> Iterator[Path]:
     """Yield an empty directory beside `out`, which becomes `out` at the end; after an error it is removed.
 
     What a killed process left there of an earlier attempt is removed, too.
-    ValueError if `out` exists and is not an empty directory, before and also at the end, or cannot be made.
+    ValueError if `out` exists and is not an empty directory, before and also at the end, is the current one, or cannot
+    be made.
     """
     taken = ValueError(f"{out} exists and is not an empty directory: give --out a new one")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise taken
+    if out.resolve() == Path.cwd():  # empty; the new one takes its place, and a shell would be left in the old one
+        raise ValueError(f"{out} is the current directory: give --out a new one")
     out = out.absolute()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""What a run writes while it trains: metrics.jsonl, the console, TensorBoard, the loss curve. Rank 0 only."""
+"""What a run writes while it trains: metrics.jsonl, the console, TensorBoard, the loss curve. Rank 0 only.
+
+Belongs here: rows, and what is made of them.
+"""
 
 import json
 import math
@@ -9,39 +12,108 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tpformer.processes.files import replace_file
+from tpformer.processes.files import naming, replace_file
+
+from .observe import WandbLog
 
 
 def read_metrics(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl, none if it does not exist. A last line that a kill cut short is left out.
 
-    ValueError names any other bad line.
+    A number that was not finite is NaN. ValueError names any other bad line.
     """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     rows = []
-    lines = path.read_text().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number} is not JSON; delete the line to continue") from None
+        row = _row(line)
+        if row is None and line.endswith(b"\n"):
+            raise ValueError(f"{path}:{number} is not a row of metrics in JSON; delete the line to continue")
+        if row is not None:
+            rows.append(row)
     return rows
+
+
+def is_validated(path: Path, step: int) -> bool:
+    """Whether a metrics.jsonl has a validation loss of a step."""
+    return any(row["step"] == step and "val_loss" in row for row in read_metrics(path))
+
+
+def _row(line: bytes) -> dict[str, float] | None:
+    """The numbers of a line; None unless it is an object of numbers with a step."""
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)  # NaN and infinities of rows written before
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    row = {name: math.nan if value is None else value for name, value in row.items()}
+    plain = all(type(value) is float or (type(value) is int and abs(value) < 2**63) for value in row.values())
+    return row if plain else None
+
+
+def _line(row: dict[str, float]) -> str:
+    """A row as a line of strict JSON, which has no NaN and no infinity: null stands for both."""
+    values = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    return json.dumps(values, allow_nan=False) + "\n"
 
 
 def cut_metrics(path: Path, step: int) -> None:
     """Remove the rows after `step`, because a resumed run writes them again."""
-    rows = [row for row in read_metrics(path) if row["step"] <= step]
-    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+    if path.exists():
+        replace_file(path, "".join(_line(row) for row in read_metrics(path) if row["step"] <= step))
+
+
+def rounded(value: float) -> float:
+    """A measured value with the three digits that it has."""
+    return float(f"{value:.3g}")
+
+
+class LossMean:
+    """The mean loss of the steps since the last multiple of `interval`; losses that are not finite are left out.
+
+    Its sum goes into checkpoints, so that the mean of an interval in which a run stopped is that of a run that did not.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self.interval, self._sum, self._count = interval, 0.0, 0
+
+    def add(self, step: int, loss: float) -> float:
+        """Add a step's loss and return the mean; NaN if no loss of the interval is finite."""
+        if step % self.interval == 1 % self.interval:
+            self._sum, self._count = 0.0, 0
+        if math.isfinite(loss):
+            self._sum, self._count = self._sum + loss, self._count + 1
+        return self._sum / self._count if self._count else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """The sum, for a checkpoint."""
+        return {"interval": self.interval, "sum": self._sum, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a state that state_dict returned. With another interval, or without a state, begin anew."""
+        if state.get("interval") == self.interval:
+            self._sum, self._count = float(state["sum"]), int(state["count"])
+
+
+ROWS = ("metrics.jsonl", "norms.jsonl")  # the files of rows in a run's directory
 
 
 class MetricsLog:
     """Writes each row to metrics.jsonl, the console and TensorBoard. Use as a context manager.
 
     first_step: the step after which the run begins, 0 for a new one. steps: its last step. tensorboard: whether events
-    are written, too, where tensorboard is installed.
+    are written, too, where tensorboard is installed. wandb: what else gets the rows; closed with this log.
     """
 
-    def __init__(self, directory: Path, *, first_step: int, steps: int, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        first_step: int,
+        steps: int,
+        tensorboard: bool = False,
+        wandb: WandbLog | None = None,
+    ) -> None:
         self.directory = directory
         self.path = directory / "metrics.jsonl"
         self.console = Console()
@@ -56,7 +128,7 @@ class MetricsLog:
         )
         self._task = self._progress.add_task("", total=steps, completed=first_step)
         self._steps = steps
-        self._writer = None
+        self._writer, self._wandb = None, wandb
         if tensorboard and find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -69,23 +141,23 @@ class MetricsLog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
-        self._file.close()
+        with naming(self.path):  # what could not be written before is tried again here
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
+        if self._wandb is not None:
+            self._wandb.close(failed=kind is not None)
 
     def advance(self, step: int) -> None:
         """Move the console's progress bar to a step."""
         self._progress.update(self._task, completed=step)
 
     def row(self, **values: float) -> None:
-        """Write one row, which needs `step`. Reading it gives numbers of the same bits."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        step = int(values["step"])
-        if self._writer is not None:
-            for name, value in values.items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, step)
+        """Write one row, which needs `step`. Reading it gives numbers of the same bits. OSError names the file."""
+        with naming(self.path):
+            self._file.write(_line(values))
+            self._file.flush()
+        step = self._send(values)
         text = "  ".join(f"{name} {_short(value)}" for name, value in values.items() if name != "step")
         if self.console.is_terminal and "val_loss" not in values:
             mfu = f"  MFU {values['mfu']:.1%}" if "mfu" in values else ""
@@ -94,13 +166,29 @@ class MetricsLog:
         else:
             self.console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
 
+    def norms(self, **values: float) -> None:
+        """Write a row of norms.jsonl, which needs `step`. It is not shown on the console."""
+        with (self.directory / "norms.jsonl").open("a") as file:
+            file.write(_line(values))
+        self._send(values)
+
+    def _send(self, row: dict[str, float]) -> int:
+        """Give a row to TensorBoard and Weights & Biases. Returns its step."""
+        step, values = int(row["step"]), {name: value for name, value in row.items() if name != "step"}
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.row(step, values)
+        return step
+
     def note(self, text: str) -> None:
         """Print a text on the console."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
 def _short(value: float) -> str:
-    if isinstance(value, int) or abs(value) >= 1000:
+    if isinstance(value, int) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.4f}" if math.isfinite(value) and abs(value) >= 1e-2 else f"{value:.3g}"
 

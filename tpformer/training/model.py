@@ -19,7 +19,7 @@ from tpformer.parallel import (
     Layout,
     Pipeline,
     TiedParameter,
-    gradient_norm,
+    gradient_norms,
     local_part,
     prepare_backward,
     reduce_partial_gradients,
@@ -34,8 +34,8 @@ class ModelParts:
 
     parts: in the order of layout.stages_of(pipeline rank). Apply FSDP2 to them before. mesh: the run's; None for a
     single process without process groups. microbatch_size: samples in a forward of one data-parallel rank.
-    n_microbatches: forwards in a step; only a pipeline needs it. dtype: that of the activations. timeout: that of the
-    process groups made here.
+    n_microbatches: forwards in a step, until set_samples changes it. dtype: that of the activations. timeout: that of
+    the process groups made here.
     With a pipeline, constructing it is collective over the world.
     """
 
@@ -55,20 +55,28 @@ class ModelParts:
         self.groups = {axis: mesh.get_group(axis) for axis in AXES if mesh is not None and mesh[axis].size() > 1}
         self.tied: TiedParameter | None = None
         self.pipeline: Pipeline | None = None
-        self._scale = 1.0
+        self._scale, self._dtype = 1.0, dtype
         if mesh is not None and layout.pipeline_parallel > 1:
-            self.pipeline = self._pipeline(mesh, dtype)
+            self.pipeline = self._pipeline(mesh)
             if self.config.tie_embeddings:
                 owners = [part.embed_tokens for part in self.parts if part.embed_tokens is not None]
                 last_rank = 0 if layout.schedule.v_shaped else layout.pipeline_parallel - 1
                 self.tied = TiedParameter(owners, mesh, first_rank=0, last_rank=last_rank, timeout=timeout)
 
-    def _pipeline(self, mesh: DeviceMesh, dtype: torch.dtype) -> Pipeline:
+    def set_samples(self, global_batch_size: int) -> None:
+        """Prepare for steps of other global batches; a pipeline's schedule is for one number of microbatches."""
+        n_microbatches = global_batch_size // (self.layout.data_parallel * self.microbatch_size)
+        if n_microbatches != self.n_microbatches:
+            self.n_microbatches = n_microbatches
+            if self.pipeline is not None and self.mesh is not None:
+                self.pipeline = self._pipeline(self.mesh)
+
+    def _pipeline(self, mesh: DeviceMesh) -> Pipeline:
         size, length, part = self.microbatch_size, self.config.seq_length, self.parts[0]
         shards = part.tp.size if part.tp.sharded else 1
-        rows = torch.empty(size * length // shards, self.config.hidden_size, dtype=dtype, device="meta")
+        rows = torch.empty(size * length // shards, self.config.hidden_size, dtype=self._dtype, device="meta")
         ids = torch.empty(size, length, dtype=torch.int64, device="meta")
-        loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
+        loss = torch.empty((), dtype=torch.promote_types(self._dtype, torch.float32), device="meta")
         between = [torch.empty_like(rows) for _ in range(self.layout.n_stages - 1)]
         return Pipeline(
             self.parts,
@@ -90,10 +98,10 @@ class ModelParts:
             + self.mesh["dp_shard"].get_local_rank()
         )
 
-    def own_samples(self, step: int, global_batch_size: int) -> tuple[int, int]:
-        """(first, number) of this data-parallel rank's global samples in step 1, 2, ...: the step alone decides."""
+    def own_samples(self, first: int, global_batch_size: int) -> tuple[int, int]:
+        """(first, number) of this data-parallel rank's samples of a global batch that begins with sample `first`."""
         share = global_batch_size // self.layout.data_parallel
-        return (step - 1) * global_batch_size + self.data_rank * share, share
+        return first + self.data_rank * share, share
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all parts, in their order."""
@@ -156,9 +164,13 @@ class ModelParts:
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks."""
+        return self.gradient_norms([self.parameters()])[0]
+
+    def gradient_norms(self, sets: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+        """gradient_norm of each of several sets of parameters, empty where other ranks hold all of them; float64."""
         tied = [] if self.tied is None else self.tied.local
         groups = [group for axis, group in self.groups.items() if axis != "pp"]
-        return gradient_norm(self.parameters(), groups, pipeline=self.groups.get("pp"), held_twice=tied)
+        return gradient_norms(sets, groups, pipeline=self.groups.get("pp"), held_twice=tied)
 
     def first_not_finite(self) -> str | None:
         """The first parameter, in the model's order, whose gradient is not finite on some rank, or None. Collective."""

@@ -1,6 +1,4 @@
-"""AdamW with weight-decay groups, and the learning rate of each step."""
-
-import math
+"""AdamW with weight-decay groups, and its update of DTensors."""
 
 import torch
 from torch import nn
@@ -32,12 +30,3 @@ def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.A
     ]
     betas = (config.beta1, config.beta2)
     return LocalAdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-
-def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
-    """The learning rate of step 1 ... steps: linear from 0 over warmup_steps, then cosine to min_lr_ratio * lr."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)

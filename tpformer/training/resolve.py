@@ -2,14 +2,14 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpformer.config import RunConfig, build_config, read_toml
+from tpformer.config import RunConfig, build_config, preset, read_toml
 from tpformer.weights.family import read_json
 
-from .companions import FOLDER, TOKENIZER, byte_tokenizer
+from .companions import FOLDER, TOKENIZER, byte_tokenizer, kept_tokenizer
 from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
 
 # what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
@@ -35,51 +35,93 @@ def tokenizer_name(config: RunConfig) -> str:
 def same_tokenizer(one: str, other: str) -> bool | None:
     """Whether two tokenizers, each "bytes" or the path of a tokenizer.json, turn every text into the same ids.
 
-    Files are compared by their parts that do so, and "bytes" by the file that an export makes of it. None if a file
-    does not exist, so that it cannot be told; ValueError for a file that is no JSON object.
+    Files are compared by their parts that do so, and "bytes" by the file that an export makes of it. If a file does not
+    exist, a run's copy is compared by the path that it was copied from, and anything else cannot be told: None.
+    ValueError for a file that is no JSON object.
     """
     if one == other:
         return True
     contents = []
     for name in (one, other):
         if name != "bytes" and not Path(name).is_file():
-            return None
+            return True if _origin(one) == _origin(other) else None
         content = byte_tokenizer() if name == "bytes" else read_json(Path(name))
         contents.append([content.get(key) for key in _CONTENT])
     return contents[0] == contents[1]
 
 
+def _origin(name: str) -> str | None:
+    """The path that a run's copy of a tokenizer was made from; the name itself for anything else."""
+    run = Path(name).parent.parent
+    copied = Path(name) == run / FOLDER / TOKENIZER and (run / "config.toml").is_file()
+    return build_config(read_toml(run / "config.toml")).data.tokenizer if copied else name
+
+
+def check_tokenizers(tokenizer: str, datasets: Sequence[str], owner: str) -> None:
+    """ValueError for a dataset that was built with another tokenizer, as far as that can be told.
+
+    tokenizer: that of `owner`, which is a dataset's prefix or a model's directory.
+    """
+    for prefix in datasets:
+        built = (read_sidecar(prefix) or {}).get("tokenizer", tokenizer)
+        if same_tokenizer(built, tokenizer) is False:
+            raise ValueError(
+                f"{prefix} was built with the tokenizer {built}, but {owner} has {tokenizer}: build the data with "
+                f"`tpformer data build --tokenizer {tokenizer}`, or set data.tokenizer if they agree"
+            )
+
+
 def resolve(config: RunConfig) -> RunConfig:
     """The configuration with vocab_size and tokenizer filled in from the data.
 
-    The tokenizer stays unset where vocab_size is configured and the first training dataset has no sidecar. Errors:
-    those of tokenizer_name and load_tokenizer.
+    An unset vocab_size is that of data.tokenizer, or else that of the first training dataset's sidecar, or else the
+    preset's. The tokenizer stays unset where nothing says which it is. A resumed run does not need the tokenizer's
+    file, because it keeps a copy.
+    ValueError if the vocabulary is unknown, and for datasets of different tokenizers unless data.tokenizer is set; and
+    the errors of load_tokenizer and read_sidecar.
     """
-    name = config.data.tokenizer
-    if config.model.vocab_size is None or read_sidecar(config.data.train[0]) is not None:
-        name = tokenizer_name(config)
-    vocab_size = config.model.vocab_size or load_tokenizer(name).vocab_size  # type: ignore[arg-type]
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, vocab_size=vocab_size),
-        data=dataclasses.replace(config.data, tokenizer=name),
-    )
+    data, name, size = config.data, config.data.tokenizer, config.model.vocab_size
+    sidecar = read_sidecar(data.train[0])
+    if name is None and sidecar is not None:
+        name, size = sidecar["tokenizer"], size or sidecar["vocab_size"]
+        check_tokenizers(sidecar["tokenizer"], (*data.train[1:], *data.valid), data.train[0])
+    if size is None and name is not None:
+        kept = kept_tokenizer(Path(config.run.dir)) if config.run.resume else None
+        size = load_tokenizer(kept if kept is not None and not Path(name).is_file() else name).vocab_size
+    if size is None and (size := config.model.known_vocab_size) is None:
+        tokenizer_name(config)  # says what is missing
+    data = dataclasses.replace(data, tokenizer=name)
+    return dataclasses.replace(with_vocab_size(config, size), data=data)
+
+
+def with_vocab_size(config: RunConfig, size: int | None) -> RunConfig:
+    """The configuration with another model.vocab_size."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def vocabulary_note(config: RunConfig) -> str | None:
+    """A line for a resolved configuration whose vocabulary is not its preset's; None for any other."""
+    model = config.model
+    theirs = None if model.preset is None else preset(model.preset)["vocab_size"]
+    if theirs is None or model.vocab_size == theirs:
+        return None
+    return f"model.vocab_size is {model.vocab_size:,}, where the preset {model.preset} has {theirs:,}"
 
 
 def check_datasets(config: RunConfig) -> None:
-    """Open every dataset. FileNotFoundError or ValueError names a file that is missing or damaged."""
+    """Open every dataset. FileNotFoundError or ValueError names a file that is missing or damaged, or not readable."""
     for prefix in (*config.data.train, *config.data.valid):
         IndexedDataset(prefix)
 
 
 def open_dataset(prefix: str, vocab_size: int) -> IndexedDataset:
-    """The dataset of a model with that vocabulary.
+    """The dataset of a model with that vocabulary. Its tokens are checked as they are read (see IndexedDataset).
 
     A sidecar says how large the dataset's vocabulary is. Without one, or if it is larger, rank 0 reads the whole
     dataset once. FileNotFoundError or ValueError, with the file, for a dataset that is missing or damaged, or has ids
     outside the vocabulary.
     """
-    dataset, built = IndexedDataset(prefix), read_sidecar(prefix)
+    dataset, built = IndexedDataset(prefix, vocab_size), read_sidecar(prefix)
     fits = built is not None and built["vocab_size"] <= vocab_size
     if not fits and os.environ.get("RANK", "0") == "0":
         check_vocab(dataset, vocab_size)
@@ -89,11 +131,14 @@ def open_dataset(prefix: str, vocab_size: int) -> IndexedDataset:
 def read_run_config(directory: Path, *layers: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """The configuration of the run in `directory`, with the values of `layers` in place of its own.
 
-    The tokenizer of an imported run is the one in its folder, wherever the run was moved to. FileNotFoundError without
-    a config.toml.
+    The tokenizer is the copy in the run's folder, wherever the run was moved to, if there is one. FileNotFoundError
+    without a config.toml.
     """
-    path, tokenizer = directory / "config.toml", directory.absolute() / FOLDER / TOKENIZER
+    path, kept = directory / "config.toml", kept_tokenizer(directory)
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
-    imported = {"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {}
-    return build_config(imported, read_toml(path), *layers)
+    values = read_toml(path)
+    own = {}
+    if kept is not None and build_config(values).data.tokenizer != "bytes":
+        own = {"data": {"tokenizer": str(kept)}}
+    return build_config(values, own, *layers)

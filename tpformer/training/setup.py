@@ -25,10 +25,10 @@ from .resolve import open_dataset
 
 
 def device_type(config: RunConfig) -> str:
-    """cpu or cuda: the configured one, else cuda where there is one. RuntimeError for cuda without a device."""
+    """cpu or cuda: the configured one, else cuda where there is one. ValueError for cuda without a device."""
     wanted = config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError('train.device = "cuda" but no CUDA device is visible: set train.device = "cpu"')
+        raise ValueError('train.device = "cuda", but no CUDA device is visible: set --train.device cpu')
     return wanted
 
 

@@ -17,8 +17,7 @@ from tpformer.weights.families import family_of
 from tpformer.weights.family import FREE, Family, meaning, read_json
 
 from .companions import CONFIG, TOKENIZER
-from .data import read_sidecar
-from .resolve import read_run_config, same_tokenizer
+from .resolve import check_tokenizers, read_run_config
 
 if TYPE_CHECKING:
     from tpformer.models import GPT
@@ -244,17 +243,7 @@ def from_source(*layers: Values) -> list[Values]:
         )
     if merged["data"].get("tokenizer") is None and found.tokenizer is not None:
         datasets = [prefix for use in ("train", "valid") for prefix in merged["data"].get(use) or ()]
-        _check_tokenizer(found.tokenizer, datasets, path)
-    base = {name: value for name, value in base.items() if name not in given}
+        check_tokenizers(found.tokenizer, datasets, str(path))
+    # the weights' vocabulary is stated: the data's may be smaller, and a preset's stands back for it
+    base = {name: value for name, value in base.items() if name not in given or name == "vocab_size"}
     return [{"model": base, "data": {"tokenizer": found.tokenizer}}, *layers, {"model": {"init_from": str(path)}}]
-
-
-def _check_tokenizer(tokenizer: str, datasets: Sequence[str], source: Path) -> None:
-    """ValueError for a dataset that was built with another tokenizer, as far as that can be told."""
-    for prefix in datasets:
-        built = (read_sidecar(prefix) or {}).get("tokenizer", tokenizer)
-        if same_tokenizer(built, tokenizer) is False:
-            raise ValueError(
-                f"{prefix} was built with the tokenizer {built}, but {source} has {tokenizer}: build the data with "
-                f"`tpformer data build --tokenizer {tokenizer}`, or set data.tokenizer if they agree"
-            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -15,19 +16,22 @@ from tpformer.parallel import scale_gradients
 
 from .data import Samples, TokenSamples
 from .model import NO_TARGET, ModelParts
+from .norms import NormWatch
 
 
 class StepResult(NamedTuple):
     """What a step gave, equal on all ranks.
 
     loss: the mean over the global batch. norm: of all gradients before clipping. skipped: loss or norm was not finite,
-    so nothing was updated. offender: the first parameter whose gradient is not finite, if there is one.
+    so nothing was updated. offender: the first parameter whose gradient is not finite, if there is one. norms: those by
+    layer, if they were asked for.
     """
 
     loss: float
     norm: float
     skipped: bool
     offender: str | None
+    norms: dict[str, float]
 
 
 class LossScaler:
@@ -69,17 +73,21 @@ def train_step(
     lr: float,
     clip_norm: float,
     scaler: LossScaler | None = None,
+    watch: NormWatch | None = None,
 ) -> StepResult:
     """Compute and clip gradients, and step the optimizers. If loss or norm is not finite, nothing is updated.
 
     batch, first_sample: as for ModelParts.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
-    the largest gradient norm; 0 turns clipping off. scaler: for float16. Gradients are None afterwards.
+    the largest gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer,
+    of which the result has a row. Gradients are None afterwards.
     Communication: that of ModelParts.gradients and gradient_norm; a skipped step also gathers the offender's name.
     ValueError if loss or norm is not finite because of ids outside the vocabulary.
     """
     scale = 1.0 if scaler is None else scaler.scale
-    loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
+    with watch or nullcontext():
+        loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
     norm = float(model.gradient_norm()) / scale
+    norms = {} if watch is None else watch.row(scale)
     loss = float(loss_tensor)
     skipped, offender = not (math.isfinite(loss) and math.isfinite(norm)), None
     if skipped:
@@ -97,7 +105,7 @@ def train_step(
         optimizer.zero_grad()
     if scaler is not None:
         scaler.update(not skipped)
-    return StepResult(loss, norm, skipped, offender)
+    return StepResult(loss, norm, skipped, offender, norms)
 
 
 def batch(samples: Samples, first: int, count: int) -> Tensor:

@@ -21,17 +21,18 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tpformer.config import DataSection, RunConfig
 from tpformer.distributed import close
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.parallel import Layout
 
 from .model import ModelParts
-from .optimizer import build_optimizer, learning_rate
+from .optimizer import build_optimizer
 from .resolve import resolve
+from .schedules import learning_rate
 from .setup import build_model, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
 from .step import StepResult, batch, train_step
@@ -88,10 +89,12 @@ def verify_config(config: RunConfig) -> RunConfig:
     missing = [prefix for prefix in data.train if not all(Path(f"{prefix}{end}").is_file() for end in (".bin", ".idx"))]
     if data.train and not missing:
         return resolve(config)
-    if config.model.vocab_size is None:
+    size = config.model.known_vocab_size
+    if size is None:
         what = f"{missing[0]}.bin and .idx do not exist" if missing else "data.train names no dataset"
         raise ValueError(f"{what}, so tokens are random and the vocabulary is unknown: set model.vocab_size")
-    return dataclasses.replace(config, data=DataSection(train=(RANDOM,)))
+    model = dataclasses.replace(config.model, vocab_size=size)
+    return dataclasses.replace(config, model=model, data=DataSection(train=(RANDOM,)))
 
 
 # memory
@@ -141,14 +144,6 @@ def check_memory(config: RunConfig) -> None:
 # the two runs
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """A whole parameter or gradient, detached. Collective over the mesh of a DTensor.
-
-    Where ranks hold copies, each rank gets its own, so that a copy that differs is found.
-    """
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 class Run:
     """One of the two runs: a model, its optimizers, and its samples of each step."""
 
@@ -159,7 +154,8 @@ class Run:
         self.device = torch.device(device_type(config))
 
     def _batch(self, step: int) -> tuple[Tensor, int]:
-        first, share = self.model.own_samples(step, self.config.train.global_batch_size)
+        size = self.config.train.global_batch_size  # of every step: what a ramp ends with
+        first, share = self.model.own_samples((step - 1) * size, size)
         return self.samples(first, share).to(self.device), first
 
     def gradients(self, step: int) -> None:
@@ -231,7 +227,7 @@ def largest_difference(run: Run, one: Run | None, read: Callable[[nn.Parameter],
         for parameter in run.parameters(name):
             actual, value = read(parameter), math.inf
             if actual is not None:
-                actual = full_tensor(actual.to(run.device))
+                actual = full_tensor(actual.detach().to(run.device))
                 value = float(((actual - expected).abs() / expected.abs().clamp(min=lr)).max())
             worst = max(worst, Difference(value if math.isfinite(value) else math.inf, name))
     return max(_from_ranks(worst))

@@ -1,0 +1,158 @@
+"""Damaged files end in one sentence: no other exception, no hang, and at most 200 MB of memory.
+
+Each file that a stranger or a crash may leave is changed at random, 500 times, and read as a command reads it; no
+process may be started meanwhile. Pickles that were made to run something are in test_checkpoint_metadata.py.
+"""
+
+import json
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MUTATIONS, MEMORY = 500, 200 << 20
+NUMBERS = (b"0", b"-1", b"1e999", b"NaN", b"9" * 30, b"4294967296", b"null", b'""', b"[]", b"{}", b"true")
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    """The content with one to four changes: bytes, cuts, repeats, and numbers that are not to be there."""
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(content) + 1)
+        end = min(len(content), at + chance.choice((0, 1, 2, 8, 40, len(content))))
+        words = content[at:end][:100]
+        large = struct.pack("<q", chance.choice((-1, 2**31, 2**62, 2**63 - 1)))
+        between = (b"", chance.randbytes(len(words)), words * 2, words * 300, large, chance.choice(NUMBERS))
+        content = content[:at] + chance.choice(between) + content[end:]
+    return content
+
+
+def read_dataset(path: Path) -> None:
+    from tpformer.training.data import IndexedDataset
+
+    dataset = IndexedDataset(path.with_suffix(""), 300)
+    dataset.tokens(0, dataset.n_tokens)
+
+
+def read_sidecar(path: Path) -> None:
+    from tpformer.config import build_config
+    from tpformer.training.resolve import resolve
+
+    resolve(build_config({"data": {"train": [str(path.with_suffix(""))]}}))
+
+
+def read_metrics(path: Path) -> None:
+    from tpformer.training import metrics
+
+    metrics.cut_metrics(path, 3)
+
+
+def read_checkpoint(path: Path) -> None:
+    from tpformer.training.checkpoint_files import MODEL, saved_tensors, verify
+
+    verify(path.parent)
+    saved_tensors(path.parent, MODEL)
+
+
+def read_config(path: Path) -> None:
+    from tpformer.config import build_config, check_config, read_toml
+
+    check_config(build_config(read_toml(path)))
+
+
+def read_safetensors(path: Path) -> None:
+    from tpformer.weights.files import TensorFiles
+
+    for name, spec in (files := TensorFiles(path.parent)).specs.items():
+        files.slice(name)[tuple(slice(0, 1) for _ in spec.shape)]
+
+
+def read_tokenizer(path: Path) -> None:
+    from tpformer.training.data import load_tokenizer
+
+    load_tokenizer(str(path)).encode("text")
+
+
+def refuse(event: str, arguments: tuple) -> None:
+    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "os.fork"):
+        raise SystemError(f"a damaged file has led to {event}{arguments}")
+
+
+def read_all(read: Callable[[Path], None], file: str, seed: int) -> None:
+    """Read a file, then MUTATIONS changed ones. Anything but the errors that a command says in a sentence is raised."""
+    path, chance = Path(file), random.Random(seed)
+    content = path.read_bytes()
+    read(path)
+    sys.addaudithook(refuse)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused = 0
+    for number in range(MUTATIONS):
+        path.write_bytes(changed := mutated(content, chance))
+        signal.alarm(30)
+        try:
+            read(path)
+        except (ValueError, FileNotFoundError) as error:
+            refused += 1
+            assert str(error) and "Traceback" not in str(error), number
+        except BaseException:
+            path.with_name("culprit").write_bytes(changed)
+            raise
+    signal.alarm(0)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < MEMORY, f"memory has grown by {grown >> 20} MiB"
+    assert refused > MUTATIONS // 10, f"{refused} of {MUTATIONS} refused: were the files changed at all?"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One good file of each kind."""
+    import torch
+    from safetensors.torch import save_file
+
+    from tpformer.training.checkpoint_files import write_checkpoint
+    from tpformer.training.data import build_dataset
+
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "text.txt").write_text("a few words\n" * 20)
+    build_dataset([folder / "text.txt"] * 3, folder / "data", "bytes", quiet=True)
+    write_checkpoint(folder / "step-1", {"a": torch.ones(3, 4), "b": torch.ones(5)}, 1)
+    (folder / "run.toml").write_text(
+        '[model]\nn_layers = 2\nhidden_size = 32\nn_heads = 2\nseq_length = 16\nvocab_size = 257\nnorm = "rmsnorm"\n'
+        '[data]\ntrain = ["data"]\nweights = [1.0]\n[optimizer]\nlr = 1e-3\n[parallel]\ntensor_parallel = 2\n'
+    )
+    rows = [{"step": step, "loss": 5.5 / step, "tokens": 64 * step} for step in range(1, 6)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "weights").mkdir()
+    save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, folder / "weights/model.safetensors")
+    from tpformer.training.companions import byte_tokenizer
+
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    return folder
+
+
+READERS = {
+    "data.idx": read_dataset,
+    "data.json": read_sidecar,
+    "metrics.jsonl": read_metrics,
+    "step-1/manifest.json": read_checkpoint,
+    "step-1/.metadata": read_checkpoint,
+    "step-1/trainer.json": read_checkpoint,
+    "run.toml": read_config,
+    "weights/model.safetensors": read_safetensors,
+    "tokenizer.json": read_tokenizer,
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files_are_refused_in_a_sentence(name, files, commands, tmp_path):
+    """Must show 3 of issue 16."""
+    copy = tmp_path / "files"
+    shutil.copytree(files, copy)
+    code, out, err = commands.call(read_all, READERS[name], str(copy / name), 11).finish()
+    assert code == 0, out + err

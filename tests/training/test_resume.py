@@ -1,0 +1,236 @@
+"""What may differ between a run and its resumption: every key of the configuration, datasets by content, steps."""
+
+import copy
+import dataclasses
+import os
+import shutil
+import typing
+from pathlib import Path
+
+import pytest
+from test_run import write_run as write_file
+
+from tpformer.config import RunConfig, build_config, read_toml
+from tpformer.training.data import IndexedWriter, build_dataset, contents
+from tpformer.training.resolve import resolve
+from tpformer.training.run_directory import (
+    CONTINUED,
+    REQUESTED,
+    VERDICTS,
+    Start,
+    check_run_directory,
+    check_steps,
+    read_start,
+    write_run,
+)
+
+KEYS = [
+    f"{section.name}.{field.name}"
+    for section in dataclasses.fields(RunConfig)
+    for field in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_values_in) -> Start:
+    """A run that has started, with two training datasets of the same size."""
+    folder = tmp_path_factory.mktemp("resumed")
+    values = tiny_values_in(folder)
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        (folder / name / "text.txt").write_text(f"{name} " * 100)
+        build_dataset([folder / name], folder / name / "data", "bytes", quiet=True)
+    values["data"] = {"train": [str(folder / name / "data") for name in ("one", "two")], "weights": [0.5, 0.5]}
+    values["data"]["valid"] = values["data"]["train"][:1]
+    values["run"]["resume"] = True
+    return started(values)
+
+
+def started(values: dict) -> Start:
+    start = found(values)
+    Path(start.config.run.dir).mkdir()
+    assert check_run_directory(start) == [] and write_run(start) is None
+    return start
+
+
+def found(values: dict, *more: dict, dtype: str = "float32") -> Start:
+    return read_start(resolve(build_config(values, *more)), dtype)
+
+
+def values_of(start: Start, **data) -> dict:
+    """The sections that a user has in a file: without what is filled in at the start."""
+    values = {section: dict(keys) for section, keys in dataclasses.asdict(start.config).items()}
+    values["data"] |= {"train_contents": (), "valid_contents": ()} | data
+    return values
+
+
+def changed(config: RunConfig, key: str) -> RunConfig:
+    """The configuration with another value of one key, which need not be one that works."""
+    section, name = key.split(".")
+    changed_section = copy.copy(getattr(config, section))
+    hint, value = typing.get_type_hints(type(changed_section))[name], getattr(changed_section, name)
+    if isinstance(value, bool) or hint in (bool, bool | None):
+        new: object = not value
+    elif typing.get_origin(hint) is tuple:
+        new = (1.0, 2.0) if key == "data.weights" else ("other",)
+    else:
+        new = "other" if hint in (str, str | None) else (value or 0) + 1
+    object.__setattr__(changed_section, name, new)  # without the section's own checks
+    return dataclasses.replace(config, **{section: changed_section})
+
+
+def test_every_key_has_a_verdict():
+    """Must show 5: a new key has to be put into the table of run_directory.py."""
+    assert sorted(VERDICTS) == sorted(KEYS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_refused_or_continued_and_printed(run, key, tmp_path):
+    """R4: label_smoothing, z_loss, dtype, lr and betas were taken without a word."""
+    new = changed(run.config, key)
+    directory = dataclasses.replace(new.run, dir=run.config.run.dir)  # a moved run says another one in its file
+    dtype = "bfloat16" if key == "train.dtype" else run.dtype
+    start = Start(dataclasses.replace(new, run=directory), dtype, run.files)
+    verdict = VERDICTS[key]
+    if key == "run.dir":
+        start = moved(run, tmp_path / "moved")
+    elif key == "run.resume":
+        with pytest.raises(ValueError, match="already holds a run"):
+            check_run_directory(start)
+        return
+    elif key == "run.changes":
+        with pytest.raises(ValueError, match="run.changes names other, which is no key"):
+            check_run_directory(start)
+        return
+    if verdict == CONTINUED:
+        (line,) = check_run_directory(start)
+        assert line.startswith(f"changed since the run was stopped: {key}: ") and " -> " in line
+        return
+    assert verdict != REQUESTED
+    with pytest.raises(ValueError, match=rf"was trained with other settings.* --run.changes {key}$"):
+        check_run_directory(start)
+    accepted = dataclasses.replace(start.config.run, changes=(key,))
+    (line,) = check_run_directory(dataclasses.replace(start, config=dataclasses.replace(start.config, run=accepted)))
+    assert " -> " in line
+
+
+def moved(run: Start, target: Path) -> Start:
+    shutil.copytree(run.config.run.dir, target)
+    config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(target)))
+    return dataclasses.replace(run, config=config)
+
+
+def test_an_unset_dtype_that_follows_another_device_is_refused(run):
+    with pytest.raises(ValueError, match="train.dtype: 'float32' -> 'bfloat16'"):
+        check_run_directory(found(values_of(run), dtype="bfloat16"))
+
+
+def test_moved_data_continues_and_changed_data_is_named(run, tmp_path):
+    """R4: changed data went on without a word, of the same size too, and moved data was refused."""
+    one, two = run.config.data.train
+    assert check_run_directory(found(values_of(run))) == []
+    copies = [shutil.copytree(Path(each).parent, tmp_path / Path(each).parent.name) / "data" for each in (one, two)]
+    values = values_of(run, train=list(map(str, copies)))
+    (line,) = check_run_directory(found(values))
+    assert "data.train: " in line and str(copies[1]) in line
+    content = bytearray(Path(f"{copies[1]}.bin").read_bytes())
+    content[40] ^= 1  # of the same size, and below with the same time
+    Path(f"{copies[1]}.bin").write_bytes(content)
+    times = os.stat(f"{two}.bin")
+    os.utime(f"{copies[1]}.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(
+        ValueError, match=rf"{copies[1]}: uint16, 802 bytes, SHA-256 \w{{12}} -> uint16, 802 bytes, SHA"
+    ):
+        check_run_directory(found(values))
+    with pytest.raises(ValueError, match="data.train: the same 2 datasets in another order"):
+        check_run_directory(found(values_of(run, train=[two, one])))
+    with pytest.raises(ValueError, match=rf"data.train\[1\]: uint16.* -> nothing.* {two}: uint16.* -> uint16"):
+        check_run_directory(found(values_of(run, train=[one], weights=(), valid=[two])))
+    for valid in ([], [one]):
+        check_run_directory(found(values_of(run, valid=valid)))
+    stated = values_of(run, train=[two, one], train_contents=run.config.data.train_contents)
+    with pytest.raises(ValueError, match="does not hold what data.train_contents states .* or leave data.train_con"):
+        found(stated)
+
+
+def test_a_dataset_is_read_again_only_when_its_file_was_touched(run, monkeypatch):
+    read = []
+    monkeypatch.setattr(contents, "file_sha256", lambda path: read.append(path.name) or "0" * 64)
+    assert found(values_of(run)).config == run.config and read == []
+    path = Path(f"{run.config.data.train[1]}.bin")
+    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))  # no time but the change's
+    found(values_of(run))
+    assert read == ["data.bin"]
+    record = Path(run.config.run.dir, "start.json")
+    kept = record.read_text()
+    for bad in ("{", '{"files": 3}', '{"files": {"a": ["b", 1]}}', "[]"):
+        record.write_text(bad)
+        found(values_of(run))
+    record.write_text(kept)
+    assert len(read) == 1 + 4 * 2
+
+
+def test_steps_that_are_done_cannot_be_taken_back(run):
+    """R19, N7."""
+    assert check_steps(run.config, 5) is None
+    assert "is finished: it is at step 6 of 6" in str(check_steps(run.config, 6))
+    with pytest.raises(ValueError, match="is at step 7, further than train.steps = 6: set train.steps to at least 7"):
+        check_steps(run.config, 7)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_data_of_the_same_name(run, tmp_path):
+    """It has neither contents nor start.json; the first resumption writes them."""
+    old = moved(run, tmp_path / "old")
+    path = Path(old.config.run.dir)
+    (path / "start.json").unlink()
+    lines = (path / "config.toml").read_text().splitlines()
+    (path / "config.toml").write_text("\n".join(line for line in lines if "_contents" not in line))
+    assert [line.split(": ")[1] for line in check_run_directory(old)] == ["run.dir"]
+    one, two = old.config.data.train
+    with pytest.raises(ValueError, match="other settings.* --run.changes data.train$"):
+        check_run_directory(found(values_of(old, train=[two, one])))
+    write_run(old)
+    assert build_config(read_toml(path / "config.toml")).data.train_contents == run.config.data.train_contents
+
+
+def harmed(tmp_path: Path, tiny_data: Path) -> str:
+    """A copy of the tiny dataset, whose first id is none of its vocabulary, although the sidecar says so."""
+    for end in ("bin", "idx", "json"):
+        shutil.copyfile(f"{tiny_data}.{end}", tmp_path / f"harmed.{end}")
+    with (tmp_path / "harmed.bin").open("r+b") as file:
+        file.write((300).to_bytes(2, "little"))
+    return str(tmp_path / "harmed")
+
+
+@pytest.mark.parametrize("use", ["train", "valid"])
+def test_a_batch_with_ids_outside_the_vocabulary_ends_the_run(commands, tmp_path, tiny_values, tiny_data, use):
+    """R3: they became token 0 or were dropped, and the losses looked fine."""
+    if use == "train":  # one window, which every sample is
+        with IndexedWriter(tmp_path / "harmed", contents.IndexedDataset(tiny_data).dtype) as writer:
+            writer.add_document([300, *range(16)])
+        shutil.copyfile(f"{tiny_data}.json", tmp_path / "harmed.json")
+    prefix = str(tmp_path / "harmed") if use == "train" else harmed(tmp_path, tiny_data)
+    toml = write_file(tmp_path, tiny_values, data={use: [prefix]}, train={"steps": 2})
+    code, out, err = commands.run("pretrain", str(toml))
+    assert code == 2 and f"{prefix}.bin has the id 300 at token 0, but the model's ids are 0 to 256" in err, out + err
+    assert "Traceback" not in err
+
+
+def test_resuming_to_fewer_steps_changes_nothing_and_a_finished_run_says_so(commands, tmp_path, tiny_values):
+    """R19, N7, through the command; a moved dataset goes on and says so."""
+    toml = str(write_file(tmp_path, tiny_values, train={"steps": 2}))
+    directory = Path(tiny_values["run"]["dir"])
+    assert commands.run("pretrain", toml)[0] == 0
+    before = (directory / "config.toml").read_bytes(), (directory / "metrics.jsonl").read_bytes()
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", "--train.steps", "1")
+    assert code == 2 and "is at step 2, further than train.steps = 1" in err and "Traceback" not in err, err
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", "--optimizer.lr", "1e-3")
+    assert code == 2 and "optimizer.lr: 0.0003 -> 0.001" in err and "--run.changes optimizer.lr" in err, err
+    assert before == ((directory / "config.toml").read_bytes(), (directory / "metrics.jsonl").read_bytes())
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", "--log.interval", "2")
+    assert code == 0 and "is finished: it is at step 2 of 2" in out and "log.interval: 1 -> 2" in out, out + err
+    more = ("--optimizer.lr", "1e-3", "--run.changes", "optimizer.lr", "--train.steps", "3")
+    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", *more)
+    assert code == 0 and "train.steps: 2 -> 3, where the schedule" in out and "optimizer.lr: 0.0003 -> " in out, err
+    after = read_toml(directory / "config.toml")
+    assert after["optimizer"]["lr"] == 1e-3 and after["run"]["changes"] == [] and after["data"]["train_contents"]

@@ -1,0 +1,47 @@
+"""The learning rate is its formula at every step, and a warm-up that does not fit is not silent."""
+
+import math
+
+import pytest
+
+from tpformer.config import OptimizerSection, build_config, check_config
+from tpformer.training.schedules import learning_rate, warmup_notice
+
+LR, FLOOR, WARM, STEPS = 2.0, 0.1, 10, 110
+FORMULAS = {  # of x, the share of the steps after the warm-up, and of the step itself
+    "constant": lambda x, step: LR,
+    "linear": lambda x, step: LR * (1 - x * (1 - FLOOR)),
+    "cosine": lambda x, step: LR * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * x)) / 2),
+    "wsd": lambda x, step: LR if step <= 77 else LR * (1 - (step - 77) / 33 * (1 - FLOOR)),
+}
+
+
+@pytest.mark.parametrize("schedule", FORMULAS)
+def test_each_step_is_the_formula(schedule):
+    config = OptimizerSection(lr=LR, warmup_steps=WARM, min_lr_ratio=FLOOR, schedule=schedule, decay_fraction=0.3)
+    rates = [learning_rate(step, STEPS, config) for step in range(1, STEPS + 1)]
+    assert rates[:WARM] == [pytest.approx(LR * step / WARM) for step in range(1, WARM + 1)] and rates[WARM - 1] == LR
+    for step in range(WARM + 1, STEPS + 1):
+        expected = FORMULAS[schedule]((step - WARM) / (STEPS - WARM), step)
+        assert rates[step - 1] == pytest.approx(expected, rel=1e-14), step
+    assert rates[-1] == pytest.approx(LR if schedule == "constant" else LR * FLOOR)
+
+
+def test_edges_of_the_schedules():
+    def rates(steps, **options):
+        return [learning_rate(step, steps, OptimizerSection(lr=1.0, **options)) for step in range(1, steps + 1)]
+
+    assert rates(3, warmup_steps=0, schedule="wsd", decay_fraction=0.0) == [1.0, 1.0, 1.0]
+    assert rates(4, warmup_steps=2, schedule="wsd", decay_fraction=1.0, min_lr_ratio=0.0) == [0.5, 1.0, 0.5, 0.0]
+    assert rates(5, warmup_steps=10)[-1] == 0.5
+    with pytest.raises(ValueError, match="optimizer.schedule='step': choose one of cosine, linear, constant, wsd"):
+        check_config(build_config({"optimizer": {"schedule": "step"}, "data": {"train": ["x"]}}))
+
+
+def test_the_default_warm_up_fits_a_short_run_and_a_longer_one_is_named():
+    """N8: 100 steps of warm-up were the default of a run of 50, too."""
+    config = OptimizerSection(lr=1.0)
+    assert [learning_rate(step, 50, config) for step in (1, 5)] == [0.2, 1.0] and warmup_notice(50, config) is None
+    assert learning_rate(100, 5000, config) == 1.0 > learning_rate(99, 5000, config)
+    notice = warmup_notice(5, OptimizerSection(lr=1.0, warmup_steps=50))
+    assert notice is not None and "warmup_steps=50 is more than train.steps=5" in notice and "ends at 0.1" in notice

@@ -1,0 +1,54 @@
+"""How a command ends: errors as one line, exit codes, and signals.
+
+Importing this file does not import tyro, so that `tpformer --help` is quick.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception
+
+PEER_SECONDS = 1.0  # how long other ranks leave it to rank 0 to report a mistake that all of them have found
+
+
+def guarded(work: Callable[[], None]) -> None:
+    """Call `work`. What a user can mend (a value, a missing file or package, a run that diverges) is reported as one
+    line on stderr, with exit code 2. Other ranks than 0 wait a second before that: a launcher ends them meanwhile, if
+    rank 0 has made the same report.
+
+    Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
+    interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
+    that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE. After Ctrl-C it ends
+    by SIGINT.
+    """
+    try:
+        try:
+            work()
+        finally:
+            sys.stdout.flush()
+    except (SystemExit, BrokenPipeError) as error:
+        # the only pipe that is written to is the output; rich turns its BrokenPipeError into SystemExit
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        _end_by(signal.SIGPIPE)
+    except KeyboardInterrupt:
+        _end_by(signal.SIGINT)
+    except BaseException as error:  # DCP's CheckpointException does not derive from Exception
+        record_exception(error)
+        usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
+        if usage:
+            time.sleep(PEER_SECONDS if os.environ.get("RANK", "0") != "0" else 0)
+            sys.stderr.write(f"tpformer: {error}\n")  # in one piece: other ranks write too
+            sys.stderr.flush()
+        else:
+            sys.excepthook(*sys.exc_info())
+        os._exit(USAGE_EXIT_CODE if usage else 1)
+
+
+def _end_by(number: signal.Signals) -> None:
+    """End this process by a signal, so that its parent learns why."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
