@@ -31,12 +31,13 @@ from tpformer.config import (
     TrainSection,
     check_config,
 )
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.parallel import SCHEDULES, Layout
 from tpformer.training.data import build_stdlib
-from tpformer.training.optimizer import build_optimizer, learning_rate
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, open_data, run_mesh
 from tpformer.training.step import batch, train_step
-from tpformer.training.verify import full_tensor
 
 from .layout_report import bfloat16_table, draw, result_table
 
@@ -189,7 +190,7 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained
     losses, norms, steps = [], [], config.train.steps
     start = time.perf_counter()
     for step in range(1, steps + 1):
-        first, share = model.own_samples(step, BATCH)
+        first, share = model.own_samples((step - 1) * BATCH, BATCH)
         lr = learning_rate(step, steps, config.optimizer)
         samples, clip_norm = batch(data, first, share), config.optimizer.clip_norm
         result = train_step(model, optimizers, samples, first_sample=first, step=step, lr=lr, clip_norm=clip_norm)
@@ -199,12 +200,12 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained
     parameters = {}
     if keep_parameters:
         named = [one for part in model.parts for one in part.named_parameters()]
-        parameters = {name: full_tensor(parameter).cpu().numpy() for name, parameter in named}
+        parameters = {name: full_tensor(parameter.detach()).cpu().numpy() for name, parameter in named}
     return Trained(losses, norms, parameters, seconds)
 
 
 def setup(runs: Mapping[str, RunConfig]) -> Calls:
-    """A rank's calls: the runs, by name; short float64 ones return their parameters.
+    """A rank's calls: the runs, by name; those in float64 that are no curves return their parameters.
 
     One mesh serves all runs of its shape: DTensor keeps the first of equal meshes, and so its process groups, for good.
     """
@@ -219,7 +220,7 @@ def setup(runs: Mapping[str, RunConfig]) -> Calls:
         if degrees not in meshes:
             meshes[degrees] = run_mesh(config, "cpu")
         gc.collect()  # frees the model of the run before, which refers to itself
-        return train(config, meshes[degrees], config.train.dtype == FLOAT64 and config.train.steps == STEPS)
+        return train(config, meshes[degrees], config.train.dtype == FLOAT64 and config.optimizer.lr == LR)
 
     return {name: partial(call, config) for name, config in runs.items()}
 
@@ -255,6 +256,8 @@ def rounded(value: Any) -> Any:
 
 def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> Row:
     """A layout's row. runs: of all its ranks, by dtype; expected: of one process, by dtype; ok: within BOUNDS."""
+    if not expected[FLOAT64].parameters:
+        raise ValueError(f"{one}: one process returned no parameters in float64, so none would be compared")
     found = {dtype: compare(runs[dtype], expected[dtype]) for dtype in BOUNDS}
     ok = all(found[dtype][key] <= bound for dtype, bound in BOUNDS.items() for key in ("loss", "norm", "parameters"))
     sizes: Row = {"layout": str(one), "ranks": one.layout.world_size, "microbatches": one.n_microbatches}

@@ -29,7 +29,6 @@ TIMEOUT = 8.0  # run.timeout: a first step of four ranks on two busy cores takes
 INTERVAL = 3  # steps between checkpoints
 STEPS_BETWEEN = 8  # steps between faults
 TWO = {"pipeline_parallel": 2}
-PIPELINE = {"tensor_parallel": 2, "pipeline_parallel": 2}
 SHARDED = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
 
 
@@ -159,11 +158,6 @@ def disturb(job: Job, number: int, rank: int, step: int) -> float:
     return time.monotonic() - began
 
 
-def wait_for_resumed_run(job: Job, inode: int) -> None:
-    """Wait until the new ranks have cut metrics.jsonl back to their checkpoint."""
-    job.command.wait_until(lambda: (job.run / "metrics.jsonl").stat().st_ino != inode, "a resumed run")
-
-
 def faults_of(seed: int, count: int, world_size: int) -> list[tuple[int, int]]:
     """(rank, step) of each fault, in the order of the steps."""
     chance = random.Random(seed)
@@ -174,36 +168,14 @@ def faults_of(seed: int, count: int, world_size: int) -> list[tuple[int, int]]:
     ]
 
 
-def signals_and_restarts(start, undisturbed, layout: dict, number: int, seed: int, count: int) -> None:
-    """Run a job in which ranks get a signal `count` times while they train."""
-    world_size = world_size_of(layout)
-    faults, steps = faults_of(seed, count, world_size), STEPS_BETWEEN * (count + 1)
-    expected = undisturbed(layout, steps)
-    job = start(layout, steps, restarts=count)
-    for index, (rank, step) in enumerate(faults):
-        inode = (job.run / "metrics.jsonl").stat().st_ino if index else 0
-        seconds = disturb(job, number, rank, step)
-        assert seconds < (TIMEOUT + 15 if number == signal.SIGSTOP else 10), job.err
-        assert job.command.poll() is None, job.err
-        wait_for_resumed_run(job, inode)
-    code, _, err = job.command.finish(120)
-    assert code == 0, err
-    for index, (rank, _) in enumerate(faults):
-        words = f"rank {rank} of {world_size} was killed by SIGKILL" if number == signal.SIGKILL else ""
-        words = words or f"rank {rank}: no heartbeat from rank {rank}: "
-        after = err.split("starting all ranks again")[index]
-        assert words in after, after
-    assert f"restart {count} of {count}" in err
-    assert losses(job.run) == expected
-
-
-def raise_and_restart(start, undisturbed, layout: dict, seed: int, count: int) -> None:
-    world_size = world_size_of(layout)
-    steps, chance = STEPS_BETWEEN * (count + 1), random.Random(seed)
-    expected = undisturbed(layout, steps)
-    faults = [(rank, step, chance.choice(["before", "after"])) for rank, step in faults_of(seed, count, world_size)]
-    job = start(layout, steps, restarts=count, faults=faults)
-    code, _, err = job.command.finish(60 * (count + 1))
+def test_a_rank_that_raises_is_named_and_the_restarted_job_ends_with_the_same_bits(start, undisturbed):
+    """Faults of other kinds, and what is left of their runs, are in checks/faults.py."""
+    count, world_size = 2, world_size_of(TWO)
+    steps, chance = STEPS_BETWEEN * (count + 1), random.Random(1)
+    expected = undisturbed(TWO, steps)
+    faults = [(rank, step, chance.choice(["before", "after"])) for rank, step in faults_of(1, count, world_size)]
+    job = start(TWO, steps, restarts=count, faults=faults)
+    code, _, err = job.command.finish()
     assert code == 0, err
     attempts = err.split("starting all ranks again")
     assert len(attempts) == count + 1
@@ -213,10 +185,6 @@ def raise_and_restart(start, undisturbed, layout: dict, seed: int, count: int) -
         assert f"[rank{rank}]: Traceback (most recent call last)" in said, said
     assert losses(job.run) == expected
     assert completed(job.run) == {f"step-{step}" for step in (*range(INTERVAL, steps, INTERVAL), steps)}
-
-
-def test_a_rank_that_raises_is_named_and_the_restarted_job_ends_with_the_same_bits(start, undisturbed):
-    raise_and_restart(start, undisturbed, TWO, seed=1, count=1)
 
 
 def hang(values: dict) -> None:
@@ -243,21 +211,6 @@ def test_a_rank_that_hangs_in_a_step_ends_the_run(ranks, tiny_data, tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.alone
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
-def test_ten_random_ranks_are_killed_or_stopped(start, undisturbed, kind):
-    signals_and_restarts(start, undisturbed, PIPELINE, getattr(signal, kind), seed=2, count=10)
-
-
-@pytest.mark.proof
-@pytest.mark.alone
-@pytest.mark.timeout(600)
-def test_ten_random_ranks_raise(start, undisturbed):
-    raise_and_restart(start, undisturbed, SHARDED, seed=3, count=10)
-
-
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [
@@ -268,7 +221,7 @@ def test_ten_random_ranks_raise(start, undisturbed):
 def test_without_restarts_the_job_ends(start, kind, code, words):
     job = start(SHARDED, 100_000)
     seconds = disturb(job, getattr(signal, kind), 2, 5)
-    ended, _, err = job.command.finish(120)
+    ended, _, err = job.command.finish()
     assert ended == code and words in err and seconds < TIMEOUT + 15
     assert "starting all ranks" not in err
     assert (job.run / "ranks" / "hang-report.txt").exists() == (kind == "SIGSTOP")
