@@ -26,7 +26,7 @@ OUTSIDE = {
     "tests/regressions/README.md": "regressions.md",
 }
 API = (
-    "layers", "models", "ops", "parallel", "distributed", "processes", "config", "weights", "training",
+    "in_place", "layers", "models", "ops", "parallel", "distributed", "processes", "config", "weights", "training",
     "inference", "planner",
 )  # fmt: skip
 COPIED = (".svg", ".png", ".json")  # a browser shows these as they are; any other file gets a page with its text
