@@ -5,12 +5,14 @@ Belongs here: the record of one process. tests/test_architecture.py says what is
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+TraceFunction = Callable[[FrameType, str, Any], Any]
 Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer/cli/run.py", "parse_run")
 
 
@@ -29,39 +31,46 @@ class Calls:
 
     def __init__(self) -> None:
         self.order: dict[tuple[Function | None, Function], int] = {}
-        self._functions: dict[object, Function | None] = {}
+        self._files: dict[str, str | None] = {}  # by a code object's name of it; None: not of the library
         self._running = _Running()
 
-    def _function(self, code: CodeType) -> Function | None:
-        path = Path(code.co_filename).resolve()  # tpformer/kernels is a link
-        inside = path.is_relative_to(ROOT) and path.is_file()
-        return (str(path.relative_to(ROOT)), code.co_qualname) if inside else None
+    def _file(self, name: str) -> str | None:
+        path = Path(name).resolve()  # tpformer/kernels is a link
+        inside = path.is_file() and any(path.is_relative_to(ROOT / package) for package in ("tpformer", "kernels"))
+        return str(path.relative_to(ROOT)) if inside else None
 
-    def _event(self, frame: FrameType, event: str, _: object) -> None:
-        if event not in ("call", "return"):
-            return
+    def _called(self, frame: FrameType, event: str, _: object) -> TraceFunction | None:
         code = frame.f_code
-        if code not in self._functions:
-            self._functions[code] = self._function(code)
-        function = self._functions[code]
-        if function is None:
-            return
+        if code.co_filename not in self._files:
+            self._files[code.co_filename] = self._file(code.co_filename)
+        file = self._files[code.co_filename]
+        if file is None:
+            return None
+        function = file, code.co_qualname
         running = self._running.functions
-        if event == "return":
-            if len(running) > 1:  # what ran before the recording began returns, too
-                running.pop()
-            return
         for caller in running:
             self.order.setdefault((caller, function), len(self.order))
         running.append(function)
+        frame.f_trace_lines = False
+        return self._returned
+
+    def _returned(self, frame: FrameType, event: str, _: object) -> TraceFunction:
+        if event == "return":
+            self._running.functions.pop()
+        return self._returned
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """This thread's calls, and those of threads that it starts."""
-        threading.setprofile(self._event)
-        sys.setprofile(self._event)
+        """This thread's calls, and those of threads that it starts.
+
+        A trace function is called for functions alone, a profile function for C's and for every return as well: in
+        Triton's interpreter that is three times as often.
+        """
+        before = sys.gettrace()
+        threading.settrace(self._called)
+        sys.settrace(self._called)
         try:
             yield
         finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            sys.settrace(before)
+            threading.settrace(before)  # type: ignore[arg-type]

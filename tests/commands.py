@@ -31,7 +31,7 @@ class Commands:
     def start(self, *arguments: str, **environment: str) -> Command:
         return self.call(main, *arguments, **environment)
 
-    def run(self, *arguments: str, seconds: float = 90, **environment: str) -> tuple[int, str, str]:
+    def run(self, *arguments: str, seconds: float = 300, **environment: str) -> tuple[int, str, str]:
         return self.start(*arguments, **environment).finish(seconds)
 
     def call(self, function: Callable[..., None], *args: Any, **environment: str) -> Command:
@@ -69,7 +69,7 @@ class Command:
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
 
-    def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 300) -> None:
         """Return when it has happened. Raises AssertionError if the process ends before, or if it takes too long."""
         deadline = time.monotonic() + seconds
         while not happened():
@@ -77,7 +77,7 @@ class Command:
             assert time.monotonic() < deadline, f"took too long: {what}\n{self.err}"
             time.sleep(0.002)
 
-    def finish(self, seconds: float = 90) -> tuple[int, str, str]:
+    def finish(self, seconds: float = 300) -> tuple[int, str, str]:
         """Return exit code, stdout and stderr at the end. A process that takes longer is killed with its ranks."""
         self.process.join(seconds)
         code = self.process.exitcode
@@ -111,6 +111,7 @@ def enter(
     os.chdir(directory)
     os.environ.update(environment)
     sys.path[:] = path
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     for number, output in enumerate(files, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
     with on_account_of(test):

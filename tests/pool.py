@@ -54,7 +54,7 @@ PRELOAD = [
     "tpformer.training.trainer",
     "tpformer.training.verify",
 ]
-PROCESS_GROUP_TIMEOUT = timedelta(seconds=60)
+PROCESS_GROUP_TIMEOUT = timedelta(seconds=300)
 GRACE = 0.3  # seconds the other ranks get to report after the first failure; a peer's error is often the telling one
 
 
@@ -132,7 +132,7 @@ class World:
         self.connections: list[connection.Connection] = []
         self.store: dist.TCPStore | None = None  # it is in this process, so that it survives a killed rank
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
         """Call the module-level `function(*args)` on every rank; returns the results in rank order.
 
         Raises RankFailure naming the rank if one raises, dies, or has not returned after `timeout` seconds. The world

@@ -8,22 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.parallel import reduce_partial_gradients
 
 Results = dict[str, Tensor | None]
 
 
-def whole(x: Tensor | None) -> Tensor | None:
-    """The whole of a DTensor; other tensors as they are."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def gradients(module: nn.Module, partial: Sequence[str] = ()) -> Results:
     """Whole gradients by name. partial: names of a user's own parameters whose gradients are summed, too."""
     reduce_partial_gradients(module, partial=partial)
-    return {name: whole(p.grad) for name, p in module.named_parameters()}
+    return {name: full_tensor(p.grad) for name, p in module.named_parameters()}
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor, *, partial: Sequence[str] = (), **options: Any) -> Results:

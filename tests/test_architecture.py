@@ -65,6 +65,8 @@ def test_the_way_of_an_x(interpreted):
 def recording(*arguments: str) -> None:
     """A `tpformer` command whose calls are written to the current directory when its process leaves."""
     from tpformer import cli
+    from tpformer.inference import generate  # noqa: F401  torch's own imports are not recorded, as they take most of it
+    from tpformer.training import export, importing, trainer  # noqa: F401
 
     calls = Calls()
     with calls.recording():

@@ -15,7 +15,8 @@ from test_repo import ARROWS, FILES, PROSE, PYTHON, ROOT, name
 
 # pages that tell what was, and so name what is gone
 HISTORY = ("docs/LOG.md", "CHANGELOG.md")
-PAGES = [path for path in PROSE if name(path) not in HISTORY]
+OTHERS = "docs/coming_from.md"  # names other systems' things; test_docs.py looks up ours
+PAGES = [path for path in PROSE if name(path) not in (*HISTORY, OTHERS)]
 FILE = re.compile(r"(?<![\w./*-])((?:[\w-]+/)*[\w.-]+\.(?:py|md|toml|json|svg|sh|yml))\b(?![\w/*(])")
 NAME = re.compile(
     r"`(?:[\w.]*\.)?(\w*[a-z]_\w+|[A-Z]+[a-z]\w*[A-Z]\w*)(?:\([^`]*\))?`|`(?:[\w.]+\.)?([a-z]\w+)\([^`]*\)`"
@@ -23,7 +24,7 @@ NAME = re.compile(
 # files that are no part of the repository: a run, a build or a user makes them, another project has them
 ELSEWHERE = re.compile(
     r"[A-Z]{4}|-N\.|(^|/)(runs|build|data|checkpoints|my-model|plots|directory|pydoc_data)/"
-    r"|^(run|config|tokenizer|plan|timeline|pipeline|table|trainer|manifest|metrics|module|model|file)\.\w+$"
+    r"|^(run|config|saved|tokenizer|plan|timeline|pipeline|table|trainer|manifest|metrics|profile|module|model|file|start)\.\w+$"
     r"|^(tokenizer_config|special_tokens_map|generation_config)\.json$|\.index\.json$"
 )
 SOURCES = [path for path in FILES if path.suffix in (".py", ".toml", ".pml") or path.name == "Makefile"]

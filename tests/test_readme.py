@@ -1,5 +1,9 @@
-"""Every command of the README and of the guide works as written, in order, in a fresh clone; `make train` learns."""
+"""Every command and every piece of code of the README and the pages runs as written; `make train` learns.
 
+Commands run in the order of the pages, in a fresh clone, but for those whose comment says what else they need.
+"""
+
+import contextlib
 import json
 import os
 import re
@@ -7,32 +11,100 @@ import shutil
 import subprocess
 import tomllib
 import zipfile
+from pathlib import Path
 
 import pytest
-from test_repo import ROOT
+from test_repo import PROSE, ROOT, name
 
-PAGES = ("README.md", "docs/start.md", "docs/layers.md", "docs/kernels.md", "docs/results.md")
+from tpformer.config import build_config, read_toml, to_toml
+from tpformer.training.data import build_dataset
+
+# the others follow these, which make the environment, a dataset and runs
+FIRST = ("README.md", "docs/start.md", "docs/drop_in.md", "docs/pretrain.md")
+PAGES = tuple(dict.fromkeys([*FIRST, *(page for page in map(name, PROSE) if re.match("docs/|examples/", page))]))
 # what CI runs beside this test
 ELSEWHERE = ("make test", "make check", "make proofs", "make compile-check")
 PYTEST = "-m pytest"
+PROGRAMS = ("make", "python3", "tpformer", "torchrun", "sbatch", "echo")
+# what a laptop may lack, in a command's own comment
+NEEDS = re.compile(r" # needs (\d+ GPUs|several nodes|SLURM|the network|a terminal)")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The contents of a page's blocks in a language; "" is those that name none."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.S | re.M)
+    return [text for named, text in found if named == language]
+
+
+def lines() -> list[str]:
+    """The commands of all pages, in order, with their comments."""
+    text = "".join(block for page in PAGES for block in blocks(page, "bash")).replace("\\\n", " ")
+    return [re.sub(" +", " ", line.strip()) for line in text.splitlines() if line.strip()]
 
 
 def commands() -> list[str]:
-    """Those of all pages, in order; a command that several pages have is run once."""
-    blocks = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.S)]
-    lines = [line.split(" #")[0].strip() for line in "".join(blocks).splitlines()]
-    return [line for line in dict.fromkeys(lines) if line and not line.endswith(ELSEWHERE) and PYTEST not in line]
+    """Those to run; one that several pages have is run once."""
+    shared = dict.fromkeys(line.split(" # ")[0] for line in lines() if not NEEDS.search(line))
+    return [line for line in shared if not line.endswith(ELSEWHERE) and PYTEST not in line]
 
 
 def test_commands_name_what_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert len(commands()) > 20
-    for line in commands():
+    assert len(commands()) > 40
+    for line in lines():
         words = [word for word in line.split() if "=" not in word]
-        assert words[0] in ("make", "python3") or words[0].startswith(".venv/bin/"), line
+        assert words[0] in PROGRAMS or words[0].startswith(".venv/bin/"), line
         assert words[0] != "make" or words[1] in targets, line
-        for file in re.findall(r"(?:examples|bench|checks|tests|docs)/\S+", line):
+        assert "# needs" not in line or NEEDS.search(line), line
+        for file in re.findall(r" ((?:examples|bench|checks|tests|docs)/\S+)", line):
             assert (ROOT / file).exists(), line
+
+
+def test_every_block_says_its_language():
+    """Otherwise its commands and its code would not be tried."""
+    for page in PAGES:
+        fences = re.findall(r"^ *```", (ROOT / page).read_text(), re.M)
+        known = [block for language in ("bash", "python", "toml", "") for block in blocks(page, language)]
+        assert len(fences) == 2 * len(known), page
+        for block in blocks(page, ""):
+            assert not re.search(r"^(\.venv/|(make|tpformer|python3?|torchrun|import|from) )", block, re.M), page
+        for block in blocks(page, "toml"):
+            build_config(tomllib.loads(block))
+
+
+@pytest.fixture(scope="module")
+def folder(commands, tmp_path_factory) -> Path:
+    """A folder with what code on the pages reads: runs/gpt_tiny, made smaller, and its export my-model."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "text.txt").write_text("def f(x):\n    return x * 2 + 1\n" * 40)
+    build_dataset([folder / "text.txt"], folder / "text", "bytes", quiet=True)
+    smaller = {
+        "run": {"dir": str(folder / "runs/gpt_tiny")},
+        "model": {"seq_length": 32, "n_layers": 1, "hidden_size": 32},
+        "data": {"train": [str(folder / "text")], "valid": []},
+        "train": {"steps": 1},
+    }
+    (folder / "run.toml").write_text(to_toml(build_config(read_toml(ROOT / "examples/gpt_tiny.toml"), smaller)))
+    exported = ("export", str(folder / "runs/gpt_tiny"), "--out", str(folder / "my-model"))
+    for arguments in (("pretrain", str(folder / "run.toml")), exported):
+        code, out, err = commands.run(*arguments)
+        assert code == 0, out + err
+    return folder
+
+
+def run_code(page: str, folder: Path) -> None:
+    """Run a page's pieces of code in order, with shared names, as a program in that folder."""
+    names = {"__name__": page}
+    with contextlib.chdir(folder):
+        for code in blocks(page, "python"):
+            exec(compile(code, f"<{page}>", "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md" and blocks(page, "python")])
+def test_code_runs_on_two_ranks(page, folder, ranks):
+    if "transformers" in (ROOT / page).read_text():
+        pytest.importorskip("transformers")
+    ranks(2).run(run_code, page, folder)  # the import of transformers takes its time
 
 
 @pytest.mark.proof
@@ -43,6 +115,7 @@ def test_readme_commands_in_a_fresh_clone(tmp_path):
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     # cores are shared out by the commands themselves, as for a user
     environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
+    environment["PATH"] = f"{clone}/.venv/bin:{environment['PATH']}"
     for command in commands():
         result = subprocess.run(command, shell=True, cwd=clone, env=environment, capture_output=True, text=True)
         assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"

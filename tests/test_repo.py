@@ -50,6 +50,7 @@ ARROWS = {
     "tpformer/layers": ["kernels", "config", "distributed", "ops"],
     "tpformer/models": ["kernels", "config", "distributed", "ops", "layers"],
     "tpformer/parallel": ["kernels", "config", "distributed", "ops", "layers"],
+    "tpformer/in_place": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "weights"],
     "tpformer/training": RUN,
     "tpformer/weights": ["config", "models"],
     "tpformer/inference": [*RUN, "training"],

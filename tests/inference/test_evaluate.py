@@ -140,7 +140,6 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         f"--data {code} --json {tmp_path / 'kept.json'}": "give a new file",
         "--model.n-layers 3": "no setting of an evaluation",
         "--tasks none.jsonl": "does not exist",
-        "--tasks none.jsonl --parallel.pipeline-parallel 2": "leave out --parallel.pipeline",
         f"--tasks {trained / 'code.txt'}": "code.txt:1 is not valid JSON",
         "--parallel.tensor-parallel 3": "cannot be split",
     }.items():
@@ -156,9 +155,11 @@ def test_tasks_are_answered_alike_in_every_layout(commands, trained):
     lines += [{"prompt": "p", "answer": "Never."}]
     (trained / "tasks.jsonl").write_text("".join(json.dumps(line) + "\r\n" for line in lines))
     options = ("--tasks", str(trained / "tasks.jsonl"), "--parallel.tensor-parallel")
-    shared = ("2", "--parallel.data-parallel-shard", "2")
-    one, two, four = (evaluated(commands, trained / "run", *options, *layout) for layout in (("1",), ("2",), shared))
-    assert one == two == four and one["data"] == []
+    shared, staged = ("2", "--parallel.data-parallel-shard", "2"), ("2", "--parallel.pipeline-parallel", "2")
+    layouts = (("1",), ("2",), shared, staged)
+    one, two, four, pipeline = (evaluated(commands, trained / "run", *options, *layout) for layout in layouts)
+    assert pipeline["notes"].pop(0).startswith("tasks are answered without the pipeline")
+    assert one == two == four == pipeline and one["data"] == []
     assert one["notes"] == ["1 of 4 prompts were cut at the left to fit 16 tokens"]
     acc, acc_bytes, exact = one["tasks"]
     assert acc == {

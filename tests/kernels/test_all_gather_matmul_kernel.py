@@ -74,7 +74,7 @@ def processes() -> None:
 
 @pytest.mark.parametrize("world", gemms.WORLDS)
 def test_on_processes(interpreted: WorkerPool, world: int) -> None:
-    interpreted(world).run(processes, timeout=120)
+    interpreted(world).run(processes)
 
 
 def virtual_ranks() -> None:
@@ -84,7 +84,7 @@ def virtual_ranks() -> None:
 
 
 def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
-    interpreted(1).run(virtual_ranks, timeout=120)
+    interpreted(1).run(virtual_ranks)
 
 
 def kept_rows() -> None:

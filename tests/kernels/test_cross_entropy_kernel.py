@@ -271,7 +271,7 @@ def in_the_interpreter(short: bool) -> None:
 @pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_kernels_in_the_interpreter(interpreted: WorkerPool, short: bool) -> None:
     pytest.importorskip("triton")
-    interpreted(1).run(in_the_interpreter, short, timeout=150)
+    interpreted(1).run(in_the_interpreter, short)
 
 
 # by hand: the logits once (twice backward), three float32 a token

@@ -168,7 +168,7 @@ def sums_over_all_programs() -> None:
     "check", [finishes, has_the_bits_of_the_reference, sums_over_all_programs], ids=lambda check: check.__name__
 )
 def test_kernel(interpreted: WorkerPool, check) -> None:
-    interpreted(1).run(check, timeout=120)
+    interpreted(1).run(check)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def processes() -> None:
 
 @pytest.mark.parametrize("world", gemms.WORLDS)
 def test_on_processes(interpreted: WorkerPool, world: int) -> None:
-    interpreted(world).run(processes, timeout=120)
+    interpreted(world).run(processes)
 
 
 def bits(one_shot: bool) -> None:
@@ -71,7 +71,7 @@ def virtual_ranks() -> None:
 
 
 def test_on_virtual_ranks_with_equal_bits(interpreted: WorkerPool) -> None:
-    interpreted(1).run(virtual_ranks, timeout=120)
+    interpreted(1).run(virtual_ranks)
 
 
 def test_size_rule_and_cost() -> None:

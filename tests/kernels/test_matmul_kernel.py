@@ -74,7 +74,7 @@ def all_cases() -> None:
 
 
 def test_kernels_match_references(interpreted: WorkerPool) -> None:
-    interpreted(1).run(all_cases, timeout=120)
+    interpreted(1).run(all_cases)
 
 
 def exact_and_strided() -> None:

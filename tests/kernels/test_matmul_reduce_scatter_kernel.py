@@ -57,7 +57,7 @@ def processes() -> None:
 
 @pytest.mark.parametrize("world", gemms.WORLDS)
 def test_on_processes(interpreted: WorkerPool, world: int) -> None:
-    interpreted(world).run(processes, timeout=120)
+    interpreted(world).run(processes)
 
 
 def virtual_ranks() -> None:
@@ -66,7 +66,7 @@ def virtual_ranks() -> None:
 
 
 def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
-    interpreted(1).run(virtual_ranks, timeout=120)
+    interpreted(1).run(virtual_ranks)
 
 
 def every_finish() -> None:
@@ -76,7 +76,7 @@ def every_finish() -> None:
 
 
 def test_every_finish_on_virtual_ranks(interpreted: WorkerPool) -> None:
-    interpreted(1).run(every_finish, timeout=120)
+    interpreted(1).run(every_finish)
 
 
 def too_small() -> str:

@@ -38,7 +38,7 @@ def interpreted_words() -> None:
 
 
 def test_words_equal_the_reference(interpreted: WorkerPool) -> None:
-    interpreted(1).run(interpreted_words, timeout=120)
+    interpreted(1).run(interpreted_words)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpformer.config import RunConfig, build_config, check_config
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.training.setup import build_model, run_mesh
 
 MODEL = {"vocab_size": 60, "seq_length": 8, "n_layers": 4, "hidden_size": 16, "n_heads": 4}
@@ -40,7 +41,7 @@ class Collectives(TorchDispatchMode):
 
 
 def full(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+    return full_tensor(x).detach().clone()
 
 
 def step(parallel: dict, dtype: str = "float64") -> dict[str, Any]:
