@@ -1,0 +1,136 @@
+"""What do logging at every step, validation and checkpoints cost a run, and does its memory grow?
+
+Belongs here: the two runs, what is read from them, the required ratio, the bound of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from checks.faulty_run import Command
+from tpformer.config import build_config, to_toml
+from tpformer.training.data import build_stdlib
+from tpformer.training.metrics import read_metrics
+
+from .ratios import Row, compared, draw_ratios, ratios
+from .runner import Bench, Report
+from .timing import interleave
+
+STEPS, QUICK_STEPS = 300, 12
+WINDOWS = 6  # of a run, in each of which it validates and saves once
+ROUNDS, QUICK_ROUNDS = 3, 1
+LAYERS, HIDDEN, SEQ, BATCH = 4, 256, 128, 8
+OBSERVED, PLAIN = "observed", "plain"
+REQUIRED = 0.97
+GROWTH = 0.02  # of memory, from the second third of a run to its last
+POLL = 0.1  # seconds
+NOTE = (
+    "Two tensor-parallel ranks with one core each. observed: logs every step, and validates and saves a checkpoint "
+    "every 50; plain: does nothing of it, and logs every 50. tokens/s is what the run itself logs, which leaves out "
+    "validation; the first 50 steps are left out. memory: the largest sum of the ranks' RSS in each 50 steps."
+)
+
+
+def settings(folder: Path, train: Path, valid: Path, name: str, steps: int) -> dict[str, dict[str, Any]]:
+    """The configuration of a run."""
+    every, each = steps // WINDOWS, name == OBSERVED
+    return {
+        "run": {"dir": str(folder / "run")},
+        "model": {"seq_length": SEQ, "n_layers": LAYERS, "hidden_size": HIDDEN, "n_heads": 4, "position": "rope"},
+        "data": {"train": [str(train)], "valid": [str(valid)] if each else []},
+        "parallel": {"tensor_parallel": 2},
+        "train": {
+            "steps": steps,
+            "global_batch_size": BATCH,
+            "validation_interval": every,
+            "validation_samples": BATCH,
+        },
+        "optimizer": {"warmup_steps": 2},
+        "checkpoint": {"interval": every if each else 0, "keep": 2},
+        "log": {"interval": 1 if each else every, "plot": False, "tensorboard": each},
+    }
+
+
+def rss(pid: int) -> int:
+    """The resident bytes of a process; 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)
+
+
+def training_seconds(run: Path, steps: int) -> float:
+    """The seconds of the steps after the first window, by the tokens/s that the run logged."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "tokens_per_second" in row]
+    pairs = zip([{"tokens": 0, "step": 0}, *rows], rows, strict=False)
+    spans = [(row["step"], (row["tokens"] - before["tokens"]) / row["tokens_per_second"]) for before, row in pairs]
+    return sum(seconds for step, seconds in spans if step > steps // WINDOWS)
+
+
+def train(data: tuple[Path, Path], steps: int, memory: list[list[int]], name: str) -> float:
+    """Run it. Returns its seconds, and adds the peaks of its memory, one for each window, to `memory`."""
+    with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
+        folder, peaks = Path(directory), [0] * WINDOWS
+        (folder / "run.toml").write_text(to_toml(build_config(settings(folder, *data, name, steps))))
+        command = Command(folder, 0, ["pretrain", str(folder / "run.toml")], None)
+        log = folder / "run" / "metrics.jsonl"
+        while command.process.exitcode is None:
+            window = min(WINDOWS - 1, WINDOWS * (len(log.read_bytes().splitlines()) if log.exists() else 0) // steps)
+            peaks[window] = max(peaks[window], sum(map(rss, command.ranks())))
+            time.sleep(POLL)
+        if command.process.exitcode != 0:
+            raise RuntimeError(f"the {name} run ended with {command.process.exitcode}: {command.said}")
+        if name == OBSERVED:
+            memory.append(peaks)
+        return training_seconds(folder / "run", steps)
+
+
+def growth(peaks: list[int]) -> float:
+    """By which share the peak of a run's last third is above that of its second third."""
+    third = WINDOWS // 3
+    return max(peaks[2 * third :]) / max(1, *peaks[third : 2 * third]) - 1
+
+
+def measure(quick: bool, memory: list[list[int]]) -> list[Row]:
+    """The rows, and in `memory` the peaks of each observed run."""
+    steps, rounds = (QUICK_STEPS, QUICK_ROUNDS) if quick else (STEPS, ROUNDS)
+    with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
+        data = build_stdlib(Path(directory), quiet=True)
+        samples = {name: partial(train, data, steps, memory, name) for name in (OBSERVED, PLAIN)}
+        seconds = interleave(samples, rounds)
+    shape = f"{LAYERS} layers of {HIDDEN}, {BATCH} x {SEQ}, {steps} steps"
+    tokens = (steps - steps // WINDOWS) * BATCH * SEQ
+    bars = [(OBSERVED, PLAIN, REQUIRED)]
+    return compared(
+        "a run with logging, validation and checkpoints", shape, seconds, bars, unit="tokens/s", amount=tokens
+    )
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Train both, in turn."""
+    memory: list[list[int]] = []
+    report = ratios(partial(measure, memory=memory))(options)
+    grown = max(map(growth, memory))
+    megabytes = [[round(peak / 2**20) for peak in peaks] for peaks in memory]
+    lines = [f"memory of observed runs, MiB by windows: {json.dumps(megabytes)}; growth at most {grown:+.2%}"]
+    found: Mapping[str, Any] = {"memory_mib": megabytes, "memory_growth": round(grown, 4)}
+    leak = [f"memory grows by {grown:.2%}, more than {GROWTH:.0%}"] if grown > GROWTH and not options.quick else []
+    tables, content = [*report.tables, *lines], {**report.content, **found}
+    return report._replace(tables=tables, content=content, problems=[*report.problems, *leak])
+
+
+BENCH = Bench(
+    name="observe",
+    description="what logging, validation and checkpoints cost a run of 2 CPU ranks, and whether its memory grows",
+    run=run,
+    draw=draw_ratios,
+    note=NOTE,
+)

@@ -1,0 +1,47 @@
+"""The bench `observe`: its row and its memory at a tiny size, and what it takes for a leak."""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+from bench import observe as bench  # noqa: E402
+from tpformer.training.data import build_dataset  # noqa: E402
+
+
+def build_small(directory: Path, quiet: bool) -> tuple[Path, Path]:
+    (directory / "text.txt").write_text("def f(x):\n    return x\n" * 100)
+    made = [build_dataset([directory / "text.txt"], directory / name, "bytes", quiet=quiet) for name in ("a", "b")]
+    assert all(made)
+    return directory / "a", directory / "b"
+
+
+def test_a_row_and_the_memory_of_each_window(forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HIDDEN": 32, "SEQ": 16, "LAYERS": 1, "build_stdlib": build_small, "POLL": 0.005}.items():
+        monkeypatch.setattr(bench, name, value)
+    report = bench.run(Namespace(quick=True))
+    (row,), (peaks,) = report.content["rows"], report.content["memory_mib"]
+    assert (row["provider"], row["baseline"], row["ratio"] > 0) == (bench.OBSERVED, bench.PLAIN, True)
+    assert len(peaks) == bench.WINDOWS and max(peaks) > 10 and report.problems == []
+
+
+@pytest.mark.parametrize(("last", "problems"), [(203, 0), (205, 1)])
+def test_memory_that_grows_is_a_problem(monkeypatch: pytest.MonkeyPatch, last: int, problems: int) -> None:
+    def measure(quick: bool, memory: list[list[int]]) -> list:
+        memory += [[100, 300, 200, 200, 203, 200], [100, 200, 200, 200, 200, last]]
+        return []
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert len(bench.run(Namespace(quick=False)).problems) == problems
+
+
+def test_seconds_are_those_of_the_steps_after_the_first_window(tmp_path: Path) -> None:
+    rows = [{"step": 50, "tokens": 500, "tokens_per_second": 1}, {"step": 50, "val_loss": 1.0}]
+    rows += [{"step": 100, "tokens": 1000, "tokens_per_second": 100}]
+    rows += [{"step": 300, "tokens": 3000, "tokens_per_second": 50}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert bench.training_seconds(tmp_path, 300) == 5.0 + 40.0
