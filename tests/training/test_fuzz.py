@@ -17,7 +17,20 @@ from pathlib import Path
 import pytest
 
 MUTATIONS, MEMORY = 500, 200 << 20
-NUMBERS = (b"0", b"-1", b"1e999", b"NaN", b"9" * 30, b"4294967296", b"null", b'""', b"[]", b"{}", b"true")
+NUMBERS = (
+    b"0",
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"9" * 30,
+    b"4294967296",
+    b"null",
+    b'""',
+    b"[]",
+    b"{}",
+    b"true",
+    b"[" * 100_000,
+)
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:

@@ -116,7 +116,7 @@ def timeline_command(arguments: Sequence[str]) -> None:
             record = json.loads(path.read_text())
             actions = [Action(*action) for action in record["actions"]]
             made = record["schedule"], record["n_microbatches"]
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({error!r}): record the step again with --log.timeline-step") from None
         draw_timeline(actions, run_dir / "plots", *made)
         print(f"written: {run_dir / 'plots' / 'pipeline.svg'} and pipeline.json")

@@ -201,7 +201,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
         raise FileNotFoundError(f"no configuration file {path}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
 
 

@@ -62,7 +62,7 @@ def read_transport_table(path: str | Path) -> TransportTable:
         raise FileNotFoundError(f"no table of measured transports {path}")
     try:
         values = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, list):
         raise ValueError(f"{path}: expected a list of rows, not {type(values).__name__}")

@@ -156,7 +156,7 @@ def read_states(directory: Path, world_size: int, attempt: str) -> dict[int, Ran
         try:
             values = json.loads((directory / f"rank-{rank}.json").read_text())
             state = RankState(**{**values, "stack": tuple(values["stack"])})
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             continue
         if state.attempt == attempt:
             states[rank] = state

@@ -42,7 +42,7 @@ def _row(line: bytes) -> dict[str, float] | None:
     """The numbers of a line; None unless it is an object of numbers with a step."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)  # NaN and infinities of rows written before
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None

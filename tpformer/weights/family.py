@@ -207,7 +207,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} does not exist")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a JSON {type(values).__name__}, where a JSON object is expected")
