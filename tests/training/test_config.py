@@ -86,6 +86,8 @@ def test_what_cannot_be_built_is_named(values, words):
         ({"train": {"device": "tpu"}}, ["tpu", "cpu, cuda"]),
         ({"train": {"label_smoothing": 1.0}}, ["train.label_smoothing=1.0", "[0, 1)"]),
         ({"train": {"z_loss": -1e-4}}, ["train.z_loss=-0.0001", "at least 0 and finite"]),
+        ({"log": {"profile_step": 7}}, ["log.profile_step=7", "after the last step", "at most 6"]),
+        ({"log": {"timeline_step": 2}}, ["log.timeline_step=2", "pipeline_parallel=1", "log.profile_step"]),
         ({"data": {"train": []}}, ["data.train", "tpformer data build"]),
         ({"data": {"weights": [1.0, 2.0]}}, ["2 numbers", "1 datasets"]),
     ],

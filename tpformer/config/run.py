@@ -295,6 +295,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
         read_transport_table(parallel.transport_table)
     check_choice("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     _check_train(config.train)
+    _check_recorded(config)
     if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
@@ -338,6 +339,18 @@ def _check_batch(config: RunConfig) -> None:
             f"train.microbatch_size * model.seq_length = {samples} * {config.model.seq_length} = {tokens} tokens "
             f"cannot be split over parallel.tensor_parallel={tp} ranks: make it a multiple of {tp}, or set "
             f"parallel.sequence_parallel = false"
+        )
+
+
+def _check_recorded(config: RunConfig) -> None:
+    """A step that is to be recorded must come, and have what is recorded of it."""
+    for name in ("timeline_step", "profile_step"):
+        if (step := getattr(config.log, name)) > config.train.steps:
+            raise ValueError(f"log.{name}={step} is after the last step: set it to at most {config.train.steps}")
+    if config.log.timeline_step and config.parallel.pipeline_parallel == 1:
+        raise ValueError(
+            f"log.timeline_step={config.log.timeline_step} records a pipeline, and parallel.pipeline_parallel=1 has "
+            f"none: leave it out, or set log.profile_step for a trace"
         )
 
 
