@@ -59,7 +59,7 @@ class Alive:
         if x.dtype == torch.int64 and storage.nbytes() == self.ids.nbytes:
             if torch.equal(torch.empty(0, dtype=x.dtype).set_(storage), self.ids):
                 return x  # the batch itself
-        return x if storage in self.left_out else Handle(x, self)
+        return x if storage in self.left_out or x.dim() == 0 else Handle(x, self)  # 0: the factor of the loss
 
 
 class Handle:

@@ -52,6 +52,12 @@ def read_dataset(path: Path) -> None:
     dataset.tokens(0, dataset.n_tokens)
 
 
+def read_mask(path: Path) -> None:
+    from tpformer.training.resolve import open_dataset
+
+    open_dataset(str(path.with_suffix("")), 300, masked=True)
+
+
 def read_sidecar(path: Path) -> None:
     from tpformer.config import build_config
     from tpformer.training.resolve import resolve
@@ -133,6 +139,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "text.txt").write_text("a few words\n" * 20)
     build_dataset([folder / "text.txt"] * 3, folder / "data", "bytes", quiet=True)
+    (folder / "pairs.jsonl").write_text('{"prompt": "a few ", "completion": "words"}\n' * 20)
+    build_dataset([folder / "pairs.jsonl"], folder / "pairs", "bytes", fields=("prompt", "completion"), quiet=True)
     write_checkpoint(folder / "step-1", {"a": torch.ones(3, 4), "b": torch.ones(5)}, 1)
     (folder / "run.toml").write_text(
         '[model]\nn_layers = 2\nhidden_size = 32\nn_heads = 2\nseq_length = 16\nvocab_size = 257\nnorm = "rmsnorm"\n'
@@ -151,6 +159,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 READERS = {
     "data.idx": read_dataset,
     "data.json": read_sidecar,
+    "pairs.mask": read_mask,
     "metrics.jsonl": read_metrics,
     "step-1/manifest.json": read_checkpoint,
     "step-1/.metadata": read_checkpoint,

@@ -11,7 +11,7 @@ import tyro
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildData:
     """Make a token dataset (PREFIX.bin, PREFIX.idx, PREFIX.json): one document per file, or per line of a .jsonl, or
-    per row of a .parquet (needs tpformer[parquet])."""
+    per row of a .parquet (needs tpformer[parquet]). Of prompts and completions it has PREFIX.mask, too."""
 
     inputs: tyro.conf.Positional[tuple[Path, ...]]
     out: Path
@@ -20,6 +20,10 @@ class BuildData:
     """"bytes" or the path of a tokenizer.json (needs tpformer[hf])."""
     text_field: str = "text"
     """The key of a .jsonl line, or the column of a .parquet, that has the text."""
+    prompt_field: str | None = None
+    """Instead of --text-field: the key or column of a prompt, which PREFIX.mask leaves out of the loss."""
+    completion_field: str | None = None
+    """With --prompt-field: that of the completion, on which a run with data.mask trains."""
     valid_fraction: float | None = None
     """Write PREFIX_train and PREFIX_valid instead, the latter with about this share of the documents."""
 
@@ -29,11 +33,15 @@ def build_data_command(arguments: Sequence[str]) -> None:
     from tpformer.training.data import build_dataset, build_split
 
     options = tyro.cli(BuildData, prog="tpformer data build", args=list(arguments))
-    where, field = (options.inputs, options.out, options.tokenizer), options.text_field
+    where, fields = (options.inputs, options.out, options.tokenizer), [options.text_field]
+    if options.prompt_field is not None and options.completion_field is not None and options.text_field == "text":
+        fields = [options.prompt_field, options.completion_field]
+    elif options.prompt_field is not None or options.completion_field is not None:
+        raise ValueError("give --prompt-field and --completion-field together, without --text-field")
     if options.valid_fraction is None:
-        build_dataset(*where, text_field=field)
+        build_dataset(*where, fields=fields)
     else:
-        build_split(*where, options.valid_fraction, text_field=field)
+        build_split(*where, options.valid_fraction, fields=fields)
 
 
 def stdlib_command(arguments: Sequence[str]) -> None:

@@ -69,10 +69,12 @@ class DataSection:
     """Share of each training dataset; unset: by its number of samples."""
     valid: tuple[str, ...] = ()
     """Validation datasets; unset: no validation."""
+    mask: bool = False
+    """Train and validate on the tokens that the datasets' masks mark, such as answers. Without a mask: on all."""
     tokenizer: str | None = None
     """"bytes" or the path of a tokenizer.json; unset: the one the first dataset was built with."""
     train_contents: tuple[str, ...] = ()
-    """Token type, size and SHA-256 of each training .bin. Filled in as a run starts; given ones are compared."""
+    """Token type, size and SHA-256 of each training dataset. Filled in as a run starts; given ones are compared."""
     valid_contents: tuple[str, ...] = ()
     """The same of each validation dataset."""
 

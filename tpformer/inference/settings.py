@@ -13,13 +13,13 @@ import numpy as np
 
 from tpformer.config import RunConfig, check_config
 from tpformer.training.data import ByteTokenizer, Tokenizer, TokenSamples, load_tokenizer, read_sidecar
-from tpformer.training.resolve import open_dataset, same_tokenizer
+from tpformer.training.resolve import mask_notes, open_dataset, same_tokenizer
 from tpformer.training.source import source_config
 
 from .tasks import Question, ask, read_tasks
 
 FORWARD_TOKENS = 8192  # tokens of a forward, unless train.microbatch_size says otherwise
-SECTIONS = {"parallel": None, "train": None, "run": ("timeout",), "data": ("tokenizer",)}
+SECTIONS = {"parallel": None, "train": None, "run": ("timeout",), "data": ("tokenizer", "mask")}
 
 
 class EvaluationData(NamedTuple):
@@ -31,15 +31,16 @@ class EvaluationData(NamedTuple):
 
     @property
     def targets(self) -> int:
-        """Target tokens of the windows that count."""
-        return self.n_samples * self.samples.seq_length
+        """Targets of the windows that count. ValueError if there is none."""
+        return self.samples.n_targets(self.n_samples)
 
     def target_bytes(self, tokenizer: Tokenizer) -> int:
         """Bytes of UTF-8 text that the targets stand for.
 
-        The targets are tokens 1 ... n of the stream. With ByteTokenizer every id below 256 is a byte. With another
-        tokenizer they are cut where documents end, and each piece is decoded without special tokens. A character of
-        which the first or the last piece has only some tokens counts as what the tokenizer decodes them to.
+        Without a mask they are tokens 1 ... n of the stream. With ByteTokenizer every id below 256 is a byte. With
+        another tokenizer they are cut where documents end, and each piece is decoded without special tokens. A
+        character of which the first or the last piece has only some tokens counts as what the tokenizer decodes them
+        to.
         """
         stream = self._target_chunks()
         if isinstance(tokenizer, ByteTokenizer):
@@ -55,8 +56,10 @@ class EvaluationData(NamedTuple):
         return total + len(tokenizer.decode(rest).encode())
 
     def _target_chunks(self, size: int = 2**20) -> Iterator[np.ndarray]:
-        for start in range(1, 1 + self.targets, size):
-            yield self.samples.dataset.tokens(start, min(start + size, 1 + self.targets))
+        end = 1 + self.n_samples * self.samples.seq_length
+        for start in range(1, end, size):
+            tokens = self.samples.dataset.tokens(start, min(start + size, end))
+            yield tokens[tokens >= 0]
 
 
 class Evaluation(NamedTuple):
@@ -104,7 +107,9 @@ def prepare(
             f"tasks are answered without the pipeline: each tensor-parallel group holds all layers, and the "
             f"{layout.pipeline_parallel} stages' groups share the requests"
         )
-    opened = open_evaluation_data(prefixes, name, size, length, samples)  # type: ignore[arg-type]
+    masked = config.data.mask
+    opened = open_evaluation_data(prefixes, name, size, length, samples, masked=masked)  # type: ignore[arg-type]
+    notes += mask_notes(prefixes, masked=masked)
     tokenizer = evaluation_tokenizer(name, prefixes)
     if tokenizer is None:
         if asks:
@@ -130,7 +135,7 @@ def check_overrides(overrides: Mapping[str, Mapping[str, Any]]) -> None:
                 instead = "give --seq-length" if (section, key) == ("model", "seq_length") else "leave it out"
                 raise ValueError(
                     f"--{section}.{key.replace('_', '-')} is no setting of an evaluation: {instead} (it takes "
-                    f"--parallel.*, --train.*, --run.timeout and --data.tokenizer)"
+                    f"--parallel.*, --train.*, --run.timeout, --data.tokenizer and --data.mask)"
                 )
 
 
@@ -167,13 +172,20 @@ def evaluation_config(
 
 
 def open_evaluation_data(
-    prefixes: Sequence[str], tokenizer: str | None, vocab_size: int, seq_length: int, samples: int | None
+    prefixes: Sequence[str],
+    tokenizer: str | None,
+    vocab_size: int,
+    seq_length: int,
+    samples: int | None,
+    *,
+    masked: bool = False,
 ) -> list[EvaluationData]:
     """Open the datasets and check that they are of the model.
 
-    tokenizer: the model's, None where it is not known. samples: how many of each dataset count; None for all.
+    tokenizer: the model's, None where it is not known. samples: how many of each dataset count; None for all. masked:
+    whether only the tokens that a dataset's mask marks are targets.
     Errors: FileNotFoundError or ValueError, with the file and the remedy, for a dataset that is missing, damaged or
-    shorter than one sample, that was built with another tokenizer, or that has ids outside the vocabulary.
+    shorter than one sample, that was built with another tokenizer, that has ids outside the vocabulary or no target.
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--samples {samples}: evaluate at least 1, or leave it out for all")
@@ -194,8 +206,9 @@ def open_evaluation_data(
                     f"{prefix} was built with the tokenizer {theirs}, but the model's is {tokenizer}: build the "
                     f"dataset again with `tpformer data build --tokenizer {tokenizer}`"
                 )
-        windows = TokenSamples(open_dataset(prefix, vocab_size), seq_length, shuffle=False)
+        windows = TokenSamples(open_dataset(prefix, vocab_size, masked=masked), seq_length, shuffle=False)
         opened.append(EvaluationData(prefix, windows, min(samples or windows.n_samples, windows.n_samples)))
+        windows.n_targets(opened[-1].n_samples)
     return opened
 
 

@@ -259,9 +259,9 @@ class _Rank:
                     moments += nbytes(value for value in state.values() if value.ndim)
             if self.pipelined:
                 calls += self._messages()
-        for axis in ("dp_replicate", "dp_shard", "pp"):
+        for axis, numbers in (("dp_replicate", 2), ("dp_shard", 2), ("pp", 1)):
             if self.mesh[axis].size() > 1:
-                calls[Collective(axis, "all_reduce", 8)] += 1  # the loss, which is logged
+                calls[Collective(axis, "all_reduce", 8)] += numbers  # the loss, and the number of targets
         coordinates = {axis: self.mesh[axis].get_local_rank() for axis in AXES}
         held = self.parameters, gradients, moments, sum(self.copies), accumulated
         return RankCount(rank, coordinates, stages, *held, dict(calls))

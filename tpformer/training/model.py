@@ -26,7 +26,12 @@ from tpformer.parallel import (
     reshard,
 )
 
-NO_TARGET = -1  # marks every token of a sample that only fills up a batch, and gives no loss
+NO_TARGET = -1  # token 0 that is no target: what fills up a batch, and gives no loss
+
+
+def token_ids(batch: Tensor) -> Tensor:
+    """The ids of a batch in which a token that is no target is stored as -1 - id. int64, of the batch's shape."""
+    return torch.where(batch < 0, ~batch, batch)
 
 
 class ModelParts:
@@ -55,7 +60,8 @@ class ModelParts:
         self.groups = {axis: mesh.get_group(axis) for axis in AXES if mesh is not None and mesh[axis].size() > 1}
         self.tied: TiedParameter | None = None
         self.pipeline: Pipeline | None = None
-        self._scale, self._dtype = 1.0, dtype
+        self._scale = torch.ones(())
+        self._dtype = dtype
         if mesh is not None and layout.pipeline_parallel > 1:
             self.pipeline = self._pipeline(mesh)
             if self.config.tie_embeddings:
@@ -107,10 +113,10 @@ class ModelParts:
         """The parameters of all parts, in their order."""
         return [parameter for part in self.parts for parameter in part.parameters()]
 
-    def _total(self, loss: Tensor) -> Tensor:
-        """The sum over data-parallel and pipeline ranks. In a pipeline only the last stage's rank has a loss, not 0."""
-        total = loss.double().reshape(1)
-        for axis in ("dp_replicate", "dp_shard", "pp"):
+    def _total(self, number: Tensor, *axes: str) -> Tensor:
+        """The sum of a scalar over the data-parallel ranks, and over those of further axes; float64."""
+        total = number.double().reshape(1)
+        for axis in ("dp_replicate", "dp_shard", *axes):
             total = all_reduce(total, self.groups.get(axis))
         return total[0]
 
@@ -119,32 +125,38 @@ class ModelParts:
 
         Returns that loss (without loss_scale), a float64 scalar equal on all ranks.
         batch: (samples, seq_length + 1) int64, this data-parallel rank's slice, equal on its tp and pp ranks: global
-        samples first_sample, first_sample + 1, ... Every microbatch's summed loss is divided by the target tokens of
-        the whole global batch, so the result depends neither on microbatch_size nor on the layout.
-        Communication: the model's, FSDP2's, and one all-reduce of a scalar per data-parallel and pipeline axis.
+        samples first_sample, first_sample + 1, ... A token that is no target is stored as -1 - id. Every microbatch's
+        summed loss is divided by the targets of the whole global batch, so the result depends neither on
+        microbatch_size nor on the layout. Without any target, loss and gradients are 0.
+        Communication: the model's, FSDP2's, an all-reduce of the number of targets per data-parallel axis, and one of
+        the loss per data-parallel and pipeline axis. The number stays on the device, so the host does not wait for it.
         """
-        samples, length = batch.shape
-        self._scale = loss_scale / (samples * self.layout.data_parallel * (length - 1))
-        total = self._run(batch[:, :-1], batch[:, 1:], first_sample, step, train=True)
+        targets = self._total((batch[:, 1:] >= 0).sum())
+        self._scale = (loss_scale / targets.clamp(min=1)).to(torch.promote_types(self._dtype, torch.float32))
+        total = self._run(batch, first_sample, step, train=True)
         for part in self.parts:
             reduce_partial_gradients(part)
         if self.tied is not None:
             self.tied.reduce()
-        return self._total(total) / loss_scale
+        return self._total(total, "pp") / loss_scale
 
     @torch.no_grad()
     def summed_loss(self, batch: Tensor) -> Tensor:
-        """The loss summed over the target tokens of all data-parallel ranks' batches; float64, equal on all ranks.
+        """(The loss summed over the targets of all data-parallel ranks' batches, their number): float64 (2,), equal on
+        all ranks.
 
         batch: as for `gradients`, but a pipeline needs n_microbatches microbatches. Samples of NO_TARGET give no loss.
         """
-        self._scale = 1.0
-        filler = batch == NO_TARGET
-        ids, targets = batch.masked_fill(filler, 0)[:, :-1], batch.masked_fill(filler, IGNORE_INDEX)[:, 1:]
-        return self._total(self._run(ids, targets, 0, 0, train=False))
+        self._scale = torch.ones(())
+        loss = self._run(batch, 0, 0, train=False)
+        return torch.stack([self._total(loss, "pp"), self._total((batch[:, 1:] >= 0).sum())])
 
-    def _run(self, ids: Tensor, targets: Tensor, first_sample: int, step: int, *, train: bool) -> Tensor:
-        """Forward, and in training backward, of all microbatches. Returns this rank's sum of their scaled losses."""
+    def _run(self, batch: Tensor, first_sample: int, step: int, *, train: bool) -> Tensor:
+        """Forward, and in training backward, of all microbatches. Returns this rank's sum of their scaled losses.
+
+        In a pipeline only the rank of the last stage has losses; others return 0.
+        """
+        ids, targets = token_ids(batch[:, :-1]), batch.masked_fill(batch < 0, IGNORE_INDEX)[:, 1:]
         index = torch.arange(first_sample, first_sample + len(ids), device=ids.device)
         if self.pipeline is not None:
             run = self.pipeline.step if train else self.pipeline.evaluate

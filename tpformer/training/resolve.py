@@ -1,8 +1,9 @@
 """Complete a configuration from its data, or read one from a run's directory. Nothing here imports torch."""
 
 import dataclasses
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tpformer.config import RunConfig, build_config, preset, read_toml
 from tpformer.weights.family import read_json
 
 from .companions import FOLDER, TOKENIZER, byte_tokenizer, kept_tokenizer
-from .data import IndexedDataset, check_vocab, load_tokenizer, read_sidecar
+from .data import IndexedDataset, check_vocab, dataset_paths, load_tokenizer, read_sidecar
 
 # what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
 _CONTENT = ("added_tokens", "decoder", "model", "normalizer", "pre_tokenizer")
@@ -114,18 +115,32 @@ def check_datasets(config: RunConfig) -> None:
         IndexedDataset(prefix)
 
 
-def open_dataset(prefix: str, vocab_size: int) -> IndexedDataset:
+def open_dataset(prefix: str, vocab_size: int, *, masked: bool = False) -> IndexedDataset:
     """The dataset of a model with that vocabulary. Its tokens are checked as they are read (see IndexedDataset).
 
     A sidecar says how large the dataset's vocabulary is. Without one, or if it is larger, rank 0 reads the whole
-    dataset once. FileNotFoundError or ValueError, with the file, for a dataset that is missing or damaged, or has ids
-    outside the vocabulary.
+    dataset once. It also reads the mask, if that counts. FileNotFoundError or ValueError, with the file, for a dataset
+    that is missing or damaged, or has ids outside the vocabulary.
     """
-    dataset, built = IndexedDataset(prefix, vocab_size), read_sidecar(prefix)
-    fits = built is not None and built["vocab_size"] <= vocab_size
-    if not fits and os.environ.get("RANK", "0") == "0":
-        check_vocab(dataset, vocab_size)
+    dataset, built = IndexedDataset(prefix, vocab_size, masked=masked), read_sidecar(prefix) or {}
+    if os.environ.get("RANK", "0") == "0":
+        if built.get("vocab_size", math.inf) > vocab_size:
+            check_vocab(dataset, vocab_size)
+        if masked:
+            dataset.check_mask(built.get("n_targets"))
     return dataset
+
+
+def mask_notes(prefixes: Iterable[str], *, masked: bool) -> list[str]:
+    """Lines about datasets whose mask does not count, or that have none although masks count."""
+    notes = []
+    for prefix in dict.fromkeys(prefixes):
+        path = dataset_paths(prefix).mask
+        if path.exists() and not masked:
+            notes.append(f"{path} does not count, so every token of {prefix} is a target: data.mask = true changes it")
+        if masked and not path.exists():
+            notes.append(f"{path} does not exist, so every token of {prefix} is a target")
+    return notes
 
 
 def read_run_config(directory: Path, *layers: Mapping[str, Mapping[str, Any]]) -> RunConfig:

@@ -5,6 +5,7 @@ Nothing here imports torch. Rank 0 alone calls all but check_steps.
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ _TABLE = {
     "rope_low_frequency rope_high_frequency rope_original_length bias qkv_bias tie_embeddings dropout "
     "attention_dropout init_std init_from",
     ("data", CONTINUED): "train valid tokenizer",  # names: what they stand for is compared
-    ("data", REFUSED): "weights train_contents valid_contents",
+    ("data", REFUSED): "weights mask train_contents valid_contents",
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
     "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard zero_stage "
     "cpu_offload recompute recompute_layers recompute_interval offload_activations",
@@ -236,6 +237,5 @@ def _contents(use: str, old: Sequence[str], new: Sequence[str], prefixes: Sequen
 
 
 def _short(content: str) -> str:
-    """A content without most of its SHA-256."""
-    words, space, digest = content.rpartition(" ")
-    return f"{words}{space}{digest[:12]}"
+    """A content without most of its SHA-256s."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", content)

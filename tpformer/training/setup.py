@@ -19,7 +19,7 @@ from tpformer.parallel import apply_zero, split_stages
 from tpformer.parallel.zero import uses_fsdp
 from tpformer.processes.cpu import keep_freed_memory, share_cores
 
-from .data import BlendedSamples, Samples, TokenSamples
+from .data import BlendedSamples, Samples, TokenSamples, dataset_paths
 from .model import ModelParts
 from .resolve import open_dataset
 
@@ -56,16 +56,25 @@ def open_data(config: RunConfig) -> RunData:
     """Open the datasets of a resolved configuration.
 
     FileNotFoundError or ValueError, with the file and the remedy, for a dataset that is missing, damaged, shorter than
-    one sample, or has ids outside the vocabulary.
+    one sample, or has ids outside the vocabulary; ValueError if data.mask is set and no training dataset has a mask.
     """
     length, seed = config.model.seq_length, config.train.seed
     size: int = config.model.vocab_size  # type: ignore[assignment]
-    datasets = [open_dataset(prefix, size) for prefix in (*config.data.train, *config.data.valid)]
-    n = len(config.data.train)
+    data, masked = config.data, config.data.mask
+    if masked and not any(dataset_paths(prefix).mask.exists() for prefix in data.train):
+        raise ValueError(
+            f"data.mask = true, but {', '.join(data.train)} has no .mask file: make one with `tpformer data build "
+            f"--prompt-field ... --completion-field ...`, or leave data.mask out to train on every token"
+        )
+    datasets = [open_dataset(prefix, size, masked=masked) for prefix in (*data.train, *data.valid)]
+    n = len(data.train)
     parts = [TokenSamples(dataset, length, seed + index) for index, dataset in enumerate(datasets[:n])]
-    weights = config.data.weights or [part.n_samples for part in parts]
+    weights = data.weights or [part.n_samples for part in parts]
     train: Samples = parts[0] if n == 1 else BlendedSamples(parts, weights, seed)
-    return RunData(train, [TokenSamples(dataset, length, shuffle=False) for dataset in datasets[n:]])
+    valid = [TokenSamples(dataset, length, shuffle=False) for dataset in datasets[n:]]
+    for each in valid:
+        each.n_targets(min(each.n_samples, config.train.validation_samples))  # refuses samples without targets
+    return RunData(train, valid)
 
 
 def default_dtype(config: RunConfig, device: str | None = None) -> torch.dtype:

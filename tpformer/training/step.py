@@ -15,7 +15,7 @@ from tpformer.ops.embedding import check_ids
 from tpformer.parallel import scale_gradients
 
 from .data import Samples, TokenSamples
-from .model import NO_TARGET, ModelParts
+from .model import NO_TARGET, ModelParts, token_ids
 from .norms import NormWatch
 
 
@@ -92,7 +92,7 @@ def train_step(
     skipped, offender = not (math.isfinite(loss) and math.isfinite(norm)), None
     if skipped:
         # on a GPU an id outside the vocabulary gives NaN instead of an error
-        check_ids(batch.cpu(), model.config.vocab_size or 0, "token ids of this batch")
+        check_ids(token_ids(batch).cpu(), model.config.vocab_size or 0, "token ids of this batch")
         offender = model.first_not_finite()
     else:
         clip = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
@@ -109,7 +109,10 @@ def train_step(
 
 
 def batch(samples: Samples, first: int, count: int) -> Tensor:
-    """Samples first .. first + count - 1 as one int64 tensor (count, seq_length + 1); ValueError when count < 1."""
+    """Samples first .. first + count - 1 as one int64 tensor (count, seq_length + 1); ValueError when count < 1.
+
+    A token that is no target is stored as -1 - id.
+    """
     if count < 1:
         raise ValueError(f"a batch needs at least one sample, got count {count}")
     return torch.from_numpy(np.stack([samples.sample(i) for i in range(first, first + count)]))
@@ -123,19 +126,18 @@ def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
 
 
 def evaluate(model: ModelParts, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
-    """Mean loss (nats per target token) over the first n_samples of each dataset, equal on all ranks.
+    """Mean loss (nats per target) over the first n_samples of each dataset, equal on all ranks; NaN without targets.
 
     Data-parallel ranks share the samples; in the last round samples without targets fill the gaps. The model is in
     training mode afterwards.
     """
     model.train(False)
     size = model.microbatch_size * (1 if model.pipeline is None else model.n_microbatches)
-    total, tokens = 0.0, 0
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     for samples in datasets:
         count = min(n_samples, samples.n_samples)
         for first in range(0, count, size * model.layout.data_parallel):
             rows = _slice(samples, first + model.data_rank * size, size, count)
-            total += float(model.summed_loss(rows.to(device)))
-        tokens += count * (rows.shape[1] - 1)
+            total += model.summed_loss(rows.to(device))
     model.train()
-    return total / tokens
+    return float(total[0] / total[1])

@@ -30,7 +30,7 @@ from .metrics import ROWS, LossMean, MetricsLog, cut_metrics, is_validated, plot
 from .norms import NoiseScale, NormWatch, batch_gradient_norm
 from .observe import WandbLog, check_wandb, profiled
 from .optimizer import build_optimizer
-from .resolve import resolve, vocabulary_note
+from .resolve import mask_notes, resolve, vocabulary_note
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
 from .saves import ADVICE, RunLost, Saves, check_history, lost, note_saved
 from .schedules import batch_size, learning_rate, samples_before, warmup_notice
@@ -112,7 +112,9 @@ class Trainer:
         if self.start is not None:
             try:
                 check_wandb(self.config.log.wandb)
-                for line in filter(None, (vocabulary_note(self.config), *check_run_directory(self.start))):
+                data = self.config.data
+                notes = vocabulary_note(self.config), *mask_notes((*data.train, *data.valid), masked=data.mask)
+                for line in filter(None, (*notes, *check_run_directory(self.start))):
                     self._notice(line)
                 for name in ("ranks", "checkpoints"):
                     (self.directory / name).mkdir(parents=True, exist_ok=True)

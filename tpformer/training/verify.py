@@ -82,6 +82,7 @@ def verify_config(config: RunConfig) -> RunConfig:
     """The configuration to verify: in float64, on the CPU unless it names a device, with the vocabulary filled in.
 
     If a training dataset does not exist, data.train becomes RANDOM. ValueError if the vocabulary is unknown then.
+    With data.mask a random half of such tokens are targets.
     """
     train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
     data = dataclasses.replace(config.data, valid=())
@@ -94,7 +95,7 @@ def verify_config(config: RunConfig) -> RunConfig:
         what = f"{missing[0]}.bin and .idx do not exist" if missing else "data.train names no dataset"
         raise ValueError(f"{what}, so tokens are random and the vocabulary is unknown: set model.vocab_size")
     model = dataclasses.replace(config.model, vocab_size=size)
-    return dataclasses.replace(config, model=model, data=DataSection(train=(RANDOM,)))
+    return dataclasses.replace(config, model=model, data=DataSection(train=(RANDOM,), mask=data.mask))
 
 
 # memory
@@ -202,11 +203,12 @@ def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
     """
     if config.data.train != (RANDOM,):
         return partial(batch, open_data(config).train)
-    vocabulary, length = config.model.vocab_size, config.model.seq_length + 1
+    vocabulary: int = config.model.vocab_size  # type: ignore[assignment]
+    low, length = -vocabulary if config.data.mask else 0, config.model.seq_length + 1  # -1 - id is no target
 
     def draw(first: int, count: int) -> Tensor:
         generators = [torch.Generator().manual_seed(config.train.seed + first + index) for index in range(count)]
-        return torch.stack([torch.randint(vocabulary, (length,), generator=generator) for generator in generators])
+        return torch.stack([torch.randint(low, vocabulary, (length,), generator=generator) for generator in generators])
 
     return draw
 

@@ -91,7 +91,7 @@ def test_a_split_depends_on_the_documents_alone(tmp_path: Path) -> None:
 
 def test_a_field_of_jsonl_is_chosen(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n')
-    assert build_dataset([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", text_field="content", quiet=True).n_tokens
+    assert build_dataset([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", fields=["content"], quiet=True).n_tokens
     with pytest.raises(ValueError, match='a.jsonl:1 .* under "text"; its keys are content, id: give --text-field'):
         build_dataset([tmp_path / "a.jsonl"], tmp_path / "other", "bytes", quiet=True)
 
@@ -102,11 +102,11 @@ def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": ["x", "é", ""], "id": [1, 2, 3]}), path)
-    summary = build_dataset([path], tmp_path / "out", "bytes", text_field="body", quiet=True)
+    summary = build_dataset([path], tmp_path / "out", "bytes", fields=["body"], quiet=True)
     assert documents(tmp_path / "out") == {b"x", "é".encode(), b""} and summary.n_documents == 3
     for field, words in (("text", "no column 'text' but body, id"), ("id", "row 1 has 1 under 'id'")):
         with pytest.raises(ValueError, match=f"a.parquet.* {words}"):
-            build_dataset([path], tmp_path / "other", "bytes", text_field=field, quiet=True)
+            build_dataset([path], tmp_path / "other", "bytes", fields=[field], quiet=True)
     parquet.write_table(pyarrow.table({"text": ["x", None]}), path)
     with pytest.raises(ValueError, match="row 2 has None"):
         build_dataset([path], tmp_path / "other", "bytes", quiet=True)

@@ -33,23 +33,26 @@ class Summary:
     entropy_nats_per_token: float  # entropy of single tokens: the loss of the best model that ignores context
     sha256: str  # of PREFIX.bin
     documents_sha256: str  # of the documents' texts in order, before tokenization
+    n_targets: int | None = None  # tokens that PREFIX.mask marks; None without a mask
 
 
 def build_dataset(
-    inputs: Sequence[Path], prefix: Path, tokenizer_name: str, *, text_field: str = "text", quiet: bool = False
+    inputs: Sequence[Path], prefix: Path, tokenizer_name: str, *, fields: Sequence[str] = ("text",), quiet: bool = False
 ) -> Summary:
     """Tokenize the inputs into PREFIX.bin, PREFIX.idx and PREFIX.json, and print one line about them.
 
-    Each file is one document. In a .jsonl file each line is one, the string under the key `text_field`, and in a
+    Each file is one document. In a .jsonl file each line is one, the string under the key that `fields` names, and in a
     .parquet file each row of that column. A folder stands for all its files but hidden ones and links, sorted by name.
     The end-of-document token follows every document. `tokenizer_name` is "bytes" or the path of a tokenizer.json. On a
     terminal a progress bar is shown, unless quiet.
+    fields: one, or those of a prompt and of its completion. A document is then both, each tokenized by itself, and
+    PREFIX.mask marks the tokens of the completion and the end-of-document token as targets.
 
     Raises FileNotFoundError for a missing input or tokenizer, and ValueError when the inputs are empty, a file is no
-    text, a line or row has no text (the message says which), or the dataset exists already. An error in an input leaves
-    no file behind.
+    text, a line or row lacks a text (the message says which), or the dataset exists already. An error in an input
+    leaves no file behind.
     """
-    return _build(inputs, prefix, [prefix], tokenizer_name, lambda _: 0, text_field, quiet)[0]
+    return _build(inputs, prefix, [prefix], tokenizer_name, lambda _: 0, fields, quiet)[0]
 
 
 def build_split(
@@ -58,7 +61,7 @@ def build_split(
     tokenizer_name: str,
     valid_fraction: float,
     *,
-    text_field: str = "text",
+    fields: Sequence[str] = ("text",),
     quiet: bool = False,
 ) -> tuple[Summary, Summary]:
     """Build PREFIX_train and PREFIX_valid as build_dataset builds one; about valid_fraction of the documents validate.
@@ -73,7 +76,7 @@ def build_split(
     def side(text: bytes) -> int:
         return int(int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < valid_fraction)
 
-    train, valid = _build(inputs, prefix, prefixes, tokenizer_name, side, text_field, quiet)
+    train, valid = _build(inputs, prefix, prefixes, tokenizer_name, side, fields, quiet)
     return train, valid
 
 
@@ -83,7 +86,7 @@ def _build(
     prefixes: Sequence[Path],
     tokenizer_name: str,
     side: Callable[[bytes], int],
-    text_field: str,
+    fields: Sequence[str],
     quiet: bool,
 ) -> list[Summary]:
     """Build the datasets of `prefixes`. side: the number of the one that a document goes to."""
@@ -99,20 +102,24 @@ def _build(
         names = ", ".join(map(str, inputs)) or "no inputs"
         advice = left_out or "give other inputs"
         raise ValueError(f"nothing to tokenize for {prefix}: {names} ({len(files)} files, 0 bytes); {advice}")
-    check_files(files, text_field)
+    check_files(files, fields)
     tokenizer = load_tokenizer(tokenizer_name)
     digests = [hashlib.sha256() for _ in prefixes]
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())
     with in_words(prefix, "written"), bar, ExitStack() as stack:
         dtype = token_dtype(tokenizer.vocab_size)
-        writers = [stack.enter_context(IndexedWriter(each, dtype)) for each in prefixes]
+        masked = len(fields) > 1
+        writers = [stack.enter_context(IndexedWriter(each, dtype, masked=masked)) for each in prefixes]
         task, counts = bar.add_task(prefix.name, total=n_bytes), [0] * len(prefixes)
-        for text, n_read in read_documents(files, text_field):
-            chosen = side(text)
+        for texts, n_read in read_documents(files, fields):
+            chosen = side(b"".join(texts))
             counts[chosen] += 1
-            _add_to_digest(digests[chosen], text)
-            writers[chosen].add_document(np.append(tokenizer.encode(text), tokenizer.end_of_document))
+            _add_to_digest(digests[chosen], texts)
+            parts = [tokenizer.encode(text) for text in texts]
+            ids = np.concatenate([*parts, [tokenizer.end_of_document]])
+            mask = np.arange(len(ids)) >= len(parts[0]) if masked else None
+            writers[chosen].add_document(ids, mask)
             bar.advance(task, n_read)
         if len(prefixes) > 1 and 0 in counts:
             raise ValueError(
@@ -125,8 +132,9 @@ def _build(
         _write_sidecar(each, summaries[-1])
     if not quiet:
         for each, summary in zip(prefixes, summaries, strict=True):
+            targets = "" if summary.n_targets is None else f"{summary.n_targets:,} targets, "
             print(
-                f"{each}: {summary.n_documents:,} documents, {summary.n_tokens:,} tokens, "
+                f"{each}: {summary.n_documents:,} documents, {summary.n_tokens:,} tokens, {targets}"
                 f"unigram entropy {summary.entropy_nats_per_token:.4f} nats/token"
             )
         if left_out:
@@ -159,13 +167,14 @@ def _unigram_entropy(dataset: IndexedDataset, vocab_size: int) -> float:
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def _add_to_digest(digest: "hashlib._Hash", text: bytes) -> None:
-    digest.update(len(text).to_bytes(8, "little"))  # so that moving a boundary between documents changes the digest
-    digest.update(text)
+def _add_to_digest(digest: "hashlib._Hash", texts: Sequence[bytes]) -> None:
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))  # so that moving a boundary between texts changes the digest
+        digest.update(text)
 
 
 def _summarize(prefix: Path, tokenizer_name: str, vocab_size: int, documents_sha256: str) -> Summary:
-    dataset = IndexedDataset(prefix)
+    dataset = IndexedDataset(prefix, masked=True)
     return Summary(
         tokenizer=tokenizer_name,
         vocab_size=vocab_size,
@@ -174,6 +183,7 @@ def _summarize(prefix: Path, tokenizer_name: str, vocab_size: int, documents_sha
         entropy_nats_per_token=_unigram_entropy(dataset, vocab_size),
         sha256=file_sha256(dataset.bin_path),
         documents_sha256=documents_sha256,
+        n_targets=dataset.n_targets(0, dataset.n_tokens) if dataset.mask_path.exists() else None,
     )
 
 
@@ -184,18 +194,19 @@ def _write_sidecar(prefix: Path, summary: Summary) -> None:
 def _is_built_from(prefix: Path, files: Sequence[Path]) -> bool:
     """False if no file of the dataset exists, True if it holds these files as bytes. ValueError for anything else."""
     paths = dataset_paths(prefix)
-    existing = [str(path) for path in paths if path.exists()]
+    existing = [path for path in paths if path.exists()]
     if not existing:
         return False
     digest = hashlib.sha256()
-    for text, _ in read_documents(files):
-        _add_to_digest(digest, text)
+    for texts, _ in read_documents(files):
+        _add_to_digest(digest, texts)
     sidecar = read_sidecar(prefix) or {}
     expected = ("bytes", digest.hexdigest())
     found = (sidecar.get("tokenizer"), sidecar.get("documents_sha256"))
-    if len(existing) < len(paths) or found != expected or sidecar.get("sha256") != file_sha256(paths.bin):
+    complete = existing == [paths.bin, paths.idx, paths.sidecar]
+    if not complete or found != expected or sidecar.get("sha256") != file_sha256(paths.bin):
         raise ValueError(
             f"{prefix} does not hold this Python's standard library ({len(files)} files) as bytes: built "
-            f"by another Python, changed or incomplete; delete {', '.join(existing)} and build again"
+            f"by another Python, changed or incomplete; delete {', '.join(map(str, existing))} and build again"
         )
     return True

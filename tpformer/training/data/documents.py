@@ -42,16 +42,19 @@ def find_files(path: Path) -> tuple[list[Path], int]:
     return sorted(found, key=lambda file: file.relative_to(path).as_posix()), links
 
 
-def check_files(files: Sequence[Path], text_field: str) -> None:
+def check_files(files: Sequence[Path], fields: Sequence[str]) -> None:
     """Look at the beginning of every file. ValueError names those that are no text, and what is wrong with the first.
 
-    For .parquet: ImportError without pyarrow; ValueError for a file that is none or lacks the column `text_field`.
+    For .parquet: ImportError without pyarrow; ValueError for a file that is none or lacks a column of `fields`.
+    With several fields: ValueError for a file that is neither .jsonl nor .parquet.
     """
     wrong: list[tuple[Path, str]] = []
     for file in files:
         if file.suffix == ".parquet":
-            _open_parquet(file, text_field)
+            _open_parquet(file, fields)
             continue
+        if len(fields) > 1 and file.suffix != ".jsonl":
+            raise ValueError(f"{file} has no fields {', '.join(fields)}: give .jsonl or .parquet, or leave it out")
         with in_words(file), file.open("rb") as stream:
             head = stream.read(_HEAD)
         if why := _why_no_text(head, lines=file.suffix == ".jsonl"):
@@ -62,23 +65,23 @@ def check_files(files: Sequence[Path], text_field: str) -> None:
         raise ValueError(f"{wrong[0][0]} {wrong[0][1]}{more}")
 
 
-def read_documents(files: Sequence[Path], text_field: str = "text") -> Iterator[tuple[bytes, int]]:
-    """(UTF-8 text, bytes of input that it took) of each document.
+def read_documents(files: Sequence[Path], fields: Sequence[str] = ("text",)) -> Iterator[tuple[list[bytes], int]]:
+    """(UTF-8 texts, bytes of input that they took) of each document: a text for each of `fields`.
 
-    Each file is one, but a .jsonl file has one in each line, under the key `text_field`, and a .parquet file one in
-    each row of that column. ValueError names the file, and the line or row, that has none.
+    Each file is one, but a .jsonl file has one in each line, under the keys `fields`, and a .parquet file one in
+    each row of these columns. ValueError names the file, and the line or row, that lacks one.
     """
     for file in files:
         with in_words(file):
             if file.suffix == ".jsonl":
-                yield from _jsonl_documents(file, text_field)
+                yield from _jsonl_documents(file, fields)
             elif file.suffix == ".parquet":
-                yield from _parquet_documents(file, text_field)
+                yield from _parquet_documents(file, fields)
             else:
                 text = file.read_bytes()
                 if why := _why_no_text(text):
                     raise ValueError(f"{file} {why}")
-                yield text, len(text)
+                yield [text], len(text)
 
 
 def _unreadable(error: OSError) -> None:
@@ -104,7 +107,12 @@ def _why_no_text(data: bytes, *, lines: bool = False) -> str | None:
     return None
 
 
-def _jsonl_documents(file: Path, text_field: str) -> Iterator[tuple[bytes, int]]:
+def _options(fields: Sequence[str]) -> str:
+    """The options that name the fields."""
+    return "--text-field" if len(fields) == 1 else "--prompt-field and --completion-field"
+
+
+def _jsonl_documents(file: Path, fields: Sequence[str]) -> Iterator[tuple[list[bytes], int]]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.isspace():
@@ -113,13 +121,15 @@ def _jsonl_documents(file: Path, text_field: str) -> Iterator[tuple[bytes, int]]
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}:{number} is not valid JSON: {error}") from error
-            if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-                keys = f"; its keys are {', '.join(record)}: give --text-field" if isinstance(record, dict) else ""
-                raise ValueError(f'{file}:{number} is not a JSON object with a string under "{text_field}"{keys}')
-            yield record[text_field].encode("utf-8", errors="replace"), len(line)
+            for field in fields:
+                if not isinstance(record, dict) or not isinstance(record.get(field), str):
+                    given = isinstance(record, dict)
+                    keys = f"; its keys are {', '.join(record)}: give {_options(fields)}" if given else ""
+                    raise ValueError(f'{file}:{number} is not a JSON object with a string under "{field}"{keys}')
+            yield [record[field].encode("utf-8", errors="replace") for field in fields], len(line)
 
 
-def _open_parquet(file: Path, text_field: str) -> Any:
+def _open_parquet(file: Path, fields: Sequence[str]) -> Any:
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -131,17 +141,17 @@ def _open_parquet(file: Path, text_field: str) -> Any:
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file} is not a .parquet file that can be read: {error}") from None
     names = parquet.schema_arrow.names
-    if text_field not in names:
-        raise ValueError(f"{file} has no column {text_field!r} but {', '.join(names)}: give --text-field")
+    if missing := [field for field in fields if field not in names]:
+        raise ValueError(f"{file} has no column {missing[0]!r} but {', '.join(names)}: give {_options(fields)}")
     return parquet
 
 
-def _parquet_documents(file: Path, text_field: str) -> Iterator[tuple[bytes, int]]:
+def _parquet_documents(file: Path, fields: Sequence[str]) -> Iterator[tuple[list[bytes], int]]:
     import pyarrow
 
-    parquet = _open_parquet(file, text_field)
+    parquet = _open_parquet(file, fields)
     size, row = file.stat().st_size // max(1, parquet.metadata.num_rows), 0
-    batches = parquet.iter_batches(batch_size=1024, columns=[text_field])
+    batches = parquet.iter_batches(batch_size=1024, columns=list(fields))
     while True:
         try:
             batch = next(batches, None)
@@ -149,8 +159,9 @@ def _parquet_documents(file: Path, text_field: str) -> Iterator[tuple[bytes, int
             raise ValueError(f"{file} is damaged after row {row}: {error}") from None
         if batch is None:
             return
-        for text in batch.column(0).to_pylist():
+        for texts in zip(*(batch.column(field).to_pylist() for field in fields), strict=True):
             row += 1
-            if not isinstance(text, str):
-                raise ValueError(f"{file}: row {row} has {text!r} under {text_field!r}, where a text is expected")
-            yield text.encode("utf-8", errors="replace"), size
+            for field, text in zip(fields, texts, strict=True):
+                if not isinstance(text, str):
+                    raise ValueError(f"{file}: row {row} has {text!r} under {field!r}, where a text is expected")
+            yield [text.encode("utf-8", errors="replace") for text in texts], size

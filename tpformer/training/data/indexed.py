@@ -1,10 +1,11 @@
-"""Token files on disk: Megatron's .bin/.idx pair (reader and writer) and the sidecar's name and reader.
+"""Token files on disk: Megatron's .bin/.idx pair with its mask (reader and writer), and the sidecar's name and reader.
 
 Only bytes and token ids belong here: no text, no tokenizer, no sampling order.
 
 PREFIX.bin is every token of every sequence, end to end. PREFIX.idx, all little-endian, is a header (magic, version,
 dtype code, sequence count S, document-index count D), then S int32 sequence lengths, S int64 byte offsets into the
 .bin, and D int64 document indices: 0, then one past the last sequence of each document, so D = documents + 1.
+PREFIX.mask, which a dataset may lack, is one byte for each token: 1 if it is a target, else 0.
 """
 
 import struct
@@ -31,16 +32,17 @@ class DataError(ValueError):
 
 
 class DatasetPaths(NamedTuple):
-    """The files that make up one dataset; `sidecar` is absent next to files that Megatron wrote."""
+    """The files that make up one dataset; `sidecar` is absent next to files that Megatron wrote, `mask` from texts."""
 
     bin: Path
     idx: Path
     sidecar: Path
+    mask: Path
 
 
 def dataset_paths(prefix: str | Path) -> DatasetPaths:
-    """The paths PREFIX.bin, PREFIX.idx and PREFIX.json; dots inside the prefix are kept."""
-    return DatasetPaths(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.json"))
+    """The paths PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.mask; dots inside the prefix are kept."""
+    return DatasetPaths(*(Path(f"{prefix}.{ending}") for ending in ("bin", "idx", "json", "mask")))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -138,13 +140,14 @@ class IndexedDataset:
     """The token stream of PREFIX.bin and PREFIX.idx, memory-mapped. Sequences follow one another without boundaries.
 
     vocab_size: that of the model which reads the stream; `tokens` then refuses ids outside of it.
-    Raises FileNotFoundError when either file is missing, and ValueError when one cannot be read, when the .idx is not a
-    contiguous version-1 index of uint16 or int32 tokens, or when the .bin does not have exactly the size that the .idx
-    implies.
+    masked: whether PREFIX.mask counts; without that file every token is a target.
+    Raises FileNotFoundError when .bin or .idx is missing, and ValueError when one cannot be read, when the .idx is not
+    a contiguous version-1 index of uint16 or int32 tokens, or when the .bin or a .mask that counts does not have
+    exactly the size that the .idx implies.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int | None = None) -> None:
-        self.bin_path, self.idx_path, _ = dataset_paths(prefix)
+    def __init__(self, prefix: str | Path, vocab_size: int | None = None, *, masked: bool = False) -> None:
+        self.bin_path, self.idx_path, _, self.mask_path = dataset_paths(prefix)
         self._vocab_size = vocab_size
         for path in (self.bin_path, self.idx_path):
             with in_words(path):
@@ -166,6 +169,17 @@ class IndexedDataset:
         self._n_documents = len(index.documents) - 1
         with in_words(self.bin_path):
             self._tokens = np.memmap(self.bin_path, dtype=index.dtype, mode="r")
+        self._mask = self._open_mask() if masked and self.mask_path.exists() else None
+
+    def _open_mask(self) -> np.ndarray:
+        with in_words(self.mask_path):
+            size = self.mask_path.stat().st_size
+            if size != self.n_tokens:
+                raise ValueError(
+                    f"{self.mask_path} has {size} bytes, but {self.bin_path} has {self.n_tokens} tokens, with one byte "
+                    f"of mask each; recopy or rebuild the dataset"
+                )
+            return np.memmap(self.mask_path, dtype=np.uint8, mode="r")
 
     @property
     def n_tokens(self) -> int:
@@ -183,7 +197,7 @@ class IndexedDataset:
         return self._tokens.dtype
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start .. stop - 1 of the stream, a new int64 array (stop - start,).
+        """Tokens start .. stop - 1 of the stream, a new int64 array (stop - start,): ids, and -1 - id for no targets.
 
         Raises ValueError unless 0 <= start <= stop <= n_tokens, and DataError for an id outside of the vocabulary,
         with its position in the stream.
@@ -199,7 +213,33 @@ class IndexedDataset:
                 f"{size - 1}: the file is damaged, or its .json is another dataset's; rebuild it with the model's "
                 f"tokenizer"
             )
-        return ids
+        return ids if self._mask is None else np.where(self._mask[start:stop], ids, ~ids)
+
+    def n_targets(self, start: int, stop: int) -> int:
+        """How many of the tokens start .. stop - 1 are targets."""
+        return stop - start if self._mask is None else int(np.count_nonzero(self._mask[start:stop]))
+
+    def check_mask(self, n_targets: int | None) -> None:
+        """Raise ValueError unless the mask has only bytes 0 and 1, and a 1; one pass over the file, if there is one.
+
+        n_targets: the targets that the sidecar states; None where it states none.
+        """
+        if self._mask is None and n_targets is not None:
+            raise ValueError(
+                f"{self.mask_path} does not exist, but the dataset was built with a mask of {n_targets} targets; "
+                f"recopy or rebuild the dataset"
+            )
+        if self._mask is None:
+            return
+        for start in range(0, self.n_tokens, _CHUNK_TOKENS):
+            wrong = np.flatnonzero(self._mask[start : start + _CHUNK_TOKENS] > 1)
+            if len(wrong) > 0:
+                at = start + int(wrong[0])
+                raise ValueError(f"{self.mask_path} has the byte {self._mask[at]} at token {at}: it must be 0 or 1")
+        found = self.n_targets(0, self.n_tokens)
+        if found == 0 or n_targets not in (None, found):
+            stated = "" if n_targets is None else f", where the dataset was built with {n_targets}"
+            raise ValueError(f"{self.mask_path} marks {found} targets{stated}; recopy or rebuild the dataset")
 
     def chunks(self) -> Iterator[np.ndarray]:
         """The whole stream as consecutive read-only views (at most 2**20,) in the stored dtype: one pass, no copy."""
@@ -210,7 +250,7 @@ class IndexedDataset:
 def _remedy(prefix: str) -> str:
     """What to do about a dataset that does not exist."""
     stem, dot, ending = prefix.rpartition(".")
-    if dot and ending in ("bin", "idx", "json"):
+    if dot and ending in DatasetPaths._fields:
         return f"a dataset is named by its prefix, so write {stem} without .{ending}"
     path = Path(prefix)
     if path.name in ("stdlib_train", "stdlib_valid"):
@@ -219,22 +259,25 @@ def _remedy(prefix: str) -> str:
 
 
 class IndexedWriter:
-    """Context manager that writes PREFIX.bin and PREFIX.idx, one sequence per document.
+    """Context manager that writes PREFIX.bin and PREFIX.idx, one sequence per document, and PREFIX.mask if masked.
 
-    Both files get their names only when the `with` block ends without an error. After an error nothing is left behind.
+    The files get their names only when the `with` block ends without an error. After an error nothing is left behind.
     Raises ValueError for a dtype other than uint16 and int32, when a file of the dataset already exists, or when no
     token was added.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype, *, masked: bool = False) -> None:
         if dtype.name not in _TOKEN_DTYPE_NAMES:
             raise ValueError(f"tokens are stored as uint16 or int32, got {dtype}; use token_dtype(vocab_size)")
         self._paths = dataset_paths(prefix)
         self._temporary_bin = Path(f"{self._paths.bin}.tmp")
         self._temporary_idx = Path(f"{self._paths.idx}.tmp")
+        self._temporary_mask = Path(f"{self._paths.mask}.tmp")
         self._dtype = dtype
+        self._masked = masked
         self._lengths: list[int] = []
         self._stream: BinaryIO
+        self._mask_stream: BinaryIO | None = None
 
     def __enter__(self) -> "IndexedWriter":
         self._paths.bin.parent.mkdir(parents=True, exist_ok=True)
@@ -251,10 +294,15 @@ class IndexedWriter:
         if existing:
             self._discard()
             raise ValueError(f"{', '.join(existing)} already exists; choose another --out or delete it first")
+        if self._masked:
+            self._mask_stream = self._temporary_mask.open("wb")
         return self
 
-    def add_document(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append one document, ids (n,) of integers; ValueError when an id does not fit the dtype or n >= 2**31."""
+    def add_document(self, ids: Sequence[int] | np.ndarray, mask: Sequence[bool] | np.ndarray | None = None) -> None:
+        """Append one document, ids (n,) of integers; ValueError when an id does not fit the dtype or n >= 2**31.
+
+        mask: (n,), whether each token is a target; ValueError unless a masked writer gets one and another none.
+        """
         array = np.asarray(ids, dtype=np.int64)
         limits = np.iinfo(self._dtype)
         if array.ndim != 1 or len(array) > np.iinfo(np.int32).max:
@@ -264,6 +312,14 @@ class IndexedWriter:
                 f"document {len(self._lengths)} of {self._paths.bin} has ids from {array.min()} to {array.max()}, "
                 f"outside 0..{limits.max} of {self._dtype}; choose the dtype with token_dtype(vocab_size)"
             )
+        targets = np.zeros(0, np.bool_) if mask is None else np.asarray(mask, dtype=np.bool_)
+        if (mask is not None) != self._masked or (mask is not None and targets.shape != array.shape):
+            raise ValueError(
+                f"document {len(self._lengths)} of {self._paths.bin} has {len(array)} ids and a mask of shape "
+                f"{targets.shape}: with masked=True every document has a mask of its ids' number, else none has one"
+            )
+        if self._mask_stream is not None:
+            self._mask_stream.write(targets.tobytes())
         self._stream.write(array.astype(self._dtype.newbyteorder("<")).tobytes())
         self._lengths.append(len(array))
 
@@ -287,11 +343,17 @@ class IndexedWriter:
         header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents))
         with self._temporary_idx.open("wb") as stream:
             stream.write(header + lengths.tobytes() + pointers.tobytes() + documents.tobytes())
+        if self._mask_stream is not None:  # first, because without it the other two are a dataset, too
+            self._mask_stream.close()
+            self._temporary_mask.rename(self._paths.mask)
         self._stream.close()
         self._temporary_bin.rename(self._paths.bin)
         self._temporary_idx.rename(self._paths.idx)
 
     def _discard(self) -> None:
         self._stream.close()
+        if self._mask_stream is not None:
+            self._mask_stream.close()
+            self._temporary_mask.unlink(missing_ok=True)
         self._temporary_bin.unlink(missing_ok=True)
         self._temporary_idx.unlink(missing_ok=True)

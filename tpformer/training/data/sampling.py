@@ -27,7 +27,7 @@ class Samples(Protocol):
         """The number of inputs, and of targets, in a window."""
 
     def sample(self, i: int) -> np.ndarray:
-        """Window i >= 0, int64 (seq_length + 1,): inputs are [:-1] and targets [1:]."""
+        """Window i >= 0, int64 (seq_length + 1,): inputs are [:-1] and targets [1:]; -1 - id for no targets."""
 
 
 def _mix(value: int) -> int:
@@ -101,6 +101,16 @@ class TokenSamples:
             window = permute(window, self.n_samples, _key(self._seed, epoch))
         start = window * self.seq_length
         return self.dataset.tokens(start, start + self.seq_length + 1)
+
+    def n_targets(self, n_samples: int) -> int:
+        """Targets of the first n_samples windows in the stream's order. ValueError if there is none."""
+        found = self.dataset.n_targets(1, 1 + n_samples * self.seq_length)
+        if found == 0:
+            raise ValueError(
+                f"{self.dataset.mask_path} marks no target in the first {n_samples} samples of {self.seq_length} "
+                f"tokens, so they have no loss: take more samples, or another dataset"
+            )
+        return found
 
 
 class BlendedSamples:
