@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = (str(ROOT / "tpformer"), str(ROOT / "kernels"))
 # values, or a size that depends on values, come to the host
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
+MASKED = {"index", "index_put", "index_put_"}  # of a mask, they ask how many elements it has
 COPIES = {Tensor.tolist, Tensor.cpu, Tensor.cuda}
 MOVES = {Tensor.to, torch.tensor, torch.as_tensor}  # to a device, unless they are told not to wait
 
@@ -41,8 +42,10 @@ class _Reads(TorchDispatchMode):
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in READS:
-            self.found[f"{place()} {func.overloadpacket.__name__}"] += 1
+        name = func.overloadpacket.__name__
+        masks = name in MASKED and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if name in READS or masks:
+            self.found[f"{place()} {name}"] += 1
         return func(*args, **(kwargs or {}))
 
 
