@@ -114,8 +114,8 @@ def losses_and_seconds(
         start, first = time.perf_counter(), (step - 1) * model.samples
         samples = batch(data, first, model.samples).to(device)
         options: dict = {"lr": learning_rate(step, steps, config.optimizer), "clip_norm": config.optimizer.clip_norm}
-        result = train_step(network, optimizers, samples, first_sample=first, step=step, **options)  # waits for the GPU
-        losses.append(result.loss)
+        result = train_step(network, optimizers, samples, first_sample=first, step=step, **options)
+        losses.append(float(result.loss))  # waits for the GPU
         seconds.append(time.perf_counter() - start)
     return losses, seconds
 

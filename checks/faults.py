@@ -127,7 +127,7 @@ def disturb(job: Job, chance: random.Random) -> tuple[int | None, float, Fault]:
     if fault.kind == "SIGTERM during a save":
         job.wait_for(lambda: any(job.run.glob("checkpoints/.saving-*")) and job.step() >= fault.step - 3, command)
     else:
-        job.wait_for(lambda: job.step() >= fault.step - (fault.kind == "raise"), command)
+        job.wait_for(lambda: job.step() >= fault.step - 2 * (fault.kind == "raise"), command)
     time.sleep(chance.random() * 0.05)  # so that a signal comes anywhere in a step
     job.complete = steps(job.run / "checkpoints")
     began, ranks = time.monotonic(), command.ranks()

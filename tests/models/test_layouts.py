@@ -99,8 +99,8 @@ def run_training(config: dict, tp: int, sequence_parallel: bool, options: dict |
             optimizer.zero_grad()
         lr = learning_rate(step, STEPS, optimization)
         result = train_step(whole, [optimizer], batch, first_sample=first, step=step, lr=lr, clip_norm=1.0)
-        record["loss"].append(result.loss)
-        record["norm"].append(result.norm)
+        record["loss"].append(float(result.loss))
+        record["norm"].append(float(result.norm))
     record["parameters"] = {name: full(p) for name, p in model.named_parameters()}
     return record
 

@@ -89,21 +89,21 @@ def test_the_mean_of_an_interval_survives_a_stop_and_leaves_out_what_is_not_fini
 
 def interval_rows(values: dict, every: int, stop: int) -> dict[int, list[float]]:
     """The rows by step of a run that is asked to stop in a step, and resumed."""
-    steps, take = [False, True], Trainer._train_one
+    steps, take = [False, True], Trainer._launch
 
-    def train_one(trainer: Trainer, log: MetricsLog | None = None) -> dict:
+    def launch(trainer: Trainer, *arguments):
         if trainer.step + 1 == stop:
             signal.raise_signal(signal.SIGTERM)
-        return take(trainer, log)
+        return take(trainer, *arguments)
 
-    Trainer._train_one = train_one  # type: ignore[method-assign]
+    Trainer._launch = launch  # type: ignore[method-assign]
     try:
         for resume in steps if stop else (False,):
             options: dict = {"log": {"interval": every, "plot": False}, "run": {"resume": resume}}
             trainer = Trainer(build_config(values, options))
             trainer.run()
     finally:
-        Trainer._train_one = take  # type: ignore[method-assign]
+        Trainer._launch = take  # type: ignore[method-assign]
     kept = ("loss", "step_loss", "grad_norm", "lr", "tokens")
     rows = read_metrics(trainer.directory / "metrics.jsonl")
     return {int(row["step"]): [row[key] for key in kept] for row in rows}
@@ -115,10 +115,15 @@ def test_rows_are_the_means_of_their_intervals_and_a_resumed_run_has_the_same(ra
         **tiny_values,
         "data": {**tiny_values["data"], "valid": []},
         "train": {**tiny_values["train"], "steps": 8},
+        "checkpoint": {"interval": 0},
     }
     every, whole, parts = (
         ranks(1).run(interval_rows, {**values, "run": {"dir": str(tmp_path / name)}}, interval, stop)[0]
-        for name, interval, stop in (("every", 1, 0), ("whole", 3, 0), ("parts", 3, 5))
+        for name, interval, stop in (
+            ("every", 1, 0),
+            ("whole", 3, 0),
+            ("parts", 3, 4),
+        )  # asked to stop in step 4, it stops when that is read: behind 5
     )
     assert list(whole) == [3, 6, 8] and {step: row for step, row in parts.items() if step != 5} == whole
     for rows, first, step in ((whole, 1, 3), (parts, 4, 5), (whole, 4, 6), (whole, 7, 8)):

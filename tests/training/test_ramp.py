@@ -53,14 +53,14 @@ def run(values: dict, parallel: dict, stop: int = 0) -> tuple[list[list[float]],
     config = {**values, **changes, "parallel": parallel, "checkpoint": {"interval": 3}}
     for steps in (stop, 6) if stop else (6,):
         trainer = Trainer(build_config(config, {"train": {"steps": steps}, "run": {"resume": steps == 6 and stop > 0}}))
-        take = trainer._batch
+        take = trainer.batches.take
 
-        def batch(step, take=take):
-            rows, first = take(step)
-            taken.append((first, len(rows)))
-            return rows, first
+        def taking(step, take=take):
+            batch = take(step)
+            taken.append((batch.first, len(batch.rows)))
+            return batch
 
-        trainer._batch = batch
+        trainer.batches.take = taking
         trainer.run()
     rows = read_metrics(trainer.directory / "metrics.jsonl")
     keys = ("step", "loss", "grad_norm", "tokens")

@@ -41,7 +41,7 @@ def train(model: ModelParts, optimizers, first_step: int, last_step: int) -> lis
             lr=1e-2 / step,
             clip_norm=1.0,
         )
-        results.append((result.loss, result.norm))
+        results.append((float(result.loss), float(result.norm)))
     return results
 
 

@@ -7,13 +7,35 @@ from testing import assert_kernel_close
 from tpformer import ops
 from tpformer.config import build_config
 from tpformer.training.metrics import read_metrics
-from tpformer.training.trainer import pretrain
+from tpformer.training.trainer import Trainer, pretrain
 
 pytestmark = pytest.mark.gpu
 
 
 def pretrain_on_cuda(values: dict) -> None:
     pretrain(build_config(values, {"train": {"device": "cuda", "steps": 20}, "model": {"n_heads": 1}}))
+
+
+def steps_without_a_wait(values: dict) -> int:
+    """Steps in which torch refuses what makes the host wait for the GPU."""
+    changes = {"train": {"device": "cuda", "steps": 6}, "model": {"n_heads": 1}, "data": {"valid": []}}
+    trainer = Trainer(build_config(values, {**changes, "checkpoint": {"interval": 0}}))
+    launch = trainer._launch
+
+    def launched(*arguments):
+        torch.cuda.set_sync_debug_mode("error" if trainer.step else "default")  # the first step may compile kernels
+        try:
+            return launch(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer._launch = launched
+    trainer.run()
+    return trainer.step
+
+
+def test_a_step_is_queued_without_a_wait(ranks, tiny_values):
+    assert ranks(1).run(steps_without_a_wait, tiny_values) == [6]
 
 
 def test_bfloat16_run(ranks, tmp_path, tiny_values):

@@ -139,24 +139,24 @@ def train_on_a_full_disk(values: dict, failing: list[int]):
 @pytest.mark.parametrize(
     ("failing", "kept", "planned"),
     [
-        ([1], [5, 8], [5]),
-        ([1, 2], [7, 8], [5, 7]),
-        ([1, 2, 3], [8], [5, 7, 8]),  # after three failures the interval decides
-        ([2], [4, 8], []),  # the last one is tried once more
+        ([1], [8, 12], [8]),
+        ([1, 2], [11, 12], [8, 11]),
+        ([1, 2, 3], [12], [8, 11, 12]),  # after three failures the interval decides
+        ([2], [6, 12], []),  # the last one is tried once more
     ],
 )
 def test_r2_r10_a_failed_save_is_reported_tried_again_and_leaves_nothing(ranks, tiny_values, failing, kept, planned):
-    values = values_with(
-        tiny_values, parallel={"tensor_parallel": 2}, data={"valid": []}, train={"steps": 8}, checkpoint={"interval": 4}
-    )
+    """Ranks learn of a failure when they read the step after it, that is when one more step is queued."""
+    more = {"train": {"steps": 12}, "checkpoint": {"interval": 6}}
+    values = values_with(tiny_values, parallel={"tensor_parallel": 2}, data={"valid": []}, **more)
     directory = Path(values["run"]["dir"])
     (notices, error), _ = ranks(2).run(train_on_a_full_disk, values, failing)
     said = [line for line in notices if "could not be written" in line]
     assert error == "" and len(said) == len(failing) and "[Errno 28] No space left on device" in said[0], notices
     assert str(directory / "checkpoints") in said[0] and "rank 1" in said[0]
     assert [int(line.rpartition(" ")[2]) for line in said if "goes on" in line] == planned
-    assert names(directory) == [f"step-{step}" for step in kept]
-    assert newest_good(directory / "checkpoints", print) == 8
+    assert names(directory) == sorted(f"step-{step}" for step in kept)
+    assert newest_good(directory / "checkpoints", print) == 12
 
 
 def test_r2_a_run_whose_last_save_fails_for_good_fails(ranks, tiny_values):
@@ -216,7 +216,7 @@ def crash(values: dict, step: int):
 def test_r5_a_run_that_crashed_before_its_first_checkpoint_begins_anew(ranks, tiny_values):
     values = values_with(tiny_values, checkpoint={"interval": 4})
     ((_, error),) = ranks(1).run(crash, values, 4)
-    assert error == "LookupError" and len(rows(values["run"]["dir"])) == 3
+    assert error == "LookupError" and len(rows(values["run"]["dir"])) == 2, "step 3 is read behind the gradients of 4"
     assert ranks(1).run(train, values, True) == [([], "")]
     assert [row["step"] for row in rows(values["run"]["dir"]) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 

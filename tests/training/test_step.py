@@ -1,5 +1,6 @@
 """A step that is not finite updates nothing on any rank; float16 scales its loss; low precision trains like float32."""
 
+import json
 import math
 
 import numpy as np
@@ -12,7 +13,7 @@ from tpformer.config import build_config
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
-from tpformer.training.step import LossScaler, batch, evaluate, train_step
+from tpformer.training.step import LossScaler, batch, evaluate, train_step, why_skipped
 from tpformer.training.trainer import Trainer
 
 MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "n_heads": 2}
@@ -34,7 +35,10 @@ def run(model: ModelParts, optimizers, step: int, scaler: LossScaler | None = No
     share = BATCH // model.layout.data_parallel
     first = model.data_rank * share
     options = {"first_sample": first, "step": step, "lr": 3e-3, "clip_norm": 1.0, "scaler": scaler}
-    return train_step(model, optimizers, batch[first : first + share], **options)
+    rows = batch[first : first + share]
+    result = train_step(model, optimizers, rows, **options)
+    skipped = bool(result.skipped)
+    return float(result.loss), float(result.norm), skipped, why_skipped(model, rows, result) if skipped else None
 
 
 def local_values(model: ModelParts) -> list[torch.Tensor]:
@@ -57,7 +61,7 @@ def poisoned_step(parallel: dict, poison: float):
 
         model.gradients = gradients if step == 3 else compute
         before = local_values(model)
-        results.append(tuple(run(model, optimizers, step)))
+        results.append(run(model, optimizers, step))
         kept.append(all(torch.equal(a, b) for a, b in zip(before, local_values(model), strict=True)))
     counts = {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()}
     return results, kept, counts
@@ -66,7 +70,7 @@ def poisoned_step(parallel: dict, poison: float):
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_all_ranks_skip_a_step_that_is_not_finite(ranks, poison):
     for results, kept, counts in ranks(4).run(poisoned_step, TP2_PP2, poison):
-        assert [skipped for _, _, skipped, *_ in results] == [False, False, True, False]
+        assert [skipped for _, _, skipped, _ in results] == [False, False, True, False]
         assert kept == [False, False, True, False] and counts == {3.0}
         assert results[2][3] == "layers.3.mlp.fc1.weight" and not math.isfinite(results[2][1])
         assert math.isfinite(results[3][0]) and results[3][3] is None
@@ -84,7 +88,8 @@ def strange_batch() -> None:
     model.gradients = lambda *args, **kwargs: torch.tensor(math.nan)
     batch = torch.zeros(BATCH, 13, dtype=torch.int64)
     batch[0, 5] = 60
-    train_step(model, optimizers, batch, first_sample=0, step=1, lr=0.1, clip_norm=1.0)
+    result = train_step(model, optimizers, batch, first_sample=0, step=1, lr=0.1, clip_norm=1.0)
+    why_skipped(model, batch, result)
 
 
 def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
@@ -96,8 +101,8 @@ def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
     results = [run(model, optimizers, step, scaler) for step in range(1, steps + 1)]
     kept = {parameter.dtype for parameter in model.parameters()}
     kept |= {state["exp_avg"].dtype for optimizer in optimizers for state in optimizer.state.values()}
-    losses = [result.loss for result in results]
-    return losses, [result.skipped for result in results], None if scaler is None else scaler.scale, computed, kept
+    losses, _, skipped, _ = zip(*results, strict=True)
+    return losses, [*skipped], None if scaler is None else float(scaler.scale), computed, kept
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +126,7 @@ def test_low_precision_trains_as_float32_does(ranks, float32_losses, parallel, d
 def first_scale(values: dict) -> float:
     train = {"dtype": "float16", "global_batch_size": 6, "microbatch_size": 2, "steps": 1}
     trainer = Trainer(build_config(values, {"train": train}))
-    scale = trainer.scaler.scale
+    scale = float(trainer.scaler.scale)
     trainer.run()
     return scale
 
@@ -141,17 +146,17 @@ def test_an_overflow_halves_the_scale_on_all_ranks_alike(ranks):
 
 
 def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
-    scaler = LossScaler(4.0, interval=2)
-    for finite in (True, True, True):
-        scaler.update(finite)
+    scaler, good, bad = LossScaler(4.0, interval=2), torch.tensor(0.0), torch.tensor(1.0)
+    for _ in range(3):
+        scaler.update(good)
     other = LossScaler()
     other.interval = 2
-    other.load_state_dict(scaler.state_dict())
+    other.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
     assert other.scale == 8.0
-    other.update(True)
+    other.update(good)
     assert other.scale == 16.0, "two good steps in a row, one of them before"
     for _ in range(20):
-        other.update(False)
+        other.update(bad)
     assert other.scale == 1.0
 
 

@@ -3,7 +3,14 @@
 from tpformer.config import SCHEDULES, Layout
 
 from .clipping import clip_grad_norm_
-from .gradients import gradient_norm, gradient_norms, local_part, reduce_partial_gradients, scale_gradients
+from .gradients import (
+    gradient_norm,
+    gradient_norms,
+    local_norms,
+    local_part,
+    reduce_partial_gradients,
+    scale_gradients,
+)
 from .pipeline import Pipeline
 from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
@@ -23,6 +30,7 @@ __all__ = [
     "gather_actions",
     "gradient_norm",
     "gradient_norms",
+    "local_norms",
     "local_part",
     "pipeline_sequential",
     "prepare_backward",

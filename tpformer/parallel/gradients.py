@@ -177,10 +177,12 @@ def gradient_norms(
     norm_type: float = 2.0,
     pipeline: ProcessGroup | None = None,
     held_twice: Iterable[nn.Parameter] = (),
+    local: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """gradient_norm of each of several sets of parameters, by the same number of all-reduces; float64 (sets,).
 
-    The sets are the same on all ranks; a pipeline rank leaves those empty that others hold.
+    The sets are the same on all ranks; a pipeline rank leaves those empty that others hold. local: what local_norms
+    gives for each set, if that is known already.
     """
     largest = norm_type == math.inf
     groups = [group for group in groups if group is not None]
@@ -191,14 +193,13 @@ def gradient_norms(
     totals = torch.zeros(len(sets), dtype=torch.float64, device=device)
     for index, parameters in enumerate(sets):
         by_copies: dict[int, list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
+        own = local_norms(parameters, norm_type) if local is None else local[index]
+        for parameter, norm in zip(parameters, own.unbind(), strict=True):
             if parameter.grad is not None:
                 copies = _copies(parameter.grad, ranks) * (2 if id(parameter) in twice else 1)
-                local = local_part(parameter.grad)
-                if local.numel():  # FSDP2 may leave a rank nothing of a small parameter
-                    by_copies[copies].append(local)
-        for copies, grads in by_copies.items():
-            norms = torch.stack(foreach_norm(grads, norm_type)).double()
+                by_copies[copies].append(norm)
+        for copies, found in by_copies.items():
+            norms = torch.stack(found)
             total = torch.maximum(totals[index], norms.max()) if largest else norms.pow(norm_type).sum() / copies
             totals[index] = total if largest else totals[index] + total
     for group in (*groups, pipeline):
@@ -207,8 +208,30 @@ def gradient_norms(
 
 
 @torch.no_grad()
+def local_norms(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of what this rank holds of each gradient, 0 where that is nothing; float64 (parameters,).
+
+    No communication. A parameter whose gradient has an element that is not finite has a norm that is not finite.
+    """
+    grads = {index: local_part(p.grad) for index, p in enumerate(parameters) if p.grad is not None}
+    held = [index for index, grad in grads.items() if grad.numel()]  # FSDP2 may leave a rank nothing of a small one
+    if not held:
+        device = local_part(parameters[0]).device if parameters else None
+        return torch.zeros(len(parameters), dtype=torch.float64, device=device)
+    found = dict(zip(held, foreach_norm([grads[index] for index in held], norm_type), strict=True))
+    nothing = torch.zeros_like(found[held[0]])
+    return torch.stack([found.get(index, nothing) for index in range(len(parameters))]).double()
+
+
+@torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply all gradients by one number, in place; a 0-dim Tensor stays on its device. No communication."""
-    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
-    if (isinstance(factor, Tensor) or factor != 1.0) and grads:
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    if isinstance(factor, Tensor) or factor != 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                by_dtype[parameter.grad.dtype].append(local_part(parameter.grad))
+    for dtype, grads in by_dtype.items():
+        if isinstance(factor, Tensor) and dtype.itemsize >= 4:
+            factor = factor.to(dtype)  # of the gradients' dtype, torch multiplies all of them in one launch
         foreach_multiply_(grads, factor)

@@ -5,6 +5,7 @@ Belongs here: rows, and what is made of them.
 
 import json
 import math
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +67,23 @@ def cut_metrics(path: Path, step: int) -> None:
 def rounded(value: float) -> float:
     """A measured value with the three digits that it has."""
     return float(f"{value:.3g}")
+
+
+class Speed:
+    """Tokens per second from one row to the next. tokens: those before the first step."""
+
+    def __init__(self, tokens: int) -> None:
+        self._since, self._tokens = time.perf_counter(), tokens
+
+    def until(self, at: float, tokens: int) -> float:
+        """The mean speed since the row before. at: a time.perf_counter, at which there were `tokens` in all."""
+        speed = (tokens - self._tokens) / (at - self._since)
+        self._since, self._tokens = at, tokens
+        return speed
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count a time in which nothing was trained."""
+        self._since += seconds
 
 
 class LossMean:

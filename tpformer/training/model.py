@@ -20,7 +20,6 @@ from tpformer.parallel import (
     Pipeline,
     TiedParameter,
     gradient_norms,
-    local_part,
     prepare_backward,
     reduce_partial_gradients,
     reshard,
@@ -120,7 +119,7 @@ class ModelParts:
             total = all_reduce(total, self.groups.get(axis))
         return total[0]
 
-    def gradients(self, batch: Tensor, *, first_sample: int, step: int, loss_scale: float = 1.0) -> Tensor:
+    def gradients(self, batch: Tensor, *, first_sample: int, step: int, loss_scale: float | Tensor = 1.0) -> Tensor:
         """Fill .grad, None before, with the gradients of the mean loss over the global batch, times loss_scale.
 
         Returns that loss (without loss_scale), a float64 scalar equal on all ranks.
@@ -174,29 +173,34 @@ class ModelParts:
             reshard(model)
         return total
 
-    def gradient_norm(self) -> Tensor:
-        """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks."""
-        return self.gradient_norms([self.parameters()])[0]
+    def gradient_norm(self, local: Tensor | None = None) -> Tensor:
+        """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
 
-    def gradient_norms(self, sets: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+        local: local_norms(self.parameters()), if they are known already.
+        """
+        return self.gradient_norms([self.parameters()], None if local is None else [local])[0]
+
+    def gradient_norms(self, sets: Sequence[Sequence[nn.Parameter]], local: Sequence[Tensor] | None = None) -> Tensor:
         """gradient_norm of each of several sets of parameters, empty where other ranks hold all of them; float64."""
         tied = [] if self.tied is None else self.tied.local
         groups = [group for axis, group in self.groups.items() if axis != "pp"]
-        return gradient_norms(sets, groups, pipeline=self.groups.get("pp"), held_twice=tied)
+        return gradient_norms(sets, groups, pipeline=self.groups.get("pp"), held_twice=tied, local=local)
 
-    def first_not_finite(self) -> str | None:
-        """The first parameter, in the model's order, whose gradient is not finite on some rank, or None. Collective."""
+    def first_not_finite(self, local: Tensor) -> str | None:
+        """The first parameter, in the model's order, whose gradient has no finite norm on some rank, or None.
+
+        local: local_norms(self.parameters()) of those gradients. Collective over the world; waits for the device.
+        """
         found: list[tuple[int, int, str]] = []
+        finite = iter(local.isfinite().tolist())
         rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
         for stage, part in zip(self.layout.stages_of(rank), self.parts, strict=True):
-            for position, (name, parameter) in enumerate(part.named_parameters()):
-                if parameter.grad is not None and not bool(local_part(parameter.grad).isfinite().all()):
-                    found.append((stage, position, name))
-                    break
+            names = [name for name, _ in part.named_parameters()]
+            found += [(stage, position, name) for position, name in enumerate(names) if not next(finite)]
         everywhere = [found]
         if self.groups:
             everywhere = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everywhere, found)
+            dist.all_gather_object(everywhere, found[:1])
         return min((one for rank_found in everywhere for one in rank_found), default=(0, 0, None))[2]
 
     def train(self, mode: bool = True) -> None:

@@ -32,7 +32,8 @@ class NormWatch:
             names = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(names, list(self._sets))
         self._names = sorted({name for some in names for name in some}, key=lambda name: (len(name), name))
-        self._layers = {f"layers.{index}": index for index in range(model.config.n_layers)}
+        layers = range(model.config.n_layers)
+        self.names = [*(f"gradient.{name}" for name in self._names), *(f"output.layers.{index}" for index in layers)]
         self._handles: list = []
 
     def __enter__(self) -> "NormWatch":
@@ -49,26 +50,24 @@ class NormWatch:
     def _hook(self, index: int):
         def add(module: nn.Module, args: tuple, y: Tensor) -> None:
             if self._sums is None:
-                self._sums = torch.zeros(2, len(self._layers), dtype=torch.float64, device=y.device)
+                self._sums = torch.zeros(2, self.model.config.n_layers, dtype=torch.float64, device=y.device)
             self._sums[0, index] += torch.linalg.vector_norm(y.detach(), dtype=torch.float64).square()
             self._sums[1, index] += y.numel()
 
         return add
 
-    def row(self, scale: float) -> dict[str, float]:
-        """The norms, by what they are of. scale: what the gradients were multiplied by.
+    def measured(self, scale: float | Tensor) -> Tensor:
+        """The norms, in the order of `names`; float64. scale: what the gradients were multiplied by.
 
         Call it when gradients are whole, before they are clipped. A recomputed layer's rows count twice, in sum and
         number alike, as do rows that tensor-parallel ranks all hold. Communication: two all-reduces per mesh axis.
         """
         norms = self.model.gradient_norms([self._sets.get(name, []) for name in self._names]) / scale
-        found = {f"gradient.{name}": norm for name, norm in zip(self._names, norms.tolist(), strict=True)}
         sums = self._sums
         assert sums is not None, "the step has run no layer"
         for group in self.model.groups.values():
             sums = all_reduce(sums, group)
-        means = (sums[0] / sums[1]).sqrt().tolist()
-        return found | {f"output.{name}": means[index] for name, index in self._layers.items()}
+        return torch.cat([norms, (sums[0] / sums[1]).sqrt().to(norms.device)])
 
 
 def _layer(name: str) -> str:
@@ -103,10 +102,10 @@ class NoiseScale:
         self._square, self._trace = float(state.get("square", 0.0)), float(state.get("trace", 0.0))
 
 
-def batch_gradient_norm(model: ModelParts, rows: Tensor, first_sample: int, step: int, scale: float) -> float:
+def batch_gradient_norm(model: ModelParts, rows: Tensor, first_sample: int, step: int, scale: float | Tensor) -> Tensor:
     """The gradient norm of a batch that updates nothing. Arguments as of ModelParts.gradients; .grad is None after."""
     model.gradients(rows, first_sample=first_sample, step=step, loss_scale=scale)
-    norm = float(model.gradient_norm()) / scale
+    norm = model.gradient_norm() / scale
     for parameter in model.parameters():
         parameter.grad = None
     return norm

@@ -19,8 +19,11 @@ def profiled(path: Path) -> Iterator[None]:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize()  # what was queued before is not of this step
     with profile(activities=activities, record_shapes=True) as profiler:
         yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
 
 

@@ -1,7 +1,7 @@
 """AdamW with weight-decay groups, and its update of DTensors."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpformer.config import OptimizerSection
@@ -14,6 +14,21 @@ class LocalAdamW(torch.optim.AdamW):
     DTensor dispatches every operand of a step. For checkpoints, parameters and state stay DTensors. No communication.
     """
 
+    found_inf: Tensor | None = None  # torch's fused optimizers look for it, as torch.amp.GradScaler sets it
+
+    def update(self, lr: float, skipped: Tensor) -> None:
+        """Take a step with this learning rate, and drop the gradients. The host waits for nothing.
+
+        skipped: a float32 scalar on the device of the parameters. Where it is 1, and not 0, nothing changes: no
+        parameter, no moment, no count of steps, whatever the gradients are.
+        """
+        for group in self.param_groups:
+            group["lr"] = lr
+        self.found_inf = skipped
+        self.step()
+        self.found_inf = None
+        self.zero_grad()
+
     def _init_group(self, group, *lists):
         result = super()._init_group(group, *lists)
         for tensors in lists:
@@ -21,7 +36,7 @@ class LocalAdamW(torch.optim.AdamW):
         return result
 
 
-def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerSection) -> LocalAdamW:
     """Fused AdamW. Weight decay applies to matrices, not to vectors (biases, norm weights). No communication."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [

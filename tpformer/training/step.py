@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -12,26 +11,31 @@ import torch
 from torch import Tensor
 
 from tpformer.ops.embedding import check_ids
-from tpformer.parallel import scale_gradients
+from tpformer.parallel import local_norms, scale_gradients
 
 from .data import Samples, TokenSamples
 from .model import NO_TARGET, ModelParts, token_ids
 from .norms import NormWatch
+from .optimizer import LocalAdamW
+from .transfers import to_device
 
 
 class StepResult(NamedTuple):
-    """What a step gave, equal on all ranks.
+    """What a step gave. Its tensors are where the parameters are, and reading one waits for the step.
 
-    loss: the mean over the global batch. norm: of all gradients before clipping. skipped: loss or norm was not finite,
-    so nothing was updated. offender: the first parameter whose gradient is not finite, if there is one. norms: those by
-    layer, if they were asked for.
+    loss: the mean over the global batch. norm: of all gradients before clipping. Both are float64 scalars.
+    skipped: a float32 scalar, 1 if loss or norm was not finite, so that nothing was updated, else 0.
+    local: local_norms of this rank's gradients. measured: NormWatch.measured, if it was asked for.
+    scale: the loss scale of the next step, float32; None without a LossScaler.
+    All but `local` are equal on all ranks.
     """
 
-    loss: float
-    norm: float
-    skipped: bool
-    offender: str | None
-    norms: dict[str, float]
+    loss: Tensor
+    norm: Tensor
+    skipped: Tensor
+    local: Tensor
+    measured: Tensor | None
+    scale: Tensor | None
 
 
 class LossScaler:
@@ -40,32 +44,34 @@ class LossScaler:
 
     All ranks have the same scale, because they see the same global norm. The usual first scale, 2**16, suits the mean
     over a microbatch. Here a loss is divided by the tokens of the global batch, so multiply 2**16 by the number of
-    microbatches in it. Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
+    microbatches in it. device: that of the parameters, where the scale stays, so that no step waits for it.
+    Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
     """
 
-    def __init__(self, scale: float = 2.0**16, interval: int = 2000) -> None:
-        self.scale, self.interval, self.good_steps = scale, interval, 0
+    def __init__(self, scale: float = 2.0**16, interval: int = 2000, device: torch.device | str = "cpu") -> None:
+        self.scale, self.interval = torch.tensor(scale, device=device), interval
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
 
-    def update(self, finite: bool) -> None:
-        """Change the scale after a step. finite: whether its loss and gradient norm were."""
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.scale = max(1.0, self.scale / 2)
-        elif self.good_steps % self.interval == 0:
-            self.scale *= 2
+    def update(self, skipped: Tensor) -> None:
+        """Change the scale after a step. skipped: 1 if its loss or gradient norm was not finite, else 0."""
+        failed = skipped > 0
+        self.good_steps = (self.good_steps + 1) * ~failed
+        grown = torch.where(self.good_steps % self.interval == 0, self.scale * 2, self.scale)
+        self.scale = torch.where(failed, torch.clamp(self.scale / 2, min=1.0), grown)
 
     def state_dict(self) -> dict[str, float]:
-        """The scale and the count of good steps, for a checkpoint."""
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        """The scale and the count of good steps, for a checkpoint. Waits for the device."""
+        return {"scale": float(self.scale), "good_steps": int(self.good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from a state that state_dict returned."""
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        self.scale.fill_(float(state["scale"]))
+        self.good_steps.fill_(int(state["good_steps"]))
 
 
 def train_step(
     model: ModelParts,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[LocalAdamW],
     batch: Tensor,
     *,
     first_sample: int,
@@ -77,35 +83,38 @@ def train_step(
 ) -> StepResult:
     """Compute and clip gradients, and step the optimizers. If loss or norm is not finite, nothing is updated.
 
+    The device decides that: on a GPU the host queues the step and waits for nothing, except with cpu_offload, where
+    optimizers run on the host. why_skipped says why.
     batch, first_sample: as for ModelParts.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
-    the largest gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer,
-    of which the result has a row. Gradients are None afterwards.
-    Communication: that of ModelParts.gradients and gradient_norm; a skipped step also gathers the offender's name.
-    ValueError if loss or norm is not finite because of ids outside the vocabulary.
+    the largest gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer.
+    Gradients are None afterwards. Communication: that of ModelParts.gradients and gradient_norm.
     """
     scale = 1.0 if scaler is None else scaler.scale
     with watch or nullcontext():
-        loss_tensor = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
-    norm = float(model.gradient_norm()) / scale
-    norms = {} if watch is None else watch.row(scale)
-    loss = float(loss_tensor)
-    skipped, offender = not (math.isfinite(loss) and math.isfinite(norm)), None
-    if skipped:
-        # on a GPU an id outside the vocabulary gives NaN instead of an error
-        check_ids(token_ids(batch).cpu(), model.config.vocab_size or 0, "token ids of this batch")
-        offender = model.first_not_finite()
-    else:
-        clip = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
-        scale_gradients(model.parameters(), clip / scale)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
+        loss = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
+    local = local_norms(model.parameters())
+    norm = model.gradient_norm(local) / scale
+    measured = None if watch is None else watch.measured(scale)
+    loss = loss.to(norm.device)
+    skipped = (~(loss.isfinite() & norm.isfinite())).float()
+    clip = torch.clamp(clip_norm / (norm + 1e-6), max=1.0) if clip_norm > 0 else 1.0
+    scale_gradients(model.parameters(), clip / scale)
     for optimizer in optimizers:
-        optimizer.zero_grad()
+        optimizer.update(lr, skipped)
     if scaler is not None:
-        scaler.update(not skipped)
-    return StepResult(loss, norm, skipped, offender, norms)
+        scaler.update(skipped)
+    return StepResult(loss, norm, skipped, local, measured, None if scaler is None else scaler.scale)
+
+
+def why_skipped(model: ModelParts, batch: Tensor, result: StepResult) -> str | None:
+    """The first parameter whose gradient had no finite norm in a step that was skipped; None if there is none.
+
+    batch: that of the step, on the host. Waits for the device; communicates one gather of names over the world.
+    ValueError if the step was skipped because of ids outside the vocabulary.
+    """
+    # on a GPU such an id gives NaN instead of an error
+    check_ids(token_ids(batch), model.config.vocab_size or 0, "token ids of this batch")
+    return model.first_not_finite(result.local)
 
 
 def batch(samples: Samples, first: int, count: int) -> Tensor:
@@ -138,6 +147,6 @@ def evaluate(model: ModelParts, datasets: Iterable[TokenSamples], n_samples: int
         count = min(n_samples, samples.n_samples)
         for first in range(0, count, size * model.layout.data_parallel):
             rows = _slice(samples, first + model.data_rank * size, size, count)
-            total += model.summed_loss(rows.to(device))
+            total += model.summed_loss(to_device(rows, device))
     model.train()
     return float(total[0] / total[1])

@@ -2,10 +2,9 @@
 
 import dataclasses
 import json
-import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,28 @@ from tpformer.config import RunConfig, check_config
 from tpformer.distributed import all_reduce, check_all, close, indexed
 from tpformer.distributed.mesh import AXES
 from tpformer.ops.transport import dtype_name
-from tpformer.parallel import gather_actions
+from tpformer.parallel import gather_actions, local_part
 from tpformer.processes.stops import stop_requests
 from tpformer.processes.watchdog import Watchdog
 
+from .batches import Batch, Batches
 from .checkpoint import Checkpointer, CheckpointError, steps
 from .checkpoint_files import remove_leftovers
 from .data import DataError
-from .metrics import ROWS, LossMean, MetricsLog, cut_metrics, is_validated, plot_losses, read_metrics, rounded
-from .norms import NoiseScale, NormWatch, batch_gradient_norm
+from .metrics import ROWS, MetricsLog, Speed, cut_metrics, is_validated, plot_losses, read_metrics, rounded
+from .norms import NormWatch, batch_gradient_norm
 from .observe import WandbLog, check_wandb, profiled
 from .optimizer import build_optimizer
 from .resolve import mask_notes, resolve, vocabulary_note
+from .results import Launched, Tally
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
 from .saves import ADVICE, RunLost, Saves, check_history, lost, note_saved
 from .schedules import batch_size, learning_rate, samples_before, warmup_notice
 from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
-from .step import LossScaler, StepResult, batch, evaluate, train_step
+from .step import LossScaler, evaluate, train_step, why_skipped
 from .summary import mfu, summary
+from .transfers import Fetched, to_device
 
 
 class Trainer:
@@ -84,10 +86,11 @@ class Trainer:
         microbatches = config.n_microbatches * config.parallel.data_parallel
         half = default_dtype(config) == torch.float16
         # 2**16 times the number of microbatches, rounded up to a power of two
-        self.scaler = LossScaler(2.0 ** (16 + (microbatches - 1).bit_length())) if half else None
-        self.skipped_in_a_row = self.skipped = 0
-        self.diverging = False  # the last step was skipped, and not because the loss scale is being found
-        self.losses, self.noise = LossMean(config.log.interval), NoiseScale()
+        first_scale = 2.0 ** (16 + (microbatches - 1).bit_length())
+        where = local_part(self.model.parameters()[0]).device
+        self.scaler = LossScaler(first_scale, device=where) if half else None
+        self.tally = Tally(config)
+        self.batches = Batches(config, self.model, self.data.train, self.device)
         self.watch = NormWatch(self.model) if config.log.norm_interval else None
         self.watchdog.progress(0, "looking for a checkpoint")
         self.checkpointer = Checkpointer(
@@ -99,6 +102,7 @@ class Trainer:
         )
         self.saves = Saves(self.checkpointer, config.checkpoint.interval, self._save, self._notice)
         self.step = self._resume() if config.run.resume else 0
+        self.working_on = self.step + 1  # the step that is queued or read, which an error names
         if finished := check_steps(config, self.step):
             self._notice(finished)
         if self.step == 0:
@@ -141,9 +145,7 @@ class Trainer:
             return 0
         self.watchdog.progress(step, "loading the checkpoint")
         extra = self.checkpointer.load(step, self.model.parts, self.optimizers)
-        self.skipped, self.skipped_in_a_row = (int(extra.get(name, 0)) for name in ("skipped", "skipped_in_a_row"))
-        self.losses.load_state_dict(extra.get("losses", {}))
-        self.noise.load_state_dict(extra.get("noise", {}))
+        self.tally.load_state_dict(extra)
         if self.scaler is not None and "scaler" in extra:
             self.scaler.load_state_dict(extra["scaler"])
         return step
@@ -157,68 +159,102 @@ class Trainer:
 
     def _save(self) -> None:
         self.watchdog.progress(self.step, "checkpoint")
-        extra: dict[str, Any] = {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
-        extra |= {"losses": self.losses.state_dict(), "noise": self.noise.state_dict()}
+        extra = self.tally.state_dict()
         if self.scaler is not None:
             extra["scaler"] = self.scaler.state_dict()
         self.checkpointer.save(self.step, self.model.parts, self.optimizers, extra)
-
-    def _batch(self, step: int, parts: int = 1) -> tuple[Tensor, int]:
-        """This data-parallel rank's samples of a step, and the global index of the first. The step alone decides.
-
-        parts: 2 for the samples of the step's first half, shared by all ranks.
-        """
-        size = batch_size(step, self.config.train) // parts
-        self.model.set_samples(size)
-        first, share = self.model.own_samples(samples_before(step, self.config.train), size)
-        return batch(self.data.train, first, share).to(self.device), first
 
     def validate(self) -> float:
         """Mean loss over the first validation_samples samples of every validation dataset, equal on all ranks."""
         return evaluate(self.model, self.data.valid, self.config.train.validation_samples, self.device)
 
-    def _half_norm(self, step: int) -> float | None:
-        """The gradient norm of the first half of a step's batch, in every log.noise_interval-th step."""
-        interval = self.config.log.noise_interval
-        if not interval or step % interval:
-            return None
-        rows, first = self._batch(step, parts=2)
-        return batch_gradient_norm(self.model, rows, first, step, 1.0 if self.scaler is None else self.scaler.scale)
+    def _half_norm(self, step: int, half: Batch) -> Tensor:
+        """The gradient norm of the first half of a step's batch."""
+        self.model.set_samples(batch_size(step, self.config.train) // 2)
+        return batch_gradient_norm(self.model, half.rows, half.first, step, self.scaler.scale if self.scaler else 1.0)
 
-    def _train_one(self, log: MetricsLog | None = None) -> dict:
-        """Take the next step and return its row for the log. log: what gets its norms, on rank 0."""
+    def _launch(self, samples: Batch, requests: list[int]) -> Launched:
+        """Queue the next step and the copy of its numbers. On a GPU nothing here waits for the device."""
         step, config = self.step + 1, self.config
+        self.working_on = step
         lr = learning_rate(step, config.train.steps, config.optimizer)
-        half_norm = self._half_norm(step)
+        half_norm = None if samples.half is None else self._half_norm(step, samples.half)
+        self.model.set_samples(batch_size(step, config.train))
         watched = self.watch is not None and step % config.log.norm_interval == 0
-        samples, first = self._batch(step)
         check_all(step)
         profiles = self.leader and step == config.log.profile_step
         with self._recorded(step), profiled(self.directory / "profile.json") if profiles else nullcontext():
             result = train_step(
                 self.model,
                 self.optimizers,
-                samples,
-                first_sample=first,
+                samples.rows,
+                first_sample=samples.first,
                 step=step,
                 lr=lr,
                 clip_norm=config.optimizer.clip_norm,
                 scaler=self.scaler,
                 watch=self.watch if watched else None,
             )
-        check_all()  # if a wait in a kernel expired, the run ends before wrong numbers are logged or saved
-        self._count_skipped(step, result)
+        numbers = {"half_norm": half_norm, "flags": self._flags(requests, result.norm.device), **result._asdict()}
+        del numbers["local"]  # stays on the device until somebody asks why the step was skipped
         self.step = step
-        norms = result.norms
-        if half_norm is not None:
-            norms |= {"noise_scale": self.noise.add(batch_size(step, config.train), result.norm, half_norm)}
+        return Launched(step, lr, samples, result, Fetched(numbers))
+
+    def _flags(self, requests: list[int], device: torch.device) -> Tensor:
+        """Whether any rank is asked to stop, has a save that failed, or misses the run directory; equal on all ranks.
+
+        Communication: an all-reduce of three numbers per mesh axis.
+        """
+        gone = self.leader and not (self.directory / "config.toml").exists()
+        found = [float(flag) for flag in (bool(requests), self.checkpointer.failed, gone)]
+        flags = to_device(torch.tensor(found), device)
+        for group in self.model.groups.values():
+            flags = all_reduce(flags, group, op="max")
+        return flags
+
+    def _read(self, launched: Launched, log: MetricsLog | None) -> bool:
+        """Read a step's numbers, count it and write its rows. Returns whether to stop. log: only on rank 0.
+
+        All ranks read a step after they have queued the same ones, so all decide alike: a save that has failed is
+        planned again, and RunLost says that the run directory is gone. A run that is asked to stop while steps are
+        skipped goes on until one is not, because only then it can save.
+        """
+        self.working_on = step = launched.step
+        numbers = launched.numbers.read()
+        check_all()  # if a wait in a kernel expired, the run ends before wrong numbers are logged or saved
+        stop, failed, gone = numbers["flags"]
+        if gone:
+            raise lost(self.directory, step)
+        row = self.tally.add(step, numbers) | {"lr": launched.lr}
+        if numbers["skipped"]:
+            self._report_skipped(launched, numbers)
+        norms = self.tally.norms(step, numbers, self.watch.names if self.watch else [])
         if norms and log is not None:
             log.norms(step=step, **norms)
-        mean = self.losses.add(step, result.loss)
-        row = {"step": step, "loss": mean, "step_loss": result.loss, "grad_norm": result.norm, "lr": lr}
-        if self.skipped:
-            row["skipped"] = self.skipped
-        return row
+        if failed:
+            self.saves.retry(self.step)
+        stopping = bool(stop) and not self.tally.diverging
+        if log is not None:
+            log.advance(step)
+            ends = step == self.config.train.steps or (stopping and step == self.step)
+            if ends or step % self.config.log.interval == 0:
+                tokens = self._tokens(step)
+                speed = self.speed.until(launched.numbers.at, tokens)
+                log.row(**row, tokens=tokens, tokens_per_second=rounded(speed), **mfu(self.config, self.device, speed))
+        return stopping
+
+    def _report_skipped(self, launched: Launched, numbers: Mapping[str, Any]) -> None:
+        """Say which step was skipped and why. FloatingPointError on all ranks after too many in a row."""
+        step, in_a_row = launched.step, self.tally.skipped_in_a_row
+        offender = why_skipped(self.model, launched.batch.host, launched.result)
+        where = f"first in {offender}" if offender else "in no gradient"
+        what = f"loss {numbers['loss']}, gradient norm {numbers['norm']}, not finite {where}"
+        scale = f", loss scale now {numbers['scale']:g}" if "scale" in numbers else ""
+        self._notice(f"step {step} skipped: {what}{scale}")
+        if in_a_row >= self.config.train.max_skipped_steps:
+            self.checkpointer.settle()
+            text = f"{in_a_row} steps in a row were skipped, the last one step {step}: {what}; {ADVICE}"
+            raise FloatingPointError(text)
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
@@ -236,53 +272,17 @@ class Trainer:
             (self.directory / "timeline.json").write_text(json.dumps({**kept, "actions": actions}))
             self._notice(f"step {step} recorded: draw it with `tpformer timeline {self.directory}`")
 
-    def _count_skipped(self, step: int, result: StepResult) -> None:
-        """Count skipped steps, in total and in a row. FloatingPointError on all ranks after too many in a row."""
-        # a float16 run whose loss is finite is looking for its loss scale, as it does now and then
-        self.diverging = result.skipped and (self.scaler is None or not math.isfinite(result.loss))
-        if not result.skipped:
-            self.skipped_in_a_row = 0
-            return
-        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
-        where = f"first in {result.offender}" if result.offender else "in no gradient"
-        scale = "" if self.scaler is None else f", loss scale now {self.scaler.scale:g}"
-        self._notice(f"step {step} skipped: loss {result.loss}, gradient norm {result.norm}, not finite {where}{scale}")
-        if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
-            self.checkpointer.settle()
-            raise FloatingPointError(
-                f"{self.skipped_in_a_row} steps in a row were skipped, the last one step {step}: loss {result.loss}, "
-                f"gradient norm {result.norm}, not finite {where}; {ADVICE}"
-            )
-
     def _notice(self, text: str) -> None:
         if self.leader:
             print(text, flush=True)
 
-    def _agreed(self, *flags: bool) -> list[bool]:
-        """Each flag, true if it is on any rank; the same on all ranks. Communication: an all-reduce per mesh axis."""
-        agreed = torch.tensor([float(flag) for flag in flags], device=self.device)
-        for group in self.model.groups.values():
-            agreed = all_reduce(agreed, group, op="max")
-        return [bool(flag) for flag in agreed.tolist()]
-
-    def _after_step(self, requests: list[int]) -> bool:
-        """Whether to stop. A save that has failed is planned again. RunLost if the run directory is gone.
-
-        A run that is asked to stop while steps are skipped goes on until one is not, because only then it can save.
-        """
-        gone = self.leader and not (self.directory / "config.toml").exists()
-        stop, failed, is_lost = self._agreed(bool(requests), self.checkpointer.failed, gone)
-        if is_lost:
-            raise lost(self.directory, self.step)
-        if failed:
-            self.saves.retry(self.step)
-        return stop and not self.diverging
-
     def _validate(self, log: MetricsLog | None) -> None:
         self.watchdog.progress(self.step, "validation")
+        before = time.perf_counter()
         loss = self.validate()
         if log is not None:
             log.row(step=self.step, val_loss=loss)
+        self.speed.leave_out(time.perf_counter() - before)
 
     def _validation_due(self) -> bool:
         last = self.step == self.config.train.steps
@@ -317,44 +317,61 @@ class Trainer:
 
     def _loop(self, log: MetricsLog | None) -> None:
         """Train, log, validate and save until the last step or a request to stop. log: only on rank 0."""
-        config, final, watchdog = self.config, self.config.train.steps, self.watchdog
+        config, final = self.config, self.config.train.steps
         if log is not None:
             log.note(summary(config, self.device, self.step))
             if self.config.parallel.tensor_parallel > 1:
                 log.note(self.linears)
             if notice := warmup_notice(final, config.optimizer):
                 log.note(notice)
+        self.speed = Speed(self._tokens(self.step))
         if self._validation_lost():
             self._validate(log)
-        started, counted = time.perf_counter(), self._tokens()
         with stop_requests() as requests:
-            stop = False
-            while self.step < final and not stop:
-                watchdog.progress(self.step + 1)
-                row = self._train_one(log)
-                stop, last = self._after_step(requests), self.step == final
-                if log is not None:
-                    log.advance(self.step)
-                if log is not None and (self.step % config.log.interval == 0 or last or stop):
-                    now, tokens = time.perf_counter(), self._tokens()
-                    speed = (tokens - counted) / (now - started)
-                    row |= {"tokens": tokens, "tokens_per_second": rounded(speed), **mfu(config, self.device, speed)}
-                    log.row(**row)
-                    started, counted = now, tokens
-                if self._validation_due() and (last or not stop):  # after a stop, it is done when the run resumes
-                    before = time.perf_counter()
-                    self._validate(log)
-                    started += time.perf_counter() - before  # validation is not training speed
-                if last or stop or self.saves.due(self.step):
-                    self.saves.save(self.step, diverging=self.diverging, ending=last or stop)
-            watchdog.progress(self.step, "last checkpoint")
-            self.saves.end(self.step, skipped_in_a_row=self.skipped_in_a_row, diverging=self.diverging)
+            stop = self._train(log, requests)
+            self.watchdog.progress(self.step, "last checkpoint")
+            tally = self.tally
+            self.saves.end(self.step, skipped_in_a_row=tally.skipped_in_a_row, diverging=tally.diverging)
         if log is not None and stop and self.step < final:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
 
-    def _tokens(self) -> int:
-        """Tokens of all steps so far."""
-        return samples_before(self.step + 1, self.config.train) * self.config.model.seq_length
+    def _train(self, log: MetricsLog | None, requests: list[int]) -> bool:
+        """Take steps until the last one or a request to stop. Returns whether the last one that was read says stop.
+
+        A step is read when the next one is queued, so that a GPU has work meanwhile. Before a validation, a checkpoint
+        and the end all steps are read. A step's batch is made while the device works on the step before.
+        """
+        final, stop = self.config.train.steps, False
+        pending: Launched | None = None
+        samples = self.batches.take(self.step + 1) if self.step < final else None
+        while samples is not None:
+            self.watchdog.progress(self.step + 1)
+            before, pending = pending, self._launch(samples, requests)
+            if before is not None:
+                stop = self._read(before, log)
+            last = self.step == final
+            if last or stop or self._validation_due() or self.saves.due(self.step):
+                stop, pending = self._read(pending, log), None
+                if self._validation_due() and (last or not stop):  # after a stop, it is done when the run resumes
+                    self._validate(log)
+                if last or stop or self.saves.due(self.step):
+                    self.saves.save(self.step, diverging=self.tally.diverging, ending=last or stop)
+            samples = None if last or stop else self._next_batch(pending, log)
+        return stop
+
+    def _next_batch(self, pending: Launched | None, log: MetricsLog | None) -> Batch:
+        """The samples of the next step. A DataError comes after all steps before it are read."""
+        try:
+            return self.batches.take(self.step + 1)
+        except DataError:
+            if pending is not None:
+                self._read(pending, log)
+            self.working_on = self.step + 1
+            raise
+
+    def _tokens(self, step: int) -> int:
+        """Tokens of all steps up to this one."""
+        return samples_before(step + 1, self.config.train) * self.config.model.seq_length
 
     def close(self) -> None:
         """Leave the process group; collective."""
@@ -379,6 +396,6 @@ def pretrain(config: RunConfig) -> bool:
         raise  # what they say is the user's to mend
     except (ValueError, FileNotFoundError, ImportError) as error:
         # the command reports these as a user's mistake, in one line; once training runs, the traceback is needed
-        raise RuntimeError(f"step {trainer.step + 1} failed: {error}") from error
+        raise RuntimeError(f"step {trainer.working_on} failed: {error}") from error
     trainer.close()
     return trainer.step >= trainer.config.train.steps

@@ -266,11 +266,11 @@ def verify(config: RunConfig) -> Report:
         optimizer.zero_grad()
     losses, norms = [], []
     for step in range(1, STEPS + 1):
-        results = [each.train(step) for each in runs]
-        expected = results[-1]
-        everywhere = _from_ranks((results[0].loss, results[0].norm))
-        losses.append(max(((loss, expected.loss) for loss, _ in everywhere), key=relative))
-        norms.append(max(((norm, expected.norm) for _, norm in everywhere), key=relative))
+        results = [(float(result.loss), float(result.norm)) for result in (each.train(step) for each in runs)]
+        expected_loss, expected_norm = results[-1]
+        everywhere = _from_ranks(results[0])
+        losses.append(max(((loss, expected_loss) for loss, _ in everywhere), key=relative))
+        norms.append(max(((norm, expected_norm) for _, norm in everywhere), key=relative))
     parameters = largest_difference(run, one, lambda parameter: parameter)
     for axis in AXES:
         close(mesh.get_group(axis))

@@ -1,0 +1,96 @@
+"""A step reads nothing from the device but its numbers, and those when the next step is queued."""
+
+from collections import Counter
+
+import pytest
+import torch
+from waits import counted_waits
+
+from tpformer.config import build_config
+from tpformer.training import trainer as trainer_module
+from tpformer.training.metrics import Speed
+from tpformer.training.trainer import Trainer
+
+STEPS = 4
+READ = "tpformer/training/transfers.py:Fetched.read tolist"
+SKIPPED = "tpformer/training/model.py:ModelParts.first_not_finite tolist"
+VOTE = "tpformer/parallel/pipeline.py:Pipeline._run"  # torch's, before the first step of a schedule
+# what a GPU run does not do, does to tensors of the host, or does where nothing has to move
+FREE = (
+    "tpformer/ops/embedding.py:check_ids",  # returns before, where ids are on a GPU
+    "tpformer/kernels/philox/reference.py:_blocks",  # a kernel takes its place
+    "tpformer/distributed/shared_memory.py:",  # of CPU ranks
+    "tpformer/training/model.py:ModelParts.data_rank",  # a DeviceMesh keeps its ranks on the host
+    "tpformer/parallel/pipeline.py:Pipeline.__init__",  # the same, where the number of microbatches changes
+    "tpformer/training/transfers.py:to_device to",  # its way for a CPU
+    "tpformer/layers/dropout.py:DropoutKey.site to",  # indices are made on the device
+    "tpformer/training/step.py:train_step to",  # moves the loss to the host with cpu_offload
+    "tpformer/training/norms.py:NormWatch.measured to",  # the same
+)
+
+
+def waits(values: dict, parallel: dict, dtype: str, also: str = "") -> tuple[Counter[str], int]:
+    """What waits in a run's steps, and how many were skipped. also: a wait that a step gets beside its own."""
+    model = {**values["model"], "dropout": 0.1}
+    log = {**values["log"], "norm_interval": 2, "noise_interval": 2, "interval": 2}
+    train = {**values["train"], "steps": STEPS, "dtype": dtype, "global_batch_size": 4, "microbatch_size": 1}
+    sections = {**values, "parallel": parallel, "model": model, "log": log, "train": train}
+    trainer = Trainer(build_config(sections, {"data": {"valid": []}}))
+    trainer.saves.save, trainer.speed = lambda *_, **__: None, Speed(0)
+    train_step = trainer_module.train_step
+
+    def step(*arguments, **options):
+        result = train_step(*arguments, **options)
+        WAITS[also](result.loss)
+        return result
+
+    trainer_module.train_step = step
+    try:
+        with trainer._watched, counted_waits() as found:
+            trainer._train(None, [])
+    finally:
+        trainer_module.train_step = train_step
+    return found, trainer.tally.skipped
+
+
+WAITS = {
+    "": lambda x: None,
+    "float": float,
+    "bool": bool,
+    "int": int,
+    "item": lambda x: x.item(),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "format": lambda x: f"{x:.3f}",
+    "if": lambda x: 1 if x > 0 else 0,
+    "all": lambda x: all([x > 0]),
+    "mask": lambda x: x.reshape(1)[x.reshape(1) > 0],
+    "nonzero": lambda x: x.reshape(1).nonzero(),
+    "tensor": lambda x: torch.tensor([0.0], device=x.device),
+}
+LAYOUTS = [
+    ({}, "float16"),
+    ({}, "float32"),
+    ({"tensor_parallel": 2}, "float32"),
+    ({"pipeline_parallel": 2}, "float32"),
+    ({"data_parallel_shard": 2, "zero_stage": 3}, "float16"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "dtype"), LAYOUTS, ids=["one-half", "one", "tp2", "pp2", "zero3-half"])
+def test_steps_read_their_numbers_and_nothing_else(ranks, tiny_values, parallel, dtype):
+    size = build_config({"parallel": parallel}).parallel.world_size
+    for found, skipped in ranks(size).run(waits, tiny_values, parallel, dtype):
+        found = {place: number for place, number in found.items() if not place.startswith(FREE)}
+        schedules = 1 + 2 * (STEPS // 2)  # every second step runs half a batch before
+        votes = {f"{VOTE} {what}": schedules for what in ("tensor", "_local_scalar_dense")}
+        expected = {READ: STEPS, **({SKIPPED: skipped} if skipped else {})}
+        assert found == expected | (votes if "pipeline_parallel" in parallel else {})
+
+
+@pytest.mark.parametrize("also", [name for name in WAITS if name])
+def test_a_wait_in_a_step_is_found(ranks, tiny_values, also):
+    ((found, _),) = ranks(1).run(waits, tiny_values, {}, "float32", also)
+    here = "tpformer/training/trainer.py:Trainer._launch "
+    assert sum(number for place, number in found.items() if place.startswith(here)) >= STEPS, found

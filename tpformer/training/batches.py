@@ -1,0 +1,46 @@
+"""The samples that a step of a run takes, on their way to the device."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpformer.config import RunConfig
+
+from .data import Samples
+from .model import ModelParts
+from .schedules import batch_size, samples_before
+from .step import batch
+from .transfers import to_device
+
+
+class Batch(NamedTuple):
+    """This data-parallel rank's samples of a step, int64 (samples, seq_length + 1): on the host, and on the device.
+
+    first: the global index of the first. half: those of the first half of the batch, if its gradient norm is wanted.
+    """
+
+    host: Tensor
+    rows: Tensor
+    first: int
+    half: "Batch | None" = None
+
+
+class Batches:
+    """The batches of a run, by step."""
+
+    def __init__(self, config: RunConfig, model: ModelParts, samples: Samples, device: torch.device) -> None:
+        self.config, self.model, self.samples, self.device = config, model, samples, device
+
+    def take(self, step: int) -> Batch:
+        """This rank's part of a step's batch; the step alone decides. On a GPU the copy waits for what is queued."""
+        interval = self.config.log.noise_interval
+        size = batch_size(step, self.config.train)
+        half = self._part(step, size // 2) if interval and step % interval == 0 else None
+        return self._part(step, size)._replace(half=half)
+
+    def _part(self, step: int, size: int) -> Batch:
+        """The first `size` samples of a step, shared by all data-parallel ranks."""
+        first, share = self.model.own_samples(samples_before(step, self.config.train), size)
+        rows = batch(self.samples, first, share)
+        return Batch(rows, to_device(rows, self.device), first)

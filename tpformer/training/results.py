@@ -1,0 +1,64 @@
+"""The numbers of a step, which are read when the next step is queued, and what a run counts of them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tpformer.config import RunConfig
+
+from .batches import Batch
+from .metrics import LossMean
+from .norms import NoiseScale
+from .schedules import batch_size
+from .step import StepResult
+from .transfers import Fetched
+
+
+class Launched(NamedTuple):
+    """A step that is queued. numbers: of its StepResult, the half batch's gradient norm, and what ranks agreed on."""
+
+    step: int
+    lr: float
+    batch: Batch
+    result: StepResult
+    numbers: Fetched
+
+
+class Tally:
+    """What a run counts and averages over its steps; equal on all ranks.
+
+    diverging: whether the last step was skipped, and not because a float16 run looks for its loss scale.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.skipped = self.skipped_in_a_row = 0
+        self.diverging = False
+        self.losses, self.noise, self._train = LossMean(config.log.interval), NoiseScale(), config.train
+
+    def add(self, step: int, numbers: Mapping[str, Any]) -> dict[str, float]:
+        """Count a step; its row but for the learning rate."""
+        loss, skipped = numbers["loss"], bool(numbers["skipped"])
+        self.diverging = skipped and not ("scale" in numbers and math.isfinite(loss))
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        row = {"step": step, "loss": self.losses.add(step, loss), "step_loss": loss, "grad_norm": numbers["norm"]}
+        return row | ({"skipped": self.skipped} if self.skipped else {})
+
+    def norms(self, step: int, numbers: Mapping[str, Any], names: list[str]) -> dict[str, float]:
+        """The row of norms.jsonl but for its step: norms of these names, and the noise scale, where measured."""
+        found = dict(zip(names, numbers.get("measured", ()), strict=False))
+        if "half_norm" in numbers:
+            size = batch_size(step, self._train)
+            found["noise_scale"] = self.noise.add(size, numbers["norm"], numbers["half_norm"])
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        counts = {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return {**counts, "losses": self.losses.state_dict(), "noise": self.noise.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that state_dict returned; begin anew with what it lacks."""
+        self.skipped, self.skipped_in_a_row = (int(state.get(name, 0)) for name in ("skipped", "skipped_in_a_row"))
+        self.losses.load_state_dict(state.get("losses", {}))
+        self.noise.load_state_dict(state.get("noise", {}))
