@@ -11,7 +11,7 @@ GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce 
 # two tests at a time, one file's tests in one process: many tests wait, for timeouts and for one another's ranks.
 # Proofs marked `alone` run by themselves: beside eight ranks of another, a run of two trains at a fifth of its speed.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test check docs proofs coverage mutations compile-check gpu nvlink bench clean
 

@@ -6,7 +6,8 @@ Belongs here: fixtures and pytest options of the whole suite. Fixtures of one to
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import util
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,31 +19,32 @@ from versions import why_too_old
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
+def ranks() -> Iterator[WorkerPool]:
+    """`ranks(n).run(function, *args)` runs a module-level function on n gloo ranks, and returns their results in
+    order."""
+    with WorkerPool(preload=HUGGING_FACE) as pool:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def ranks(pool: WorkerPool) -> Iterator[WorkerPool]:
-    """`ranks(n).run(function, *args)` runs a module-level function on n gloo ranks, and returns their results in
-    order."""
-    yield pool
-    pool.leave()
-
-
 @pytest.fixture(scope="session")
-def commands(pool: WorkerPool) -> Commands:
+def commands(ranks: WorkerPool) -> Commands:
     """`commands.run("pretrain", "run.toml")` runs a `tpformer` command, and returns (exit code, stdout, stderr)."""
-    return Commands(pool.server)
+    return Commands(ranks.server)
 
 
 @pytest.fixture
-def forked(pool: WorkerPool) -> Iterator[None]:
+def forked(ranks: WorkerPool) -> Iterator[None]:
     """Within, multiprocessing's fork server is the pool's, which has imported everything."""
-    with pool.server.serving():
+    with ranks.server.serving():
         yield
 
+
+# what every rank of a test of other libraries' models would import, in six seconds, for each size of world
+HUGGING_FACE = tuple(
+    name
+    for name in ("transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "accelerate")
+    if find_spec(name.partition(".")[0])
+)
 
 # modules that a pool with the interpreter imports: a kernel is for the interpreter or a GPU from its import on
 INTERPRETED = (
@@ -54,19 +56,13 @@ INTERPRETED = (
 
 
 @pytest.fixture(scope="session")
-def interpreting_pool() -> Iterator[WorkerPool]:
+def interpreted() -> Iterator[WorkerPool]:
+    """Like `ranks`, but Triton kernels run in Triton's interpreter."""
     reason = why_not_interpreted()
     if reason is not None:
         pytest.skip(reason)
     with WorkerPool({"TRITON_INTERPRET": "1"}, INTERPRETED) as pool:
         yield pool
-
-
-@pytest.fixture(scope="module")
-def interpreted(interpreting_pool: WorkerPool) -> Iterator[WorkerPool]:
-    """Like `ranks`, but Triton kernels run in Triton's interpreter."""
-    yield interpreting_pool
-    interpreting_pool.leave()
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +73,7 @@ def one_gpu() -> Iterator[WorkerPool]:
 
 
 def why_not_interpreted() -> str | None:
-    if util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return "triton is not installed"
     import triton
 
@@ -110,6 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (reason := why_too_old(item)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in places), places
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -119,6 +118,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if number:
             terminalreporter.write_line(f"{number} {marker} tests skipped: {reason}")
 
+
+TESTS = Path(__file__).parent
+# Files that take minutes, in `make test` or in the proofs. They begin first: one that begins last keeps one worker busy
+# and leaves the others idle. The Makefile keeps xdist from beginning with files of many tests, most of which are short.
+LONGEST = (
+    "layers/test_compile_layer.py",
+    "parallel/test_split_backward.py",
+    "kernels/test_all_gather_matmul_kernel.py",
+    "inference/test_model_examples.py",
+    "inference/test_chat.py",
+    "inference/test_evaluate.py",
+    "training/test_source.py",
+    "parallel/test_zero_bytes.py",
+    "layers/test_habits.py",
+    "in_place/test_verify_in_place.py",
+    "in_place/test_sequence_in_place.py",
+    "kernels/test_matmul_reduce_scatter_kernel.py",
+    "ops/test_fused_op.py",
+    "inference/test_generate.py",
+    "inference/test_tasks.py",
+)
 
 # marker -> (how many CUDA devices its tests need, why they are skipped)
 DEVICES = {"gpu": (1, "no CUDA device on this machine"), "nvlink": (2, "fewer than two CUDA devices on this machine")}
