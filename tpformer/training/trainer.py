@@ -330,8 +330,7 @@ class Trainer:
         with stop_requests() as requests:
             stop = self._train(log, requests)
             self.watchdog.progress(self.step, "last checkpoint")
-            tally = self.tally
-            self.saves.end(self.step, skipped_in_a_row=tally.skipped_in_a_row, diverging=tally.diverging)
+            self.saves.end(self.step, skipped_in_a_row=self.tally.skipped_in_a_row, diverging=self.tally.diverging)
         if log is not None and stop and self.step < final:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
 
