@@ -5,9 +5,9 @@ Belongs here: one import and one entry for each. Everything else is in runner.py
 
 import sys
 
-from checks import faults, layouts, zero
+from checks import faults, layouts, observe, zero
 
-from . import bubbles, cpu, fused, generate, in_place, layer, matmul, memory, nvlink, observe, pretrain
+from . import bubbles, cpu, fused, generate, in_place, layer, matmul, memory, nvlink, pretrain
 from .families import matrix as families
 from .memory_bound import benches as memory_bound
 from .runner import Bench, main

@@ -89,7 +89,7 @@ class ModelParts:
             mesh,
             n_microbatches=self.n_microbatches,
             boundaries=[ids, *between, loss],
-            loss_fn=lambda summed, _: summed * self._scale,
+            loss_fn=lambda summed, _: self._scaled(summed),
             device=indexed(torch.device(mesh.device_type)),
         )
 
@@ -131,7 +131,7 @@ class ModelParts:
         the loss per data-parallel and pipeline axis. The number stays on the device, so the host does not wait for it.
         """
         targets = self._total((batch[:, 1:] >= 0).sum())
-        self._scale = (loss_scale / targets.clamp(min=1)).to(torch.promote_types(self._dtype, torch.float32))
+        self._scale = loss_scale / targets.clamp(min=1)
         total = self._run(batch, first_sample, step, train=True)
         for part in self.parts:
             reduce_partial_gradients(part)
@@ -150,6 +150,10 @@ class ModelParts:
         loss = self._run(batch, 0, 0, train=False)
         return torch.stack([self._total(loss, "pp"), self._total((batch[:, 1:] >= 0).sum())])
 
+    def _scaled(self, summed: Tensor) -> Tensor:
+        """A microbatch's share of the loss, from the sum over its targets; 0-dim, in the sum's dtype."""
+        return summed * self._scale.to(summed.dtype)
+
     def _run(self, batch: Tensor, first_sample: int, step: int, *, train: bool) -> Tensor:
         """Forward, and in training backward, of all microbatches. Returns this rank's sum of their scaled losses.
 
@@ -164,7 +168,7 @@ class ModelParts:
         total = torch.zeros((), device=ids.device)
         for first in range(0, len(ids), size):
             rows = slice(first, first + size)
-            loss = model(ids[rows], targets=targets[rows], sample_index=index[rows], step=step) * self._scale
+            loss = self._scaled(model(ids[rows], targets=targets[rows], sample_index=index[rows], step=step))
             if train:
                 prepare_backward(model, self.layout.zero, last=first + size >= len(ids))
                 loss.backward()

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checks.faulty_run import Command
+from bench.ratios import Row, compared, draw_ratios, ratios
+from bench.runner import Bench, Report
+from bench.timing import interleave
 from tpformer.config import build_config, to_toml
 from tpformer.training.data import build_stdlib
 from tpformer.training.metrics import read_metrics
 
-from .ratios import Row, compared, draw_ratios, ratios
-from .runner import Bench, Report
-from .timing import interleave
+from .faulty_run import Command
 
 STEPS, QUICK_STEPS = 300, 12
 WINDOWS = 6  # of a run, in each of which it validates and saves once

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench import observe as bench  # noqa: E402
+from checks import observe as bench  # noqa: E402
 from tpformer.training.data import build_dataset  # noqa: E402
 
 
