@@ -60,7 +60,9 @@ def compared(
     return [
         make_row(
             *(case, str(shape), provider, baseline, compare(seconds[provider], seconds[baseline])),
-            **{"unit": unit, "amount": amount, "bar": bar[0] if bar else None},
+            unit=unit,
+            amount=amount,
+            bar=bar[0] if bar else None,
         )
         for provider, baseline, *bar in pairs
         if provider in seconds and baseline in seconds
@@ -142,6 +144,10 @@ def ratios(rows: Callable[[bool], list[Row]]) -> Callable[[argparse.Namespace], 
     return run
 
 
+def _drawn(row: Row) -> tuple[float | None, ...]:
+    return row["ratio_min"], row["ratio_max"], row["bar"]
+
+
 def draw_ratios(path: Path) -> Path:
     """Each row's ratio on a logarithmic scale: a bar, or a dot where rows are many, with its own scale per group."""
     result = json.loads(path.read_text())
@@ -150,7 +156,7 @@ def draw_ratios(path: Path) -> Path:
         parts.append(text(10, y + 8, "a dot: one shape; hollow: another provider of it, named where the mouse rests"))
         y += LINE
     for heading, rows in groups(result["rows"]).items():
-        values = [1.0, *(row[key] for row in rows for key in ("ratio_min", "ratio_max", "bar") if row[key] is not None)]
+        values = [1.0, *(value for row in rows for value in _drawn(row) if value is not None)]
         crowded = len(rows) > CROWDED
         scale = _Scale(max(min(values), SMALLEST) / 1.05, max(values) * 1.05, 150 if crowded else 10)
         drawn, bottom = (_dots if crowded else _bars)(rows, scale, y + 44)
@@ -172,7 +178,8 @@ class _Scale:
 
     def axis(self, top: float, bottom: float) -> list[str]:
         """Labelled lines at round ratios, at 1 in black."""
-        parts, labelled = [], []
+        parts: list[str] = []
+        labelled: list[float] = []
         for tick in sorted({1.0, *ticks(self.low, self.high, logarithmic=True)}, key=lambda tick: (tick != 1, tick)):
             x = self.x(tick)
             parts.append(line(x, top, x, bottom, "#333" if tick == 1 else "#ddd"))

@@ -1,11 +1,12 @@
 """metrics.jsonl survives kills and resumes; TensorBoard and the terminal show its numbers, and a loss curve is
 drawn."""
 
-import errno
 import json
 import math
+import resource
 import signal
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -60,15 +61,42 @@ def test_rows_are_strict_json_and_what_is_not_finite_reads_as_nan(tmp_path):
     assert path.read_text() == "".join(f'{{"step": {step}, "loss": null, "grad_norm": null}}\n' for step in (1, 2))
 
 
-def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
-    with MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False) as log:
+@contextmanager
+def limited(size):
+    """Within, no file can grow beyond `size` bytes: writes stop short, and the next ones fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-        def full(text):
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(log, "_file", SimpleNamespace(write=full, close=log._file.close))
-        with pytest.raises(OSError, match="No space left on device: .*metrics.jsonl"):
+def test_rows_wait_for_room_on_the_disk(tmp_path, capsys):
+    """R10. A row of which a part was written goes on there."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(tmp_path, first_step=0, steps=9, tensorboard=False) as log:
+        log.row(step=1, loss=1.0)
+        with limited(path.stat().st_size + 10):
+            for step in (2, 3):
+                log.row(step=step, loss=1.0 / step)
+            log.norms(step=3, loss=math.pi)
+        assert path.read_bytes().count(b"\n") == 1
+        log.row(step=4, loss=0.25)
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(step, 1.0 / step) for step in range(1, 5)]
+    assert [row["step"] for row in read_metrics(tmp_path / "norms.jsonl")] == [3]
+    said = capsys.readouterr().out
+    assert [said.count(f"{name}.jsonl cannot be written (File too large)") for name in ("metrics", "norms")] == [1, 1]
+
+
+def test_rows_that_cannot_be_written_at_the_end_are_an_error(tmp_path, capsys):
+    with pytest.raises(OSError, match="File too large") as error, limited(0):
+        with MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False) as log:
             log.row(step=1, loss=1.0)
+    assert error.value.filename == str(tmp_path / "metrics.jsonl")
+    with pytest.raises(KeyError), limited(0), MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False) as log:
+        log.row(step=1, loss=1.0)
+        raise KeyError("what ended the run")
 
 
 def test_the_mean_of_an_interval_survives_a_stop_and_leaves_out_what_is_not_finite():

@@ -6,6 +6,8 @@ Belongs here: rows, and what is made of them.
 import json
 import math
 import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -116,8 +118,43 @@ class LossMean:
 ROWS = ("metrics.jsonl", "norms.jsonl")  # the files of rows in a run's directory
 
 
+class RowFile:
+    """Appends rows to a file. Those that cannot be written, as on a full disk, are kept until the next is written.
+
+    notice: prints one line, when that begins.
+    """
+
+    def __init__(self, path: Path, notice: Callable[[str], None]) -> None:
+        self.path, self._notice = path, notice
+        self._unwritten, self._failing = b"", False
+
+    def add(self, row: dict[str, float]) -> None:
+        """Write a row, and before it those that are kept."""
+        self._unwritten += _line(row).encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not self._failing:
+                self._notice(f"{self.path} cannot be written ({error.strerror}): its rows are kept until it can be")
+            self._failing = True
+
+    def close(self) -> None:
+        """Write what is kept. OSError names the file."""
+        with naming(self.path):
+            self._write()
+
+    def _write(self) -> None:
+        if self._unwritten:
+            with self.path.open("ab", buffering=0) as file:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        self._failing = False
+
+
 class MetricsLog:
     """Writes each row to metrics.jsonl, the console and TensorBoard. Use as a context manager.
+
+    A full disk does not end a run: rows wait for room. Those that wait when the log is closed are an OSError.
 
     first_step: the step after which the run begins, 0 for a new one. steps: its last step. tensorboard: whether events
     are written, too, where tensorboard is installed. wandb: what else gets the rows; closed with this log.
@@ -132,8 +169,7 @@ class MetricsLog:
         tensorboard: bool = False,
         wandb: WandbLog | None = None,
     ) -> None:
-        self.directory = directory
-        self.path = directory / "metrics.jsonl"
+        self._rows, self._norms = (RowFile(directory / name, self.note) for name in ROWS)
         self.console = Console()
         self._progress = Progress(
             MofNCompleteColumn(),
@@ -153,28 +189,26 @@ class MetricsLog:
             self._writer = SummaryWriter(directory / "tensorboard", purge_step=first_step + 1)
 
     def __enter__(self) -> "MetricsLog":
-        self._file = self.path.open("a")
         self._progress.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
-        with naming(self.path):  # what could not be written before is tried again here
-            self._file.close()
         if self._writer is not None:
             self._writer.close()
         if self._wandb is not None:
             self._wandb.close(failed=kind is not None)
+        with suppress(OSError) if kind is not None else nullcontext():  # what ended the run says more
+            self._rows.close()
+            self._norms.close()
 
     def advance(self, step: int) -> None:
         """Move the console's progress bar to a step."""
         self._progress.update(self._task, completed=step)
 
     def row(self, **values: float) -> None:
-        """Write one row, which needs `step`. Reading it gives numbers of the same bits. OSError names the file."""
-        with naming(self.path):
-            self._file.write(_line(values))
-            self._file.flush()
+        """Write one row, which needs `step`. Reading it gives numbers of the same bits."""
+        self._rows.add(values)
         step = self._send(values)
         text = "  ".join(f"{name} {_short(value)}" for name, value in values.items() if name != "step")
         if self.console.is_terminal and "val_loss" not in values:
@@ -186,8 +220,7 @@ class MetricsLog:
 
     def norms(self, **values: float) -> None:
         """Write a row of norms.jsonl, which needs `step`. It is not shown on the console."""
-        with (self.directory / "norms.jsonl").open("a") as file:
-            file.write(_line(values))
+        self._norms.add(values)
         self._send(values)
 
     def _send(self, row: dict[str, float]) -> int:
