@@ -118,6 +118,8 @@ def turn(cta: CTA, generator: random.Random, alone: bool) -> None:
         before, warps.parked = warps.last_poll, None
         warps.polled = None
         warps.step()
+        while alone and warps.polled is None and warps.last_poll and not warps.done and warps.barrier < 0:
+            warps.step()  # once round the loop, so that it is parked again
         if warps.polled is not None:
             if warps.polled == before:
                 warps.parked = warps.polled[1:]
