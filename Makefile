@@ -13,7 +13,7 @@ GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce 
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check docs proofs coverage mutations compile-check gpu nvlink bench clean
+.PHONY: train test check docs proofs coverage mutations compile-check execute gpu nvlink bench clean
 
 # the environment, remade when the pins or the package's metadata change
 .venv/ready: constraints.txt pyproject.toml
@@ -59,6 +59,9 @@ mutations: .venv/ready  ## a fixed sample of wrong edits, each against the tests
 
 compile-check: .venv/ready  ## every shipped kernel compiled for three GPU architectures, and its code checked; no GPU
 	$(BIN)/python -m checks.compile
+
+execute: .venv/ready  ## compiled kernels executed on the CPU, against their references and for races; no GPU
+	$(PYTEST) tests/execute/test_executor.py tests/execute/execute_*.py
 
 gpu:  ## the tests that need a GPU, and their report under bench/results/
 	$(UNINSTALLED) -m pytest -p gpu_report -m gpu --junitxml build/gpu_tests.xml

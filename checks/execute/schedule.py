@@ -1,0 +1,132 @@
+"""Which program comes next: streams, launches, and a scheduler that parks those that poll in vain.
+
+Belongs here: the order of events. What an event does is machine.py's.
+"""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .machine import CTA, Warps
+from .memory import FIRST_ADDRESS, HOST, Fault
+
+PATIENCE = 200  # polls in a row, of all programs, at a time when nobody does anything else
+BURST = 40  # segments that run at most before another program may
+
+
+class Schedule(NamedTuple):
+    """How programs take turns."""
+
+    seed: int = 0
+    lockstep: bool = True
+    """Whether a CTA's warps run together as long as they take the same branches; otherwise each runs by itself."""
+    priorities: bool = False
+    """Whether the same programs always go first, until a draw demotes one; otherwise programs are drawn, from a seed of
+    1 on with stragglers among them."""
+
+
+PLAIN = Schedule()
+
+
+class Stream:
+    """What a rank has yet to launch, and which clocks its next launch knows of."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[NDArray], list[CTA]]] = []
+        """Each makes the CTAs of a launch from the clocks that the stream knows of."""
+        self.running: list[CTA] = []
+        self.known = np.zeros(1, np.int32)
+
+
+def run(streams: list[Stream], schedule: Schedule) -> int:
+    """Run all launches of all streams, and return how many instructions of warps ran. Fault if they do not end."""
+    generator = random.Random(schedule.seed)
+    weights: dict[CTA, float] = {}
+    executed = polls = 0
+    with np.errstate(all="ignore"):
+        while True:
+            for stream in streams:
+                advance(stream, generator, weights, schedule)
+            live = [cta for stream in streams for cta in stream.running]
+            if not live:
+                return executed
+            ready = [cta for cta in live if any(map(can_run, cta.active))]
+            if ready:
+                polls = 0
+            else:
+                polls += 1
+                ready = live
+                if polls > PATIENCE:
+                    raise Fault("hang: every program polls for what none will do: " + stuck(live))
+            cta = choose(ready, weights, generator, schedule)
+            executed -= cta.executed
+            turn(cta, generator, alone=polls > 0)
+            executed += cta.executed
+
+
+def advance(stream: Stream, generator: random.Random, weights: dict[CTA, float], schedule: Schedule) -> None:
+    """Start the stream's next launch if all programs of the last one have ended."""
+    while all(cta.done for cta in stream.running):
+        for cta in stream.running:
+            stream.known = np.maximum(stream.known, cta.known.max(0))
+        stream.running = stream.waiting.pop(0)(stream.known) if stream.waiting else []
+        for cta in stream.running:
+            straggles = schedule.seed > 0 and not schedule.priorities
+            weights[cta] = 10 ** generator.uniform(-3, 0) if straggles else 0.5 + generator.random()
+        if not stream.running:
+            return
+
+
+def choose(ready: list[CTA], weights: dict[CTA, float], generator: random.Random, schedule: Schedule) -> CTA:
+    """The program that comes next."""
+    if not schedule.priorities:
+        return generator.choices(ready, [weights[cta] for cta in ready])[0]
+    first = max(ready, key=lambda cta: weights[cta])
+    if generator.random() < 0.05:
+        weights[first] = min(weights.values()) - 1
+    return first
+
+
+def can_run(warps: Warps) -> bool:
+    """Whether warps can go on: they have not ended, wait at no barrier, and do not poll a word that is as it was."""
+    if warps.done or warps.barrier >= 0:
+        return False
+    if warps.parked is None:
+        return True
+    address, dtype, value = warps.parked
+    size = np.dtype(dtype).itemsize
+    index = (address - FIRST_ADDRESS) // size
+    return bool(HOST[size][index : index + 1].view(dtype)[0] != value)
+
+
+def turn(cta: CTA, generator: random.Random, alone: bool) -> None:
+    """Let some warps of a program run a while. alone: nobody can run, so that even those run that poll in vain."""
+    for _ in range(generator.randrange(1, BURST)):
+        if all(warps.done or warps.barrier >= 0 for warps in cta.active):
+            if cta.done:
+                return
+            cta.meet()
+        able = [warps for warps in cta.active if can_run(warps)]
+        if not able:
+            able = [warps for warps in cta.active if alone and not warps.done and warps.barrier < 0]
+        if not able:
+            return
+        warps = generator.choice(able)
+        before, warps.parked = warps.last_poll, None
+        warps.polled = None
+        warps.step()
+        while alone and warps.polled is None and warps.last_poll and not warps.done and warps.barrier < 0:
+            warps.step()  # once round the loop, so that it is parked again
+        if warps.polled is not None:
+            if warps.polled == before:
+                warps.parked = warps.polled[1:]
+            warps.last_poll = warps.polled
+
+
+def stuck(live: list[CTA]) -> str:
+    """Where each program polls."""
+    return "; ".join(sorted({str(cta.code.kernel.instructions[warps.last_poll[0]]) for cta in live
+                             for warps in cta.active if warps.last_poll}))  # fmt: skip

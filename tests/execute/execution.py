@@ -1,0 +1,76 @@
+"""What the tests of the executor share: launchers that find a small GPU, and a group whose ranks have real channels.
+
+Belongs here: set-up. The checks themselves are those of tests/kernels, on compiled code in place of the interpreter.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]  # the repository is not installed as a whole
+
+import gemms  # noqa: E402
+import torch  # noqa: E402
+from channels import virtual_channel  # noqa: E402
+
+from checks.execute.schedule import PLAIN, Schedule  # noqa: E402
+from checks.execute.session import Execution  # noqa: E402
+from tpformer.kernels.launch import Tile  # noqa: E402
+from tpformer.kernels.protocol import Channel, bump  # noqa: E402
+
+TILE = Tile(16, 16, 16, 2, 2, False)
+SCHEDULES = (PLAIN, Schedule(1, lockstep=False), Schedule(2, lockstep=False, priorities=True))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# two programs of two warps are resident
+DEVICE = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocessor=4096)
+
+
+@contextlib.contextmanager
+def executing(schedule: Schedule = PLAIN, mutate: Callable[[str, str], str] | None = None) -> Iterator[Execution]:
+    """Within, launches are executed, on a GPU with few programs; afterwards there must be no report."""
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: DEVICE),
+        Execution(schedule, mutate) as execution,
+    ):
+        yield execution
+    assert not execution.log.reports
+
+
+def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: int = 10**8) -> list[Channel]:
+    """Each rank's channel, as its own process has it: a launch serves one rank."""
+    whole = virtual_channel(world, capacity, writer_flags, epoch=gemms.BEFORE_WRAP, limit=limit)
+
+    def own(rank: int) -> Channel:
+        # copies: at one address of many, Triton would compile a kernel for the alignment of each rank's
+        words = ("data", "flags", "epoch", "error", "stopped", "counters")
+        slots = tuple(slot.view(world, -1)[rank] for slot in whole.slots)
+        return whole._replace(
+            rank=rank, served=1, slots=slots, **{name: getattr(whole, name)[rank : rank + 1].clone() for name in words}
+        )
+
+    return [own(rank) for rank in range(world)]
+
+
+def run_group(
+    gemm: gemms.Gemm, execution: Execution, world: int, dtype: torch.dtype, shape: tuple[int, int, int], epochs: int = 3
+) -> None:
+    """Queue an operation for each epoch on each rank's stream, run all, and compare. With three epochs the third writes
+    into the slots of the first."""
+    channels = group(world)
+    execution.share(*channels[0].slots)
+    inputs = [gemms.cast(gemms.make_inputs(gemm, index, world, shape, False), dtype) for index in range(epochs)]
+    outputs: list[list] = [[] for _ in range(epochs)]
+    for rank, channel in enumerate(channels):
+        with execution.on(rank):
+            for index in range(epochs):
+                bump(channel)
+                outputs[index].append(gemm.launch(inputs[index][rank], channel, TILE))
+    execution.run()
+    for index in range(epochs):
+        for rank in range(world):
+            gemms.compare(outputs[index][rank], gemm, inputs[index], rank, False, (world, shape, dtype, index, rank))
+    assert not any(channel.error.any() or channel.counters.any() for channel in channels)
