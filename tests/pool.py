@@ -245,6 +245,7 @@ def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
                 forget_meshes()
+                gc.collect()  # FSDP2's modules and others hold groups in cycles
 
 
 def run_task(

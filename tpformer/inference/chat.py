@@ -60,7 +60,10 @@ class Terminal:
             try:
                 self._typing = True
                 line = input("> " if self.interactive else "")
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemError) as error:
+                # where an interrupt meets another one, readline's input() makes a SystemError of it
+                if not isinstance(error.__cause__ or error, KeyboardInterrupt):
+                    raise
                 print(flush=True)
                 continue
             except EOFError:
