@@ -50,10 +50,10 @@ def run(streams: list[Stream], schedule: Schedule) -> int:
         while True:
             for stream in streams:
                 advance(stream, generator, weights, schedule)
-            live = [cta for stream in streams for cta in stream.running]
+            live = [cta for stream in streams for cta in stream.running if not cta.done]
             if not live:
                 return executed
-            ready = [cta for cta in live if any(map(can_run, cta.active))]
+            ready = [cta for cta in live if gathered(cta) or any(map(can_run, cta.active))]
             if ready:
                 polls = 0
             else:
@@ -90,6 +90,11 @@ def choose(ready: list[CTA], weights: dict[CTA, float], generator: random.Random
     return first
 
 
+def gathered(cta: CTA) -> bool:
+    """Whether all of a program's warps that have not ended wait at a barrier."""
+    return all(warps.done or warps.barrier >= 0 for warps in cta.active)
+
+
 def can_run(warps: Warps) -> bool:
     """Whether warps can go on: they have not ended, wait at no barrier, and do not poll a word that is as it was."""
     if warps.done or warps.barrier >= 0:
@@ -105,9 +110,9 @@ def can_run(warps: Warps) -> bool:
 def turn(cta: CTA, generator: random.Random, alone: bool) -> None:
     """Let some warps of a program run a while. alone: nobody can run, so that even those run that poll in vain."""
     for _ in range(generator.randrange(1, BURST)):
-        if all(warps.done or warps.barrier >= 0 for warps in cta.active):
-            if cta.done:
-                return
+        if cta.done:
+            return
+        if gathered(cta):
             cta.meet()
         able = [warps for warps in cta.active if can_run(warps)]
         if not able:
