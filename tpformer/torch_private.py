@@ -110,17 +110,21 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's cache of layouts: call it when the process group has been destroyed and another one follows.
+    """Empty DTensor's caches: call it when the process group has been destroyed and another one follows.
 
-    The cache is kept by mesh. A mesh of the next process group can be equal to an earlier one. DTensor would then
-    find the earlier one's layouts, and use process groups that no longer exist.
+    They are kept by mesh. A mesh of the next process group can be equal to an earlier one. DTensor would then find the
+    earlier one's layouts, and use process groups that no longer exist. The caches also keep those groups from being
+    freed, and gloo polls for each with three threads.
     """
-    from torch.distributed.tensor import DTensor, debug
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13
     if clear is None:
         clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
     clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.13
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def own_part(
