@@ -33,9 +33,23 @@ def pair(high: Array, low: Array) -> Array:
     return (high.astype(np.uint32) << np.uint32(16)) | low
 
 
+def half(x: Array, number: int) -> Array:
+    """The float16 values in the lower (0) or upper (1) half of 32 bits."""
+    return (x >> np.uint32(16 * number)).astype(np.uint16).view(np.float16)
+
+
 def fma(a: Array, b: Array, c: Array) -> Array:
     """a * b + c with one rounding, but for the rounding of a float64 sum."""
-    return (a.astype(np.float64) * b + c).astype(np.float32) if a.dtype == np.float32 else a * b + c
+    return a * b + c if a.dtype.kind != "f" else (a.astype(np.float64) * b + c).astype(a.dtype)
+
+
+def multiply_high(x: Array, y: Array) -> Array:
+    """The upper 64 bits of products of unsigned 64-bit integers."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+    low_x, high_x, low_y, high_y = x & mask, x >> half, y & mask, y >> half
+    first = high_x * low_y + (low_x * low_y >> half)
+    second = low_x * high_y + (first & mask)
+    return high_x * high_y + (first >> half) + (second >> half)
 
 
 def divide(a: Array, b: Array) -> Array:

@@ -169,12 +169,17 @@ class Code:
         if kind == "bf16x2" and operation == "fma":
             kind = "b32"
             expression = f"a.fma_bf16x2({', '.join(self.value(x, 'b32') for x in i.operands[1:])})"
-        elif kind in ("bf16", "bf16x2", "f16x2", "f16"):
+        elif kind == "bf16" and operation == "fma":
+            kind = "b16"
+            wide = (f"a.widen_bf16({self.value(x, 'b16')})" for x in i.operands[1:])
+            expression = f"a.bf16(a.fma({', '.join(wide)}))"
+        elif kind in ("bf16", "bf16x2", "f16x2") or (kind == "f16" and operation not in ("add", "fma")):
             raise Unsupported(i.opcode)
+        elif i.opcode == "mul.hi.u64":
+            x, y = (self.value(operand, kind) for operand in i.operands[1:])
+            expression = f"a.multiply_high({x}, {y})"
         elif operation in ("mul", "mad") and ("wide" in i.parts or "hi" in i.parts):
             expression, kind = self.wide_product(i, kind)
-        elif operation == "setp":
-            expression, kind = self.comparison(i, kind), "pred"
         elif operation in UFUNCS:
             name = UFUNCS[operation]
             if operation in ("min", "max") and kind[0] == "f" and "NaN" not in i.parts:
@@ -198,13 +203,17 @@ class Code:
             return f"({x} * {y} >> np.{dtype}({TYPES[kind][2]})).astype(np.{TYPES[kind][1]})", kind
         return f"{x} * {y}" + (f" + {self.value(i.operands[3], wide)}" if i.parts[0] == "mad" else ""), wide
 
-    def comparison(self, i: Instruction, kind: str) -> str:
-        """The expression of a setp."""
-        name = i.parts[1]
-        if i.parts[2] in ("and", "or", "xor"):
+    def emit_setp(self, i: Instruction, line: int) -> list[str]:
+        kind, name, targets = i.parts[-1], i.parts[1], i.operands[0].split("|")
+        if i.parts[2] in ("and", "or", "xor") or kind in ("bf16", "bf16x2") or len(targets) != 1 + (kind == "f16x2"):
             raise Unsupported(i.opcode)
         form = "({x} < {y}) | ({x} > {y})" if name == "ne" and kind[0] == "f" else COMPARISONS[name]
-        return form.format(x=self.value(i.operands[1], kind), y=self.value(i.operands[2], kind))
+        x, y = (self.value(operand, kind) for operand in i.operands[1:3])
+        if kind != "f16x2":
+            return self.put(i, targets[0], "pred", form.format(x=x, y=y))
+        halves = (form.format(x=f"a.half({x}, {n})", y=f"a.half({y}, {n})") for n in range(2))
+        pairs = zip(targets, halves, strict=True)
+        return [text for target, half in pairs for text in self.put(i, target, "pred", half)]
 
     def expression(self, i: Instruction, operation: str, kind: str) -> str:
         """The expression of an operation that numpy has no function for."""

@@ -1,14 +1,21 @@
-"""matmul, compiled for sm_80 and executed, equals its reference in every layout; nothing races.
+"""Every kernel that does not communicate, compiled for sm_80 and executed, equals its reference; nothing races.
 
 `make execute` names this file; `make test` does not collect it, because compiling takes minutes.
 """
 
 import pytest
+import torch
 from execution import DTYPES, PLAIN, SCHEDULES, TILE, executing
 
 pytest.importorskip("triton")
 
+import row_checks
+import test_activation_kernel as activations
+import test_cross_entropy_kernel as losses
+import test_dropout_kernel as dropouts
 import test_matmul_kernel as matmuls
+import test_norm_kernel as norms
+import test_rope_kernel as ropes
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -19,3 +26,50 @@ def test_layouts_of_matmul(shape, dtype) -> None:
     for schedule in SCHEDULES if shape[0] == 17 else (PLAIN,):
         with executing(schedule):
             matmuls.layouts(*shape, dtype, "cpu", TILE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_epilogues_of_matmul(dtype) -> None:
+    with executing():
+        matmuls.epilogues(17, 37, 19, dtype, "cpu", TILE)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("rows, n, options", [(5, 33, {}), (3, 64, {}), (5, 33, {"widest": 16})])
+def test_norms(rows, n, options, kind, dtype) -> None:
+    x, dy, dresidual = row_checks.draw(n, dtype, "cpu", *[(rows, n)] * 3)
+    with executing():
+        norm = row_checks.draw_norm(n, n, kind, dtype)
+        row_checks.check_norm(norms.kernel(), x, norm, dy, dresidual, **options)
+
+
+@dtypes
+@pytest.mark.parametrize("name", activations.ACTIVATIONS)
+def test_activations(name, dtype) -> None:
+    with executing():
+        for gated in (False, True):
+            activations.check(activations.kernel, name, gated, *activations.draw((7, 13), dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 2, 1, 6), (11, 7, 1, 128)])
+def test_rope(shape, dtype) -> None:
+    with executing():
+        ropes.check(ropes.kernel, shape, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("rows, n", [(5, 7), (3, 36)])
+def test_finish(rows, n, dtype) -> None:
+    with executing():
+        dropouts.check_finish(dropouts.kernel(), rows, n, dtype)
+
+
+@dtypes
+def test_cross_entropy(dtype) -> None:
+    with executing():
+        for vocab, padding, per_slice in ((17, 0, 17), (33, 31, 16)):
+            for terms in losses.TERMS[:2]:
+                case = losses.draw(vocab, 3, vocab, padding, dtype)
+                losses.check(losses.kernel(), case, per_slice, vocab, terms)
