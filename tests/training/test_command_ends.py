@@ -157,11 +157,11 @@ def in_terminal(path: str, *arguments: str) -> None:
     main(*arguments)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_whose_terminal_closes_writes_a_checkpoint(commands, tmp_path, write, ranks):
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_run_whose_terminal_closes_writes_a_checkpoint(commands, tmp_path, write, n_ranks):
     """R19: the kernel sends SIGHUP, and each line that is printed after that fails."""
     ours, theirs = pty.openpty()
-    toml = write(parallel={"tensor_parallel": ranks}, **LONG)
+    toml = write(parallel={"tensor_parallel": n_ranks}, **LONG)
     command = commands.call(in_terminal, os.ttyname(theirs), "pretrain", toml)
     run = tmp_path / "run"
 
@@ -198,11 +198,11 @@ def test_closed_standard_files_are_no_mistake(commands, tmp_path, write):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stopped_run_writes_a_checkpoint_and_exits_with_its_own_code(commands, tmp_path, write, ranks, number):
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_stopped_run_writes_a_checkpoint_and_exits_with_its_own_code(commands, tmp_path, write, n_ranks, number):
     """R19. It is no failure, so it is not started again."""
     command: Command = commands.start(
-        "pretrain", write(parallel={"tensor_parallel": ranks}, run={"max_restarts": ranks - 1}, **LONG)
+        "pretrain", write(parallel={"tensor_parallel": n_ranks}, run={"max_restarts": n_ranks - 1}, **LONG)
     )
     run = tmp_path / "run"
     command.wait_until(lambda: steps(run) > 2, "steps")
