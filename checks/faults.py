@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import tempfile
@@ -149,6 +150,7 @@ def disturb(job: Job, chance: random.Random) -> tuple[int | None, float, Fault]:
     if fault.kind not in RESTARTED and fault.kind != "dead launcher":
         seconds = time.monotonic() - began
     if fault.kind == "deleted directory":
+        shutil.rmtree(job.run, ignore_errors=True)  # what a save that was under way has written there
         (job.folder / "away").rename(job.run)
     return code, seconds, fault
 

@@ -288,7 +288,8 @@ class Checkpointer:
         def prepare() -> None:
             remove_leftovers(self.directory)
             with naming(temporary / TRAINER):
-                temporary.mkdir(parents=True)
+                self.directory.mkdir(exist_ok=True)  # without parents: a run directory that is gone stays gone
+                temporary.mkdir()
                 (temporary / TRAINER).write_text(note)
 
         done: Future[None] = Future()
