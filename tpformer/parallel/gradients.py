@@ -232,6 +232,6 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
             if parameter.grad is not None:
                 by_dtype[parameter.grad.dtype].append(local_part(parameter.grad))
     for dtype, grads in by_dtype.items():
-        if isinstance(factor, Tensor) and dtype.itemsize >= 4:
-            factor = factor.to(dtype)  # of the gradients' dtype, torch multiplies all of them in one launch
-        foreach_multiply_(grads, factor)
+        # of the gradients' dtype, torch multiplies all of them in one launch
+        same = factor.to(dtype) if isinstance(factor, Tensor) and dtype.itemsize >= 4 else factor
+        foreach_multiply_(grads, same)
