@@ -59,7 +59,7 @@ ARROWS = {
     "tpformer/cli": ["config", "processes", "parallel", "training", "inference", "planner"],
     # the compile check reads compiled code alone; the other checks run training, and show it as a bench does
     "checks/compile": ["kernels"],
-    "checks/execute": ["kernels"],
+    "checks/execute": ["kernels", "checks/compile"],
 }
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from checks.compile import compiler
+
 from .code import Code
 from .log import Log
 from .machine import CTA, Launch
@@ -27,25 +29,8 @@ FORMATS = {
 }  # fmt: skip
 
 
-class Driver:
-    """A driver with which Triton compiles for sm_80, and takes tensors of the CPU for the device's."""
-
-    def __init__(self) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", CAPABILITY, 32)
-
-    def get_current_device(self) -> "Driver":
-        """The key under which jitted functions keep their kernels; this object, so that no other driver finds them."""
-        return self
-
-    def get_current_stream(self, device: object) -> int:
-        """A stream that Triton does not launch on."""
-        return 0
-
-    def get_current_target(self) -> object:
-        """The architecture to compile for."""
-        return self.target
+class Driver(compiler.Driver):
+    """A driver with which Triton compiles, and takes tensors of the CPU for the device's."""
 
     def get_active_torch_device(self) -> torch.device:
         """The device of the launchers' tensors."""
@@ -82,7 +67,7 @@ class Execution:
         import triton
         from triton.runtime.jit import JITFunction
 
-        driver, launch = Driver(), JITFunction.run
+        driver, launch = Driver(CAPABILITY), JITFunction.run
         functions: dict[int, JITFunction] = {}
 
         def execute_instead(function, *arguments, grid, warmup, **options):
