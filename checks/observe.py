@@ -94,7 +94,7 @@ def train(data: tuple[Path, Path], steps: int, memory: list[list[int]], name: st
 
 
 def growth(peaks: list[int]) -> float:
-    """By which share the peak of a run's last third is above that of its second third."""
+    """How much higher memory's peak is in a run's last third than in its second, as a share of the latter."""
     third = WINDOWS // 3
     return max(peaks[2 * third :]) / max(1, *peaks[third : 2 * third]) - 1
 

@@ -46,7 +46,7 @@ ORDERS = ("acquire", "release", "acq_rel", "relaxed", "volatile")
 
 @dataclass
 class Segment:
-    """Instructions of which all or none run."""
+    """Instructions that run one after another: all of them, or none."""
 
     run: Callable[[Any], None]
     """Executes them, except a last one that branches."""

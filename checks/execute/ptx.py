@@ -53,7 +53,7 @@ class Kernel:
 
 
 def split_operands(text: str) -> list[str]:
-    """Operands between commas, of which those within brackets and braces separate nothing."""
+    """The operands between commas. A comma within brackets or braces separates nothing."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "{[(") - (letter in "}])")
