@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.ratios import Row, compared, draw_ratios, ratios
@@ -34,7 +35,8 @@ POLL = 0.1  # seconds
 NOTE = (
     "Two tensor-parallel ranks with one core each. observed: logs every step, and validates and saves a checkpoint "
     "every 50; plain: does nothing of it, and logs every 50. tokens/s is what the run itself logs, which leaves out "
-    "validation; the first 50 steps are left out. memory: the largest sum of the ranks' RSS in each 50 steps."
+    "validation, in the median of five windows of 50 steps; the first 50 are left out. memory: the sum of the ranks' "
+    "RSS, the median of each 50 steps."
 )
 
 
@@ -68,39 +70,45 @@ def rss(pid: int) -> int:
 
 
 def training_seconds(run: Path, steps: int) -> float:
-    """The seconds of the steps after the first window, by the tokens/s that the run logged."""
+    """The seconds of the steps after the first window, by the tokens/s that the run logged.
+
+    They are those of the median window, times the windows, so that what else the machine does counts less.
+    """
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "tokens_per_second" in row]
-    pairs = zip([{"tokens": 0, "step": 0}, *rows], rows, strict=False)
-    spans = [(row["step"], (row["tokens"] - before["tokens"]) / row["tokens_per_second"]) for before, row in pairs]
-    return sum(seconds for step, seconds in spans if step > steps // WINDOWS)
+    windows = [0.0] * WINDOWS
+    for before, row in zip([{"tokens": 0}, *rows], rows, strict=False):
+        seconds = (row["tokens"] - before["tokens"]) / row["tokens_per_second"]
+        windows[(row["step"] - 1) * WINDOWS // steps] += seconds
+    return median(windows[1:]) * (WINDOWS - 1)
 
 
 def train(data: tuple[Path, Path], steps: int, memory: list[list[int]], name: str) -> float:
-    """Run it. Returns its seconds, and adds the peaks of its memory, one for each window, to `memory`."""
+    """Run it. Returns its seconds, and adds its memory, the median of each window, to `memory`."""
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
-        folder, peaks = Path(directory), [0] * WINDOWS
+        folder = Path(directory)
+        samples: list[list[int]] = [[0] for _ in range(WINDOWS)]
         (folder / "run.toml").write_text(to_toml(build_config(settings(folder, *data, name, steps))))
         command = Command(folder, 0, ["pretrain", str(folder / "run.toml")], None)
         log = folder / "run" / "metrics.jsonl"
         while command.process.exitcode is None:
             window = min(WINDOWS - 1, WINDOWS * (len(log.read_bytes().splitlines()) if log.exists() else 0) // steps)
-            peaks[window] = max(peaks[window], sum(map(rss, command.ranks())))
+            samples[window].append(sum(map(rss, command.ranks())))
             time.sleep(POLL)
         if command.process.exitcode != 0:
             raise RuntimeError(f"the {name} run ended with {command.process.exitcode}: {command.said}")
         if name == OBSERVED:
-            memory.append(peaks)
+            memory.append([int(median(window)) for window in samples])
         return training_seconds(folder / "run", steps)
 
 
-def growth(peaks: list[int]) -> float:
-    """How much higher memory's peak is in a run's last third than in its second, as a share of the latter."""
+def growth(windows: list[int]) -> float:
+    """How much more memory a run has in its last third than in its second, as a share of the latter."""
     third = WINDOWS // 3
-    return max(peaks[2 * third :]) / max(1, *peaks[third : 2 * third]) - 1
+    return max(windows[2 * third :]) / max(1, *windows[third : 2 * third]) - 1
 
 
 def measure(quick: bool, memory: list[list[int]]) -> list[Row]:
-    """The rows, and in `memory` the peaks of each observed run."""
+    """The rows, and in `memory` the windows of each observed run."""
     steps, rounds = (QUICK_STEPS, QUICK_ROUNDS) if quick else (STEPS, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
         data = build_stdlib(Path(directory), quiet=True)
@@ -119,7 +127,7 @@ def run(options: argparse.Namespace) -> Report:
     memory: list[list[int]] = []
     report = ratios(partial(measure, memory=memory))(options)
     grown = max(map(growth, memory))
-    megabytes = [[round(peak / 2**20) for peak in peaks] for peaks in memory]
+    megabytes = [[round(each / 2**20) for each in windows] for windows in memory]
     lines = [f"memory of observed runs, MiB by windows: {json.dumps(megabytes)}; growth at most {grown:+.2%}"]
     found: Mapping[str, Any] = {"memory_mib": megabytes, "memory_growth": round(grown, 4)}
     leak = [f"memory grows by {grown:.2%}, more than {GROWTH:.0%}"] if grown > GROWTH and not options.quick else []

@@ -39,9 +39,9 @@ def test_memory_that_grows_is_a_problem(monkeypatch: pytest.MonkeyPatch, last: i
     assert len(bench.run(Namespace(quick=False)).problems) == problems
 
 
-def test_seconds_are_those_of_the_steps_after_the_first_window(tmp_path: Path) -> None:
+def test_seconds_are_those_of_the_median_window_after_the_first(tmp_path: Path) -> None:
     rows = [{"step": 50, "tokens": 500, "tokens_per_second": 1}, {"step": 50, "val_loss": 1.0}]
-    rows += [{"step": 100, "tokens": 1000, "tokens_per_second": 100}]
-    rows += [{"step": 300, "tokens": 3000, "tokens_per_second": 50}]
+    for step, speed in ((100, 100), (150, 50), (175, 25), (200, 25), (250, 50), (300, 10)):
+        rows += [{"step": step, "tokens": 10 * step, "tokens_per_second": speed}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert bench.training_seconds(tmp_path, 300) == 5.0 + 40.0
+    assert bench.training_seconds(tmp_path, 300) == 5 * 10.0  # of 5, 10, 20, 10 and 50
