@@ -38,6 +38,8 @@ HEADINGS = {  # short names of columns, so that a row fits a line
     "cp_async": "cp.async",
     "releases": "rel",
     "acquires": "acq",
+    "barriers": "bar",
+    "in_flight": "flight",
     "wide_stores": "st 16B",
     "narrow_stores": "narrow",
 }

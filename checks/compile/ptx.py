@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 WIDE = 16  # bytes of the widest store of one thread
+WARP = 32  # threads
 
 # kinds of events, each by a pattern for the beginning of its instructions; the first that matches counts
 KINDS = {
@@ -231,3 +232,35 @@ def fence_before_tma_load(program: Program) -> list[str]:
                     where = f"{event.opcode} ({event.source})"
                     violations.append(f"{where} reaches a TMA load ({reached[0].source}) without fence.proxy.async")
     return violations
+
+
+def bytes_in_flight(ptx: str) -> int:
+    """The most bytes that a warp has asked of global memory when it comes to the first use of any of them.
+
+    It follows the text, and forgets loads into registers at labels. Bytes that TMA loads are not in the instructions.
+    """
+    loads: dict[str, int] = {}
+    groups, most = [0], 0
+    for line in ptx.splitlines():
+        text = line.split("//")[0].strip()
+        match = re.match(r"(@!?%?\w+\s+)?([a-z][\w.:]*)\s*(.*)", text)
+        if match is None:
+            loads = {} if text.startswith("$") else loads
+            continue
+        opcode, operands = match[2], match[3]
+        kind = kind_of(opcode)
+        used = set(re.findall(r"%\w+", operands.partition("[")[2] if kind == "load" else text))
+        if opcode.startswith("cp.async.wait") or used & loads.keys():
+            most = max(most, sum(loads.values()) + sum(groups))
+            if used & loads.keys():
+                loads = {}
+        if opcode == "cp.async.commit_group":
+            groups.append(0)
+        elif left := re.fullmatch(r"cp\.async\.wait_group\s+(\w+);", text):
+            groups = groups[max(0, len(groups) - 1 - int(left[1], 0)) :]
+        elif kind == "cp.async":
+            groups[-1] += WARP * int(operands.split(",")[2].strip(" ;"), 0)
+        elif kind == "load":
+            targets = re.findall(r"%\w+", operands.partition("[")[0])
+            loads |= dict.fromkeys(targets, WARP * Event(kind, opcode, "").width // len(targets))
+    return most

@@ -37,6 +37,8 @@ class Row(TypedDict):
     cp_async: int | None
     releases: int | None
     acquires: int | None
+    barriers: int | None
+    in_flight: int | None
     wide_stores: int | None
     narrow_stores: int | None
     violations: list[str]
@@ -95,6 +97,8 @@ def counts(kernel: Compiled, program: ptx.Program, module: ttgir.Module) -> dict
         "cp_async": program.count("cp.async"),
         "releases": sum(event.releases and event.scope == "sys" for event in events),
         "acquires": sum(event.acquires and event.scope == "sys" for event in events),
+        "barriers": program.count("barrier"),
+        "in_flight": ptx.bytes_in_flight(kernel.ptx),
         "wide_stores": wide,
         "narrow_stores": len(narrow_stores(program, module)),
     }

@@ -15,9 +15,20 @@ INTRODUCTION = """\
 
 `make compile-check` compiles every shipped kernel without a GPU, for each architecture, dtype, tile and variant, and
 asserts on the code. A line below has the largest number that any case of a kernel shows on an architecture; registers
-and spills are those of one thread, shared memory is that of one program.
+and spills are those of one thread, shared memory is that of one program. Releases and acquires are those of system
+scope, and stand in the code so often; in flight are the bytes that a warp has asked of global memory, TMA left out,
+before it first uses any of them.
 """
-COLUMNS = ("kernel", "architecture", "cases", "registers", "spilled bytes", "shared memory, bytes", "violations")
+NUMBERS = {
+    "registers": "registers",
+    "spilled bytes": "spills",
+    "shared memory, bytes": "shared",
+    "releases": "releases",
+    "acquires": "acquires",
+    "barriers": "barriers",
+    "in flight, bytes": "in_flight",
+}
+COLUMNS = ("kernel", "architecture", "cases", *NUMBERS, "violations")
 
 
 def page_body(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
@@ -33,7 +44,7 @@ def page_body(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
         f"|{' --- |' * len(COLUMNS)}",
     ]
     for (kernel, arch), group in groups.items():
-        worst = [max(row[column] or 0 for row in group) for column in ("registers", "spills", "shared")]
+        worst = [max(row[column] or 0 for row in group) for column in NUMBERS.values()]  # type: ignore[literal-required]
         cells = [kernel, arch, len(group), *worst, sum(len(row["violations"]) for row in group)]
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
     return "\n".join(lines) + "\n"

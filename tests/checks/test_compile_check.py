@@ -42,6 +42,17 @@ def test_a_kernel_that_follows_the_protocol_passes(capability: int, dtype: str) 
     assert (row["tile"], row["stages"], row["warps"]) == (("128x128x64", 3, 8) if tma else ("64x64x32", 3, 4))
 
 
+def test_bytes_in_flight() -> None:
+    """Of a warp of 32 threads, up to the first use of any of them, across groups of asynchronous copies."""
+    loads = "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];\n@%p1 ld.global.b32 %r5, [ %rd1 + 16 ];\n"
+    assert ptx.bytes_in_flight(loads + "add.s32 %r6, %r7, 1;\nadd.s32 %r8, %r2, 1;") == 32 * 20
+    assert ptx.bytes_in_flight(loads.replace("%rd1 + 16", "%r1 + 16") + "st.global.b32 [ %rd2 ], %r5;") == 32 * 16
+    assert ptx.bytes_in_flight(loads + "$L__BB0_1:\nadd.s32 %r8, %r2, 1;") == 0
+    copy = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\ncp.async.commit_group ;\n"
+    assert ptx.bytes_in_flight(2 * copy + "cp.async.wait_group 1;\n" + copy + "cp.async.wait_group 0;\n") == 32 * 32
+    assert ptx.bytes_in_flight(copy + "ld.global.sys.acquire.b32 %r9, [%rd9];\nadd.s32 %r8, %r9, 1;") == 0
+
+
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # from 3.9 on Triton puts the barrier there itself
 NO_BARRIER = {"barrier_before_release"} if TRITON < (3, 9) else set()
@@ -240,7 +251,7 @@ def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: p
         assert text in printed
     assert "no case compiles another_kernel of kernels/toy.py" in printed
     assert "| exchange_kernel | sm_90 | 3 |" in (page := check.results.read_text())
-    assert "| none | sm_90 | 1 | 0 | 0 | 0 | 1 |" in page  # of the case whose process died
+    assert "| none | sm_90 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |" in page  # of the case whose process died
 
 
 def toy_row(**values: object) -> Row:
@@ -250,7 +261,16 @@ def toy_row(**values: object) -> Row:
 
 ROWS = [
     toy_row(registers=40, spills=0, shared=512),
-    toy_row(registers=90, spills=8, shared=256, violations=["spills: 8 bytes"]),
+    toy_row(
+        registers=90,
+        spills=8,
+        shared=256,
+        releases=3,
+        acquires=4,
+        barriers=7,
+        in_flight=64,
+        violations=["spills: 8 bytes"],
+    ),
     toy_row(arch="sm_80", violations=["fails: the process died"]),
 ]
 
@@ -263,7 +283,10 @@ def test_the_page_has_the_worst_of_each_kernel(tmp_path: Path) -> None:
     (stamp,) = [line for line in lines if line.startswith("First obtained on ")]
     assert stamp.endswith(f" at commit {git(tmp_path, 'rev-parse', 'HEAD')}.")
     assert "3 cases, 2 violations." in lines and "Compiled by triton 1.2." in lines
-    assert lines[-2:] == ["| toy | sm_90 | 2 | 90 | 8 | 512 | 1 |", "| toy | sm_80 | 1 | 0 | 0 | 0 | 1 |"]
+    assert lines[-2:] == [
+        "| toy | sm_90 | 2 | 90 | 8 | 512 | 3 | 4 | 7 | 64 | 1 |",
+        "| toy | sm_80 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |",
+    ]
     shipped = {(case.kernel, case.capability) for case in shipped_cases()}
     assert len(lines) - 2 + len(shipped) <= 150
 
