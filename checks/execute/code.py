@@ -41,6 +41,7 @@ COMPARISONS = {
 }  # fmt: skip
 ROUNDINGS = {"rzi": "trunc", "rni": "rint", "rmi": "floor", "rpi": "ceil"}
 WIDER = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}
+MMA_FLOPS = 2 * 16 * 8 * 16
 ORDERS = ("acquire", "release", "acq_rel", "relaxed", "volatile")
 
 
@@ -51,6 +52,8 @@ class Segment:
     run: Callable[[Any], None]
     """Executes them, except a last one that branches."""
     count: int
+    flops: int
+    """Of one warp on tensor cores."""
     last: Instruction
     line: int
     """The index of `last`."""
@@ -59,9 +62,11 @@ class Segment:
 class Code:
     """A kernel's segments."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, in_flight: int = 0) -> None:
         """Unsupported if there are instructions that the executor does not know."""
         self.kernel = kernel
+        self.in_flight = in_flight
+        """Bytes that a warp asks of global memory before it uses any of them."""
         self.index: dict[str, tuple[str, int]] = {}
         self.counts = dict.fromkeys(FILES.values(), 0)
         for name, kind in kernel.registers.items():
@@ -84,7 +89,8 @@ class Code:
             scope = {"np": np, "a": arithmetic, "k": self.constants}
             exec(compile("\n".join(lines), "<ptx>", "exec"), scope)
             last = kernel.instructions[end - 1]
-            self.segments.append(Segment(scope["segment"], end - start, last, end - 1))  # type: ignore
+            flops = MMA_FLOPS * sum(i.opcode.startswith("mma.") for i in kernel.instructions[start:end])
+            self.segments.append(Segment(scope["segment"], end - start, flops, last, end - 1))  # type: ignore
         if unknown:
             raise Unsupported(f"the executor does not know {len(unknown)} instructions: {'; '.join(unknown[:5])}")
         self.labels = {label: starts.index(at) for label, at in kernel.labels.items() if at < len(kernel.instructions)}

@@ -3,6 +3,8 @@
 Belongs here: the numbers that stand for instructions and warps in memory's history, and the texts made of them.
 """
 
+from collections import Counter
+
 from .ptx import Instruction
 
 
@@ -12,6 +14,10 @@ class Log:
     def __init__(self) -> None:
         self.reports: list[str] = []
         """Each kind of conflict of two instructions once."""
+        self.counts: dict[tuple[str, int, int], Counter[str]] = {}
+        """By kernel, rank and program, over all its launches: tensor cores' flops; bytes read and written, of shared
+        memory and by the rank whose memory it is; barriers; atomics of system scope by their order; chain, the most of
+        these that came one after another, in any program, before one of its own; in flight, as in compile/ptx.py."""
         self.lines: list[Instruction] = []
         self.warps: list[str] = ["the host"]
         self.first_lines: dict[int, int] = {}

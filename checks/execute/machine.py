@@ -7,6 +7,7 @@ which warps come next is schedule.py's.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ REGISTERS: dict[str, Any] = {"r": np.uint32, "d": np.uint64, "h": np.uint16}
 class Launch(NamedTuple):
     """What all programs of a launch share."""
 
+    name: str
+    """The kernel's."""
     code: Code
     parameters: bytes
     warps: int
@@ -66,7 +69,7 @@ class CTA:
     ) -> None:  # fmt: skip
         """first: the number of its first warp. known: the clocks that the stream knows of. lockstep: its warps run
         together as long as they take the same branches."""
-        code, parameters, warps, shared, grid, rank, first_line = launch
+        name, code, parameters, warps, shared, grid, rank, first_line = launch
         self.code, self.memory, self.lockstep, self.generator = code, memory, lockstep, generator
         self.parameters = np.frombuffer(parameters, np.uint8)
         self.shared = SharedMemory(shared, warps, first)
@@ -84,6 +87,10 @@ class CTA:
         self.registers["p"] = np.zeros((code.counts["p"], warps * LANES), bool)
         names = ("ctaid", program), ("nctaid", grid), ("ntid", (warps * LANES, 1, 1)), ("tid", (0, 0, 0))
         self.special = {f"%{name}.{axis}": np.uint32(sizes[n]) for name, sizes in names for n, axis in enumerate("xyz")}
+        self.counts = log.counts.setdefault((name, rank + program[1], program[0]), Counter())
+        self.counts["in flight"] = code.in_flight
+        self.chain = 0
+        """Atomics of system scope that come one after another before this program goes on, its own and others'."""
         self.copies: list[Copy] = []
         self.groups = np.zeros(warps, np.int64)
         self.executed = 0
@@ -114,6 +121,7 @@ class CTA:
                 first.report("warps meet at different barriers", barrier, first.low, int(self.numbers[other.low]),
                              other.barrier)  # fmt: skip
             other.barrier = -1
+        self.counts["barriers"] += 1
         self.known[:] = self.known.max(0)
         self.known[np.arange(len(self.numbers)), self.numbers] += 1
         if self.lockstep and all(warps.segment == first.segment for warps in self.active):
@@ -174,6 +182,7 @@ class Warps:
         lanes = self.lanes(mask)
         if len(rows := self.rows[lanes]):
             place = self.spread(address, lanes)
+            self.count("read", memory, place, size * len(targets))
             found = memory.read(self, place, size * len(targets), rows, line + self.cta.first_line).view(f"u{size}")
             for number, target in enumerate(targets):
                 target[lanes] = found[:, number]
@@ -186,16 +195,27 @@ class Warps:
         if len(rows := self.rows[lanes]):
             columns = [np.broadcast_to(value, self.rows.shape)[lanes] for value in values]
             data = np.ascontiguousarray(np.stack(columns, 1).astype(f"u{size}")).view(np.uint8)
-            memory.write(self, self.spread(address, lanes), data, rows, line + self.cta.first_line)
+            place = self.spread(address, lanes)
+            self.count("written", memory, place, data.shape[1])
+            memory.write(self, place, data, rows, line + self.cta.first_line)
+
+    def count(self, what: str, memory: Any, address: Array, size: int) -> None:
+        """Count bytes of shared memory, or of global memory by the rank that owns it."""
+        if memory is self.shared_memory:
+            self.cta.counts[f"{what}, shared"] += size * len(address)
+        else:
+            for owner, lanes in zip(*np.unique(memory.owners(address), return_counts=True), strict=True):
+                self.cta.counts[f"{what}, rank {owner}"] += size * int(lanes)
 
     def load_matrix(self, address: Any, targets: tuple, transposed: bool, line: int) -> None:
         """ldmatrix: lanes 8 i to 8 i + 7 of a warp give the rows of matrix i, and each lane gets two elements of it."""
         warps = self.high - self.low
         for number, target in enumerate(targets):
             lanes = np.arange(warps * LANES).reshape(warps, LANES)[:, 8 * number : 8 * number + 8].reshape(-1)
-            found = self.cta.shared.read(
-                self, self.spread(address, lanes), 16, self.rows[lanes], line + self.cta.first_line
-            ).view(np.uint16).reshape(warps, 8, 8)  # fmt: skip
+            place = self.spread(address, lanes)
+            self.count("read", self.shared_memory, place, 16)
+            found = self.shared_memory.read(self, place, 16, self.rows[lanes], line + self.cta.first_line)
+            found = found.view(np.uint16).reshape(warps, 8, 8)
             if transposed:
                 found = np.ascontiguousarray(found.transpose(0, 2, 1))
             target[...] = found.view(np.uint32).reshape(-1)
@@ -217,7 +237,9 @@ class Warps:
     def fetch(self, copy: Copy) -> Array:
         """The bytes that a copy brings."""
         data = np.zeros((len(copy.rows), copy.size), np.uint8)
+        self.count("written", self.shared_memory, copy.target, copy.size)
         if copy.live.any():
+            self.count("read", self.global_memory, copy.source[copy.live], copy.size)
             data[copy.live] = self.cta.memory.read(
                 self, copy.source[copy.live], copy.size, copy.rows[copy.live], copy.line
             )
@@ -251,8 +273,12 @@ class Warps:
         for lane in chosen:
             place = int(np.broadcast_to(address, self.rows.shape)[lane])
             given = [np.broadcast_to(value, self.rows.shape)[lane] for value in values]
+            if scope == "sys" and not (operation == "ld" and self.last_poll and self.last_poll[1] == place):
+                self.cta.counts[order] += 1  # polls after the first one count as one: when nothing is late, one is all
+                self.cta.chain += 1
             old = self.cta.memory.atomic(self, operation, order, scope, dtype, place, given, int(self.rows[lane]),
                                          line + self.cta.first_line)  # fmt: skip
+            self.cta.counts["chain"] = max(self.cta.counts["chain"], self.cta.chain)
             if target is not None:
                 target[lane] = old
             if operation == "ld":
@@ -265,6 +291,7 @@ class Warps:
         last = segment.last
         segment.run(self)
         cta.executed += segment.count * (self.high - self.low)
+        cta.counts["flops"] += segment.flops * (self.high - self.low)
         self.segment += 1
         if last.opcode.startswith("bra"):
             self.branch(last, segment.line + cta.first_line)

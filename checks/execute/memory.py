@@ -9,7 +9,7 @@ schedule that takes the same branches, and shows in the results, too.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class Accessor(Protocol):
     numbers: Array
     """The numbers of the CTA's warps among all."""
     place: tuple
+    cta: Any
 
     def report(self, kind: str, line: int, row: int, other: int = -1, other_line: int = 0) -> None:
         """Report a conflict."""
@@ -126,14 +127,20 @@ class GlobalMemory:
     def __init__(self) -> None:
         self.storages: dict[int, tuple[int, int, torch.UntypedStorage]] = {}
         self.starts = self.ends = self.offsets = np.zeros(0, np.int64)
+        self.ranks: dict[int, int] = {}
+        """By the address where a rank's memory begins; it ends where other memory begins."""
+        self.bounds = self.owner = np.zeros(0, np.int64)
         self.cells = 0
         self.history = History(1, 1)
-        self.released: dict[int, list[tuple[str, tuple, Array]]] = {}
-        """By address: (scope, device, clock) of releases that an acquire there sees."""
+        self.released: dict[int, list[tuple[str, tuple, Array, int]]] = {}
+        """By address: (scope, place, clock, chain) of releases that an acquire there sees."""
 
-    def add(self, *tensors: torch.Tensor) -> None:
-        """Let kernels reach the tensors' storages. They are kept, so that no address comes to stand for another."""
+    def add(self, *tensors: torch.Tensor, rank: int) -> None:
+        """Let kernels reach the tensors' storages. They are kept, so that no address comes to stand for another.
+
+        rank: whose memory the tensors are."""
         for tensor in tensors:
+            self.ranks[tensor.data_ptr()] = rank
             storage = tensor.untyped_storage()
             start, size = storage.data_ptr(), storage.nbytes()
             if size and self.storages.get(start, (0, 0, None))[1] < size:
@@ -143,6 +150,12 @@ class GlobalMemory:
         self.starts = np.array(order, np.int64)
         self.ends = np.array([start + self.storages[start][1] for start in order], np.int64)
         self.offsets = np.array([self.storages[start][0] for start in order], np.int64)
+        self.bounds = np.array(sorted(self.ranks), np.int64)
+        self.owner = np.array([self.ranks[start] for start in sorted(self.ranks)])
+
+    def owners(self, address: Array) -> Array:
+        """The ranks whose memory lies at addresses."""
+        return self.owner[np.searchsorted(self.bounds, address, "right") - 1]
 
     def locate(self, w: Accessor, address: Array, size: int, rows: Array, line: int) -> Array:
         """The cells (lanes, n) of accesses. Fault for one outside of every storage, and for a misaligned one."""
@@ -193,8 +206,9 @@ class GlobalMemory:
         old = HOST[size][index : index + 1].view(dtype)[0]
         releases = self.released.setdefault(address, [])
         if order in ("acquire", "acq_rel"):
-            for released_scope, place, clock in releases:
+            for released_scope, place, clock, chain in releases:
                 if reaches(released_scope, place, scope, w.place):
+                    w.cta.chain = max(w.cta.chain, chain + 1)
                     np.maximum(w.known[row], clock, out=w.known[row])
         if not self.history.atomic[cells].all():
             self.history.reads(w, cells, rows, line, "global")
@@ -205,7 +219,7 @@ class GlobalMemory:
         HOST[size][index] = np.array(combine(operation, old, values), dtype).view(f"u{size}")
         self.history.record(w, cells, rows, line, atomic=True)
         if order in ("release", "acq_rel"):
-            releases.append((scope, w.place, w.known[row].copy()))
+            releases.append((scope, w.place, w.known[row].copy(), w.cta.chain))
             w.known[row, w.numbers[row]] += 1
         return old
 

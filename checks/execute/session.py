@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from checks.compile import compiler
+from checks.compile.ptx import bytes_in_flight
 
 from .code import Code
 from .log import Log
@@ -40,7 +41,7 @@ class Driver(compiler.Driver):
 @functools.lru_cache(maxsize=256)
 def code_of(ptx: str) -> Code:
     """The code of a kernel; sessions with other schedules use it again."""
-    return Code(parse(ptx))
+    return Code(parse(ptx), bytes_in_flight(ptx))
 
 
 class Execution:
@@ -104,9 +105,9 @@ class Execution:
         finally:
             self.rank = None
 
-    def share(self, *tensors: torch.Tensor) -> None:
-        """Let kernels reach memory that they have the address of, and no argument for."""
-        self.memory.add(*tensors)
+    def share(self, *tensors: torch.Tensor, rank: int = 0) -> None:
+        """Let kernels reach memory of a rank that they have the address of, and no argument for."""
+        self.memory.add(*tensors, rank=rank)
 
     def run(self) -> None:
         """Run all launches of all streams to their end. The host waits for them: what follows knows of all."""
@@ -126,8 +127,9 @@ class Execution:
         parameters = self.pack(code, kernel.src.signature, bound)
         x, y, z = (*grid, 1, 1)[:3]
         sizes = (x, y, z)
-        launch = Launch(code, parameters, kernel.metadata.num_warps, kernel.metadata.shared, sizes, self.rank or 0,
-                        self.log.number_lines(code.kernel.instructions))  # fmt: skip
+        warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+        first_line = self.log.number_lines(code.kernel.instructions)
+        launch = Launch(name, code, parameters, warps, shared, sizes, self.rank or 0, first_line)
         programs = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
         firsts = [self.log.number_warps(launch.rank, y + sizes[1] * z, x, launch.warps) for x, y, z in programs]
 
@@ -161,7 +163,7 @@ class Execution:
             raise ValueError(f"a launch has {len(flat)} arguments for {len(places) - 2} parameters")
         for (value, kind), (offset, size) in zip(flat, places, strict=False):
             if kind.startswith("*"):
-                self.memory.add(value)
+                self.memory.add(value, rank=self.rank or 0)
                 packed = struct.pack("<Q", value.data_ptr())
             else:
                 packed = struct.pack(FORMATS[kind], value)

@@ -84,6 +84,21 @@ def hand_over(send: str, receive: str, schedule) -> tuple[list[str], bool]:
     return execution.log.reports, torch.equal(out, torch.arange(100, 164, dtype=torch.int32))
 
 
+def test_what_a_hand_over_counts() -> None:
+    """Two warps wrote 64 words of 4 bytes into memory of rank 5; the acquire came after the release."""
+    data, out, flag = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32), torch.zeros(4).int()
+    execution = Execution()
+    for rank, text in enumerate((SEND, RECEIVE)):
+        with execution.on(rank):
+            execution.launch(f"kernel {rank}", kernel(text), {"data": data, "flag": flag, "out": out}, (1,))
+    execution.share(data, rank=5)
+    execution.run()
+    send, receive = execution.log.counts["kernel 0", 0, 0], execution.log.counts["kernel 1", 1, 0]
+    assert send == {"written, rank 5": 256, "barriers": 1, "release": 1, "chain": 1, "flops": 0, "in flight": 0}
+    assert receive["chain"] == 2 and receive["acquire"] == 1 and receive["barriers"] % 2 == 0
+    assert (receive["read, rank 5"], receive["written, rank 1"], receive["in flight"]) == (256, 256, 4 * 32)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_hand_over_is_right(schedule) -> None:
     assert hand_over(SEND, RECEIVE, schedule) == ([], True)
