@@ -12,9 +12,10 @@ from tpformer.config import TRANSPORTS, check_choice
 from tpformer.config.transport_table import read_transport_table
 from tpformer.distributed.groups import why_no_kernels
 from tpformer.distributed.shared_memory import torch_backend
-from tpformer.kernels.cost import ONE_SHOT_BYTES, Machine, break_even_width, machine_for
+from tpformer.kernels.cost import ONE_SHOT_BYTES, Machine, break_even_width, gemm_seconds, machine_for
 
 from .implementation import KERNEL_DTYPES
+from .transports.exchange import shipped_exchange
 from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Request, Transport
 from .transports.pipelined import Pipelined
 from .transports.sequential import Sequential
@@ -194,11 +195,15 @@ def _fused_or_sequential(request: Request) -> Decision:
         return Decision("fused", f"no performance model of {device_name(request.device)}")
     width = _break_even(request, machine)
     ratio = request.width / width
-    # overlap can hide the shorter of the two times, and no more
-    gain = 1 + min(ratio, 1 / ratio)
+    sizes = (request.m, request.n, request.k)
+    compute = gemm_seconds(*sizes, request.dtype.itemsize, machine)
+    flags = shipped_exchange(request.op, sizes, request.ranks, request.dtype, request.device)[1].seconds
+    # overlap can hide the shorter of the two times, and no more; nothing hides the flags
+    together = max(compute, compute / ratio) / FUSED_EFFICIENCY + flags
+    gain = (compute + compute / ratio) / together
     numbers = f"break-even {width:.0f}, yours {request.width}"
-    if gain * FUSED_EFFICIENCY <= 1:
-        return Decision("sequential", f"{numbers}: at most {gain - 1:.0%} to gain")
+    if gain <= 1:
+        return Decision("sequential", f"{numbers}: {min(ratio, 1 / ratio):.0%} to hide, {1e6 * flags:.0f} us of flags")
     return Decision("fused", f"{numbers}: hidden" if ratio >= 1 else f"{numbers}: {ratio:.0%} hidden")
 
 

@@ -29,11 +29,9 @@ from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter,
 from tpformer.kernels.protocol import Channel
 
 from ..norm import Normed
+from .exchange import COPY_ENGINE_BYTES
 from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 
-# Copy engines send shards of at least this size. They leave all SMs to the GEMM, but need large pieces: others report
-# half of a link's bandwidth at about 4 MB. That is a prediction for NVLink, which this project has not measured.
-COPY_ENGINE_BYTES = 4 << 20
 NCCL_CTAS = 32  # SMs that NCCL may use if NCCL_MAX_CTAS is not set
 
 
