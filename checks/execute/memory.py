@@ -195,7 +195,8 @@ class GlobalMemory:
         if order in ("acquire", "acq_rel"):
             for released_scope, place, clock in releases:
                 if reaches(released_scope, place, scope, w.place):
-                    np.maximum(w.known[row], clock, out=w.known[row])
+                    known = w.known[row, : len(clock)]  # there were fewer warps at the time of an earlier launch
+                    np.maximum(known, clock, out=known)
         if not self.history.atomic[cells].all():
             self.history.reads(w, cells, rows, line, "global")
         if operation == "ld":
