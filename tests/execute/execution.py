@@ -67,11 +67,11 @@ def small_tiles() -> AbstractContextManager:
 
 def run_group(
     gemm: gemms.Gemm, execution: Execution, world: int, dtype: torch.dtype, shape: tuple[int, int, int],
-    epochs: int = 3, tile: Tile = TILE, capacity: int = 1 << 14,
+    epochs: int = 3, tile: Tile | None = TILE, **room: int,
 ) -> None:  # fmt: skip
     """Queue an operation for each epoch on each rank's stream, run all, and compare. With three epochs the third writes
-    into the slots of the first."""
-    channels = group(world, capacity)
+    into the slots of the first. tile: None for that which the launcher picks. room: options of `group`."""
+    channels = group(world, **room)
     execution.share(*channels[0].slots)
     inputs = [gemms.cast(gemms.make_inputs(gemm, index, world, shape, False), dtype) for index in range(epochs)]
     outputs: list[list] = [[] for _ in range(epochs)]
@@ -79,7 +79,7 @@ def run_group(
         with execution.on(rank):
             for index in range(epochs):
                 bump(channel)
-                outputs[index].append(gemm.launch(inputs[index][rank], channel, tile))
+                outputs[index].append(gemm.launch(inputs[index][rank], channel, tile))  # type: ignore[arg-type]
     execution.run()
     for index in range(epochs):
         for rank in range(world):
