@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from copies import copy
 from execution import SCHEDULES, Execution, Schedule, executing, small_tiles
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +28,6 @@ import test_all_gather_matmul_kernel as gathers
 from mutations import Edit, move, replace
 
 from checks.execute import schedule as scheduler
-from checks.execute.copies import copy
 from checks.execute.memory import Fault
 from tpformer.distributed import kernel_workspace
 from tpformer.distributed.kernel_workspace import KernelState, KernelWorkspace

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from copies import copy
 from execution import SCHEDULES, Execution
 
 from checks.execute.code import Code
-from checks.execute.copies import copy
 from checks.execute.memory import Fault
 from checks.execute.ptx import Unsupported, parse
 

@@ -1,13 +1,12 @@
-"""Copies by a copy engine, as kernels of one warp for a stream of their own.
+"""Copies by a copy engine for the executor, as kernels of one warp in a stream of their own.
 
-Belongs here: what an engine does, as PTX, so that copies are interleaved and checked as programs are.
+Belongs here: what an engine does, as PTX, so that copies are interleaved and checked as programs are. No tests.
 """
 
 from types import SimpleNamespace
 
+from execution import Execution
 from torch import Tensor
-
-from .session import Execution
 
 # An engine has done all of a copy before it begins the stream's next one, so whoever sees the word knows of them all.
 FLAG = """setp.eq.b32 %p1, %r1, 0;
