@@ -4,10 +4,13 @@ Belongs here: the edits, each a function of the text. What is edited, and which 
 """
 
 import ast
+import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 Edit = Callable[[str], str]
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
 
 def replace(old: str, new: str) -> Edit:
@@ -57,3 +60,18 @@ def chain(*edits: Edit) -> Edit:
         return source
 
     return edit
+
+
+def mutated_kernels(folder: Path, mutations: Mapping[str, Mapping[str, list[Edit]]]) -> dict[str, str]:
+    """mutation -> the importable name of a copy of all kernels in the folder, whose files the mutation's edits change.
+
+    Give each folder another name, which the packages' names begin with: processes keep what they have imported.
+    """
+    names = {}
+    for index, (mutation, edits) in enumerate(mutations.items()):
+        names[mutation] = f"{folder.name}_{index}"
+        copy = folder / names[mutation]
+        shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for file, changes in edits.items():
+            (copy / file).write_text(chain(*changes)((copy / file).read_text()))
+    return names

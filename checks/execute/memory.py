@@ -209,7 +209,8 @@ class GlobalMemory:
             for released_scope, place, clock, chain in releases:
                 if reaches(released_scope, place, scope, w.place):
                     w.cta.chain = max(w.cta.chain, chain + 1)
-                    np.maximum(w.known[row], clock, out=w.known[row])
+                    known = w.known[row, : len(clock)]  # there were fewer warps at the time of an earlier launch
+                    np.maximum(known, clock, out=known)
         if not self.history.atomic[cells].all():
             self.history.reads(w, cells, rows, line, "global")
         if operation == "ld":

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .machine import CTA, Warps
 from .memory import FIRST_ADDRESS, HOST, Fault
 
-PATIENCE = 200  # polls in a row, of all programs, at a time when nobody does anything else
+PATIENCE = 5000  # polls in a row, of all programs, at a time when nobody does anything else
 BURST = 40  # segments that run at most before another program may
+ROUND = 1000  # so many that each loop that polls comes round
 
 
 class Schedule(NamedTuple):
@@ -35,8 +35,8 @@ class Stream:
     """What a rank has yet to launch, and which clocks its next launch knows of."""
 
     def __init__(self) -> None:
-        self.waiting: list[Callable[[NDArray], list[CTA]]] = []
-        """Each makes the CTAs of a launch from the clocks that the stream knows of."""
+        self.waiting: list[Callable[[Stream], list[CTA] | None]] = []
+        """Each makes the CTAs of a launch of this stream, or none; None if the stream must wait for another one."""
         self.running: list[CTA] = []
         self.known = np.zeros(1, np.int32)
 
@@ -52,6 +52,8 @@ def run(streams: list[Stream], schedule: Schedule) -> int:
                 advance(stream, generator, weights, schedule)
             live = [cta for stream in streams for cta in stream.running if not cta.done]
             if not live:
+                if any(stream.waiting for stream in streams):
+                    continue  # a stream waits for one that has advanced after it
                 return executed
             ready = [cta for cta in live if gathered(cta) or any(map(can_run, cta.active))]
             if ready:
@@ -72,12 +74,15 @@ def advance(stream: Stream, generator: random.Random, weights: dict[CTA, float],
     while all(cta.done for cta in stream.running):
         for cta in stream.running:
             stream.known = np.maximum(stream.known, cta.known.max(0))
-        stream.running = stream.waiting.pop(0)(stream.known) if stream.waiting else []
+        stream.running = []
+        begun = stream.waiting[0](stream) if stream.waiting else None
+        if begun is None:
+            return
+        stream.waiting.pop(0)
+        stream.running = begun
         for cta in stream.running:
             straggles = schedule.seed > 0 and not schedule.priorities
             weights[cta] = 10 ** generator.uniform(-3, 0) if straggles else 0.5 + generator.random()
-        if not stream.running:
-            return
 
 
 def choose(ready: list[CTA], weights: dict[CTA, float], generator: random.Random, schedule: Schedule) -> CTA:
@@ -108,23 +113,22 @@ def can_run(warps: Warps) -> bool:
 
 
 def turn(cta: CTA, generator: random.Random, alone: bool) -> None:
-    """Let some warps of a program run a while. alone: nobody can run, so that even those run that poll in vain."""
-    for _ in range(generator.randrange(1, BURST)):
+    """Let some warps of a program run a while. alone: nobody can run, so that some go on that poll in vain, until they
+    are parked again: a program that stopped halfway round its loop would look as if it could do something."""
+    for _ in range(ROUND if alone else generator.randrange(1, BURST)):
         if cta.done:
             return
         if gathered(cta):
             cta.meet()
         able = [warps for warps in cta.active if can_run(warps)]
-        if not able:
-            able = [warps for warps in cta.active if alone and not warps.done and warps.barrier < 0]
+        if not able and alone:
+            alone, able = False, [warps for warps in cta.active if not warps.done and warps.barrier < 0]
         if not able:
             return
         warps = generator.choice(able)
         before, warps.parked = warps.last_poll, None
         warps.polled = None
         warps.step()
-        while alone and warps.polled is None and warps.last_poll and not warps.done and warps.barrier < 0:
-            warps.step()  # once round the loop, so that it is parked again
         if warps.polled is not None:
             if warps.polled == before:
                 warps.parked = warps.polled[1:]

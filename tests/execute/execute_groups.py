@@ -1,12 +1,12 @@
-"""Every kernel that communicates, compiled for sm_80 and executed on groups of 1, 2 and 3 ranks for three epochs whose
-launches overlap, equals its reference; nothing races.
+"""Every kernel that communicates, compiled for sm_80 and executed on groups of 1, 2, 3 and 4 ranks for three epochs
+whose launches overlap, equals its reference; nothing races.
 
 `make execute` names this file; `make test` does not collect it, because compiling takes minutes.
 """
 
 import pytest
 import torch
-from execution import PLAIN, SCHEDULES, executing, group, run_group
+from execution import PLAIN, SCHEDULES, Schedule, executing, group, run_group
 
 pytest.importorskip("triton")
 
@@ -35,6 +35,12 @@ def test_groups(name, world, dtype) -> None:
     for schedule in SCHEDULES if world == 2 else (PLAIN,):
         with executing(schedule) as execution:
             run_group(GEMMS[name], execution, world, dtype, (17, 23, 19))
+
+
+@pytest.mark.parametrize("name", ["reduce-scatter", "all-gather", "all-reduce, two shots"])
+def test_groups_of_four(name) -> None:
+    with executing(Schedule(3)) as execution:
+        run_group(GEMMS[name], execution, 4, torch.bfloat16, (17, 23, 19))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
