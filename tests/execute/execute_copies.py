@@ -235,8 +235,11 @@ JOIN = "torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)"
     ids=["the flag before the payload", "copies that do not wait", "a shard that is filled before it is sent"],
 )
 def test_copies_in_a_wrong_order_are_found(method: str, edit: Edit, sides: tuple[str, str]) -> None:
-    """In each order of events, as a race of these two files' lines."""
-    with mock.patch.object(KernelWorkspace, method, edited(getattr(KernelWorkspace, method), edit)):
+    """In each order of events, as a race of these two files' lines. Flags that are never right end in a hang."""
+    with (
+        mock.patch.object(KernelWorkspace, method, edited(getattr(KernelWorkspace, method), edit)),
+        mock.patch.object(scheduler, "PATIENCE", 200),
+    ):
         for order in ORDERS:
             with executing_in(order, clean=False) as execution, contextlib.suppress(Fault):
                 run("linear", execution)
