@@ -118,6 +118,7 @@ class Execution:
         for stream in self.streams.values():
             self.clock = np.maximum(np.pad(self.clock, (0, warps - len(self.clock))), stream.known)
         self.streams.clear()
+        self.memory.released.clear()  # what follows knows of them by its stream, and may have more warps
 
     def launch(self, name: str, kernel: Any, bound: dict[str, Any], grid: tuple[int, ...]) -> None:
         """Put a launch into the current stream; without one, run it."""
