@@ -5,6 +5,8 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 # What needs a GPU runs from a clone, with the torch, triton and pytest that the machine has: nothing is installed.
 UNINSTALLED := PYTHONPATH=.:tests $(PYTHON)
+# seconds of a test: many compile kernels for one to three minutes, and one that hangs must leave time for others
+REPORTED = $(UNINSTALLED) -m pytest -p gpu_report --override-ini timeout=300 $(if $(PART),--part $(PART))
 GPU_BENCHES := matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce \
 	norm activation rope dropout cross_entropy layer pretrain
 
@@ -63,14 +65,14 @@ compile-check: .venv/ready  ## every shipped kernel compiled for three GPU archi
 execute: .venv/ready  ## compiled kernels executed on the CPU, against their references and for races; no GPU
 	$(PYTEST) tests/execute/test_executor.py tests/execute/execute_*.py
 
-gpu:  ## the tests that need a GPU, and their report under bench/results/
-	$(UNINSTALLED) -m pytest -p gpu_report -m gpu --junitxml build/gpu_tests.xml
+gpu:  ## the tests that need a GPU, and their report under bench/results/; PART=1/6: a sixth of them, some minutes
+	$(REPORTED) -m gpu
 
-nvlink:  ## the tests and the bench that need several GPUs, on all that there are
+nvlink:  ## the tests and the bench that need several GPUs, on all that there are; PART=1/2: half of the tests, no bench
 	@gpus=$$($(PYTHON) -c "import torch; print(torch.cuda.device_count())") || exit 1; \
 	if [ $$gpus -lt 2 ]; then echo "make nvlink does nothing: it needs two CUDA devices, and finds $$gpus"; exit; fi; \
-	$(UNINSTALLED) -m pytest -p gpu_report -m nvlink --junitxml build/nvlink_tests.xml && \
-	$(UNINSTALLED) -m torch.distributed.run --standalone --nproc-per-node $$gpus -m bench nvlink
+	$(REPORTED) -m nvlink $(if $(PART),,&& \
+	$(UNINSTALLED) -m torch.distributed.run --standalone --nproc-per-node $$gpus -m bench nvlink)
 
 bench:  ## measure: the kernels where there is a GPU, in what the machine has; else the CPU; results: bench/results/
 	@if $(UNINSTALLED) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; \

@@ -51,6 +51,6 @@ def local_channel(
         capacity=capacity,
         writer_flags=writer_flags,
         limit=LIMIT,
-        stopped=torch.zeros(served, dtype=torch.int32, device=device),
+        stopped=torch.zeros(served, 2, dtype=torch.int32, device=device),
         counters=torch.zeros(served, region, dtype=torch.int32, device=device),
     )

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
+from .provenance import RESULTS, commit, device_directory
+
 SCHEMA = 1
 LETTERS = 280  # a longer line of a results file is broken, if it has parts
 QUICK = {"--quick": {"action": "store_true", "help": "small sizes, few repetitions, nothing written"}}
@@ -121,27 +120,6 @@ def versions() -> dict[str, str]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
     return found
-
-
-def device_directory(device: str | None) -> str:
-    """cpu, or the GPU's name as part of a path; device None: of the GPU if there is one."""
-    if device == "cpu" or (device is None and not torch.cuda.is_available()):
-        return "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-
-
-def commit() -> dict[str, Any]:
-    """The commit that is checked out, and whether files besides bench/results differ from it; nulls outside git."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    status = git("status", "--porcelain", "--", ".", ":!bench/results")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
 def refused(results: Path, state: Mapping[str, Any]) -> bool:

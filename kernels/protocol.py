@@ -37,10 +37,12 @@ class Channel(NamedTuple):
     epoch: Tensor
     """int32 (served,), device memory: the number of the operation in progress. Only `bump` changes it."""
     error: Tensor
-    """int32 (served, ERROR_WORDS), host memory that kernels can write: the report of the first wait that expired."""
+    """int32 (served, ERROR_WORDS), host memory that kernels can write: the report of the first wait that expired. Its
+    first word is written last."""
     stopped: Tensor
-    """int32 (served,), device memory: 1 once a wait has expired. That rank no longer waits for others, so it must not
-    push or publish again: it would overwrite slots that others still read."""
+    """int32 (served, 2), device memory. First 1 once a wait has expired. In later operations that rank no longer waits
+    for others, so it must not push or publish again: it would overwrite slots that others still read. Second what the
+    first was when the operation in progress began. Only `bump` changes it."""
     slots: tuple[Tensor, Tensor]
     """The slots of parity 0 and of parity 1 into which the served ranks receive, as bytes (served * capacity)."""
     parity_stride: int
@@ -112,8 +114,9 @@ class Served(NamedTuple):
     error: Any
     """Pointer to int32 (ERROR_WORDS,)."""
     stopped: Any
-    """Pointer to one int32."""
+    """Pointer to int32 (2,)."""
     rank: Any
+    world: Any
     counters: Any
     """Pointer to int32 (world * writer_flags,)."""
     parity_stride: Any
@@ -121,30 +124,34 @@ class Served(NamedTuple):
 
 
 @triton.jit
-def bump_kernel(epoch, served):
-    """One program adds 1 to the epoch of each served rank."""
+def bump_kernel(epoch, stopped, served):
+    """One program adds 1 to the epoch of each served rank, and notes whether the rank has given up."""
     for rank in range(served):
         tl.store(epoch + rank, tl.load(epoch + rank) + 1)
+        tl.store(stopped + 2 * rank + 1, tl.load(stopped + 2 * rank))
 
 
 def bump(channel: Channel) -> None:
     """Begin an operation: a kernel adds 1 to the epoch, in stream order before the operation's own.
 
-    It is a kernel of its own because a program of the operation would change the epoch while others still read it. The
+    It is a kernel of its own because a program of the operation would change words that others still read. The
     epoch is in device memory, so that a CUDA graph goes on counting when it is replayed.
     """
-    bump_kernel[(1,)](channel.epoch, channel.served, num_warps=1)
+    bump_kernel[(1,)](channel.epoch, channel.stopped, channel.served, num_warps=1)
 
 
 @triton.jit
 def serve(links, rank, WORLD: tl.constexpr):
-    """(Served, limit) of the rank that this program serves. The limit is 0 once that rank has given up; code that
-    pushes or publishes must check that it is not."""
+    """(Served, limit) of the rank that this program serves. The limit is 0 if that rank gave up in an earlier
+    operation; code that pushes or publishes must check that it is not."""
     row = tl.program_id(1)
-    limit = tl.where(tl.load(links.stopped + row) == 0, links.limit, 0)
+    # Another program of the rank may give up at this moment. Warps that load the word that it changes may disagree, and
+    # then some wait at barriers that the others never reach. Hence all load the word that `bump` has written.
+    stopped = links.stopped + 2 * row
+    limit = tl.where(tl.load(stopped + 1) == 0, links.limit, 0)
     me = Served(
         links.data + row * WORLD, links.flags + row * WORLD, tl.load(links.epoch + row),
-        links.error + row * ERROR_WORDS, links.stopped + row, rank + row,
+        links.error + row * ERROR_WORDS, stopped, rank + row, WORLD,
         links.counters + row * WORLD * links.writer_flags, links.parity_stride, links.writer_flags,
     )  # fmt: skip
     return me, limit
@@ -180,27 +187,62 @@ def publish(flag, epoch):
 
 
 @triton.jit
-def wait(me, flag, peer, limit):
-    """Spin until the peer's flag has reached this epoch, and return the limit for later waits. Epochs may wrap.
-
-    After `limit` polls it writes the report and returns 0. With limit 0 a wait polls once and reports nothing, so the
-    kernel comes to its end, and the report names the first peer that did not come.
-    Call it in an outer loop: the software pipeliner moves loads to before a wait that stands in a pipelined loop.
-    """
+def poll(flag, epoch, limit):
+    """Spin until a flag has reached this epoch, at most `limit` times, and return its last value. Epochs may wrap."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     polls = 0
-    while (seen - me.epoch < 0) & (polls < limit):
+    while (seen - epoch < 0) & (polls < limit):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         polls += 1
+    return seen
+
+
+@triton.jit
+def wait(me, flag, peer, limit):
+    """Spin until the peer's flag has reached this epoch, and return the limit for later waits.
+
+    After `limit` polls it stops the rank, reports, and returns 0. With limit 0 a wait polls once and reports nothing,
+    so the kernel comes to its end.
+    Call it in an outer loop: the software pipeliner moves loads to before a wait that stands in a pipelined loop.
+    """
+    seen = poll(flag, me.epoch, limit)
     if (seen - me.epoch < 0) & (limit > 0):
-        if tl.load(me.error) == 0:
-            tl.store(me.error + 1, peer)
-            tl.store(me.error + 2, seen)
-            tl.store(me.error + 3, me.epoch)
-            tl.store(me.error, 1)
-        tl.store(me.stopped, 1)
+        give_up(me, peer, seen)
         limit = 0
     return limit
+
+
+@triton.jit
+def give_up(me, peer, seen):
+    """Stop the rank. The first of its programs to do so reports the peer that did not come, and what its flag was.
+
+    The report's first word is written last, by a release: the host may look at any moment, and sees all of it or none.
+    The peer that was waited for may have come, and itself wait for a third rank before it sends its sums. But every
+    operation sets the flag 0 of each writer before it waits for anybody, so who has not set it is to be named.
+    """
+    if tl.atomic_xchg(me.stopped, 1, sem="relaxed", scope="sys") == 0:
+        for step in range(1, me.world):
+            other = (me.rank + step) % me.world
+            first = tl.atomic_add(flags_of(me, me.rank, other), 0, sem="relaxed", scope="sys")
+            if first - me.epoch < 0:
+                peer = other
+                seen = first
+        tl.store(me.error + 1, peer)
+        tl.store(me.error + 2, seen)
+        tl.store(me.error + 3, me.epoch)
+        publish(me.error, 1)
+
+
+@triton.jit
+def poll_in_vain_kernel(flag, limit):
+    """Poll a flag that stays 0, as a wait does that gives up after `limit` polls."""
+    poll(flag, 1, limit)
+
+
+def poll_in_vain(flag: Tensor, limit: int) -> None:
+    """Launch what a host times to learn how long polls take, with the fewest warps of all kernels that wait: more of
+    them would take longer for a poll."""
+    poll_in_vain_kernel[(1,)](flag, limit, num_warps=4)
 
 
 @triton.jit

@@ -1,19 +1,28 @@
-"""A pytest plugin for `make gpu` and `make nvlink`: it writes what ran, on what, and how it ended, to one JSON file.
+"""A pytest plugin for `make gpu` and `make nvlink`: it says what ran, on what, and how it ended, in one JSON file.
 
-    PYTHONPATH=.:tests python3 -m pytest -p gpu_report -m gpu
+    PYTHONPATH=.:tests python3 -m pytest -p gpu_report -m gpu --part 1/6
 
-It needs only pytest and torch. It does not import a test file without a test of the marker given by -m, so that a
-package that is missing on a GPU machine costs no test that does without it.
+The file is written whenever a test begins or ends, so that it holds what ran when a machine is taken away. Calls with
+the same code on the same machine add to it, which makes one file of several parts; otherwise it is begun anew. Tests of
+kernels that communicate come first.
+
+The plugin needs only pytest and torch. A test file without a test of the marker given by -m is not imported, and one
+that needs a package which is not installed is skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import platform
+import re
+import sys
+import tomllib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -21,15 +30,33 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = 1
+from bench.provenance import RESULTS, ROOT, commit, device_directory
+
+SCHEMA = 2
 PACKAGES = ("torch", "triton", "numpy", "pytest")
-UNFINISHED = "did not end"
-OUTCOMES = (UNFINISHED, "passed", "skipped", "failed")  # of a test's phases, the one that is last in this order counts
+NOT_RUN, UNFINISHED = "not run", "did not end"
+# of a test's phases, the one that is last in this order counts
+OUTCOMES = (NOT_RUN, UNFINISHED, "passed", "skipped", "failed")
 TIMEOUTS = util.find_spec("pytest_timeout") is not None
+STAND_INS = Path(__file__).parent / "stand_ins"
+# what a GPU is needed for most comes first
+WORTH = (
+    "kernels/test_virtual_ranks_gpu.py",
+    "ops/test_nvlink.py",
+    "ops/test_fused_gpu.py",
+    "distributed/test_kernel_workspace.py",
+    "distributed/test_symmetric.py",
+    "kernels/test_all_gather_matmul_kernel.py",
+    "kernels/test_matmul_reduce_scatter_kernel.py",
+    "kernels/test_matmul_all_reduce_kernel.py",
+    "kernels/test_gsan_gpu.py",
+    "kernels/test_matmul_kernel.py",
+    "training/test_run_gpu.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", type=part, help="run one of so many parts, as 1/6; all take about as long")
     parser.addoption(
         "--report",
         help="where the report goes (bench/results/<the GPU's name>/<marker>_tests.json; of a changed tree, build/)",
@@ -38,9 +65,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "seconds of a test; without pytest-timeout nothing ends one")
 
 
+def part(text: str) -> tuple[int, int]:
+    """(which, of how many) of an option's text."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ValueError(f"{text!r} is no part such as 1/6")
+    return int(match[1]), int(match[2])
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.continue_on_collection_errors = True
     if not TIMEOUTS:
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
+    if util.find_spec("hypothesis") is None:  # ranks import test files, too
+        sys.path.append(str(STAND_INS))
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(STAND_INS)])
     config.pluginmanager.register(Report(config), "gpu-report-of-this-run")
 
 
@@ -50,72 +89,150 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if f"mark.{config.option.markexpr}" in collection_path.read_text() else True
 
 
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return Module.from_parent(parent, path=module_path)
+
+
+class Module(pytest.Module):
+    """A test file, which is skipped if it needs a package of the project's that is not installed."""
+
+    def collect(self) -> Any:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            missing = getattr(error.__cause__, "name", None) or ""
+            if isinstance(error.__cause__, ModuleNotFoundError) and missing.partition(".")[0] in dependencies():
+                pytest.skip(f"{missing} is not installed", allow_module_level=True)
+            raise
+
+
+def dependencies() -> set[str]:
+    """The importable names of all packages that the project or its tests may use."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {re.split(r"[^\w-]", text)[0].replace("-", "_") for texts in lists for text in texts}
+
+
 class Report:
-    """Collects each test's outcome, and writes them all when the session ends."""
+    """Every test of the marker with its outcome, and the file that says so."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.marker: str = config.option.markexpr
-        self.asked_for: str | None = config.option.report
+        self.part: tuple[int, int] | None = config.option.part
+        self.path = None if config.option.collectonly else self.place(config.option.report)
+        self.head = {
+            "schema": SCHEMA,
+            "marker": self.marker,
+            "device": device(),
+            **commit(),
+            "sources": sources(),
+            "versions": versions(),
+        }
         self.tests: dict[str, dict[str, Any]] = {}
-        self.written: Path | None = None
+        self.parts: int | None = None
+        self.seconds: dict[str, float] = {}
+        """What tests took when they ran last, perhaps at another commit."""
+        if self.path is not None and self.path.exists():
+            self.continue_from(json.loads(self.path.read_text()))
 
-    def add(self, test: str, outcome: str, seconds: float, reason: str = "") -> None:
-        entry = self.tests.setdefault(test, {"test": test, "outcome": outcome, "seconds": 0.0})
-        entry["seconds"] = round(entry["seconds"] + seconds, 2)
-        entry["outcome"] = max(entry["outcome"], outcome, key=OUTCOMES.index)
-        if reason:
-            entry.setdefault("reason", shown(reason))
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.outcome != "passed":  # the file cannot be imported, or skips itself as a whole
-            self.add(report.nodeid, report.outcome, 0.0, cause(report))
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        outcome = UNFINISHED if report.when == "setup" and report.passed else report.outcome
-        self.add(report.nodeid, outcome, report.duration, "" if report.passed else cause(report))
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.config.option.collectonly or (path := self.path()) is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.content(), indent=1) + "\n")
-        self.written = path
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in self.counts().items())
-        where = f"written: {self.written}" if self.written else "no CUDA device, so no report is written"
-        terminalreporter.write_line(f"{self.marker} tests: {counts or 'none'}; {where}")
-
-    def path(self) -> Path | None:
+    def place(self, asked_for: str | None) -> Path | None:
         """Where the report goes; None without a GPU to report about."""
-        if self.asked_for is not None:
-            return Path(self.asked_for)
+        if asked_for is not None:
+            return Path(asked_for)
         if not torch.cuda.is_available():
             return None
-        from bench.runner import commit, device_directory
-
         name = f"{self.marker}_tests.json"
         if commit()["dirty"] is not False:  # it is no result of a commit
             return ROOT / "build" / name
-        return ROOT / "bench" / "results" / device_directory("cuda") / name
+        return RESULTS / device_directory("cuda") / name
+
+    def continue_from(self, old: Mapping[str, Any]) -> None:
+        """Take what an earlier call has written: all of it if it was of the same code here, else only the times."""
+        self.seconds = {entry["test"]: entry["seconds"] for entry in old["tests"] if entry["outcome"] != NOT_RUN}
+        if all(old.get(key) == value for key, value in self.head.items()):
+            self.parts = old["parts"]
+            self.tests = {entry["test"]: entry for entry in old["tests"] if "::" in entry["test"]}
+
+    @pytest.hookimpl(trylast=True)  # after the marker and the options have chosen
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Order the tests, and leave those of the part. What has not run yet comes first, should a part begin again."""
+        items.sort(key=lambda item: worth(item.nodeid))
+        for item in items:
+            self.tests.setdefault(item.nodeid, {"test": item.nodeid, "outcome": NOT_RUN, "seconds": 0.0})
+        if self.part is not None:
+            number, parts = self.part
+            if self.parts != parts or any("part" not in self.tests[item.nodeid] for item in items):
+                self.parts = parts
+                numbers = divided([item.nodeid for item in items], parts, self.seconds)
+                for item, of_item in zip(items, numbers, strict=True):
+                    self.tests[item.nodeid]["part"] = of_item
+            chosen = [item for item in items if self.tests[item.nodeid]["part"] == number]
+            config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+            items[:] = sorted(chosen, key=lambda item: self.tests[item.nodeid]["outcome"] != NOT_RUN)
+        self.write()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":  # the file cannot be imported, or skips itself as a whole
+            self.tests[report.nodeid] = {
+                "test": report.nodeid, "outcome": report.outcome, "seconds": 0.0, "reason": shown(cause(report))
+            }  # fmt: skip
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        kept = {key: self.tests[nodeid][key] for key in ("part",) if key in self.tests[nodeid]}
+        self.tests[nodeid] = {"test": nodeid, "outcome": UNFINISHED, "seconds": 0.0, **kept}
+        self.write()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        entry = self.tests[report.nodeid]
+        entry["seconds"] = round(entry["seconds"] + report.duration, 2)
+        if report.when != "setup" or not report.passed:
+            entry["outcome"] = max(entry["outcome"], report.outcome, key=OUTCOMES.index)
+        if not report.passed:
+            entry.setdefault("reason", shown(cause(report)))
+
+    def pytest_runtest_logfinish(self) -> None:
+        self.write()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in self.counts().items())
+        where = f"written: {self.path}" if self.path else "no CUDA device, so no report is written"
+        terminalreporter.write_line(f"{self.marker} tests: {counts or 'none'}; {where}")
 
     def counts(self) -> dict[str, int]:
         return dict(sorted(Counter(entry["outcome"] for entry in self.tests.values()).items()))
 
-    def content(self) -> dict[str, Any]:
-        from bench.runner import commit
-
-        return {
-            "schema": SCHEMA,
-            "marker": self.marker,
+    def write(self) -> None:
+        """Write the file in one move, so that there is a whole one at any time."""
+        if self.path is None:
+            return
+        content = {
+            **self.head,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "device": device(),
-            **commit(),
-            "versions": versions(),
+            "parts": self.parts,
             "counts": self.counts(),
             "seconds": round(sum(entry["seconds"] for entry in self.tests.values()), 1),
             "tests": list(self.tests.values()),
         }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(new, self.path)
+
+
+def worth(test: str) -> int:
+    """The place of a test's file among those that come first; the others follow in their own order."""
+    file = test.partition("::")[0].removeprefix("tests/")
+    return WORTH.index(file) if file in WORTH else len(WORTH)
+
+
+def divided(tests: Sequence[str], parts: int, seconds: Mapping[str, float]) -> list[int]:
+    """The part of each test, from 1 on: consecutive tests, so that all parts take about as long. A test without a known
+    time counts like the average one."""
+    known = [seconds[test] for test in tests if test in seconds]
+    usual = sum(known) / len(known) if known else 1.0
+    weights = [max(seconds.get(test, usual), 0.01) for test in tests]
+    middles = [sum(weights[:i]) + weights[i] / 2 for i in range(len(weights))]
+    return [min(parts, 1 + int(parts * middle / sum(weights))) for middle in middles]
 
 
 def cause(report: Any) -> str:
@@ -131,6 +248,15 @@ def shown(reason: str) -> str:
     lines = reason.replace(str(ROOT) + os.sep, "").strip().splitlines()
     text = lines[0] if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
     return text[:400]
+
+
+def sources() -> str:
+    """A hash of all Python files: a copy without git, or with changes, has code that its commit does not name."""
+    digest = hashlib.sha256()
+    for folder in ("bench", "checks", "kernels", "tests", "tpformer"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:

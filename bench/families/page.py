@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.bars import legend, paragraph
 from bench.plot import LINE, TOP, WIDTH, text, write_document
-from bench.runner import ROOT
+from bench.provenance import ROOT
 
 from .cells import PLAIN, RIGHT, SEQUENCE, THEIRS, VERDICTS
 

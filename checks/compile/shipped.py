@@ -23,7 +23,7 @@ from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
-from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump
+from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump, poll_in_vain
 
 from .cases import CAPABILITIES, DTYPES, Case, meta
 from .memory_bound import MEMORY_BOUND
@@ -49,7 +49,7 @@ def channel(served: int = 1) -> Channel:
         flags=tables(served, WORLD),
         epoch=words(served),
         error=words(served, ERROR_WORDS.value),
-        stopped=words(served),
+        stopped=words(served, 2),
         slots=slots,
         parity_stride=served * capacity,
         capacity=capacity,
@@ -165,7 +165,7 @@ def all_gather_matmul_cases() -> Iterator[Case]:
 
     kernel, expected = "all_gather_matmul_kernel", {"acquires": 2, "own": OPERANDS}
     copies = [("copies", partial(forward, push=False, several=False))]
-    yield from gemm(kernel, copies, releases=0, **expected)
+    yield from gemm(kernel, copies, releases=1, **expected)
     pushes: list[Variant] = [
         ("3 weights, push", partial(forward, push=True, several=True)),
         ("virtual ranks", partial(forward, push=True, several=False, served=2)),
@@ -173,7 +173,7 @@ def all_gather_matmul_cases() -> Iterator[Case]:
         ("derivative", partial(derivative, gated=False)),
         ("gated derivative", partial(derivative, gated=True)),
     ]
-    yield from gemm(kernel, pushes, releases=1, **expected)
+    yield from gemm(kernel, pushes, releases=2, **expected)
 
 
 def matmul_reduce_scatter_cases() -> Iterator[Case]:
@@ -198,7 +198,7 @@ def matmul_reduce_scatter_cases() -> Iterator[Case]:
         ("3 inputs", partial(dgrad, partial=None)),
         ("3 inputs, float32 partials", partial(dgrad, partial=torch.float32)),
     ]
-    expected = {"releases": 1, "acquires": 2, "local_atomics": 1}
+    expected = {"releases": 2, "acquires": 2, "local_atomics": 1}
     yield from gemm("matmul_reduce_scatter_kernel", variants, own=OPERANDS, **expected)
 
 
@@ -219,13 +219,13 @@ def matmul_all_reduce_cases() -> Iterator[Case]:
 
     kernel = "matmul_all_reduce_kernel"
     one_shot = [("one-shot", partial(forward, m=64, one_shot=True))]
-    yield from gemm(kernel, one_shot, releases=1, acquires=2, own=OPERANDS)
+    yield from gemm(kernel, one_shot, releases=2, acquires=2, own=OPERANDS)
     two_shot: list[Variant] = [("two-shot", partial(forward, m=M, one_shot=False)), ("two-shot, 3 inputs", dgrad)]
-    yield from gemm(kernel, two_shot, releases=2, acquires=4, own=OPERANDS)
+    yield from gemm(kernel, two_shot, releases=4, acquires=4, own=OPERANDS)
 
 
 def gather_cases() -> Iterator[Case]:
-    """The gather that runs under a reducing GEMM, and what begins an operation: they multiply nothing."""
+    """The gather that runs under a reducing GEMM, what begins an operation and what times polls: nothing multiplies."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
             x = meta(M, 512, dtype=dtype)
@@ -236,10 +236,12 @@ def gather_cases() -> Iterator[Case]:
             for kernel, (launch, count) in launches.items():
                 yield Case(
                     name="8 ranks", kernel=kernel, dtype=dtype, capability=capability, launch=launch,
-                    releases=count, acquires=2 * count, own=OWN,
+                    releases=2 * count, acquires=2 * count, own=OWN,
                 )  # fmt: skip
         flags = {"dtype": torch.int32, "capability": capability}
         yield Case(name="1 rank", kernel="bump_kernel", launch=partial(bump, channel()), **flags)
+        polls = partial(poll_in_vain, meta(1, dtype=torch.int32), 1 << 14)
+        yield Case(name="1 rank", kernel="poll_in_vain_kernel", launch=polls, acquires=2, **flags)
 
 
 KERNELS: tuple[Callable[[], Iterator[Case]], ...] = (

@@ -26,6 +26,9 @@ class Schedule(NamedTuple):
     priorities: bool = False
     """Whether the same programs always go first, until a draw demotes one; otherwise programs are drawn, from a seed of
     1 on with stragglers among them."""
+    impatient: bool = False
+    """Whether programs that poll in vain go on polling; otherwise they stand aside until the word changes. Waits then
+    expire while other programs have yet to begin."""
 
 
 PLAIN = Schedule()
@@ -65,7 +68,7 @@ def run(streams: list[Stream], schedule: Schedule) -> int:
                     raise Fault("hang: every program polls for what none will do: " + stuck(live))
             cta = choose(ready, weights, generator, schedule)
             executed -= cta.executed
-            turn(cta, generator, alone=polls > 0)
+            turn(cta, generator, alone=polls > 0, impatient=schedule.impatient)
             executed += cta.executed
 
 
@@ -112,7 +115,7 @@ def can_run(warps: Warps) -> bool:
     return bool(HOST[size][index : index + 1].view(dtype)[0] != value)
 
 
-def turn(cta: CTA, generator: random.Random, alone: bool) -> None:
+def turn(cta: CTA, generator: random.Random, alone: bool, impatient: bool) -> None:
     """Let some warps of a program run a while. alone: nobody can run, so that some go on that poll in vain, until they
     are parked again: a program that stopped halfway round its loop would look as if it could do something."""
     for _ in range(ROUND if alone else generator.randrange(1, BURST)):
@@ -130,7 +133,7 @@ def turn(cta: CTA, generator: random.Random, alone: bool) -> None:
         warps.polled = None
         warps.step()
         if warps.polled is not None:
-            if warps.polled == before:
+            if warps.polled == before and not impatient:
                 warps.parked = warps.polled[1:]
             warps.last_poll = warps.polled
 

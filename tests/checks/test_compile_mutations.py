@@ -98,8 +98,8 @@ PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         [SCATTER, AWAIT],
     ),
     "release of gpu scope": (protocol.publish, replace('"sys"', '"gpu"'), {"system_scope", "releases"}, VARIANTS),
-    "wait of gpu scope": (protocol.wait, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, VARIANTS),
-    "no acquire": (protocol.wait, replace('sem="acquire"', 'sem="relaxed"'), {"acquires"}, VARIANTS),
+    "wait of gpu scope": (protocol.poll, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, VARIANTS),
+    "no acquire": (protocol.poll, replace('sem="acquire"', 'sem="relaxed"'), {"acquires"}, VARIANTS),
 }
 LATE = {"no_load_before_wait"}
 PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {

@@ -3,10 +3,12 @@ it."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from pool import RankFailure, WorkerPool
 
 from tpformer.distributed import HangError, check_all, close, set_timeout
+from tpformer.distributed import kernel_workspace as module
 from tpformer.distributed.groups import REGISTRY, kernel_workspace, why_no_kernels
 from tpformer.distributed.kernel_workspace import KernelWorkspace, wrap
 
@@ -290,6 +293,17 @@ def test_misuse_is_refused(interpreted: WorkerPool) -> None:
     interpreted(1).run(misuse)
 
 
+def test_a_limit_is_the_timeout_in_polls_as_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest measurement counts, and there is one series of them; Triton wants a multiple of 16."""
+    times = iter([9.0, 0.012, 0.0081, 0.01, 0.02])  # the first one compiles
+    monkeypatch.setattr(module, "seconds_of_polls", lambda device, polls: next(times))
+    monkeypatch.setattr(module, "polls_per_second", functools.cache(module.polls_per_second.__wrapped__))
+    polls = 600 * module.TIMED_POLLS / 0.0081
+    for timeout, limit in ((600, int(polls) // 16 * 16), (1e-9, 16), (3600, 2**31 - 16)):
+        workspace = SimpleNamespace(state=SimpleNamespace(timeout=timeout), device=torch.device("cuda", 0))
+        assert KernelWorkspace.limit.fget(workspace) == limit  # type: ignore[attr-defined]
+
+
 def cuda() -> torch.device:
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
@@ -333,6 +347,17 @@ def graph_replays() -> None:
             check_exchange(exchange(workspace, 99, copies=False, nbytes=1 << 21), 99)
             assert workspace.epoch == 1 + 20 + 1
     check_all()
+
+
+def wait_in_vain() -> float:
+    workspace = kernel_workspace(world_group(timeout=2), "gather", cuda())
+    return module.seconds_of_polls(workspace.device, workspace.begin("timed", 0, 0).limit)
+
+
+@pytest.mark.gpu
+def test_a_wait_lasts_as_long_as_its_timeout(one_gpu: WorkerPool) -> None:
+    (seconds,) = one_gpu(1).run(wait_in_vain)
+    assert 1.8 < seconds < 3
 
 
 @pytest.mark.gpu

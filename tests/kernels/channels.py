@@ -50,7 +50,7 @@ def real_channel(memory: SharedMemory, capacity: int, writer_flags: int, epoch: 
         capacity=capacity,
         writer_flags=writer_flags,
         limit=limit,
-        stopped=torch.zeros(1, dtype=torch.int32),
+        stopped=torch.zeros(1, 2, dtype=torch.int32),
         counters=torch.zeros(1, world * writer_flags, dtype=torch.int32),
     )
 
@@ -87,7 +87,7 @@ def virtual_channel(
         capacity=capacity,
         writer_flags=writer_flags,
         limit=limit,
-        stopped=torch.zeros(world, dtype=torch.int32, device=device),
+        stopped=torch.zeros(world, 2, dtype=torch.int32, device=device),
         counters=torch.zeros(world, world * writer_flags, dtype=torch.int32, device=device),
     )
 

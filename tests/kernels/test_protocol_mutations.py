@@ -36,8 +36,15 @@ MUTATIONS: dict[str, Mutation] = {
         "protocol.py": [replace("(me.epoch & 1).to(tl.int64)", "(me.epoch & 0).to(tl.int64)")],
         "all_gather_matmul/kernel.py": [replace("& 1) == 1", "& 0) == 1")],
     },
-    "waits accept the epoch before": {"protocol.py": [replace("seen - me.epoch < 0", "seen - me.epoch < -1")]},
-    "waits compare without wrap": {"protocol.py": [replace("seen - me.epoch < 0", "seen < me.epoch")]},
+    "waits accept the epoch before": {
+        "protocol.py": [
+            replace("seen - epoch < 0", "seen - epoch < -1"),
+            replace("seen - me.epoch < 0", "seen - me.epoch < -1"),
+        ]
+    },
+    "waits compare without wrap": {
+        "protocol.py": [replace("seen - epoch < 0", "seen < epoch"), replace("seen - me.epoch < 0", "seen < me.epoch")]
+    },
     "flags before the payload": EARLY_FLAGS,
     "flags before the sums": EARLY_SUMS,
     "flags of terms awaited for sums": {
@@ -55,7 +62,7 @@ MUTATIONS: dict[str, Mutation] = {
     },
     "a rank that gave up still pushes": {"protocol.py": [replace("tl.where(limit > 0, WORLD, 0)", "WORLD")]},
     "a rank forgets that it gave up": {
-        "protocol.py": [replace("tl.where(tl.load(links.stopped + row) == 0, links.limit, 0)", "links.limit")]
+        "protocol.py": [replace("tl.where(tl.load(stopped + 1) == 0, links.limit, 0)", "links.limit")]
     },
 }
 

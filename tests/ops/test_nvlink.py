@@ -8,7 +8,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-pytest.importorskip("hypothesis", reason="the linears' own tests, whose cases these are, need hypothesis")
 
 import test_fused_gpu as one
 from pool import WorkerPool

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from .kernel_workspace import POLLS_PER_SECOND, KernelState, KernelWorkspace, check_current_device, indexed
+from .kernel_workspace import KernelState, KernelWorkspace, check_current_device, indexed
 from .listeners import Listeners
 from .shared_memory import TIMEOUT_SECONDS, torch_backend, why_not_shared
 from .symmetric import why_not_symmetric
@@ -151,7 +151,7 @@ def why_no_kernels(group: dist.ProcessGroup, device: torch.device) -> str | None
 
 
 def _why_not_on(device: torch.device) -> str | None:
-    return None if device.type in POLLS_PER_SECOND else f"there are no fused kernels for {device.type} devices"
+    return None if device.type in ("cuda", "cpu") else f"there are no fused kernels for {device.type} devices"
 
 
 def _why_not_here(device: torch.device) -> str | None:
@@ -173,7 +173,8 @@ def _why_not_here(device: torch.device) -> str | None:
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """How long a fused operation of this group waits for a peer before it raises HangError.
 
-    Kernels count polls, not seconds, so the time is approximate. Not collective, but give all ranks the same.
+    Kernels count polls, whose rate is measured on the device, so the time is approximate; and they count to 2**31, some
+    twenty minutes on a GPU, at most. Not collective, but give all ranks the same.
     Raises ValueError unless seconds is positive.
     """
     if seconds <= 0:

@@ -6,6 +6,7 @@ waits. The kernels are in tpformer.kernels; groups.py looks a group's workspaces
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import weakref
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
 
 WRITER_FLAGS_MINIMUM = 1024
 FLAG_BYTES = 4
-# How often a wait polls in a second: on CUDA an estimate (a thread's round trip to a flag in device memory), in the
-# interpreter measured with a core to itself. A timeout is as exact as these.
-POLLS_PER_SECOND = {"cuda": 1_000_000, "cpu": 6_000}
+INTERPRETED_POLLS = 6_000  # of a wait in a second, in the interpreter with a core to itself
+TIMED_POLLS, TIMINGS = 1 << 14, 5  # some 10 ms each
 MAXIMUM_LIMIT = 2**31 - 16
 # A flag that has not been set for 2**31 epochs would be taken for a later one. Half way there, all flags are made anew.
 FLAG_AGE = 2**30
@@ -59,7 +59,7 @@ class KernelWorkspace:
         on_cuda = device.type == "cuda"
         with torch.inference_mode(False):
             self._epoch = torch.full((1,), epoch, dtype=torch.int32, device=device)
-            self._stopped = torch.zeros(1, dtype=torch.int32, device=device)
+            self._stopped = torch.zeros(1, 2, dtype=torch.int32, device=device)
             self._error = torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
         self._words = self._error.numpy()[0]  # host memory, read without synchronisation or dispatch
         self._copy_stream = torch.cuda.Stream(device) if on_cuda else None
@@ -75,7 +75,7 @@ class KernelWorkspace:
         Always a multiple of 16: Triton compiles another kernel for other numbers, so that a new timeout would end in a
         compilation for which the peers wait.
         """
-        polls = int(self.state.timeout * POLLS_PER_SECOND[self.device.type])
+        polls = int(self.state.timeout * polls_per_second(self.device))
         return min(MAXIMUM_LIMIT, max(1, polls // 16) * 16)
 
     @property
@@ -260,6 +260,32 @@ class KernelState:
                     break
         if self.report is not None:
             raise HangError(self.report)
+
+
+@functools.cache
+def polls_per_second(device: torch.device) -> float:
+    """How often a wait polls a flag of this device in a second. On CUDA it is measured, once per process.
+
+    The fastest of several measurements counts, because the first may find the GPU's clock low, or another process
+    there. Later waits poll no faster than that but for a clock that rises above it: they end at the timeout, or after
+    it if links or other programs slow their polls down.
+    """
+    if device.type == "cpu":
+        return INTERPRETED_POLLS
+    return TIMED_POLLS / min(seconds_of_polls(device, TIMED_POLLS) for _ in range(TIMINGS))
+
+
+def seconds_of_polls(device: torch.device, polls: int) -> float:
+    """How long a CUDA device takes for a wait that gives up after so many polls; synchronises the current stream."""
+    from tpformer.kernels.protocol import poll_in_vain
+
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    poll_in_vain(flag, polls)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 def check_current_device(what: str, device: torch.device) -> None:
