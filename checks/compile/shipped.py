@@ -168,7 +168,7 @@ def all_gather_matmul_cases() -> Iterator[Case]:
     yield from gemm(kernel, copies, releases=1, **expected)
     pushes: list[Variant] = [
         ("3 weights, push", partial(forward, push=True, several=True)),
-        ("virtual ranks", partial(forward, push=True, several=False, served=2)),
+        ("virtual ranks", partial(forward, push=True, several=False, served=WORLD)),
         ("dgrad", dgrad),
         ("derivative", partial(derivative, gated=False)),
         ("gated derivative", partial(derivative, gated=True)),
@@ -194,7 +194,7 @@ def matmul_reduce_scatter_cases() -> Iterator[Case]:
 
     variants: list[Variant] = [
         ("finish", forward),
-        ("virtual ranks", partial(forward, served=2)),
+        ("virtual ranks", partial(forward, served=WORLD)),
         ("3 inputs", partial(dgrad, partial=None)),
         ("3 inputs, float32 partials", partial(dgrad, partial=torch.float32)),
     ]

@@ -126,8 +126,11 @@ def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
     """A gather with no GEMM. After it Channel.gathered and gathered_copy return the rows.
 
     push: PUSHERS programs send the shard (rows, K); otherwise the caller has begun KernelWorkspace.copy_gather.
-    Communication: (t - 1) / t of the gathered bytes sent and received. Protocol and order as in all_gather_matmul.
+    Communication: (t - 1) / t of the gathered bytes sent and received. Protocol, order and errors as in
+    all_gather_matmul.
     """
+    rows, k = len(shard) // channel.served, shard.shape[1]
+    channel.require("all_gather_matmul", *all_gather_matmul_space(rows, k, channel.world, shard.element_size()))
     whole = packed(shard)
     pushers = PUSHERS if push else 0
     await_gathered_kernel[(pushers + 1, channel.served)](

@@ -1,0 +1,231 @@
+"""Calls launchers under Triton's own launcher and the driver of libcuda.c, and prints what came to the driver, as JSON.
+
+Belongs here: the program that test_driver.py starts, once for each architecture, as Triton looks for its driver once.
+"""
+
+import ctypes
+import json
+import math
+import mmap
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]  # the repository is not installed as a whole
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+from checks.execute.session import FORMATS  # noqa: E402
+
+# capability -> SMs, bytes of shared memory that a block can have, and those of an SM: an A100, an H100, a B200
+GPUS = {80: (108, 163 << 10, 164 << 10), 90: (132, 227 << 10, 228 << 10), 100: (148, 227 << 10, 228 << 10)}
+NO_RESERVE = 0x4000  # mmap's flag: memory that nobody touches takes no room, however large it is
+RECORDS: list[dict] = []  # of the launcher that runs: the driver's lines, each launch with what was `given`
+
+
+def memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor with addresses, and as good as without memory."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    room = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    return torch.frombuffer(room, dtype=dtype).view(shape)
+
+
+def flattened(value: Any, kind: Any) -> Iterator[list[int]]:
+    """[bytes, value] of each parameter of the kernel that an argument becomes; of a tensor map the address."""
+    if isinstance(kind, tuple | list):
+        for member, of_member in zip(value, kind, strict=True):
+            yield from flattened(member, of_member)
+    elif isinstance(value, TensorDescriptor):
+        numbers = [[4, size] for size in value.shape] + [[8, stride] for stride in value.strides]
+        yield from [[128, value.base.data_ptr()], *numbers]
+    elif kind.startswith("*"):
+        if not value.data_ptr():
+            raise ValueError("a kernel would get a null pointer")
+        yield [8, value.data_ptr()]
+    elif kind != "constexpr":
+        packed = struct.pack(FORMATS[kind], value)
+        yield [len(packed), int.from_bytes(packed, "little")]
+
+
+class Launcher(CudaLauncher):
+    """Triton's launcher, which keeps what it is given for each launch."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        super().__init__(source, metadata)
+        self.kinds = list(source.signature.values())
+
+    def __call__(self, *arguments: Any) -> None:
+        super().__call__(*arguments)  # grid, stream, function, two kinds of metadata and two hooks come first
+        notes = [json.loads(line) for line in Driver.library.take_notes().splitlines()]
+        scratch = [[8, 0]] * 2
+        for launch in (note for note in notes if "launch" in note):
+            launch["given"] = [*flattened(arguments[9:], self.kinds), *scratch]
+        RECORDS.extend(notes)
+
+
+class Driver(CudaDriver):
+    """Triton's driver, without torch.cuda."""
+
+    library: Any
+
+    def __init__(self, capability: int) -> None:
+        super().__init__()
+        self.launcher_cls = Launcher
+        self.get_current_stream = self.get_current_device = lambda *device: 0
+        self.get_device_capability = lambda device=None: divmod(capability, 10)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def begin(library: str, capability: int) -> None:
+    """Make this process believe that it has such a GPU."""
+    Driver.library = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    Driver.library.take_notes.restype = ctypes.c_char_p
+    Driver.library.describe(capability, *GPUS[capability])
+    triton.runtime.driver.set_active(Driver(capability))
+    processors, _, shared = GPUS[capability]
+    properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_multiprocessor=shared)
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    torch.cuda.get_device_properties = lambda device: properties
+
+
+def attempt(call: Callable[[], object]) -> dict:
+    """What came to the driver while a function ran, and the error with which it ended."""
+    RECORDS.clear()
+    Driver.library.take_notes()
+    error = None
+    try:
+        call()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"error": error, "records": list(RECORDS)}
+
+
+def shipped_cases(capability: int) -> list:
+    """Of the compile check's cases, with memory and with as many programs as launchers choose: every GEMM's in bfloat16
+    and its first one in float32; the last two of each other kernel."""
+    from checks.compile import cases
+
+    cases.meta = memory
+    from checks.compile import memory_bound, shipped
+
+    memory_bound.PROGRAMS = shipped.PROGRAMS = None
+    ours = [case for case in shipped.cases() if case.capability == capability and case.dtype != torch.float16]
+    ours.sort(key=lambda case: case.dtype == torch.bfloat16)
+    groups: dict = {}
+    for case in ours:
+        groups.setdefault((case.kernel, case.dtype if case.tile else None), []).append(case)
+    parts = {torch.bfloat16: slice(None), torch.float32: slice(1), None: slice(-2, None)}
+    return [case for (_, dtype), group in groups.items() for case in group[parts[dtype]]]
+
+
+def call_launchers(capability: int) -> list[dict]:
+    """The attempt of each of these cases, with what test_driver.py expects by."""
+    return [
+        {
+            "case": case.key, "name": case.name, "kernel": case.kernel, "waits": bool(case.acquires),
+            "gemm": case.tile is not None, "tma": bool(case.tile and case.tile.tma), "processors": GPUS[capability][0],
+            **attempt(case.launch),
+        }
+        for case in shipped_cases(capability)
+    ]  # fmt: skip
+
+
+def trial(launches: int, message: str | None, call: Callable, *arguments: Any, **options: Any) -> dict:
+    """The attempt of a call, with how many launches it should make, and the error, a regular expression."""
+    return {"launches": launches, "message": message} | attempt(lambda: call(*arguments, **options))
+
+
+def try_driver(capability: int) -> list[dict]:
+    """Trials of Triton's own launcher and encoder: what the driver has to refuse, and what is right beside it."""
+    from tpformer.kernels.protocol import bump_kernel
+
+    epoch, mebibyte = memory(4, dtype=torch.int32), 1 << 20
+    nowhere = torch.empty(1, dtype=torch.int32, device="meta")
+    bump = bump_kernel[(1,)](epoch, 2, num_warps=1)
+    fit = 32 * GPUS[capability][0]  # blocks of one warp: the most that an SM holds
+
+    def launch(grid=(1, 1, 1), warps=1, shared=0, cooperative=False, pointer=epoch, served=2):
+        with mock.patch.object(bump.run, "launch_cooperative_grid", cooperative):
+            bump.run(*grid, 0, bump.function, (warps, 1, shared), None, None, None, pointer, served)
+
+    def encode(address=mebibyte, kind=9, box=(128, 64), shape=(256, 64), strides=(64, 1)):
+        utils = triton.runtime.driver.active.utils
+        fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # its name in triton 3.6
+        fill(address, 3, 2, kind, box, shape, strides, 0)
+
+    return [
+        trial(1, None, launch),
+        trial(1, None, launch, grid=(1, 65535, 1)),
+        trial(0, "no grid has 1 x 65536 x 1 blocks", launch, grid=(1, 65536, 1)),
+        trial(0, None, launch, grid=(0, 1, 1)),  # Triton does not ask the driver
+        trial(0, "bump_kernel is compiled for 32 threads, not 64", launch, warps=2),
+        trial(1, None, launch, shared=48 << 10),
+        trial(0, "may have 49152 bytes of shared memory, not 49153", launch, shared=(48 << 10) + 1),
+        trial(1, None, launch, grid=(fit, 1, 1), cooperative=True),
+        trial(0, f"of {fit + 1} cooperative .* {fit} are", launch, grid=(fit + 1, 1, 1), cooperative=True),
+        trial(0, "Pointer argument must be either uint64 or have data_ptr method", launch, pointer="epoch"),
+        trial(0, "would get a null pointer", launch, pointer=nowhere),
+        trial(0, "'i' format requires|OverflowError", launch, served=2**31),  # from 3.7 on Triton drops the bits
+        trial(0, None, encode),
+        trial(0, "begins at 0x100008, no multiple of 16", encode, address=mebibyte + 8),
+        trial(0, "begins at", encode, address=0),
+        trial(0, "rows 130 bytes apart", encode, strides=(65, 1)),
+        trial(0, "rows 1099511627776 bytes apart", encode, strides=(1 << 39, 1)),
+        trial(0, "1 to 256 elements in dim 1, not 257", encode, box=(257, 64)),
+        trial(0, "256 bytes, the swizzle 128", encode, box=(128, 128)),
+        trial(0, "a row of a box has 40 bytes", encode, box=(128, 20)),
+        trial(0, "dim 1 has 0 elements", encode, shape=(0, 64)),
+        trial(0, "dim 0 has 4294967297 elements", encode, shape=(1, 2**32 + 1), strides=(2**33, 1)),
+        trial(0, "elements of type 99", encode, kind=99),
+    ]
+
+
+def try_launchers() -> list[dict]:
+    """Trials of calls that launchers have to refuse, and at the end of a matrix that no tensor map can be of."""
+    from channels import virtual_channel
+
+    from tpformer.kernels.all_gather_matmul import kernel as gathers
+    from tpformer.kernels.configurations import TILES
+    from tpformer.kernels.finish import Finish, Norm
+    from tpformer.kernels.matmul import kernel as matmuls
+    from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
+    from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
+
+    tile, channel = TILES["small"], virtual_channel(1, 1 << 16, 4096)
+    a, w = (memory(rows, 64, dtype=torch.bfloat16) for rows in (256, 128))
+    skewed = memory(256 * 64 + 1, dtype=torch.bfloat16)[1:].view(256, 64)
+    small, norm = channel._replace(capacity=64), Finish(norm=Norm("rmsnorm", torch.ones(128), None, 1e-5))
+    crowded = mock.patch.object(gathers, "PUSHERS", 4096)(gathers.await_gathered)
+    unpadded = mock.patch.object(matmuls, "padded", lambda x: x)(matmuls.matmul)
+    no_norm = "ValueError: .* finishes tiles, not whole rows"
+    size_it = "ValueError: .* but the channel has 64 and 4096: size it by "
+    return [
+        trial(0, "Required: 245840, Hardware limit: 232448", matmuls.matmul, a, [w], tile=tile._replace(stages=10)),
+        trial(0, "of 4097 cooperative blocks of await_gathered_kernel", crowded, channel, a, push=True),
+        trial(0, "ValueError: .* at least one row and one column", matmuls.matmul, a[:0], [w], tile=tile),
+        trial(0, size_it + "all_gather_matmul", gathers.all_gather_matmul, a, [w], small, tile=tile),
+        trial(0, size_it + "all_gather_matmul", gathers.await_gathered, small, a, push=True),
+        trial(0, size_it + "matmul_reduce_scatter", matmul_reduce_scatter, [a], [w], small, tile=tile),
+        trial(0, size_it + "matmul_all_reduce", matmul_all_reduce, [a], [w], small, tile=tile),
+        trial(0, no_norm, matmul_reduce_scatter, [a], [w], channel, norm, tile=tile),
+        trial(0, no_norm, matmul_all_reduce, [a], [w], channel, norm, tile=tile),
+        trial(0, "base must be 16-byte aligned", unpadded, skewed, [w], tile=tile),
+        trial(1, None, matmuls.matmul, skewed, [w], tile=tile),  # a padded copy is encoded
+    ]
+
+
+if __name__ == "__main__":
+    what, driver, gpu = sys.argv[1:]
+    begin(driver, int(gpu))
+    done = call_launchers(int(gpu)) if what == "launchers" else [*try_driver(int(gpu)), *try_launchers()]
+    print(json.dumps(done))

@@ -1,0 +1,143 @@
+"""Every launcher works under Triton's own launcher: what it encodes and launches, a driver would accept, and all blocks
+that wait for one another are resident at once on an A100, an H100 and a B200.
+
+The driver is libcuda.c, which is built here; driving.py calls the launchers. No kernel runs.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
+
+COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for it
+HEADER = Path(str(sysconfig.get_config_var("INCLUDEPY")), "Python.h")
+
+# programs that walk tiles or rows: more than are resident at once would do their work in two waves
+PERSISTENT = ("matmul_kernel", "norm_backward_kernel", "norm_weight_gradient_kernel", "finish_backward_kernel")
+FEW_TILES = "one-shot"  # the GEMM that has fewer tiles than a GPU has SMs
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    if COMPILER is None:
+        pytest.skip("needs a C compiler, gcc or clang, to build the driver")
+    if not HEADER.exists():
+        pytest.skip("needs Python.h, from which Triton builds its launcher")
+    path = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    headers = Path(triton.__file__).parent / "backends/nvidia/include"
+    # the name by which Triton finds a driver that is open already
+    options = ["-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{headers}"]
+    source = Path(__file__).with_name("libcuda.c")
+    subprocess.run([str(COMPILER), *options, "-o", path, source], check=True, timeout=60)
+    return path
+
+
+def drive(library: Path, what: str, capability: int):
+    """What driving.py prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_LIBCUDA_PATH"] = str(library.parent)
+    command = [sys.executable, Path(__file__).with_name("driving.py"), what, library, str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def expected_maps(case: dict) -> int:
+    """How many tensor maps a GEMM encodes: A (or its shard and two slots) and the weights, or both of each pair."""
+    factors = 3 if "3 " in case["name"] else 1
+    sources = {"matmul_kernel": 1, "all_gather_matmul_kernel": 3}.get(case["kernel"], factors)
+    return sources + factors if case["tma"] else 0
+
+
+def faults(case: dict) -> list[str]:
+    """What is wrong with a launcher's call, as driving.call_launchers describes it."""
+    records = case["records"]
+    launches = [record for record in records if "launch" in record]
+    addresses = [record["map"] for record in records if "map" in record]
+    found = [case["error"]] if case["error"] else []
+    if case["kernel"] not in [launch["launch"] for launch in launches]:
+        found.append(f"{case['kernel']} is not launched")
+    if len(addresses) != expected_maps(case):
+        found.append(f"{len(addresses)} tensor maps, not {expected_maps(case)}")
+    taken = [value for launch in launches for size, value in launch["taken"] if size == 128]
+    if taken != addresses:
+        found.append("the kernel takes other tensor maps than were encoded")
+    for launch in launches:
+        name, blocks, resident = launch["launch"], math.prod(launch["grid"]), launch["resident"]
+        waits = case["waits"] and name == case["kernel"]
+        if launch["cooperative"] != waits:
+            found.append(f"{name} {'waits for others' if waits else 'waits for nobody'}: {launch['cooperative']=}")
+        if (waits or name in PERSISTENT) and blocks > resident:
+            found.append(f"of {blocks} blocks of {name} {resident} are resident")
+        if case["gemm"] and case["name"] != FEW_TILES and blocks < 0.9 * case["processors"]:
+            found.append(f"{blocks} blocks of {name} leave SMs without work")
+        if launch["taken"] != launch["given"]:
+            found.append(f"{name} takes {launch['taken']}, but is given {launch['given']}")
+    return found
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)  # the first time, about 80 kernels are compiled
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_launcher(library, capability) -> None:
+    from checks.compile.check import DEFAULT, uncovered
+
+    cases = drive(library, "launchers", capability)
+    assert {case["case"]: found for case in cases if (found := faults(case))} == {}
+    assert any(case["waits"] for case in cases) and any(case["tma"] for case in cases) == (capability >= 90)
+    assert uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases}) == []
+
+
+def test_what_is_wrong_is_refused(library) -> None:
+    """And what is right beside it is accepted: the largest grid, the largest shared memory."""
+    tried = drive(library, "trials", 90)
+    for each in tried:
+        launches = sum("launch" in record for record in each["records"])
+        assert launches == each["launches"], each
+        assert each["error"] is None if each["message"] is None else re.search(each["message"], str(each["error"])), (
+            each
+        )
+    assert len(tried) > 30
+    a, w, launch = tried[-1]["records"]
+    bfloat16, span = 9, 3  # 128 bytes are swizzled
+    assert a == {"map": a["map"], "type": bfloat16, "swizzle": span, "dims": [64, 256], "stride": 128, "box": [64, 64]}
+    assert w == a | {"map": w["map"], "dims": [64, 128], "box": [64, 128]}
+    assert launch["grid"] == [4, 1, 1] and launch["taken"] == launch["given"]
+
+
+def test_every_fault_of_a_launcher_is_named() -> None:
+    launch = {
+        "launch": "matmul_kernel", "grid": [132, 1, 1], "cooperative": False, "resident": 132,
+        "taken": [[128, 16], [128, 32], [4, 7]], "given": [[128, 16], [128, 32], [4, 7]],
+    }  # fmt: skip
+    case = {
+        "name": "plain", "kernel": "matmul_kernel", "waits": False, "gemm": True, "tma": True, "processors": 132,
+        "error": None, "records": [{"map": 16}, {"map": 32}, launch],
+    }  # fmt: skip
+    assert faults(case) == []
+
+    def but(**changed) -> list[str]:
+        return faults(case | {"records": [*case["records"][:2], launch | changed]})
+
+    assert faults(case | {"error": "ValueError: no"}) == ["ValueError: no"]
+    assert faults(case | {"records": []})[0] == "matmul_kernel is not launched"
+    assert faults(case | {"tma": False}) == ["2 tensor maps, not 0"]
+    assert faults(case | {"name": "3 weights"}) == ["2 tensor maps, not 4"]
+    assert but(taken=launch["given"][::-1])[0] == "the kernel takes other tensor maps than were encoded"
+    assert but(taken=[*launch["taken"][:2], [4, 8]])[0].startswith("matmul_kernel takes [[128, 16]")
+    assert but(cooperative=True)[0].startswith("matmul_kernel waits for nobody")
+    assert faults(case | {"waits": True})[0].startswith("matmul_kernel waits for others")
+    assert but(grid=[133, 1, 1]) == ["of 133 blocks of matmul_kernel 132 are resident"]
+    assert but(grid=[100, 1, 1]) == ["100 blocks of matmul_kernel leave SMs without work"]
