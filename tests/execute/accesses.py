@@ -1,4 +1,5 @@
-"""Finds each access of a kernel in Triton's interpreter that lies outside of the elements of its operands.
+"""Finds each access of a kernel in Triton's interpreter that lies outside of the elements of its operands, and each
+element that a launch stores twice.
 
 Belongs here: which bytes a launch may touch, and the interpreter's loads and stores that are watched. Gaps between the
 rows of an operand, and what else lies in its storage, may not be touched, although the memory is there.
@@ -94,15 +95,14 @@ class Watch:
         return call
 
     def find_stored_twice(self) -> None:
-        """Blocks do not overlap: if they did, the last one would decide, and which one that is only the interpreter
-        knows."""
+        """Report elements that two blocks store. Only in the interpreter is it certain which store is the last."""
         addresses = np.concatenate([np.zeros(0, np.int64), *[found for found, _ in self.stores]])
         number = np.repeat(np.arange(len(self.stores)), [len(found) for found, _ in self.stores])
         order = np.argsort(addresses, kind="stable")
         again = order[1:][np.diff(addresses[order]) == 0]
         if len(again):
             line = self.stores[number[again[0]]][1]
-            self.reports.append(f"{len(again)} elements are outside of what a store may write, a second time: {line}")
+            self.reports.append(f"{len(again)} elements are stored a second time in one launch: {line}")
 
     def inside(self, what: str, pointers: Any, mask: Any) -> Any:
         """The mask without the lanes that are outside, which are reported."""

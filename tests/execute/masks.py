@@ -1,5 +1,5 @@
-"""Runs every kernel of a package (tpformer.kernels or a copy of it) in Triton's interpreter, with tiles of a few
-elements, over shapes that leave every remainder.
+"""Runs every kernel with masks of a package (tpformer.kernels or a copy of it) in Triton's interpreter, with tiles of
+a few elements, over shapes that leave every remainder.
 
 Belongs here: the shapes, and how a package's tiles are made small. What is right is what tests/kernels says, and that
 no access is outside of the operands (accesses.py). Workers import it with the interpreter on.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -218,7 +219,7 @@ def small_tiles(package: str) -> Iterator[None]:
 
 
 def verdict(package: str, case: str, some: slice) -> str:
-    """What is wrong with a case at some of its shapes: "outside: ...", "wrong: ...", or "" if nothing is."""
+    """What is wrong with a case at some of its shapes: "access: ..." or "result: ...", or "" if nothing is."""
     check, watched, shapes = CASES[case]
 
     def module(folder: str) -> ModuleType:
@@ -231,9 +232,9 @@ def verdict(package: str, case: str, some: slice) -> str:
             try:
                 check(module, shape, *([watch] if watched else []))
             except AssertionError as error:
-                found = f"wrong: {case} {shape} {error}"
+                found = f"result: {case} {shape} {error}"
         if watch.reports:
-            found = f"outside: {case} {shape} {watch.reports[0]}"
+            found = f"access: {case} {shape} {watch.reports[0]}"
         if found:
             return found
     return ""
@@ -251,5 +252,6 @@ def try_mutants(folder: str, mutants: list[Mutant], cases: list[str]) -> list[st
         verdicts.append(next(filter(None, found), ""))
         for name in [name for name in sys.modules if name.split(".")[0] == package]:
             del sys.modules[name]
+        shutil.rmtree(Path(folder) / package)
     sys.path.remove(folder)
     return verdicts
