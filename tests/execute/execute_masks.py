@@ -1,0 +1,98 @@
+"""No kernel touches anything outside of its operands' elements, whatever remainder a shape leaves; without any one of
+its masks, or with a bound that is off by one, it does, or its result is wrong.
+
+`make execute` names this file and runs a sample; `--proof` runs all. Masks are the same in compiled code and in the
+interpreter, which is faster here because it compiles nothing.
+
+Why these shapes stand for all: a mask compares an index with the end of one direction, so what a program may touch
+there is a number of its tile's elements, from none to all. It depends on the size only by how many whole tiles lie
+before. Hence one size for each remainder, with and without a whole tile before it, gives all that any size gives. A
+mask of two directions is the conjunction of two such masks, so one direction is varied at a time. That the size of a
+tile, here a few elements, is a parameter like any other is assumed; `make compile-check` has the tiles that ship.
+"""
+
+from pathlib import Path
+
+import pytest
+from pool import WorkerPool
+
+pytest.importorskip("triton")
+
+from mask_mutants import all_mutants
+from masks import CASES, try_mutants, verdict
+
+# the cases that reach a file's masks, fastest first
+REACH = {
+    "activation/kernel.py": ["activation"],
+    "all_gather_matmul/kernel.py": ["gather", "all-gather matmul"],
+    "cross_entropy/kernel.py": ["targets outside", "cross entropy"],
+    "dropout/kernel.py": ["dropout"],
+    "launch.py": ["matmul by descriptors"],
+    "matmul_all_reduce/kernel.py": ["all-reduce"],
+    "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
+    "norm/kernel.py": ["norm"],
+    "philox/kernel.py": ["dropout"],
+    "rope/kernel.py": ["rope"],
+    "rows.py": ["dropout", "norm"],
+    "tile.py": ["matmul", "reduce-scatter", "all-gather matmul"],
+}
+
+WHOLE = "a whole block may take the path with a mask, too: it is slower, and the same"
+ROWS = "the rows of the last share that do not exist are masked: a step more is done in vain"
+EQUIVALENT = {
+    "activation/kernel.py activation_forward_kernel: first + BLOCK <= n -> first + BLOCK <= n - 1": WHOLE,
+    "activation/kernel.py activation_backward_kernel: first + BLOCK <= n -> first + BLOCK <= n - 1": WHOLE,
+    "matmul_all_reduce/kernel.py matmul_all_reduce_kernel: tl.minimum(rows, m - owner * rows)"
+    " -> tl.minimum(m - owner * rows, m - owner * rows)":
+        "the last tile of a chunk then multiplies rows of the next one, too, which no rank adds or stores",
+    "cross_entropy/kernel.py slice_statistics_kernel: whole < valid -> whole < valid + 1":
+        "a last block without valid columns adds nothing to any statistic",
+    **dict.fromkeys(
+        (
+            f"{place}: tl.minimum(first + share, m) -> tl.minimum(first + share, first + share)"
+            for place in (
+                "dropout/kernel.py finish_backward_kernel",
+                "norm/kernel.py norm_backward_kernel",
+                "norm/kernel.py norm_weight_gradient_kernel",
+            )
+        ),
+        ROWS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_accesses_at_some_remainders(interpreted: WorkerPool, case: str) -> None:
+    assert interpreted(1).run(verdict, "tpformer.kernels", case, slice(0, None, 6)) == [""]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("case", CASES)
+def test_accesses_at_every_remainder(interpreted: WorkerPool, case: str) -> None:
+    assert interpreted(1).run(verdict, "tpformer.kernels", case, slice(None)) == [""]
+
+
+def check_mutants(pool: WorkerPool, folder: Path, file: str, step: int) -> None:
+    """All mutants of a file that lose a mask, and each step-th of the others, are caught but for the equivalent."""
+    own = [mutant for mutant in all_mutants() if mutant.file == file]
+    tried = [mutant for number, mutant in enumerate(own) if mutant.kind == "mask" or number % step == 0]
+    (verdicts,) = pool(1).run(try_mutants, str(folder), tried, REACH[file])
+    survivors = {mutant.name for mutant, found in zip(tried, verdicts, strict=True) if not found}
+    assert survivors == EQUIVALENT.keys() & {mutant.name for mutant in tried}
+
+
+@pytest.mark.parametrize("file", REACH)
+def test_mutants_of_masks(interpreted: WorkerPool, tmp_path: Path, file: str) -> None:
+    check_mutants(interpreted, tmp_path, file, step=8)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("file", REACH)
+def test_every_mutant_of_a_mask(interpreted: WorkerPool, tmp_path: Path, file: str) -> None:
+    check_mutants(interpreted, tmp_path, file, step=1)
+
+
+def test_every_file_with_masks_has_mutants() -> None:
+    mutants = all_mutants()
+    assert {mutant.file for mutant in mutants} == REACH.keys()
+    assert EQUIVALENT.keys() <= {mutant.name for mutant in mutants}

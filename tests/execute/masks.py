@@ -1,0 +1,257 @@
+"""Runs every kernel with masks of a package (tpformer.kernels or a copy of it) in Triton's interpreter, with tiles of
+a few elements, over shapes that leave every remainder.
+
+Belongs here: the shapes, and how a package's tiles are made small. What is right is what tests/kernels says, and that
+no access is outside of the operands (accesses.py). Workers import it with the interpreter on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import gemms
+import row_checks
+import test_activation_kernel as activations
+import test_all_gather_matmul_kernel as gathers
+import test_cross_entropy_kernel as losses
+import test_dropout_kernel as dropouts
+import test_matmul_all_reduce_kernel as all_reduces
+import test_matmul_kernel as matmuls
+import test_matmul_reduce_scatter_kernel as scatters
+import test_norm_kernel as norms
+import test_rope_kernel as ropes
+import torch
+import triton
+import triton.language as tl
+from accesses import Watch, storage_of, watching
+from channels import virtual_channel
+from mask_mutants import Mutant, write
+from testing import poisoned_memory
+
+from tpformer.kernels.finish import Finish
+from tpformer.kernels.launch import Tile
+
+TILE = Tile(4, 4, 4, 1, 1, False)
+WIDE_TILE = Tile(4, 8, 4, 1, 1, True)
+SHAPES_OF_MUTANTS = 3  # so many of a case's first shapes; they are chosen so that mutants show
+LIMIT = 4  # polls: a flag is there at once, or never
+FLOAT = torch.float32
+
+Shape = tuple[int, ...]
+
+
+def every_remainder(*directions: int) -> Iterator[Shape]:
+    """Vary one direction after the other over one tile and another that is partial; the others leave a remainder."""
+    for number, tile in enumerate(directions):
+        for size in range(1, 2 * tile + 2):
+            yield tuple(size if i == number else 2 * other - 1 for i, other in enumerate(directions))
+
+
+def activation(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    for gated in (False, True):
+        activations.check(module("activation"), "silu", gated, *activations.draw(shape, FLOAT))
+
+
+def norm(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    """Rows in one tile, and in several."""
+    x, dy, dresidual = row_checks.draw(shape[1], FLOAT, "cpu", *[shape] * 3)
+    for kind, widest in itertools.product(norms.KINDS, (16, 4)):
+        weights = row_checks.draw_norm(shape[1], shape[1], kind, FLOAT)
+        row_checks.check_norm(module("norm"), x, weights, dy, dresidual, widest=widest)
+        finish = Finish(weights.weight, row_checks.draw_dropout(*shape, 0.4), dresidual, weights)
+        norms.check_finish_norm(module("norm"), x, finish, dy, dresidual, widest=widest)
+
+
+def dropout(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    dropouts.check_finish(module("dropout"), *shape, FLOAT)
+
+
+def rope(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    """The table ends with the last position that is used."""
+    tokens, half = shape
+    length = int(ropes.make(tokens, 1, 2, tokens)[2].max()) + 1
+    with mock.patch.object(ropes, "LENGTH", length):
+        ropes.check(module("rope"), (tokens, 3, 2, 2 * half), FLOAT)
+
+
+def cross_entropy(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    """Slices of `columns` each, the last of which has `padding` columns that hold nothing."""
+    tokens, columns, padding = shape
+    vocab = max(2, 2 * columns - padding)  # with one entry gradients are zero, and no error is allowed
+    for terms in losses.TERMS[:2]:
+        case = losses.draw(columns, tokens, vocab, 2 * columns - vocab, FLOAT)
+        losses.check(module("cross_entropy"), case, columns, vocab, terms)
+
+
+def strange_targets(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    losses.outside(module("cross_entropy"))
+    losses.infinite_logits(module("cross_entropy"))
+    # an ignored row is not read for its gradient, which with these numbers would not be 0
+    infinite = torch.full((1, 8), torch.inf)
+    loss, gradient = losses.in_slices(module("cross_entropy"), infinite, torch.tensor([-100]), None, 8, 8)
+    assert loss.tolist() == [0] and bool((gradient == 0).all())
+
+
+def matmul(module: Callable[[str], ModuleType], shape: Shape, tile: Tile = TILE) -> None:
+    with (
+        mock.patch.multiple(
+            matmuls, ACTIVATIONS=["silu"], matmul=module("matmul").matmul,
+            matmul_derivative=module("matmul").matmul_derivative,
+        )
+    ):  # fmt: skip
+        matmuls.layouts(*shape, FLOAT, "cpu", tile)
+        matmuls.epilogues(*shape, FLOAT, "cpu", tile)
+
+
+def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, tile: Tile = TILE) -> None:
+    """Run a communicating GEMM on the virtual ranks of a group."""
+
+    def channel(*sizes: int, **options: Any):
+        made = virtual_channel(*sizes, **options, limit=LIMIT)
+        watch.shared[:] = [storage_of(made.slots[0])]
+        return made
+
+    with mock.patch.object(gemms, "virtual_channel", channel):
+        gemms.run_on_virtual_ranks(gemm, world, tile, FLOAT, [shape])
+
+
+def all_gather_matmul(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
+    functions = {name: getattr(module("all_gather_matmul"), name) for name in
+                 ("all_gather_matmul", "all_gather_matmul_derivative")}  # fmt: skip
+    with mock.patch.multiple(gathers, **functions):
+        on_ranks(gathers.linear(2, "silu"), 2, shape, watch)
+        on_ranks(gathers.derivative("silu", gated=True), 2, shape, watch)
+
+
+def gather(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
+    """A rank's own shard, put into a slot that it fills, and copied out of one that ends where its memory ends."""
+    shard = torch.arange(12.0 * shape[0]).view(3, -1)
+    channel = virtual_channel(1, shard.numel() * FLOAT.itemsize, 16, limit=LIMIT)
+    watch.shared[:] = [storage_of(channel.slots[0])]
+    channel.slots[1].zero_()  # it lies behind slot 0
+    module("all_gather_matmul").await_gathered(channel, shard, push=True)
+    assert not channel.error.any() and not channel.slots[1].any()
+    watch.shared.clear()
+    apart = channel._replace(slots=tuple(slot.clone() for slot in channel.slots))
+    with poisoned_memory():
+        copy = module("all_gather_matmul").gathered_copy(apart, shard)
+    assert torch.equal(copy, shard)
+
+
+def matmul_reduce_scatter(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
+    with mock.patch.object(scatters, "matmul_reduce_scatter", module("matmul_reduce_scatter").matmul_reduce_scatter):
+        on_ranks(scatters.gemm(2, gemms.FINISH), 2, shape, watch)
+        on_ranks(scatters.gemm(1, transposed=True), 2, shape, watch)
+
+
+def matmul_all_reduce(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
+    with mock.patch.object(all_reduces, "matmul_all_reduce", module("matmul_all_reduce").matmul_all_reduce):
+        for one_shot in (True, False):
+            on_ranks(all_reduces.gemm(1, True, one_shot), 3, shape, watch)
+
+
+# the check, whether it takes the watch, and the shapes: those of mutants, then those that leave every remainder
+CASES: dict[str, tuple[Callable[..., None], bool, list[Shape]]] = {
+    "activation": (activation, False, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
+    "norm": (norm, False, [(3, 7), (5, 3), *every_remainder(2, 4)]),
+    "dropout": (dropout, False, [(3, 7), (5, 3), (3, 8), *every_remainder(2, 4)]),
+    "rope": (rope, False, [(3, 3), *every_remainder(4, 4)]),
+    "cross entropy": (cross_entropy, False, [(3, 13, 3), (13, 3, 2), (1, 17, 5), *every_remainder(4, 8, 8)]),
+    "targets outside": (strange_targets, False, [()]),
+    "matmul": (matmul, False, [(10, 7, 5), (10, 9, 5), *every_remainder(4, 4, 4)]),
+    "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), False, [(6, 12, 4), *every_remainder(4, 8, 4)]),
+    "all-gather matmul": (all_gather_matmul, True, [(5, 6, 8), (5, 6, 7), *every_remainder(4, 4, 4)]),
+    "gather": (gather, True, [(5,), *[(n,) for n in range(1, 9)]]),
+    "reduce-scatter": (matmul_reduce_scatter, True, [(5, 6, 7), *every_remainder(4, 4, 4)]),
+    "all-reduce": (matmul_all_reduce, True, [(13, 6, 7), *every_remainder(4, 4, 4)]),
+}  # fmt: skip
+
+
+def several_shares(m: int, rows: int, device: Any, warps: int, programs: None, blocks: int = 1) -> tuple[int, int]:
+    """rows.shares for six resident programs, so that rows are shared even where there are several column blocks."""
+    return importlib.import_module("tpformer.kernels.rows").shares(m, rows, device, warps, 6, blocks)
+
+
+def small_row_tile(n: int, widest: int, elements: int = 0) -> tuple:
+    """rows.row_tile for tiles of two rows."""
+    return importlib.import_module("tpformer.kernels.rows").RowTile(2, min(triton.next_power_of_2(n), widest), 4)
+
+
+@contextlib.contextmanager
+def small_tiles(package: str) -> Iterator[None]:
+    """Within, kernels of a package have tiles of a few elements."""
+    tile = importlib.import_module("tpformer.kernels.rows").RowTile(2, 4, 4)
+    constants: dict[str, dict[str, Any]] = {
+        "rows": {"SUM_ROWS": 2, "SUM_COLUMNS": 4},
+        "tile": {
+            name: tl.constexpr(2) for name in ("DERIVATIVE_COLUMNS", "ACTIVATION_COLUMNS", "GROUP_M")
+        } | {"PACKED_ELEMENTS": tl.constexpr(8)},
+        "norm.kernel": {"row_tile": small_row_tile, "shares": several_shares, "WEIGHT_GRADIENT": tile},
+        "dropout.kernel": {
+            "FORWARD_COLUMNS": 4, "FORWARD_ELEMENTS": 16, "BACKWARD_COLUMNS": 4, "BACKWARD_ELEMENTS": 8,
+            "shares": several_shares,
+        },
+        "activation.kernel": {"FORWARD_BYTES": 32, "BACKWARD_BYTES": 32},
+        "rope.kernel": {"BLOCK_BYTES": 64},
+        "cross_entropy.kernel": {
+            "COMBINE_TOKENS": 4, "block_options": lambda logits: {"LANES": 4, "VECTOR": 2, "num_warps": 4},
+        },
+        "all_gather_matmul.kernel": {"PUSH_BLOCK": 16},
+        "matmul_reduce_scatter.kernel": {"step_rows": lambda tile, itemsize: 2},
+        "matmul_all_reduce.kernel": {"step_rows": lambda tile, itemsize: 2},
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, values in constants.items():
+            module = importlib.import_module(f"{package}.{name}")
+            stack.enter_context(mock.patch.multiple(module, **values))
+        yield
+
+
+def verdict(package: str, case: str, some: slice) -> str:
+    """What is wrong with a case at some of its shapes: "access: ..." or "result: ...", or "" if nothing is."""
+    check, watched, shapes = CASES[case]
+
+    def module(folder: str) -> ModuleType:
+        return importlib.import_module(f"{package}.{folder}.kernel")
+
+    for shape in shapes[some]:
+        found = ""
+        with small_tiles(package), watching() as watch, warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of what mutants compute
+            try:
+                check(module, shape, *([watch] if watched else []))
+            except AssertionError as error:
+                found = f"result: {case} {shape} {error}"
+        if watch.reports:
+            found = f"access: {case} {shape} {watch.reports[0]}"
+        if found:
+            return found
+    return ""
+
+
+def try_mutants(folder: str, mutants: list[Mutant], cases: list[str]) -> list[str]:
+    """The verdict on each mutant by the first case that catches it, or ""."""
+    sys.path.insert(0, folder)
+    verdicts = []
+    for number, mutant in enumerate(mutants):
+        package = f"mutant_{number}"
+        write(mutant, Path(folder) / package)
+        importlib.invalidate_caches()
+        found = (verdict(package, case, slice(SHAPES_OF_MUTANTS)) for case in cases)
+        verdicts.append(next(filter(None, found), ""))
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            del sys.modules[name]
+        shutil.rmtree(Path(folder) / package)
+    sys.path.remove(folder)
+    return verdicts
