@@ -15,6 +15,7 @@ from .memory import FIRST_ADDRESS, HOST, Fault
 
 PATIENCE = 200  # polls in a row, of all programs, at a time when nobody does anything else
 BURST = 40  # segments that run at most before another program may
+ROUND = 1000  # so many that each loop that polls comes round
 
 
 class Schedule(NamedTuple):
@@ -108,23 +109,22 @@ def can_run(warps: Warps) -> bool:
 
 
 def turn(cta: CTA, generator: random.Random, alone: bool) -> None:
-    """Let some warps of a program run a while. alone: nobody can run, so that even those run that poll in vain."""
-    for _ in range(generator.randrange(1, BURST)):
+    """Let some warps of a program run a while. alone: nobody can run, so that some go on that poll in vain, until they
+    are parked again: a program that stopped halfway round its loop would look as if it could do something."""
+    for _ in range(ROUND if alone else generator.randrange(1, BURST)):
         if cta.done:
             return
         if gathered(cta):
             cta.meet()
         able = [warps for warps in cta.active if can_run(warps)]
-        if not able:
-            able = [warps for warps in cta.active if alone and not warps.done and warps.barrier < 0]
+        if not able and alone:
+            alone, able = False, [warps for warps in cta.active if not warps.done and warps.barrier < 0]
         if not able:
             return
         warps = generator.choice(able)
         before, warps.parked = warps.last_poll, None
         warps.polled = None
         warps.step()
-        while alone and warps.polled is None and warps.last_poll and not warps.done and warps.barrier < 0:
-            warps.step()  # once round the loop, so that it is parked again
         if warps.polled is not None:
             if warps.polled == before:
                 warps.parked = warps.polled[1:]
