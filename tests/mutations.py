@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from triton.runtime.jit import JITCallable
 
 Edit = Callable[[str], str]
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
 
 def replace(old: str, new: str) -> Edit:
@@ -89,3 +92,18 @@ def forget_hashes() -> None:
         for value in vars(module).values() if name.startswith("tpformer.kernels.") else ():
             if isinstance(value, JITCallable):
                 value.hash = None
+
+
+def mutated_kernels(folder: Path, mutations: Mapping[str, Mapping[str, list[Edit]]]) -> dict[str, str]:
+    """mutation -> the importable name of a copy of all kernels in the folder, whose files the mutation's edits change.
+
+    Give each folder another name, which the packages' names begin with: processes keep what they have imported.
+    """
+    names = {}
+    for index, (mutation, edits) in enumerate(mutations.items()):
+        names[mutation] = f"{folder.name}_{index}"
+        copy = folder / names[mutation]
+        shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for file, changes in edits.items():
+            (copy / file).write_text(chain(*changes)((copy / file).read_text()))
+    return names

@@ -25,12 +25,13 @@ class Log:
             self.lines += instructions
         return first
 
-    def number_warps(self, rank: int, column: int, program: int, warps: int) -> int:
-        """The number of the first warp of a program; the others follow. Later launches have the same numbers."""
-        key = (rank, column, program, warps)
+    def number_warps(self, rank: int, stream: int, column: int, program: int, warps: int) -> int:
+        """The number of the first warp of a program; the others follow. Later launches of the stream have the same."""
+        key = (rank, stream, column, program, warps)
         first = self.first_warps.setdefault(key, len(self.warps))
         if first == len(self.warps):
-            self.warps += [f"warp {i} of program {program, column} of rank {rank}" for i in range(warps)]
+            place = f"program {program, column} of rank {rank}" + f" in stream {stream}" * (stream > 0)
+            self.warps += [f"warp {i} of {place}" for i in range(warps)]
         return first
 
     def describe(self, line: int, warp: int) -> str:

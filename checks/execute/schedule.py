@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .machine import CTA, Warps
 from .memory import FIRST_ADDRESS, HOST, Fault
 
-PATIENCE = 200  # polls in a row, of all programs, at a time when nobody does anything else
+PATIENCE = 5000  # polls in a row, of all programs, at a time when nobody does anything else
 BURST = 40  # segments that run at most before another program may
 ROUND = 1000  # so many that each loop that polls comes round
 
@@ -36,8 +35,8 @@ class Stream:
     """What a rank has yet to launch, and which clocks its next launch knows of."""
 
     def __init__(self) -> None:
-        self.waiting: list[Callable[[NDArray], list[CTA]]] = []
-        """Each makes the CTAs of a launch from the clocks that the stream knows of."""
+        self.waiting: list[Callable[[Stream], list[CTA] | None]] = []
+        """Each makes the CTAs of a launch of this stream, or none; None if the stream must wait for another one."""
         self.running: list[CTA] = []
         self.known = np.zeros(1, np.int32)
 
@@ -53,6 +52,8 @@ def run(streams: list[Stream], schedule: Schedule) -> int:
                 advance(stream, generator, weights, schedule)
             live = [cta for stream in streams for cta in stream.running if not cta.done]
             if not live:
+                if any(stream.waiting for stream in streams):
+                    continue  # a stream waits for one that has advanced after it
                 return executed
             ready = [cta for cta in live if gathered(cta) or any(map(can_run, cta.active))]
             if ready:
@@ -73,12 +74,15 @@ def advance(stream: Stream, generator: random.Random, weights: dict[CTA, float],
     while all(cta.done for cta in stream.running):
         for cta in stream.running:
             stream.known = np.maximum(stream.known, cta.known.max(0))
-        stream.running = stream.waiting.pop(0)(stream.known) if stream.waiting else []
+        stream.running = []
+        begun = stream.waiting[0](stream) if stream.waiting else None
+        if begun is None:
+            return
+        stream.waiting.pop(0)
+        stream.running = begun
         for cta in stream.running:
             straggles = schedule.seed > 0 and not schedule.priorities
             weights[cta] = 10 ** generator.uniform(-3, 0) if straggles else 0.5 + generator.random()
-        if not stream.running:
-            return
 
 
 def choose(ready: list[CTA], weights: dict[CTA, float], generator: random.Random, schedule: Schedule) -> CTA:

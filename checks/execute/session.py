@@ -56,8 +56,9 @@ class Execution:
         """mutate: (kernel's name, PTX) -> the PTX that is executed in its place."""
         self.schedule, self.mutate = schedule, mutate
         self.memory, self.log = GlobalMemory(), Log()
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[tuple[int, int], Stream] = {}
         self.rank: int | None = None
+        self.stream = 0
         self.clock = np.zeros(1, np.int32)
         self.generator = random.Random(schedule.seed)
         self.executed = 0
@@ -96,13 +97,31 @@ class Execution:
         self.undo.close()
 
     @contextlib.contextmanager
-    def on(self, rank: int) -> Iterator[None]:
-        """Within, launches are put into a rank's stream, and begin when `run` is called."""
-        self.rank = rank
+    def on(self, rank: int, stream: int = 0) -> Iterator[None]:
+        """Within, launches are put into one of a rank's streams, and begin when `run` is called."""
+        before, (self.rank, self.stream) = (self.rank, self.stream), (rank, stream)
         try:
             yield
         finally:
-            self.rank = None
+            self.rank, self.stream = before
+
+    def wait(self, other: int) -> None:
+        """Let the current stream go on when all that is in another stream of its rank now has ended, and know of it."""
+        reached: list[np.ndarray] = []
+
+        def mark(stream: Stream) -> list[CTA]:
+            reached.append(stream.known)
+            return []
+
+        def wait(stream: Stream) -> list[CTA] | None:
+            if not reached:
+                return None
+            stream.known = np.maximum(stream.known, reached[0])
+            return []
+
+        assert self.rank is not None, "streams are those of a rank: call this within `on`"
+        for number, event in ((other, mark), (self.stream, wait)):
+            self.streams.setdefault((self.rank, number), Stream()).waiting.append(event)
 
     def share(self, *tensors: torch.Tensor) -> None:
         """Let kernels reach memory that they have the address of, and no argument for."""
@@ -129,15 +148,17 @@ class Execution:
         launch = Launch(code, parameters, kernel.metadata.num_warps, kernel.metadata.shared, sizes, self.rank or 0,
                         self.log.number_lines(code.kernel.instructions))  # fmt: skip
         programs = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
-        firsts = [self.log.number_warps(launch.rank, y + sizes[1] * z, x, launch.warps) for x, y, z in programs]
+        firsts = [
+            self.log.number_warps(launch.rank, self.stream, y + sizes[1] * z, x, launch.warps) for x, y, z in programs
+        ]
 
-        def start(known) -> list[CTA]:
+        def start(stream: Stream) -> list[CTA]:
             return [
-                CTA(launch, self.memory, self.log, program, first, known, self.schedule.lockstep, self.generator)
+                CTA(launch, self.memory, self.log, program, first, stream.known, self.schedule.lockstep, self.generator)
                 for program, first in zip(programs, firsts, strict=True)
             ]
 
-        self.streams.setdefault(launch.rank, Stream()).waiting.append(start)
+        self.streams.setdefault((launch.rank, self.stream), Stream()).waiting.append(start)
         if self.rank is None:
             self.run()
 

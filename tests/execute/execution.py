@@ -6,6 +6,7 @@ Belongs here: set-up. The checks themselves are those of tests/kernels, on compi
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,6 +20,7 @@ from channels import virtual_channel  # noqa: E402
 
 from checks.execute.schedule import PLAIN, Schedule  # noqa: E402
 from checks.execute.session import Execution  # noqa: E402
+from tpformer.kernels.configurations import TILES  # noqa: E402
 from tpformer.kernels.launch import Tile  # noqa: E402
 from tpformer.kernels.protocol import Channel, bump  # noqa: E402
 
@@ -30,14 +32,17 @@ DEVICE = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocess
 
 
 @contextlib.contextmanager
-def executing(schedule: Schedule = PLAIN, mutate: Callable[[str, str], str] | None = None) -> Iterator[Execution]:
-    """Within, launches are executed, on a GPU with few programs; afterwards there must be no report."""
+def executing(
+    schedule: Schedule = PLAIN, mutate: Callable[[str, str], str] | None = None, clean: bool = True
+) -> Iterator[Execution]:
+    """Within, launches are executed, on a GPU with few programs. clean: afterwards there must be no report."""
     with (
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: DEVICE),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)),
         Execution(schedule, mutate) as execution,
     ):
         yield execution
-    assert not execution.log.reports
+    assert not (clean and execution.log.reports), execution.log.reports
 
 
 def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: int = 10**8) -> list[Channel]:
@@ -55,12 +60,18 @@ def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: in
     return [own(rank) for rank in range(world)]
 
 
+def small_tiles() -> AbstractContextManager:
+    """Within, launchers that pick a tile pick TILE."""
+    return mock.patch.dict(TILES, dict.fromkeys(TILES, TILE))
+
+
 def run_group(
-    gemm: gemms.Gemm, execution: Execution, world: int, dtype: torch.dtype, shape: tuple[int, int, int], epochs: int = 3
-) -> None:
+    gemm: gemms.Gemm, execution: Execution, world: int, dtype: torch.dtype, shape: tuple[int, int, int],
+    epochs: int = 3, tile: Tile = TILE, capacity: int = 1 << 14,
+) -> None:  # fmt: skip
     """Queue an operation for each epoch on each rank's stream, run all, and compare. With three epochs the third writes
     into the slots of the first."""
-    channels = group(world)
+    channels = group(world, capacity)
     execution.share(*channels[0].slots)
     inputs = [gemms.cast(gemms.make_inputs(gemm, index, world, shape, False), dtype) for index in range(epochs)]
     outputs: list[list] = [[] for _ in range(epochs)]
@@ -68,7 +79,7 @@ def run_group(
         with execution.on(rank):
             for index in range(epochs):
                 bump(channel)
-                outputs[index].append(gemm.launch(inputs[index][rank], channel, TILE))
+                outputs[index].append(gemm.launch(inputs[index][rank], channel, tile))
     execution.run()
     for index in range(epochs):
         for rank in range(world):

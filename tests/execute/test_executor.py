@@ -9,6 +9,7 @@ import torch
 from execution import SCHEDULES, Execution
 
 from checks.execute.code import Code
+from checks.execute.copies import copy
 from checks.execute.memory import Fault
 from checks.execute.ptx import Unsupported, parse
 
@@ -107,6 +108,65 @@ def test_a_weaker_hand_over_is_found(side, old, new, schedule) -> None:
     texts[side] = texts[side].replace(old, new)
     reports, _ = hand_over(**texts, schedule=schedule)
     assert any(re.search(r"race: .* global memory .*snippet.ptx:7", report) for report in reports), reports
+
+
+FILL = """mov.u32 %r1, %tid.x;
+ld.param.b64 %rd1, [data];
+mad.wide.u32 %rd2, %r1, 4, %rd1;
+add.s32 %r2, %r1, 100;
+st.global.b32 [%rd2], %r2;
+ret;
+"""
+
+
+def hand_over_by_copies(schedule, flag_first: bool = False, waits: tuple[bool, bool] = (True, True)) -> tuple:
+    """(the reports, whether the words arrived). A kernel of rank 0 fills a source, and fills it again at the end.
+    Between, its copy engine sends the words and a flag. waits: whether the engine waits for the kernel, and the second
+    kernel for the engine."""
+    source, data, out = (torch.zeros(64, dtype=torch.int32) for _ in range(3))
+    flag, one = torch.zeros(4).int(), torch.ones(1).int()
+    execution = Execution(schedule)
+    fill = kernel(FILL, ("data",))
+    with execution.on(0):
+        execution.launch("kernel", fill, {"data": source}, (1,))
+    with execution.on(0, stream=1):
+        if waits[0]:
+            execution.wait(0)
+        for number in (1, 0) if flag_first else (0, 1):
+            copy(execution, (data, flag[:1])[number], (source, one)[number], "host.py", 7 + number)
+    with execution.on(0):
+        if waits[1]:
+            execution.wait(1)
+        execution.launch("kernel", fill, {"data": source}, (1,))
+    with execution.on(1):
+        execution.launch("kernel", kernel(RECEIVE), {"data": data, "flag": flag, "out": out}, (1,))
+    execution.run()
+    return execution.log.reports, torch.equal(out, torch.arange(100, 164, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_copies_hand_over(schedule) -> None:
+    """To a kernel that already polls, or has yet to begin."""
+    assert hand_over_by_copies(schedule) == ([], True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "options, report",
+    [
+        ({"flag_first": True}, r"a read of .*snippet.ptx:7.*host.py:7|a write of .*host.py:7.*snippet.ptx:7"),
+        ({"waits": (False, True)}, r"a read of .*host.py:7.*snippet.ptx:7|a write of .*snippet.ptx:7.*host.py:7"),
+        ({"waits": (True, False)}, r"a write of .*snippet.ptx:7.*host.py:7|a read of .*host.py:7.*snippet.ptx:7"),
+    ],
+)  # fmt: skip
+def test_a_weaker_hand_over_by_copies_is_found(options, report, schedule) -> None:
+    reports, _ = hand_over_by_copies(schedule, **options)
+    assert any(re.search(f"race: {report}", found) for found in reports), reports
+
+
+def test_a_copy_is_whole() -> None:
+    with pytest.raises(ValueError, match="contiguous tensors of equal, even sizes"):
+        copy(Execution(), torch.zeros(4, 2)[:, 0], torch.zeros(4), "host.py", 7)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -5,19 +5,16 @@ schedules.py arranges the order of events, so that no result depends on timing. 
 does not see barriers, releases, fences and the place of waits: tests/checks/test_compile_mutations.py checks those.
 """
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from pool import WorkerPool
 
 pytest.importorskip("triton")
 
-from mutations import Edit, chain, move, replace
+from mutations import Edit, move, mutated_kernels, replace
 from schedules import BEFORE, OPERATIONS, TWO_PHASES, run_all
 
-KERNELS = Path(__file__).parents[2] / "kernels"
 NAMES = set(OPERATIONS)
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 
@@ -83,17 +80,9 @@ UNMUTATED = {"late": "right", "ahead": "right", "absent": REPORT}
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """mutation -> the importable name of a copy of all kernels with it."""
     folder = tmp_path_factory.mktemp("mutated")
-    names = {}
-    for index, (mutation, edits) in enumerate(MUTATIONS.items()):
-        names[mutation] = f"mutated_kernels_{index}"
-        copy = folder / names[mutation]
-        shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        for file, changes in edits.items():
-            source = (copy / file).read_text()
-            (copy / file).write_text(chain(*changes)(source))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        yield names
+        yield mutated_kernels(folder, MUTATIONS)
 
 
 @pytest.mark.parametrize("schedule", WATCHED)

@@ -1,0 +1,244 @@
+"""Gathers whose shards copy engines send: the fused transport and KernelWorkspace.copy_gather as they are, in one
+process with a kernel stream and a copy stream for each rank, executed in several orders.
+
+Belongs here: stand-ins for a process group, its symmetric memory and torch.cuda's streams. `make execute` names this
+file; `make test` does not collect it, because compiling takes minutes.
+"""
+
+import contextlib
+import inspect
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from execution import SCHEDULES, Execution, Schedule, executing, small_tiles
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+import gemms
+import test_all_gather_matmul_kernel as gathers
+from mutations import Edit, move, replace
+
+from checks.execute import schedule as scheduler
+from checks.execute.copies import copy
+from checks.execute.memory import Fault
+from tpformer.distributed import kernel_workspace
+from tpformer.distributed.kernel_workspace import KernelState, KernelWorkspace
+from tpformer.ops.transports import fused
+from tpformer.ops.transports.fused import Fused
+
+WORLD, EPOCHS = 3, 3
+ROWS, K, N = 10, 24, 17  # a shard is 480 bytes
+KERNELS, COPIES = 0, 1  # streams
+FILES = ("kernel_workspace.py", "fused.py", "execute_copies.py")  # reports name the first that a copy comes from
+
+
+class Group:
+    """What the transport asks of its process group."""
+
+    def __init__(self, rank: int) -> None:
+        self.number = rank
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return WORLD
+
+
+class Memory:
+    """One rank's view of symmetric memory, all of whose regions are in this process."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+        self.pointers = torch.tensor([region.data_ptr() for region in whole])
+
+    def peer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self.whole[rank, byte_offset : byte_offset + size].view(dtype).view(shape)
+
+    def barrier(self) -> None:
+        """All ranks are in this process."""
+
+
+class CudaStream:
+    """The stream of the executor that stands for one of torch.cuda."""
+
+    def __init__(self, execution: Execution, number: int) -> None:
+        self.execution, self.number = execution, number
+
+    def wait_stream(self, other: "CudaStream") -> None:
+        assert self.execution.rank is not None
+        with self.execution.on(self.execution.rank, self.number):
+            self.execution.wait(other.number)
+
+    def current(self) -> contextlib.AbstractContextManager:
+        assert self.execution.rank is not None
+        return self.execution.on(self.execution.rank, self.number)
+
+
+class Engines(TorchDispatchMode):
+    """Puts copies to and from symmetric memory into the current stream; all else runs at once."""
+
+    def __init__(self, execution: Execution, symmetric: Tensor) -> None:
+        super().__init__()
+        self.execution, self.symmetric = execution, symmetric.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        copies = function is torch.ops.aten.copy_.default
+        if not copies or self.symmetric not in [x.untyped_storage().data_ptr() for x in args[:2]]:
+            return function(*args, **(kwargs or {}))
+        frames = ((Path(frame.filename).name, frame.lineno) for frame in traceback.extract_stack()[-2::-1])
+        copy(self.execution, args[0], args[1], *next(frame for frame in frames if frame[0] in FILES))
+        return args[0]
+
+
+@contextlib.contextmanager
+def transports(execution: Execution) -> Iterator[list[Fused]]:
+    """Each rank's fused transport, by copy engines for gathers of any size. Within, torch's streams and copies are the
+    execution's."""
+    streams = [CudaStream(execution, number) for number in (KERNELS, COPIES)]
+    groups = [Group(rank) for rank in range(WORLD)]
+    whole = torch.full((WORLD, 1 << 14), 0xFF, dtype=torch.uint8)
+    execution.share(whole)
+    cpu = torch.device("cpu")
+    with contextlib.ExitStack() as stack:
+        for place, replacements in (
+            (kernel_workspace, {"allocate": lambda *arguments: Memory(whole), "slot_bytes": lambda nbytes: 1 << 12,
+                                "WRITER_FLAGS_MINIMUM": 8,
+                                "gather_objects": lambda value, group: [value] * WORLD}),
+            (torch.cuda, {"stream": CudaStream.current, "current_stream": lambda device: streams[KERNELS]}),
+            (fused, {"COPY_ENGINE_BYTES": 0, "kernel_workspace": lambda group, kind, device: workspaces[group.rank()]}),
+            (torch.distributed, {"get_world_size": lambda: WORLD}),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.multiple(place, **replacements))
+        workspaces = [
+            KernelWorkspace(group, KernelState(tuple(range(WORLD)), 600.0), "gather", cpu, gemms.BEFORE_WRAP)  # type: ignore
+            for group in groups
+        ]
+        for workspace in workspaces:
+            workspace._copy_stream = streams[COPIES]  # type: ignore
+        stack.enter_context(small_tiles())
+        stack.enter_context(Engines(execution, whole))
+        yield [Fused(group) for group in groups]  # type: ignore
+
+
+def linear(transport: Fused, x: dict[str, Tensor]) -> list[Tensor | None]:
+    return list(transport.gather_matmul(x["a"], [x["w0"]], [x["bias0"]]))
+
+
+def derivative(transport: Fused, x: dict[str, Tensor]) -> list[Tensor | None]:
+    return list(transport.gather_matmul_derivative(x["a"], x["w"], x["x"], None, "gelu", keep=True))
+
+
+def without_gemm(transport: Fused, x: dict[str, Tensor]) -> list[Tensor | None]:
+    rows = transport.start_gather(x["a"])()
+    return [torch.empty_like(rows).copy_(rows)]  # before the next operation but one overwrites them
+
+
+def gathered_too(gemm: gemms.Gemm) -> gemms.Gemm:
+    """The GEMM, with the gathered rows behind its results."""
+
+    def reference(xs: list[dict[str, Tensor]]) -> list[list[Tensor | None]]:
+        return [[*results, torch.cat([x["a"] for x in xs])] for results in gemm.reference(xs)]
+
+    return gemm._replace(reference=reference)
+
+
+ROWS_ALONE = gemms.Gemm(lambda rank, world, rows, n, k: gemms.shapes(a=(rows, k)), None, lambda xs: [[]] * WORLD)  # type: ignore
+OPERATIONS: dict[str, tuple[Callable[[Fused, dict[str, Tensor]], list[Tensor | None]], gemms.Gemm]] = {
+    "linear": (linear, gathers.linear(1)),
+    "derivative": (derivative, gathered_too(gathers.derivative("gelu", False))),
+    "without a GEMM": (without_gemm, gathered_too(ROWS_ALONE)),
+}
+
+
+def run(name: str, execution: Execution) -> list[tuple]:
+    """Queue an operation on each rank for each epoch, run all, and return what `gemms.compare` takes. The shards of all
+    epochs are in one buffer of each rank, which is filled anew in the stream."""
+    call, gemm = OPERATIONS[name]
+    inputs = [gemms.cast(gemms.make_inputs(gemm, i, WORLD, (ROWS, N, K), False), torch.bfloat16) for i in range(EPOCHS)]
+    results = []
+    with transports(execution) as ranks:
+        for rank, transport in enumerate(ranks):
+            buffer = torch.empty(ROWS, K, dtype=torch.bfloat16)
+            with execution.on(rank):
+                for index in range(EPOCHS):
+                    copy(execution, buffer, inputs[index][rank]["a"], "reuse.py", 1)
+                    found = call(transport, inputs[index][rank] | {"a": buffer})
+                    results.append((found, gemm, inputs[index], rank, False, (name, index, rank)))
+        execution.run()
+    return results
+
+
+def is_copy(cta: Any) -> bool:
+    return "source" in cta.code.kernel.parameters
+
+
+# which programs go first, as long as any of them can go on
+FIRST: dict[str, Callable[[Any], bool]] = {
+    "copies at once": is_copy,
+    "late copies": lambda cta: not is_copy(cta),
+    "rank 0's copies late": lambda cta: not (is_copy(cta) and cta.place[0] == 0),
+}
+ORDERS: list[Any] = [*SCHEDULES, *FIRST]
+
+
+@contextlib.contextmanager
+def executing_in(order: Schedule | str, clean: bool = True) -> Iterator[Execution]:
+    """`executing`, with a schedule, or with those first that FIRST names."""
+
+    def choose(ready, weights, generator, schedule):
+        return generator.choice([cta for cta in ready if FIRST[order](cta)] or ready)
+
+    with contextlib.ExitStack() as stack:
+        if isinstance(order, str):
+            stack.enter_context(mock.patch.object(scheduler, "choose", choose))
+        yield stack.enter_context(executing(*[order] * (not isinstance(order, str)), clean=clean))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gathers_by_copies(name: str) -> None:
+    for order in ORDERS:
+        with executing_in(order) as execution:
+            for result in run(name, execution):
+                gemms.compare(*result)
+
+
+def edited(function: Callable, edit: Edit) -> Callable:
+    """The function with an edit of its source, in whose code the file is named without its folder."""
+    source = edit(textwrap.dedent(inspect.getsource(function)))
+    scope = dict(function.__globals__)
+    exec(compile(source, Path(inspect.getfile(function)).name, "exec"), scope)
+    return scope[function.__name__]
+
+
+PAYLOAD, FLAG = "self._memory.peer(peer, (nbytes,)", "self._memory.peer(peer, (1,)"
+WAIT = "self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))"
+JOIN = "torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)"
+
+
+@pytest.mark.parametrize(
+    "method, edit, sides",
+    [
+        ("copy_gather", move(PAYLOAD, FLAG), ("kernel_workspace.py", "tile.py")),
+        ("copy_gather", replace(WAIT, "pass"), ("kernel_workspace.py", "protocol.py")),
+        ("join", replace(JOIN, "pass"), ("kernel_workspace.py", "reuse.py")),
+    ],
+    ids=["the flag before the payload", "copies that do not wait", "a shard that is filled before it is sent"],
+)
+def test_copies_in_a_wrong_order_are_found(method: str, edit: Edit, sides: tuple[str, str]) -> None:
+    """In each order of events, as a race of these two files' lines."""
+    with mock.patch.object(KernelWorkspace, method, edited(getattr(KernelWorkspace, method), edit)):
+        for order in ORDERS:
+            with executing_in(order, clean=False) as execution, contextlib.suppress(Fault):
+                run("linear", execution)
+            reports = [report for report in execution.log.reports if "race: " in report]
+            assert any(all(f"{side}:" in report for side in sides) for report in reports), (order, reports)
