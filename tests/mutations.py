@@ -1,13 +1,22 @@
 """Edits of source text that break a function, for tests that expect a check to notice.
 
-Belongs here: the edits, each a function of the text. What is edited, and which check must notice, is in the tests.
+Belongs here: the edits, each a function of the text, and Triton's compiling of an edited one. What is edited, and which
+check must notice, is in the tests.
 """
 
+from __future__ import annotations
+
 import ast
+import contextlib
 import shutil
+import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITCallable
 
 Edit = Callable[[str], str]
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
@@ -60,6 +69,29 @@ def chain(*edits: Edit) -> Edit:
         return source
 
     return edit
+
+
+@contextlib.contextmanager
+def mutated(function: JITCallable, edit: Edit) -> Iterator[None]:
+    """Within, Triton compiles the function's edited source, in whatever calls it."""
+    source = function.src
+    try:
+        function._unsafe_update_src(edit(source))
+        forget_hashes()
+        yield
+    finally:
+        function._unsafe_update_src(source)
+        forget_hashes()
+
+
+def forget_hashes() -> None:
+    """A function's hash covers those that it calls; Triton finds a compiled kernel by it."""
+    from triton.runtime.jit import JITCallable
+
+    for name, module in list(sys.modules.items()):
+        for value in vars(module).values() if name.startswith("tpformer.kernels.") else ():
+            if isinstance(value, JITCallable):
+                value.hash = None
 
 
 def mutated_kernels(folder: Path, mutations: Mapping[str, Mapping[str, list[Edit]]]) -> dict[str, str]:

@@ -70,13 +70,17 @@ def clean_commit(results: Path) -> tuple[str, str]:
 
 
 def write_page(path: Path, commit: str, rows: Sequence[Row], versions: Mapping[str, str]) -> str:
-    """Write the page, and return a sentence that says so.
+    """Write the page, and return a sentence that says so."""
+    return keep_page(path, commit, INTRODUCTION, page_body(rows, versions))
+
+
+def keep_page(path: Path, commit: str, introduction: str, body: str) -> str:
+    """Write a page of results, and return a sentence that says so.
 
     A page whose body is the same is left alone, with the date and commit at which it was first obtained.
     """
-    body = page_body(rows, versions)
     if path.exists() and path.read_text().endswith(f"\n{body}"):
         return f"{path} is up to date"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    path.write_text(f"{INTRODUCTION}\nFirst obtained on {today} at commit {commit}.\n{body}")
+    path.write_text(f"{introduction}\nFirst obtained on {today} at commit {commit}.\n{body}")
     return f"{path} is written"

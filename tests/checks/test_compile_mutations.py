@@ -1,11 +1,8 @@
 """The compile check on the shipped kernels: each way to break the protocol in them is caught by the named rule."""
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from mutations import Edit, chain, move, replace  # noqa: E402
+from mutations import Edit, chain, move, mutated, replace  # noqa: E402
 from triton.runtime.jit import JITCallable  # noqa: E402
 
 from checks.compile import compiler  # noqa: E402
@@ -60,31 +57,6 @@ def broken_rules(name: str) -> set[str]:
     rules = {violation.partition(":")[0] for violation in violations}
     assert "fails" not in rules, violations
     return rules
-
-
-def kernel_modules() -> list[ModuleType]:
-    return [module for name, module in sys.modules.items() if name.startswith("tpformer.kernels.")]
-
-
-@contextlib.contextmanager
-def mutated(function: JITCallable, edit: Edit) -> Iterator[None]:
-    """Within, Triton compiles the function's edited source, in whatever calls it."""
-    source = function.src
-    try:
-        function._unsafe_update_src(edit(source))
-        forget_hashes()
-        yield
-    finally:
-        function._unsafe_update_src(source)
-        forget_hashes()
-
-
-def forget_hashes() -> None:
-    """A function's hash covers those that it calls; Triton finds a compiled kernel by it."""
-    for module in kernel_modules():
-        for value in vars(module).values():
-            if isinstance(value, JITCallable):
-                value.hash = None
 
 
 # function, edit, rules that must be broken, in which kernels

@@ -1,0 +1,138 @@
+"""Ways to break the protocol in a kernel's Python source: flags, parities, epochs and counts are shifted, waits and
+publications are missing, and what is awaited is not what is read.
+
+Belongs here: the edits, made from the calls that stand in the source. Edits of PTX are in ptx_mutants.py.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import triton
+from mutations import Edit, replace
+from ptx_mutants import Mutant
+from triton.runtime.jit import JITFunction
+
+from tpformer.kernels.protocol import Served
+
+# what a wait for another chunk, row block or tile waits for: each of them once, but not when it is read
+OTHERS = {
+    "all_gather_matmul_kernel": {"chunk": "((me.rank + WORLD - step) % WORLD)"},
+    "await_gathered_kernel": {"chunk": "((me.rank + 1) % WORLD)"},
+    "matmul_reduce_scatter_kernel": {"row_block": "(tiles_m - 1 - row_block)"},
+    "matmul_all_reduce_kernel": {"tile": "(tiles - 1 - tile)", "unit": "(tiles * UNITS - 1 - unit)"},
+}
+COUNT = "count shifted by one"
+# by function: (kind, old, new)
+OF_ONE_FUNCTION = {
+    "bump_kernel": [
+        ("epoch shifted by +1", "+ 1)", "+ 2)"),
+        ("epoch shifted by -1", "+ 1)", "+ 0)"),
+        ("flag shifted by one", "tl.store(epoch + rank,", "tl.store(epoch + rank + 1,"),
+    ],
+    "matmul_reduce_scatter_kernel": [
+        (COUNT, "== tiles_n - 1", "== tiles_n - 2"),
+        (COUNT, "== tiles_n - 1", "== tiles_n"),
+        (COUNT, "tl.store(counter, 0)", "tl.store(counter, 1)"),
+    ],
+}
+
+
+@triton.jit
+def later(me):
+    """The channel at the next epoch."""
+
+
+@triton.jit
+def earlier(me):
+    """The channel at the epoch before."""
+
+
+for helper, shifted in ((later, "me.epoch + 1"), (earlier, "me.epoch - 1")):
+    members = (shifted if member == "epoch" else f"me.{member}" for member in Served._fields)
+    helper._unsafe_update_src(f"def {helper.__name__}(me):\n    return Served({', '.join(members)})\n")
+
+HELPERS = {"later": later, "earlier": earlier}  # names that edited sources use
+
+
+def source_mutants(functions: Sequence[JITFunction]) -> list[Mutant]:
+    """All of some jitted functions."""
+    found, seen = [], Counter[tuple[str, str]]()
+    for function in functions:
+        name, lines = function.__name__, function.src.splitlines()
+        file = function.fn.__code__.co_filename.rpartition("/")[2]
+        above = first_line(function) - 1
+        for kind, line, edit in edits(function):
+            text = f"{name}: {lines[line - 1].strip()}"
+            seen[kind, text] += 1
+            found.append(Mutant(kind, f"{file}:{above + line}", text, seen[kind, text], edit, name))
+    return found
+
+
+def first_line(function: JITFunction) -> int:
+    """The number of the line with `def`."""
+    return function.starting_line_number + next(n for n, line in enumerate(function.raw_src) if line.startswith("def "))
+
+
+def edits(function: JITFunction) -> Iterator[tuple[str, int, Edit]]:
+    """(kind, line of the function, edit)."""
+    source, name = function.src, function.__name__
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            given = [str(ast.get_source_segment(source, argument)) for argument in node.args]
+            for kind, new in EDITS_OF_CALLS.get(node.func.id, lambda name, given: [])(name, given):
+                yield kind, node.lineno, substitute(node, new)
+        elif isinstance(node, ast.Compare) and (text := str(ast.get_source_segment(source, node))).endswith(
+            "& 1) == 1"
+        ):
+            yield "parity shifted", node.lineno, substitute(node, text.removesuffix("1") + "0")
+    for kind, old, new in OF_ONE_FUNCTION.get(name, []):
+        yield kind, source[: source.index(old)].count("\n") + 1, replace(old, new)
+
+
+def edits_of_publish(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
+    """(kind, what stands in place of the call)."""
+    flag, epoch = given
+    yield "publish deleted", "pass"
+    yield "flag shifted by one", f"publish({flag} + 1, {epoch})"
+    yield "flag shifted by one writer", f"publish({flag} + me.writer_flags, {epoch})"
+    yield "epoch shifted by +1", f"publish({flag}, {epoch} + 1)"
+    yield "epoch shifted by -1", f"publish({flag}, {epoch} - 1)"
+
+
+def edits_of_wait(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
+    """(kind, what stands in place of the call)."""
+    me, flag, *rest = given
+    end = ", ".join(rest)
+    yield "wait deleted", rest[-1]
+    yield "flag shifted by one", f"wait({me}, {flag} + 1, {end})"
+    yield "flag shifted by one writer", f"wait({me}, {flag} + me.writer_flags, {end})"
+    yield "epoch shifted by +1", f"wait(later({me}), {flag}, {end})"
+    yield "epoch shifted by -1", f"wait(earlier({me}), {flag}, {end})"
+    for read, other in OTHERS[name].items():
+        shifted = re.sub(rf"\b{read}\b", other, flag)
+        if shifted != flag:
+            yield "wait for chunk i, read chunk j", f"wait({me}, {shifted}, {end})"
+
+
+def edits_of_slot(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
+    """(kind, what stands in place of the call)."""
+    me, *rest = given
+    yield "parity shifted", f"slot_of(later({me}), {', '.join(rest)})"
+
+
+EDITS_OF_CALLS = {"publish": edits_of_publish, "wait": edits_of_wait, "slot_of": edits_of_slot}
+
+
+def substitute(node: ast.expr, new: str) -> Edit:
+    """Replace an expression. It is known by its place, so the source must be the one that it was found in."""
+
+    def edit(source: str) -> str:
+        lines = source.splitlines(keepends=True)
+        ends = [sum(map(len, lines[: line - 1])) + column for line, column in (
+            (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+        )]  # fmt: skip
+        return source[: ends[0]] + new + source[ends[1] :]
+
+    return edit
