@@ -20,6 +20,8 @@ import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
 import torch
+import triton
+import triton.language as tl
 from execution import PLAIN, Execution, Schedule, executing, group, run_group
 from mutations import mutated
 from ptx_mutants import Mutant, ptx_mutants
@@ -43,14 +45,31 @@ BF16 = torch.bfloat16
 # asynchronously.
 SHAPE = (17, 23, 48)
 EPOCHS = 3  # the third writes into the slots of the first
-# (schedule, SMs with room for one program each), until one of them shows the mutant
-TRIES = (
-    (Schedule(1, lockstep=False), 4),
-    (PLAIN, 2),
-    (Schedule(2, lockstep=False, priorities=True), 6),
-    (Schedule(3, lockstep=False), 3),
-    (Schedule(4, lockstep=False), 8),
-    (Schedule(5, lockstep=False, priorities=True), 3),
+POLLS = 3  # of a wait that is to expire
+
+
+class Try(NamedTuple):
+    """One way to execute a case."""
+
+    schedule: Schedule
+    multiprocessors: int
+    """SMs, each with room for one program."""
+    present: slice = slice(None)
+    """The ranks that run. If some are absent, waits of the others expire."""
+
+
+LAST, FIRST = slice(-1, None), slice(-1)  # the last rank; all but the last
+TRIES = (  # until one of them shows the mutant
+    Try(Schedule(1, lockstep=False), 4),
+    Try(Schedule(1, lockstep=False), 4, LAST),
+    Try(Schedule(1, lockstep=False), 4, FIRST),
+    Try(PLAIN, 2),
+    Try(Schedule(2, lockstep=False, priorities=True), 6),
+    Try(Schedule(3, lockstep=False), 3),
+    Try(Schedule(2, lockstep=False), 1, LAST),
+    Try(Schedule(2, lockstep=False), 1, FIRST),
+    Try(Schedule(4, lockstep=False), 8),
+    Try(Schedule(5, lockstep=False, priorities=True), 3),
 )
 # rules that ask how fast the code is, or need ptxas
 WAIVED = frozenset(("wide_stores", "tensor_cores", "spills", "shared_memory", "tensor_memory", "serialized"))
@@ -73,15 +92,16 @@ class Case(NamedTuple):
 
     kernel: str
     """The kernel whose PTX is mutated."""
-    run: Callable[[Execution], None]
-    """AssertionError if a result is wrong."""
     shipped: str
     """A case of the compile check (shipped.py), whose counts the kernel must show, too."""
+    run: Callable[[Execution, slice], None]
+    """(execution, the ranks that run): AssertionError if a result is wrong."""
     sources: tuple[JITFunction, ...] = ()
     """Functions whose source is mutated."""
+    communicates: bool = True
 
 
-def multiply(run: Execution, transposed: bool) -> None:
+def multiply(run: Execution, present: slice, transposed: bool) -> None:
     """C = A W^T, or from transposed operands, with a tile of three stages."""
     (m, n, k), tile = SHAPE, execution.TILE._replace(stages=3)
     n += 16  # three tiles
@@ -90,17 +110,22 @@ def multiply(run: Execution, transposed: bool) -> None:
     matmuls.close(matmuls.matmul(a, [w], tile=tile, **options)[0], matmuls.matmul_reference, a, w, **options)
 
 
-def communicate(run: Execution, gemm: gemms.Gemm, world: int) -> None:
+def communicate(run: Execution, present: slice, gemm: gemms.Gemm, world: int) -> None:
     """An operation on each rank, for each epoch."""
-    run_group(gemm, run, world, BF16, SHAPE, EPOCHS)
+    if present != slice(None):
+        xs = gemms.cast(gemms.make_inputs(gemm, 0, world, SHAPE, False), BF16)
+        expire(run, lambda channel: gemm.launch(xs[channel.rank], channel, execution.TILE), world, present)
+    else:
+        run_group(gemm, run, world, BF16, SHAPE, EPOCHS)
 
 
-def gather(run: Execution, world: int) -> None:
+def gather(run: Execution, present: slice, world: int) -> None:
     """A gather without a GEMM, and the copy of what it has gathered, for each epoch."""
-    channels, rows = group(world), SHAPE[0]
-    shards = [
-        [torch.full((rows, 24), 10.0 * epoch + rank, dtype=BF16) for rank in range(world)] for epoch in range(EPOCHS)
-    ]
+    ranks, rows = range(world), SHAPE[0]
+    shards = [[torch.full((rows, 24), 10.0 * epoch + rank, dtype=BF16) for rank in ranks] for epoch in range(EPOCHS)]
+    if present != slice(None):
+        return expire(run, lambda channel: await_gathered(channel, shards[0][channel.rank], True), world, present)
+    channels = group(world)
     copies: list[list[torch.Tensor]] = [[] for _ in range(EPOCHS)]
     run.share(*channels[0].slots)
     for rank, channel in enumerate(channels):
@@ -115,40 +140,77 @@ def gather(run: Execution, world: int) -> None:
     assert not any(channel.error.any() for channel in channels), "a wait has expired"
 
 
+@triton.jit
+def read_report_kernel(error, copy):
+    """What the host does while kernels run: it sees the report's first word, then reads the others."""
+    expired = 0
+    while expired == 0:
+        expired = tl.atomic_add(error, 0, sem="acquire", scope="sys")
+    for word in range(4):
+        tl.store(copy + word, tl.load(error + word))
+
+
+def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: int, present: slice) -> None:
+    """Launch an operation on the ranks that are present, for each epoch. In the first their waits expire, and they
+    report that; then they wait no more. The first absent rank reads the first one's report in place of the host."""
+    channels, report = group(world, limit=POLLS), torch.zeros(4, dtype=torch.int32)
+    running = channels[present]
+    (absent, *_) = (rank for rank in range(world) if rank not in range(world)[present])
+    run.share(*channels[0].slots)
+    with run.on(absent):
+        read_report_kernel[(1,)](running[0].error, report, num_warps=1)
+    for channel in running:
+        with run.on(channel.rank):
+            for _ in range(EPOCHS):
+                bump(channel)
+                launch(channel)
+    run.run()
+    expired, peer, *epochs = report.tolist()
+    right = expired == 1 and peer != running[0].rank and epochs == [gemms.BEFORE_WRAP, gemms.BEFORE_WRAP + 1]
+    assert right and torch.equal(report, running[0].error[0]), f"the report is {report.tolist()}"
+    stopped = all(channel.stopped.all() and not channel.counters.any() for channel in running)
+    assert stopped, "a rank has not stopped"
+
+
 SCATTER, GATHER = "matmul_reduce_scatter_kernel", "all_gather_matmul_kernel"
 REDUCE, AWAIT = "matmul_all_reduce_kernel", "await_gathered_kernel"
 FINISHED = scatters.gemm(1, scatters.gemms.FINISH)
 SEVERAL = gathers.linear(3, "gelu")
+ONE_SHOT, TWO_SHOTS = (all_reduces.gemm(1, False, one_shot) for one_shot in (True, False))
 CASES = {
-    "matmul": Case("matmul_kernel", partial(multiply, transposed=False), "matmul_kernel plain"),
-    "matmul, transposed operands": Case("matmul_kernel", partial(multiply, transposed=True), "matmul_kernel wgrad"),
+    "matmul": Case("matmul_kernel", "matmul_kernel plain", partial(multiply, transposed=False), communicates=False),
+    "matmul, transposed operands": Case(
+        "matmul_kernel", "matmul_kernel wgrad", partial(multiply, transposed=True), communicates=False
+    ),
     "all_gather_matmul": Case(
-        GATHER, partial(communicate, gemm=gathers.linear(1), world=3), f"{GATHER} dgrad",
+        GATHER, f"{GATHER} dgrad", partial(communicate, gemm=gathers.linear(1), world=3),
         (all_gather_matmul.all_gather_matmul_kernel, all_gather_matmul.push_rows),
     ),
     "all_gather_matmul, 3 weights": Case(
-        GATHER, partial(communicate, gemm=SEVERAL, world=2), f"{GATHER} 3 weights, push"
+        GATHER, f"{GATHER} 3 weights, push", partial(communicate, gemm=SEVERAL, world=2)
     ),
     "await_gathered": Case(
-        AWAIT, partial(gather, world=3), f"{AWAIT} 8 ranks",
+        AWAIT, f"{AWAIT} 8 ranks", partial(gather, world=3),
         (all_gather_matmul.await_gathered_kernel, all_gather_matmul.push_rows, all_gather_matmul.copy_slot_kernel),
     ),
     "matmul_reduce_scatter": Case(
-        SCATTER, partial(communicate, gemm=scatters.gemm(1), world=2), f"{SCATTER} finish",
+        SCATTER, f"{SCATTER} finish", partial(communicate, gemm=scatters.gemm(1), world=2),
         (matmul_reduce_scatter.matmul_reduce_scatter_kernel,),
     ),
     "matmul_reduce_scatter, finished": Case(
-        SCATTER, partial(communicate, gemm=FINISHED, world=3), f"{SCATTER} finish"
+        SCATTER, f"{SCATTER} finish", partial(communicate, gemm=FINISHED, world=3)
     ),
     "matmul_all_reduce, one shot": Case(
-        REDUCE, partial(communicate, gemm=all_reduces.gemm(1, False, True), world=2), f"{REDUCE} one-shot",
+        REDUCE, f"{REDUCE} one-shot", partial(communicate, gemm=ONE_SHOT, world=2),
         (matmul_all_reduce.matmul_all_reduce_kernel,),
     ),
     "matmul_all_reduce, two shots": Case(
-        REDUCE, partial(communicate, gemm=all_reduces.gemm(1, False, False), world=3), f"{REDUCE} two-shot",
+        REDUCE, f"{REDUCE} two-shot", partial(communicate, gemm=TWO_SHOTS, world=3),
         (matmul_all_reduce.matmul_all_reduce_kernel,),
     ),
-    "bump": Case("bump_kernel", partial(gather, world=2), "bump_kernel 1 rank", (protocol.bump_kernel,)),
+    "bump": Case(
+        "bump_kernel", "bump_kernel 1 rank", partial(gather, world=2), (protocol.bump_kernel,), communicates=False
+    ),
 }  # fmt: skip
 
 
@@ -170,15 +232,15 @@ class Verdict(NamedTuple):
 
 
 @contextlib.contextmanager
-def small_machine(multiprocessors: int) -> Iterator[None]:
+def small_machine(multiprocessors: int, patience: int) -> Iterator[None]:
     """Launchers find so many SMs, each with room for one program of the tests' tile, and two pushers of a gather, each
-    with something to push. A hang is seen as soon as each program has polled in vain a few times."""
+    with something to push. A hang is seen after so many polls in vain."""
     device = SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=2048)
     values = (
         (execution, "DEVICE", device),
         (all_gather_matmul, "PUSHERS", 2),
         (all_gather_matmul, "PUSH_BLOCK", 256),
-        (scheduler, "PATIENCE", 100),
+        (scheduler, "PATIENCE", patience),
     )
     with contextlib.ExitStack() as stack:
         for module, name, value in values:
@@ -198,10 +260,10 @@ class Trial(NamedTuple):
 
 def attempt(case: Case, number: int, mutate: Callable[[str, str], str] | None = None) -> Trial:
     """Execute a case in one of TRIES."""
-    schedule, multiprocessors = TRIES[number]
-    kernels: dict[str, Any] = {}
+    way, kernels = TRIES[number], dict[str, Any]()
+    patience = 100 if way.present == slice(None) else 5000  # until waits have expired
     try:
-        with small_machine(multiprocessors), executing(schedule, mutate) as run:
+        with small_machine(way.multiprocessors, patience), executing(way.schedule, mutate) as run:
             run.log = FirstReport()
             launch = run.launch
 
@@ -210,7 +272,7 @@ def attempt(case: Case, number: int, mutate: Callable[[str, str], str] | None = 
                 launch(name, kernel, *rest)
 
             run.launch = watched  # type: ignore[method-assign]
-            case.run(run)
+            case.run(run, way.present)
     except (AssertionError, Fault) as error:
         message = str(error)
         usual = "fault" if isinstance(error, Found | Fault) else "wrong"
@@ -220,7 +282,7 @@ def attempt(case: Case, number: int, mutate: Callable[[str, str], str] | None = 
 
 def search(case: Case, mutate: Callable[[str, str], str] | None = None) -> tuple[Trial, int]:
     """The first try that finds anything, and its number; if none does, the last one."""
-    for number in range(len(TRIES)):
+    for number in (n for n, way in enumerate(TRIES) if case.communicates or way.present == slice(None)):
         trial = attempt(case, number, mutate)
         if trial.found:
             break
@@ -267,7 +329,7 @@ def judge(name: str, mutant: Mutant) -> Verdict | None:
     case, kernels = CASES[name], usual(name)
     if mutant.function:
         trial, number = search_source(case, mutant)
-        if all(code_of(kernel) == code_of(kernels[function]) for function, kernel in trial.kernels.items()):
+        if all(code_of(kernel) == code_of(trial.kernels[function]) for function, kernel in kernels.items()):
             return None
         rules_broken = broken_rules(case, trial.kernels[case.kernel])
     else:
