@@ -48,7 +48,7 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[eval]' 'lm_eval[hf]'
 	touch .venv/eval
 
-proofs: compile-check .venv/eval  ## the long checks: compiled kernels, protocol model, every random kill, every README command
+proofs: compile-check execute .venv/eval  ## the long checks: compiled and executed kernels, protocol model, every random kill, every README command
 	$(PYTEST) --proof -m "not alone"
 	$(PYTEST) --numprocesses 0 --proof -m alone
 
