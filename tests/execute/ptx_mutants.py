@@ -38,7 +38,7 @@ class Mutant(NamedTuple):
     @property
     def name(self) -> str:
         """A text that no other mutant of the same kernel has, which stays the same when lines move."""
-        return f"{self.kind}, `{self.text}` #{self.number}"
+        return f"{self.kind}, `{self.text[:60]}` #{self.number}"
 
 
 class Place(NamedTuple):
