@@ -1,14 +1,71 @@
-"""The mutants that the executor lets pass, each with the reason why it computes the same.
+"""The mutants that the executor lets pass, each with the reason.
 
-Belongs here: the list, and what is said where it and an execution disagree.
+Belongs here: the list, and what is said where it and an execution disagree. Names are those that Triton 3.7 gives.
 """
 
 from mutant_trials import Verdict
 from ptx_mutants import Mutant
 
-REASONS: dict[str, str] = {}
+REASONS = {
+    "counter": "Equivalent: the barrier by which all warps get the counter's value stands between their stores and the "
+    "release, and no warp stores into the slot after it.",
+    "report": "Equivalent: one thread stores all words of the report, and the same thread releases the first of them.",
+    "own": "Equivalent: it is the own rank's flag. Readers are on the same GPU, or are a later launch of the stream.",
+    "prologue": "Equivalent: it stands between copies into two different buffers. The barrier before the first of them "
+    "orders both behind the reads of the tile before.",
+    "publish": "Equivalent: the barrier of a publication stands between the reads of the tile before and these copies.",
+    "first word": "Equivalent with this layout: the first thread overwrites a word of shared memory that, since the "
+    "barrier before, only its own warp has read.",
+    "not executed": "Not equivalent, but not executed: a rank gives up here only if a peer that has come to all waits "
+    "before this one is then missing. The copy of the same function at an earlier wait is executed; its mutants are "
+    "caught.",
+}
 # by case: the mutant's name -> a key of REASONS
-SURVIVORS: dict[str, dict[str, str]] = {}
+SURVIVORS: dict[str, dict[str, str]] = {
+    "matmul_reduce_scatter": {
+        "barrier deleted, `publish: tl.debug_barrier()` #1": "counter",
+        "barrier deleted, `publish: tl.debug_barrier()` #2": "report",
+        "barrier deleted, `publish: tl.debug_barrier()` #3": "report",
+    },
+    "matmul_all_reduce, one shot": {
+        'scope sys to gpu, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` #2': "own",
+        "barrier deleted, `load_block: block = tl.load(source + rows.to(tl.int64)[:, No` #1": "publish",
+        'barrier deleted, `poll: seen = tl.atomic_add(flag, 0, sem="acquire", scope="sy` #1': "first word",
+        "barrier deleted, `publish: tl.debug_barrier()` #3": "report",
+        "barrier deleted, `publish: tl.debug_barrier()` #4": "report",
+    },
+    "matmul": {
+        "barrier deleted, `load_block: block = tl.load(source + rows.to(tl.int64)[:, No` #2": "prologue",
+    },
+    "matmul_reduce_scatter, finished": {
+        "barrier deleted, `publish: tl.debug_barrier()` #1": "counter",
+        "barrier deleted, `publish: tl.debug_barrier()` #2": "report",
+    },
+    "matmul_all_reduce, two shots": {
+        "barrier deleted, `publish: tl.debug_barrier()` #2": "report",
+        'barrier deleted, `poll: seen = tl.atomic_add(flag, 0, sem="acquire", scope="sy` #5': "first word",
+        "barrier deleted, `give_up: first = tl.atomic_add(flags_of(me, me.rank, other),` #5": "not executed",
+        "barrier deleted, `give_up: first = tl.atomic_add(flags_of(me, me.rank, other),` #6": "not executed",
+        "barrier deleted, `give_up: first = tl.atomic_add(flags_of(me, me.rank, other),` #7": "not executed",
+        "barrier deleted, `give_up: first = tl.atomic_add(flags_of(me, me.rank, other),` #8": "not executed",
+        "barrier deleted, `publish: tl.debug_barrier()` #5": "not executed",
+        'release to relaxed, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` #5': "not executed",
+        'scope sys to gpu, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` #5': "not executed",
+    },
+    "await_gathered": {
+        "barrier deleted, `publish: tl.debug_barrier()` #1": "own",
+        'release to relaxed, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` #1': "own",
+        'scope sys to gpu, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` #1': "own",
+        "barrier deleted, `publish: tl.debug_barrier()` #4": "report",
+        "barrier deleted, `publish: tl.debug_barrier()` #5": "report",
+    },
+    "all_gather_matmul": {
+        "barrier deleted, `publish: tl.debug_barrier()` #3": "report",
+    },
+    "all_gather_matmul, 3 weights": {
+        "barrier deleted, `publish: tl.debug_barrier()` #2": "report",
+    },
+}
 
 
 def reason_of(name: str, mutant: Mutant) -> str | None:

@@ -300,7 +300,9 @@ def usual(name: str, number: int = 0) -> dict[str, Any]:
 def mutants(name: str) -> list[Mutant]:
     """All of a case."""
     case = CASES[name]
-    return ptx_mutants(usual(name)[case.kernel].asm["ptx"]) + source_mutants(case.sources)
+    every = ptx_mutants(usual(name)[case.kernel].asm["ptx"]) + source_mutants(case.sources)
+    assert len({mutant.name for mutant in every}) == len(every), "mutants of one name"
+    return every
 
 
 @cache
