@@ -39,6 +39,7 @@ SURVIVORS: dict[str, dict[str, str]] = {
     },
     "matmul_reduce_scatter, finished": {
         "barrier deleted, `publish: tl.debug_barrier()` #1": "counter",
+        "barrier deleted, `publish: tl.debug_barrier()` #2": "report",
     },
     "matmul_all_reduce, two shots": {
         "barrier deleted, `publish: tl.debug_barrier()` #2": "report",
@@ -57,6 +58,12 @@ SURVIVORS: dict[str, dict[str, str]] = {
         'scope sys to gpu, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` #1': "own",
         "barrier deleted, `publish: tl.debug_barrier()` #4": "report",
         "barrier deleted, `publish: tl.debug_barrier()` #5": "report",
+    },
+    "all_gather_matmul": {
+        "barrier deleted, `publish: tl.debug_barrier()` #3": "report",
+    },
+    "all_gather_matmul, 3 weights": {
+        "barrier deleted, `publish: tl.debug_barrier()` #2": "report",
     },
 }
 

@@ -16,6 +16,7 @@ from mutations import Edit
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 WEAKER = {"acquire": ("relaxed",), "release": ("relaxed",), "acq_rel": ("relaxed", "acquire", "release")}
+SHORT = 60  # letters of a Python line in a mutant's name
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 ORDERED = re.compile(r"(?:atom|red|ld|st)\.[\w.]*\.(?:acquire|release|acq_rel)\b[\w.]*")
 
@@ -29,7 +30,7 @@ class Mutant(NamedTuple):
     text: str
     """The Python line's own text, by which the mutant is known when lines have moved."""
     number: int
-    """Which of the mutants of this kind and text it is, from 1 on."""
+    """Which of the mutants of this kind, and of a text that begins like this, it is, from 1 on."""
     edit: Edit
     """Of the kernel's PTX, or of the source of `function`."""
     function: str = ""
@@ -38,7 +39,7 @@ class Mutant(NamedTuple):
     @property
     def name(self) -> str:
         """A text that no other mutant of the same kernel has, which stays the same when lines move."""
-        return f"{self.kind}, `{self.text[:60]}` #{self.number}"
+        return f"{self.kind}, `{self.text[:SHORT]}` #{self.number}"
 
 
 class Place(NamedTuple):
@@ -92,8 +93,10 @@ def ptx_mutants(ptx: str) -> list[Mutant]:
     polls = polling_branches(every)
     for place in every:
         for kind, new in edits(place, polls):
-            seen[kind, place.text] += 1
-            found.append(Mutant(kind, place.where, place.text, seen[kind, place.text], change(place.index, new)))
+            seen[kind, place.text[:SHORT]] += 1
+            found.append(
+                Mutant(kind, place.where, place.text, seen[kind, place.text[:SHORT]], change(place.index, new))
+            )
     return found
 
 

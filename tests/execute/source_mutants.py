@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import triton
 from mutations import Edit, replace
-from ptx_mutants import Mutant
+from ptx_mutants import SHORT, Mutant
 from triton.runtime.jit import JITFunction
 
 from tpformer.kernels.protocol import Served
@@ -65,8 +65,8 @@ def source_mutants(functions: Sequence[JITFunction]) -> list[Mutant]:
         above = first_line(function) - 1
         for kind, line, edit in edits(function):
             text = f"{name}: {lines[line - 1].strip()}"
-            seen[kind, text] += 1
-            found.append(Mutant(kind, f"{file}:{above + line}", text, seen[kind, text], edit, name))
+            seen[kind, text[:SHORT]] += 1
+            found.append(Mutant(kind, f"{file}:{above + line}", text, seen[kind, text[:SHORT]], edit, name))
     return found
 
 
