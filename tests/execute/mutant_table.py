@@ -25,7 +25,7 @@ INTRODUCTION = """\
 
 `python tests/execute/mutant_table.py` breaks each kernel in every way that tests/execute/ptx_mutants.py and
 tests/execute/source_mutants.py know, and executes the compiled code (sm_80, bfloat16, small tiles, three epochs) until
-the executor finds something, or lets it pass ten times: in other schedules, with other numbers of programs, and with
+the executor finds something, or lets it pass twelve times: in other schedules, with other numbers of programs, and with
 ranks that are absent, so that waits expire. `make execute` does so with a sample.
 
 The executor ends with what it finds first: a race, a hang, another fault (an access outside of memory, a barrier that

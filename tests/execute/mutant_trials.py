@@ -56,6 +56,13 @@ class Try(NamedTuple):
     """SMs, each with room for one program."""
     present: slice = slice(None)
     """The ranks that run. If some are absent, waits of the others expire."""
+    gone: bool = False
+    """Whether the absent ranks began before the others, pushed what they had, and gave up."""
+
+    @property
+    def expires(self) -> bool:
+        """Whether ranks are absent."""
+        return self.present != slice(None)
 
 
 LAST, FIRST = slice(-1, None), slice(-1)  # the last rank; all but the last
@@ -70,6 +77,8 @@ TRIES = (  # until one of them shows the mutant
     Try(Schedule(2, lockstep=False), 1, FIRST),
     Try(Schedule(4, lockstep=False), 8),
     Try(Schedule(5, lockstep=False, priorities=True), 3),
+    Try(Schedule(1, lockstep=False), 4, FIRST, gone=True),
+    Try(Schedule(2, lockstep=False), 1, FIRST, gone=True),
 )
 # rules that ask how fast the code is, or need ptxas
 WAIVED = frozenset(("wide_stores", "tensor_cores", "spills", "shared_memory", "tensor_memory", "serialized"))
@@ -94,14 +103,14 @@ class Case(NamedTuple):
     """The kernel whose PTX is mutated."""
     shipped: str
     """A case of the compile check (shipped.py), whose counts the kernel must show, too."""
-    run: Callable[[Execution, slice], None]
-    """(execution, the ranks that run): AssertionError if a result is wrong."""
+    run: Callable[[Execution, Try], None]
+    """AssertionError if a result is wrong."""
     sources: tuple[JITFunction, ...] = ()
     """Functions whose source is mutated."""
     communicates: bool = True
 
 
-def multiply(run: Execution, present: slice, transposed: bool) -> None:
+def multiply(run: Execution, way: Try, transposed: bool) -> None:
     """C = A W^T, or from transposed operands, with a tile of three stages."""
     (m, n, k), tile = SHAPE, execution.TILE._replace(stages=3)
     n += 16  # three tiles
@@ -110,21 +119,21 @@ def multiply(run: Execution, present: slice, transposed: bool) -> None:
     matmuls.close(matmuls.matmul(a, [w], tile=tile, **options)[0], matmuls.matmul_reference, a, w, **options)
 
 
-def communicate(run: Execution, present: slice, gemm: gemms.Gemm, world: int) -> None:
+def communicate(run: Execution, way: Try, gemm: gemms.Gemm, world: int) -> None:
     """An operation on each rank, for each epoch."""
-    if present != slice(None):
+    if way.expires:
         xs = gemms.cast(gemms.make_inputs(gemm, 0, world, SHAPE, False), BF16)
-        expire(run, lambda channel: gemm.launch(xs[channel.rank], channel, execution.TILE), world, present)
+        expire(run, lambda channel: gemm.launch(xs[channel.rank], channel, execution.TILE), world, way)
     else:
         run_group(gemm, run, world, BF16, SHAPE, EPOCHS)
 
 
-def gather(run: Execution, present: slice, world: int) -> None:
+def gather(run: Execution, way: Try, world: int) -> None:
     """A gather without a GEMM, and the copy of what it has gathered, for each epoch."""
     ranks, rows = range(world), SHAPE[0]
     shards = [[torch.full((rows, 24), 10.0 * epoch + rank, dtype=BF16) for rank in ranks] for epoch in range(EPOCHS)]
-    if present != slice(None):
-        return expire(run, lambda channel: await_gathered(channel, shards[0][channel.rank], True), world, present)
+    if way.expires:
+        return expire(run, lambda channel: await_gathered(channel, shards[0][channel.rank], True), world, way)
     channels = group(world)
     copies: list[list[torch.Tensor]] = [[] for _ in range(EPOCHS)]
     run.share(*channels[0].slots)
@@ -150,13 +159,18 @@ def read_report_kernel(error, copy):
         tl.store(copy + word, tl.load(error + word))
 
 
-def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: int, present: slice) -> None:
+def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: int, way: Try) -> None:
     """Launch an operation on the ranks that are present, for each epoch. In the first their waits expire, and they
     report that; then they wait no more. The first absent rank reads the first one's report in place of the host."""
     channels, report = group(world, limit=POLLS), torch.zeros(4, dtype=torch.int32)
-    running = channels[present]
-    (absent, *_) = (rank for rank in range(world) if rank not in range(world)[present])
+    running = channels[way.present]
+    (absent, *_) = (rank for rank in range(world) if channels[rank] not in running)
     run.share(*channels[0].slots)
+    if way.gone:
+        with run.on(absent):
+            bump(channels[absent])
+            launch(channels[absent])
+        run.run()
     with run.on(absent):
         read_report_kernel[(1,)](running[0].error, report, num_warps=1)
     for channel in running:
@@ -166,7 +180,9 @@ def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: 
                 launch(channel)
     run.run()
     expired, peer, *epochs = report.tolist()
-    right = expired == 1 and peer != running[0].rank and epochs == [gemms.BEFORE_WRAP, gemms.BEFORE_WRAP + 1]
+    # a rank that has pushed all that the first epoch takes is missed in the second
+    missed = [[gemms.BEFORE_WRAP + epoch, gemms.BEFORE_WRAP + epoch + 1] for epoch in (0, int(way.gone))]
+    right = expired == 1 and peer != running[0].rank and epochs in missed
     assert right and torch.equal(report, running[0].error[0]), f"the report is {report.tolist()}"
     stopped = all(channel.stopped.all() and not channel.counters.any() for channel in running)
     assert stopped, "a rank has not stopped"
@@ -261,7 +277,7 @@ class Trial(NamedTuple):
 def attempt(case: Case, number: int, mutate: Callable[[str, str], str] | None = None) -> Trial:
     """Execute a case in one of TRIES."""
     way, kernels = TRIES[number], dict[str, Any]()
-    patience = 100 if way.present == slice(None) else 5000  # until waits have expired
+    patience = 5000 if way.expires else 100  # until waits have expired
     try:
         with small_machine(way.multiprocessors, patience), executing(way.schedule, mutate) as run:
             run.log = FirstReport()
@@ -272,7 +288,7 @@ def attempt(case: Case, number: int, mutate: Callable[[str, str], str] | None = 
                 launch(name, kernel, *rest)
 
             run.launch = watched  # type: ignore[method-assign]
-            case.run(run, way.present)
+            case.run(run, way)
     except (AssertionError, Fault) as error:
         message = str(error)
         usual = "fault" if isinstance(error, Found | Fault) else "wrong"
@@ -282,7 +298,7 @@ def attempt(case: Case, number: int, mutate: Callable[[str, str], str] | None = 
 
 def search(case: Case, mutate: Callable[[str, str], str] | None = None) -> tuple[Trial, int]:
     """The first try that finds anything, and its number; if none does, the last one."""
-    for number in (n for n, way in enumerate(TRIES) if case.communicates or way.present == slice(None)):
+    for number in (n for n, way in enumerate(TRIES) if case.communicates or not way.expires):
         trial = attempt(case, number, mutate)
         if trial.found:
             break
