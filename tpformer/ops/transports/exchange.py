@@ -7,6 +7,7 @@ for the tile that ships.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -115,6 +116,7 @@ def tiled_exchange(
     return gather_exchange(m // t, n, m // t * packed_width(k, itemsize) * itemsize, t, tile, programs, signals)
 
 
+@functools.lru_cache(maxsize=1024)  # "auto" asks before each operation
 def shipped_exchange(
     op: str, sizes: tuple[int, int, int], t: int, dtype: torch.dtype, device: torch.device, spare: int = 0
 ) -> tuple[Tile, Exchange]:
