@@ -347,14 +347,17 @@ def judge(name: str, mutant: Mutant) -> Verdict | None:
     case, kernels = CASES[name], usual(name)
     if mutant.function:
         trial, number = search_source(case, mutant)
-        if all(code_of(kernel) == code_of(trial.kernels[function]) for function, kernel in kernels.items()):
+        if all(
+            code_of(kernel.asm["ptx"]) == code_of(trial.kernels[name].asm["ptx"]) for name, kernel in kernels.items()
+        ):
             return None
         rules_broken = broken_rules(case, trial.kernels[case.kernel])
     else:
         text = kernels[case.kernel].asm["ptx"]
-        edited = mutant.edit(text)
+        edited, usual_code = mutant.edit(text), code_of(text)
         assert edited != text, mutant.name
-        trial, number = search(case, lambda _, ptx: edited if ptx == text else ptx)
+        # of the same kernel, compiled elsewhere, Triton may find PTX with other paths in its cache
+        trial, number = search(case, lambda _, ptx: mutant.edit(ptx) if code_of(ptx) == usual_code else ptx)
         rules_broken = broken_rules(case, kernels[case.kernel], edited)
     usual(name, number)
     return Verdict(trial.found, trial.message, rules_broken, number)
@@ -367,9 +370,10 @@ def search_source(case: Case, mutant: Mutant) -> tuple[Trial, int]:
         return search(case)
 
 
-def code_of(kernel: Any) -> list[str]:
-    """The instructions of a compiled kernel, without the places that they come from."""
-    body = kernel.asm["ptx"].split("\t.section\t.debug")[0]
+@cache
+def code_of(ptx: str) -> list[str]:
+    """The instructions of a kernel, without the places that they come from."""
+    body = ptx.split("\t.section\t.debug")[0]
     return [line for line in (line.split("//")[0].strip() for line in body.splitlines()) if not line.startswith(".loc")]
 
 
