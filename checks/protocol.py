@@ -47,7 +47,7 @@ class Small(NamedTuple):
     m: int
     t: int
     push: bool = False
-    """Of a gather: whether programs send the shards."""
+    """Whether programs send the shards of a gather; otherwise copies do."""
     one_shot_bytes: int = 0
 
     @property

@@ -32,8 +32,8 @@ class Case:
     tile: Tile | None = None
     """A GEMM's configuration; None for a kernel that multiplies no matrices."""
     releases: int = 0
-    """Exact number of system-scope releases. Each call of publish is one, of which each wait has one, for
-    its report; in a static loop each round counts."""
+    """Exact number of system-scope releases. Each call of publish is one, and each wait has one for its report; in a
+    static loop each round counts."""
     acquires: int = 0
     """Exact number of system-scope acquires. Each call of wait has two: before its loop and in it."""
     local_atomics: int = 0

@@ -43,7 +43,7 @@ def test_a_kernel_that_follows_the_protocol_passes(capability: int, dtype: str) 
 
 
 def test_bytes_in_flight() -> None:
-    """Of a warp of 32 threads, up to the first use of any of them, across groups of asynchronous copies."""
+    """A warp has 32 threads. Its loads count until it uses one of them, its asynchronous copies until it waits."""
     loads = "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];\n@%p1 ld.global.b32 %r5, [ %rd1 + 16 ];\n"
     assert ptx.bytes_in_flight(loads + "add.s32 %r6, %r7, 1;\nadd.s32 %r8, %r2, 1;") == 32 * 20
     assert ptx.bytes_in_flight(loads.replace("%rd1 + 16", "%r1 + 16") + "st.global.b32 [ %rd2 ], %r5;") == 32 * 16

@@ -14,7 +14,7 @@ import torch
 
 from tpformer.kernels.cost import ONE_SHOT_BYTES
 
-from .interface import ALL_REDUCE, SCATTER
+from .interface import ALL_REDUCE, GATHER, SCATTER
 
 if TYPE_CHECKING:
     from tpformer.kernels.launch import Tile
@@ -128,7 +128,7 @@ def shipped_exchange(
     (m, n, k), reduced = sizes, op == ALL_REDUCE
     tile = select_tile(device, dtype, m if reduced else m // t, n, chunks=1 if reduced else t)
     chunks = 1 if is_one_shot(op, m, n, dtype.itemsize) else t
-    pushed = not reduced and op != SCATTER and m // t * k * dtype.itemsize < COPY_ENGINE_BYTES
+    pushed = op == GATHER and m // t * k * dtype.itemsize < COPY_ENGINE_BYTES
     pushers = PUSHERS if pushed else 0
     programs = persistent_programs(
         device, chunks * tile_count(share(m, chunks), n, tile), tile, reserved=pushers, spare=spare
