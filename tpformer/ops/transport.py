@@ -15,7 +15,7 @@ from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.cost import ONE_SHOT_BYTES, Machine, break_even_width, gemm_seconds, machine_for
 
 from .implementation import KERNEL_DTYPES
-from .transports.exchange import shipped_exchange
+from .transports.exchange import is_one_shot, shipped_exchange
 from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Request, Transport
 from .transports.pipelined import Pipelined
 from .transports.sequential import Sequential
@@ -186,7 +186,7 @@ def _automatic(request: Request) -> Decision:
 def _fused_or_sequential(request: Request) -> Decision:
     """The choice by the performance model, where both can run."""
     nbytes = request.m * request.n * request.dtype.itemsize
-    if request.op == ALL_REDUCE and nbytes <= ONE_SHOT_BYTES:
+    if is_one_shot(request.op, request.m, request.n, request.dtype.itemsize):
         return Decision("fused", f"one-shot: {nbytes / 1024:g} KiB <= {ONE_SHOT_BYTES >> 10} KiB")
     if request.m < FUSED_ROWS:
         return Decision("sequential", f"{request.m} rows < {FUSED_ROWS}: too few to overlap")
