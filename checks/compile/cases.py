@@ -34,10 +34,16 @@ class Case:
     releases: int = 0
     """Exact number of system-scope releases. Each call of publish is one, and each wait has one for its report; in a
     static loop each round counts."""
+    fences: int = 0
+    """Exact number of system-scope fences. A fence releases by all flags that are set after it."""
+    flags: int = 0
+    """Exact number of relaxed atomics of system scope whose answer nobody reads: they set flags behind a fence."""
     acquires: int = 0
     """Exact number of system-scope acquires. Each call of wait has two: before its loop and in it."""
     local_atomics: int = 0
     """Exact number of atomics on memory that only one rank uses, which need no system scope."""
+    in_flight: int = 0
+    """Bytes that all warps of a program must have asked of global memory before the first use of any."""
     own: frozenset[str] = frozenset()
     """Names of pointer and descriptor arguments that no other rank writes. Loads from them may stand before a wait."""
     waived: frozenset[str] = frozenset()

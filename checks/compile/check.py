@@ -37,6 +37,7 @@ HEADINGS = {  # short names of columns, so that a row fits a line
     "tma_loads": "tma",
     "cp_async": "cp.async",
     "releases": "rel",
+    "fences": "fence",
     "acquires": "acq",
     "barriers": "bar",
     "in_flight": "flight",

@@ -4,11 +4,13 @@ Belongs here: all that reaches into Triton's runtime. rules.py says what must ho
 """
 
 import contextlib
+import functools
 import io
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,10 +40,11 @@ class Compiled:
 class Driver:
     """A driver with which Triton can compile. It lacks what a launch needs, so a launch would fail."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, device: str = "meta") -> None:
+        """device: that of the launchers' tensors."""
         from triton.backends.compiler import GPUTarget
 
-        self.target = GPUTarget("cuda", capability, 32)
+        self.target, self.device = GPUTarget("cuda", capability, 32), torch.device(device)
 
     def get_current_device(self) -> "Driver":
         """The key under which jitted functions keep their kernels; this object, so that no other driver finds them."""
@@ -57,7 +60,7 @@ class Driver:
 
     def get_active_torch_device(self) -> torch.device:
         """The device of the launchers' tensors."""
-        return torch.device("meta")
+        return self.device
 
 
 def unavailable() -> str | None:
@@ -84,6 +87,34 @@ def ptxas_version(capability: int) -> str:
 
 
 @contextlib.contextmanager
+def intercepted(driver: Driver, instead: Callable[..., Any]) -> Iterator[None]:
+    """Within, a launch calls instead(function, compiles, arguments, grid, options) and returns what that returns.
+
+    compiles: gives the kernel, compiled for the driver's architecture. Afterwards Triton is as it was.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    functions: dict[int, JITFunction] = {}
+    launch, active = JITFunction.run, getattr(triton.runtime.driver, "_active", None)
+
+    def run(function, *arguments, grid, warmup, **options):
+        functions[id(function)] = function
+        compiles = functools.partial(launch, function, *arguments, grid=grid, warmup=True, **options)
+        return instead(function, compiles, arguments, grid, options)
+
+    triton.runtime.driver.set_active(driver)
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+        triton.runtime.driver.set_active(active)
+        for function in functions.values():
+            function.device_caches.pop(driver, None)
+
+
+@contextlib.contextmanager
 def compile_only(capability: int) -> Iterator[list[Compiled]]:
     """Inside this context a launch compiles its kernel for an architecture, and appends it to the list that is yielded.
 
@@ -94,39 +125,28 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
     if reason := unavailable():
         raise RuntimeError(reason)
     import triton
-    from triton.runtime.jit import JITFunction
-
-    driver = Driver(capability)
-    compiled: dict[int, Compiled] = {}  # by identity of Triton's kernel
-    functions: dict[int, JITFunction] = {}
-    launch = JITFunction.run
-
-    def compile_instead(function, *arguments, grid, warmup, **options):
-        functions[id(function)] = function
-        log = io.StringIO()
-        with contextlib.redirect_stdout(log):
-            kernel = launch(function, *arguments, grid=grid, warmup=True, **options)
-        if id(kernel) not in compiled:
-            compiled[id(kernel)] = report(function.__name__, kernel, log.getvalue())
-            kernels.append(compiled[id(kernel)])
-        return kernel
 
     kernels: list[Compiled] = []
-    with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(triton.knobs.cache.scope())
-        stack.enter_context(triton.knobs.nvidia.scope())
+    known: dict[int, Any] = {}  # Triton's kernels, by identity
+
+    def compile_instead(function, compiles, arguments, grid, options):
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel = compiles()
+        if id(kernel) not in known:
+            known[id(kernel)] = kernel
+            kernels.append(report(function.__name__, kernel, log.getvalue()))
+        return kernel
+
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        triton.knobs.cache.scope(),
+        triton.knobs.nvidia.scope(),
+        intercepted(Driver(capability), compile_instead),
+    ):
         triton.knobs.cache.dir = cache  # an empty folder: a kernel from the user's would come without ptxas's report
         triton.knobs.nvidia.dump_ptxas_log = True
-        stack.callback(triton.runtime.driver.set_active, getattr(triton.runtime.driver, "_active", None))
-        triton.runtime.driver.set_active(driver)
-        stack.callback(setattr, JITFunction, "run", launch)
-        JITFunction.run = compile_instead
-        try:
-            yield kernels
-        finally:
-            for function in functions.values():
-                function.device_caches.pop(driver, None)
+        yield kernels
 
 
 def report(name: str, kernel, log: str) -> Compiled:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .statements import Instruction, read_instruction, statements
+
 WIDE = 16  # bytes of the widest store of one thread
 WARP = 32  # threads
 
@@ -18,13 +20,14 @@ KINDS = {
     "barrier": r"bar(rier)?(\.cta)?\.sync",
     "warp barrier": r"bar\.warp\.sync",
     "proxy fence": r"fence\.proxy\.async",
+    "fence": r"fence\.(acq_rel|sc)|membar",
     "tma load": r"cp\.async\.bulk\.\S*shared::c(ta|luster)\.global",
     "tma store": r"cp\.(reduce\.)?async\.bulk\.\S*global\.shared::c",
     "cp.async": r"cp\.async\.c[ag]\.",
     "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma",
     "mma": r"mma\.sync",
-    "atomic": r"(atom|red)\.(?!\S*shared)|(ld|st)\.\S*(acquire|release)",
+    "atomic": r"(atom|red)\.(?!\S*shared)|(ld|st)\.\S*(acquire|release|relaxed)",
     "store": r"st\.global",
     "load": r"ld\.global",
 }
@@ -38,6 +41,8 @@ class Event(NamedTuple):
     opcode: str
     source: str
     """The Python line, as file.py:12."""
+    answered: bool = False
+    """Whether something reads what it returns."""
 
     @property
     def order(self) -> str:
@@ -53,8 +58,19 @@ class Event(NamedTuple):
 
     @property
     def releases(self) -> bool:
-        """Whether it releases what was stored before it."""
-        return self.order in ("release", "acq_rel")
+        """Whether it releases what was stored before it: a fence does by the flags that are set after it."""
+        return self.kind == "fence" or self.order in ("release", "acq_rel")
+
+    @property
+    def fences(self) -> bool:
+        """Whether it is a fence of system scope."""
+        return self.kind == "fence" and self.scope == "sys"
+
+    @property
+    def sets_flag(self) -> bool:
+        """Whether it is a relaxed write of system scope that nobody waits for."""
+        relaxed = self.kind == "atomic" and self.order == "relaxed" and not self.opcode.startswith("ld")
+        return relaxed and self.scope == "sys" and not self.answered
 
     @property
     def acquires(self) -> bool:
@@ -100,46 +116,38 @@ class Program:
 
 def parse(ptx: str) -> Program:
     """Read the PTX of one kernel, which must have Python lines in it."""
-    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', ptx, re.M))
+    read = set(re.findall(r",\s*(%\w+)", ptx))  # what an instruction writes stands before its first comma
     blocks: list[Block] = []
-    source = "?"
-    for line in ptx.split("\t.section\t.debug")[0].splitlines():
-        text = line.split("//")[0].strip()
-        if text.startswith((".visible .entry", ".entry", ".func", ".visible .func", ".weak .func")):
+    for text, source in statements(ptx):
+        if re.match(r"(\.visible |\.weak )?\.(entry|func)", text):
             blocks.append(Block(is_entry=True))
-        elif location := re.match(r"\.loc\s+(\d+)\s+(\d+)", text):
-            if location.group(2) != "0":
-                source = f"{files.get(location.group(1), '?')}:{location.group(2)}"
         elif label := re.match(r"(\$L__BB\w+):", text):
             blocks.append(Block(label.group(1)))
-        elif blocks:
-            for instruction in text.split(";"):
-                if read_instruction(instruction, source, blocks[-1]):
-                    blocks.append(Block())
+        elif blocks and (instruction := read_instruction(text, source)) and add(instruction, blocks[-1], read):
+            blocks.append(Block())
     connect(blocks)
     return Program(blocks)
 
 
-def read_instruction(text: str, source: str, block: Block) -> bool:
-    """Add an instruction's event and its targets to the block, and return whether it ends the block."""
-    match = re.match(r"[\s{}]*(@!?%?\w+\s+)?([a-z][\w.:]*)\s*(.*)", text)
-    if match is None:
-        return False
-    predicate, opcode, operands = match.groups()
+def add(instruction: Instruction, block: Block, read: set[str]) -> bool:
+    """Add an instruction's event and its targets to the block, and return whether it ends the block.
+
+    read: the registers that the kernel reads.
+    """
+    opcode, operands = instruction.opcode, instruction.rest
     if opcode in ("bra", "bra.uni"):
         if not operands.startswith("$L__BB"):  # a loop within inline assembly, which ends where it began
             return False
-        block.targets.append(operands.strip())
-        block.falls_through = predicate is not None
-        return True
-    if opcode in ("ret", "exit", "trap", "brx.idx", "brx.idx.uni"):
-        if opcode.startswith("brx"):
-            block.targets.append("any")
-        block.falls_through = predicate is not None
-        return True
-    if kind := kind_of(opcode):
-        block.events.append(Event(kind, opcode, source))
-    return False
+        block.targets.append(operands)
+    elif opcode in ("brx.idx", "brx.idx.uni"):
+        block.targets.append("any")
+    elif opcode not in ("ret", "exit", "trap"):
+        if kind := kind_of(opcode):
+            answered = opcode.startswith("atom") and operands.partition(",")[0] in read
+            block.events.append(Event(kind, opcode, instruction.source, answered))
+        return False
+    block.falls_through = bool(instruction.predicate)
+    return True
 
 
 @functools.cache
@@ -187,9 +195,9 @@ def search(block: Block, index: int, backwards: bool, stop: Callable[[Event], bo
 
 
 def barrier_before_release(program: Program, warps: int) -> list[str]:
-    """Rule: on every path, a bar.sync stands between the stores and the release.
+    """Rule: on every path, a bar.sync stands between the stores and the release, or the fence.
 
-    A release orders only what its own thread did and saw. In a kernel that releases to other ranks, local releases need
+    Both order only what their own thread did and saw. In a kernel that releases to other ranks, local releases need
     the barrier, too: by them programs of a rank hand over what one of them then publishes.
     """
     barriers = ("barrier", "warp barrier") if warps == 1 else ("barrier",)
@@ -204,6 +212,20 @@ def barrier_before_release(program: Program, warps: int) -> list[str]:
                 if found is None or found.kind not in barriers:
                     what = "nothing" if found is None else f"{found.opcode} ({found.source})"
                     violations.append(f"{event.opcode} ({event.source}) comes after {what} without a bar.sync between")
+                    break
+    return violations
+
+
+def fence_before_flag(program: Program) -> list[str]:
+    """Rule: on every path, a fence of system scope stands before each relaxed write of a flag, and no store between."""
+    violations = []
+    for block in program.blocks:
+        for index, event in enumerate(block.events):
+            before = search(block, index, True, lambda e: e.fences or e.kind in ("store", "tma store"))
+            for found in before if event.sets_flag else ():
+                if found is None or not found.fences:
+                    what = "nothing" if found is None else f"{found.opcode} ({found.source})"
+                    violations.append(f"{event.opcode} ({event.source}) comes after {what} without a fence between")
                     break
     return violations
 
@@ -241,13 +263,12 @@ def bytes_in_flight(ptx: str) -> int:
     """
     loads: dict[str, int] = {}
     groups, most = [0], 0
-    for line in ptx.splitlines():
-        text = line.split("//")[0].strip()
-        match = re.match(r"(@!?%?\w+\s+)?([a-z][\w.:]*)\s*(.*)", text)
-        if match is None:
+    for text, source in statements(ptx):
+        instruction = read_instruction(text, source)
+        if instruction is None:
             loads = {} if text.startswith("$") else loads
             continue
-        opcode, operands = match[2], match[3]
+        opcode, operands = instruction.opcode, instruction.rest
         kind = kind_of(opcode)
         used = set(re.findall(r"%\w+", operands.partition("[")[2] if kind == "load" else text))
         if opcode.startswith("cp.async.wait") or used & loads.keys():
@@ -256,10 +277,10 @@ def bytes_in_flight(ptx: str) -> int:
                 loads = {}
         if opcode == "cp.async.commit_group":
             groups.append(0)
-        elif left := re.fullmatch(r"cp\.async\.wait_group\s+(\w+);", text):
-            groups = groups[max(0, len(groups) - 1 - int(left[1], 0)) :]
+        elif opcode == "cp.async.wait_group":
+            groups = groups[max(0, len(groups) - 1 - int(operands, 0)) :]
         elif kind == "cp.async":
-            groups[-1] += WARP * int(operands.split(",")[2].strip(" ;"), 0)
+            groups[-1] += WARP * int(operands.split(",")[2], 0)
         elif kind == "load":
             targets = re.findall(r"%\w+", operands.partition("[")[0])
             loads |= dict.fromkeys(targets, WARP * Event(kind, opcode, "").width // len(targets))

@@ -36,6 +36,8 @@ class Row(TypedDict):
     tma_loads: int | None
     cp_async: int | None
     releases: int | None
+    fences: int | None
+    flags: int | None
     acquires: int | None
     barriers: int | None
     in_flight: int | None
@@ -95,7 +97,9 @@ def counts(kernel: Compiled, program: ptx.Program, module: ttgir.Module) -> dict
         "mma": program.count("mma"),
         "tma_loads": program.count("tma load"),
         "cp_async": program.count("cp.async"),
-        "releases": sum(event.releases and event.scope == "sys" for event in events),
+        "releases": sum(event.releases and event.kind == "atomic" and event.scope == "sys" for event in events),
+        "fences": sum(event.fences for event in events),
+        "flags": sum(event.sets_flag for event in events),
         "acquires": sum(event.acquires and event.scope == "sys" for event in events),
         "barriers": program.count("barrier"),
         "in_flight": ptx.bytes_in_flight(kernel.ptx),
@@ -115,13 +119,18 @@ def violations(case: Case, kernel: Compiled, program: ptx.Program, module: ttgir
     """Texts of what is wrong. Each begins with the name of its rule, by which a case may waive it."""
     found = {
         "releases": differs(module.releases(), case.releases, row["releases"]),
+        "fences": differs(module.fences(), case.fences, row["fences"]),
+        "flags": differs(module.flags(), case.flags, row["flags"]),
         "acquires": differs(module.acquires(), case.acquires, row["acquires"]),
         "barrier_before_release": ptx.barrier_before_release(program, kernel.warps),
+        "fence_before_flag": ptx.fence_before_flag(program),
         "system_scope": ttgir.system_scope(module, case.local_atomics),
         "no_tma_store_before_release": ptx.no_tma_store_before_release(program),
         "fence_before_tma_load": ptx.fence_before_tma_load(program),
         "no_wait_in_dot_loop": ttgir.no_wait_in_dot_loop(module),
+        "loads_run_ahead": ttgir.loads_run_ahead(module),
         "no_load_before_wait": ttgir.no_load_before_wait(module, case.own),
+        "in_flight": too_few(case.in_flight, (row["in_flight"] or 0) * kernel.warps),
         "wide_stores": too_narrow(case, narrow_stores(program, module)),
         "tensor_cores": tensor_cores(case, row),
         "spills": [f"{row['spills']} bytes"] if row["spills"] else [],
@@ -148,9 +157,14 @@ def too_much(used: int, limit: int, unit: str) -> list[str]:
     return [f"{used} {unit}, more than {limit}"] if used > limit else []
 
 
+def too_few(wanted: int, seen: int) -> list[str]:
+    """Rule: as many bytes are in flight as fill a link with the pushers that there are."""
+    return [f"{seen} bytes, less than {wanted}"] if seen < wanted else []
+
+
 def too_narrow(case: Case, stores: list[ptx.Event]) -> list[str]:
     """Rule: in a kernel that publishes, each store of a block moves 16 bytes per thread."""
-    if not case.releases or not stores:
+    if not (case.releases or case.fences) or not stores:
         return []
     where = ", ".join(sorted({f"{store.opcode} ({store.source})" for store in stores}))
     return [f"{len(stores)} stores below {ptx.WIDE} bytes: {where}"]

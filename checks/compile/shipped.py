@@ -6,7 +6,9 @@ that are no multiples of 16.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from tpformer.kernels.all_gather_matmul.kernel import (
     await_gathered,
     gathered_copy,
 )
-from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.all_gather_matmul.plan import IN_FLIGHT
+from tpformer.kernels.configurations import TILES, narrow_tile_names, tile_names
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
@@ -30,13 +33,15 @@ from .memory_bound import MEMORY_BOUND
 
 WORLD = 8
 M, N, K = 8192, 4096, 2048
+ODD = 4001  # columns
+NARROW = frozenset(("wide_stores",))  # for ODD columns: most rows do not begin at a multiple of 16 bytes
 ROWS = M // WORLD
 PROGRAMS = 132
 OWN = frozenset(("shard", "a", "problem"))
 OPERANDS = OWN | {f"{name}{i}" for name in ("a", "b") for i in range(3)}
 
 
-def channel(served: int = 1) -> Channel:
+def channel(served: int = 1, world: int = WORLD) -> Channel:
     """A workspace without memory, large enough for every case. It serves virtual ranks if `served` is above 1."""
     capacity, flags = 1 << 34, 1 << 16
     tables, words = partial(meta, dtype=torch.int64), partial(meta, dtype=torch.int32)
@@ -44,9 +49,9 @@ def channel(served: int = 1) -> Channel:
     return Channel(
         rank=0,
         served=served,
-        world=WORLD,
-        data=tables(served, WORLD),
-        flags=tables(served, WORLD),
+        world=world,
+        data=tables(served, world),
+        flags=tables(served, world),
         epoch=words(served),
         error=words(served, ERROR_WORDS.value),
         stopped=words(served, 2),
@@ -55,18 +60,20 @@ def channel(served: int = 1) -> Channel:
         capacity=capacity,
         writer_flags=flags,
         limit=10**6,
-        counters=words(served, WORLD * flags),
+        counters=words(served, world * flags),
     )
 
 
 Variant = tuple[str, Callable[[torch.dtype, Tile], object]]
+Names = Callable[[int, int], Sequence[str]]
 
 
-def gemm(kernel: str, variants: Sequence[Variant], **expected) -> Iterator[Case]:
-    """The cases of a GEMM's variants: one for each architecture, dtype and tile. expected: other fields of Case."""
+def gemm(kernel: str, variants: Sequence[Variant], names: Names = tile_names, **expected) -> Iterator[Case]:
+    """The cases of a GEMM's variants: one for each architecture, dtype and tile of these names. expected: other fields
+    of Case."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
-            for tile in (TILES[name] for name in tile_names(capability, dtype.itemsize)):
+            for tile in (TILES[name] for name in names(capability, dtype.itemsize)):
                 for name, launch in variants:
                     yield Case(
                         name=name,
@@ -79,15 +86,15 @@ def gemm(kernel: str, variants: Sequence[Variant], **expected) -> Iterator[Case]
                     )
 
 
-def weights(dtype: torch.dtype, *, transposed: bool = False, several: bool = False) -> list[Tensor]:
-    """One weight (N, K), or three of which two are narrower; transposed: (K, N)."""
-    widths = (N, N // 4, N // 4) if several else (N,)
+def weights(dtype: torch.dtype, *, transposed: bool = False, several: bool = False, columns: int = N) -> list[Tensor]:
+    """One weight (columns, K), or three of which two are narrower; transposed: (K, columns)."""
+    widths = (columns, columns // 4, columns // 4) if several else (columns,)
     return [meta(K, n, dtype=dtype) if transposed else meta(n, K, dtype=dtype) for n in widths]
 
 
-def biases(dtype: torch.dtype, several: bool = False) -> list[Tensor]:
+def biases(dtype: torch.dtype, several: bool = False, columns: int = N) -> list[Tensor]:
     """The biases of these weights."""
-    return [meta(len(w), dtype=dtype) for w in weights(dtype, several=several)]
+    return [meta(len(w), dtype=dtype) for w in weights(dtype, several=several, columns=columns)]
 
 
 def all_parts(rows: int, dtype: torch.dtype) -> Finish:
@@ -99,14 +106,15 @@ def all_parts(rows: int, dtype: torch.dtype) -> Finish:
 def matmul_cases() -> Iterator[Case]:
     """The cases of matmul_kernel."""
 
-    def forward(dtype, tile):
+    def forward(dtype, tile, columns=N):
+        each = {"several": True, "columns": columns}
         matmul(
-            meta(M, K, dtype=dtype), weights(dtype, several=True), biases(dtype, several=True),
+            meta(M, K, dtype=dtype), weights(dtype, **each), biases(dtype, **each),
             activation="gelu", tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
-    def plain(dtype, tile):
-        matmul(meta(M, K, dtype=dtype), weights(dtype), tile=tile, programs=PROGRAMS)
+    def plain(dtype, tile, columns=N):
+        matmul(meta(M, K, dtype=dtype), weights(dtype, columns=columns), tile=tile, programs=PROGRAMS)
 
     def dgrad(dtype, tile):
         w = weights(dtype, transposed=True)
@@ -118,9 +126,9 @@ def matmul_cases() -> Iterator[Case]:
             a_transposed=True, b_transposed=True, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
-    def derivative(dtype, tile, gated):
-        x = meta(M, N, dtype=dtype)
-        w = weights(dtype, transposed=True)[0]
+    def derivative(dtype, tile, gated, columns=N):
+        x = meta(M, columns, dtype=dtype)
+        w = weights(dtype, transposed=True, columns=columns)[0]
         matmul_derivative(
             meta(M, K, dtype=dtype), w, x, "silu" if gated else "gelu", x if gated else None,
             tile=tile, programs=PROGRAMS,
@@ -133,27 +141,40 @@ def matmul_cases() -> Iterator[Case]:
             ("3 weights, bias, gelu", forward),
             ("dgrad", dgrad),
             ("wgrad", wgrad),
+        ],
+    )
+    yield from gemm(
+        "matmul_kernel",
+        [
             ("derivative", partial(derivative, gated=False)),
             ("gated derivative", partial(derivative, gated=True)),
         ],
+        partial(tile_names, operands=3),
     )
+    odd: list[Variant] = [
+        ("plain, odd columns", partial(plain, columns=ODD)),
+        ("3 weights, bias, gelu, odd columns", partial(forward, columns=ODD)),
+    ]
+    yield from gemm("matmul_kernel", odd, waived=NARROW)
+    odd = [("gated derivative, odd columns", partial(derivative, gated=True, columns=ODD))]
+    yield from gemm("matmul_kernel", odd, partial(tile_names, operands=3), waived=NARROW)
 
 
 def all_gather_matmul_cases() -> Iterator[Case]:
     """The cases of all_gather_matmul_kernel."""
 
-    def forward(dtype, tile, push, several, served=1):
+    def forward(dtype, tile, push, several, served=1, columns=N):
+        stored = weights(dtype, several=several, columns=columns)
         all_gather_matmul(
-            meta(served * ROWS, K, dtype=dtype),
-            [meta(served * len(w), K, dtype=dtype) for w in weights(dtype, several=several)],
-            channel(served), [meta(served * len(b), dtype=dtype) for b in biases(dtype, several)],
+            meta(served * ROWS, K, dtype=dtype), [meta(served * len(w), K, dtype=dtype) for w in stored],
+            channel(served), [meta(served * len(w), dtype=dtype) for w in stored],
             push=push, keep=push, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
-    def derivative(dtype, tile, gated):
-        x = meta(M, N, dtype=dtype)
+    def derivative(dtype, tile, gated, columns=N):
+        x = meta(M, columns, dtype=dtype)
         all_gather_matmul_derivative(
-            meta(ROWS, K, dtype=dtype), weights(dtype, transposed=True)[0], channel(), x,
+            meta(ROWS, K, dtype=dtype), weights(dtype, transposed=True, columns=columns)[0], channel(), x,
             "silu" if gated else "gelu_tanh", x if gated else None, keep=True, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
@@ -163,26 +184,38 @@ def all_gather_matmul_cases() -> Iterator[Case]:
             meta(ROWS, K, dtype=dtype), w, channel(), b_transposed=True, keep=True, tile=tile, programs=PROGRAMS
         )
 
-    kernel, expected = "all_gather_matmul_kernel", {"acquires": 2, "own": OPERANDS}
+    kernel = "all_gather_matmul_kernel"
+    expected: dict[str, Any] = {"acquires": 2, "own": OPERANDS}
     copies = [("copies", partial(forward, push=False, several=False))]
     yield from gemm(kernel, copies, releases=1, **expected)
+    expected |= {"releases": 2, "local_atomics": 1, "in_flight": IN_FLIGHT}
     pushes: list[Variant] = [
         ("3 weights, push", partial(forward, push=True, several=True)),
         ("virtual ranks", partial(forward, push=True, several=False, served=WORLD)),
         ("dgrad", dgrad),
+    ]
+    yield from gemm(kernel, pushes, **expected)
+    derivatives: list[Variant] = [
         ("derivative", partial(derivative, gated=False)),
         ("gated derivative", partial(derivative, gated=True)),
     ]
-    yield from gemm(kernel, pushes, releases=2, **expected)
+    yield from gemm(kernel, derivatives, partial(tile_names, operands=3), **expected)
+    odd = [("3 weights, push, odd columns", partial(forward, push=True, several=True, columns=ODD))]
+    yield from gemm(kernel, odd, waived=NARROW, **expected)
+    odd = [("gated derivative, odd columns", partial(derivative, gated=True, columns=ODD))]
+    for case in gemm(kernel, odd, partial(tile_names, operands=3), waived=NARROW, **expected):
+        # to be mended: these two spill 8 and 76 bytes (docs/LOG.md)
+        spilling = (case.capability, case.tile) in ((80, TILES["ampere"]), (100, TILES["small"]))
+        yield replace(case, waived=case.waived | {"spills"}) if spilling else case
 
 
 def matmul_reduce_scatter_cases() -> Iterator[Case]:
     """The cases of matmul_reduce_scatter_kernel."""
 
-    def forward(dtype, tile, served=1):
-        end = all_parts(served * ROWS, dtype)._replace(bias=meta(served * N, dtype=dtype))
+    def forward(dtype, tile, served=1, world=WORLD):
+        end = all_parts(served * M // world, dtype)._replace(bias=meta(served * N, dtype=dtype))
         matmul_reduce_scatter(
-            [meta(served * M, K, dtype=dtype)], [meta(served * N, K, dtype=dtype)], channel(served), end,
+            [meta(served * M, K, dtype=dtype)], [meta(served * N, K, dtype=dtype)], channel(served, world), end,
             tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
@@ -194,12 +227,22 @@ def matmul_reduce_scatter_cases() -> Iterator[Case]:
 
     variants: list[Variant] = [
         ("finish", forward),
+        ("finish, 2 ranks", partial(forward, world=2)),  # more rows at a time
         ("virtual ranks", partial(forward, served=WORLD)),
         ("3 inputs", partial(dgrad, partial=None)),
         ("3 inputs, float32 partials", partial(dgrad, partial=torch.float32)),
     ]
-    expected = {"releases": 2, "acquires": 2, "local_atomics": 1}
-    yield from gemm("matmul_reduce_scatter_kernel", variants, own=OPERANDS, **expected)
+    expected: dict[str, Any] = {"releases": 2, "acquires": 2, "local_atomics": 1}
+    for case in gemm("matmul_reduce_scatter_kernel", variants, own=OPERANDS, **expected):
+        # for tcgen05 the pipeliner takes the last step out of the loop, with an epilogue of its own
+        peeled = case.capability == 100 and case.dtype.itemsize == 2
+        yield replace(case, releases=3, local_atomics=2) if peeled else case
+
+
+def all_names(capability: int, itemsize: int) -> Sequence[str]:
+    """The names of all tiles, those for few rows, too."""
+    found = tile_names(capability, itemsize)
+    return (*found, *(name for name in narrow_tile_names(capability, itemsize) if name not in found))
 
 
 def matmul_all_reduce_cases() -> Iterator[Case]:
@@ -217,27 +260,29 @@ def matmul_all_reduce_cases() -> Iterator[Case]:
             b_transposed=True, one_shot=False, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
-    kernel = "matmul_all_reduce_kernel"
-    one_shot = [("one-shot", partial(forward, m=64, one_shot=True))]
-    yield from gemm(kernel, one_shot, releases=2, acquires=2, own=OPERANDS)
+    kernel, one_shot = "matmul_all_reduce_kernel", partial(forward, m=64, one_shot=True)
     two_shot: list[Variant] = [("two-shot", partial(forward, m=M, one_shot=False)), ("two-shot, 3 inputs", dgrad)]
-    yield from gemm(kernel, two_shot, releases=4, acquires=4, own=OPERANDS)
+    # TMA loads a and b alone, which no rank writes during a launch
+    expected: dict[str, Any] = {"own": OPERANDS, "waived": frozenset(("fence_before_tma_load",))}
+    yield from gemm(
+        kernel, [("one-shot", one_shot)], all_names, releases=1, fences=1, flags=WORLD, acquires=2, **expected
+    )
+    yield from gemm(kernel, two_shot, releases=3, fences=1, flags=WORLD - 1, acquires=4, **expected)
 
 
 def gather_cases() -> Iterator[Case]:
     """The gather that runs under a reducing GEMM, what begins an operation and what times polls: nothing multiplies."""
     for capability in CAPABILITIES:
         for dtype in DTYPES:
+            common = {"dtype": dtype, "capability": capability, "own": OWN}
+            gather = {"kernel": "await_gathered_kernel", "acquires": 2, **common}
+            for name, width in (("8 ranks", 512), ("8 ranks, odd rows", 516)):
+                push = partial(await_gathered, channel(), meta(M + 1, width, dtype=dtype), True)
+                yield Case(name=name, launch=push, releases=2, local_atomics=1, in_flight=IN_FLIGHT, **gather)
             x = meta(M, 512, dtype=dtype)
-            launches = {
-                "await_gathered_kernel": (partial(await_gathered, channel(), x, True), 1),
-                "copy_slot_kernel": (partial(gathered_copy, channel(), x), 0),
-            }
-            for kernel, (launch, count) in launches.items():
-                yield Case(
-                    name="8 ranks", kernel=kernel, dtype=dtype, capability=capability, launch=launch,
-                    releases=2 * count, acquires=2 * count, own=OWN,
-                )  # fmt: skip
+            yield Case(name="copies", launch=partial(await_gathered, channel(), x, False), releases=1, **gather)
+            copy = partial(gathered_copy, channel(), x)
+            yield Case(name="8 ranks", kernel="copy_slot_kernel", launch=copy, **common)
         flags = {"dtype": torch.int32, "capability": capability}
         yield Case(name="1 rank", kernel="bump_kernel", launch=partial(bump, channel()), **flags)
         polls = partial(poll_in_vain, meta(1, dtype=torch.int32), 1 << 14)

@@ -15,15 +15,16 @@ INTRODUCTION = """\
 
 `make compile-check` compiles every shipped kernel without a GPU, for each architecture, dtype, tile and variant, and
 asserts on the code. A line below has the largest number that any case of a kernel shows on an architecture; registers
-and spills are those of one thread, shared memory is that of one program. Releases and acquires are those of system
-scope, and stand in the code so often; in flight are the bytes that a warp has asked of global memory, TMA left out,
-before it first uses any of them.
+and spills are those of one thread, shared memory is that of one program. Releases, fences and acquires are those of
+system scope, and stand in the code so often; in flight are the bytes that a warp has asked of global memory, TMA left
+out, before it first uses any of them.
 """
 NUMBERS = {
     "registers": "registers",
     "spilled bytes": "spills",
     "shared memory, bytes": "shared",
     "releases": "releases",
+    "fences": "fences",
     "acquires": "acquires",
     "barriers": "barriers",
     "in flight, bytes": "in_flight",

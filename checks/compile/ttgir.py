@@ -102,6 +102,19 @@ class Module:
         """How many atomics release to other ranks."""
         return sum(re.search(r"\b(release|acq_rel), sys\b", atomic.text) is not None for atomic in self.atomics())
 
+    def fences(self) -> int:
+        """How many fences order relaxed flags for other ranks."""
+        fence = r"\b(fence\.(acq_rel|sc)|membar)\.sys\b"
+        return sum(
+            operation.name == "tt.elementwise_inline_asm" and re.search(fence, operation.text) is not None
+            for operation in self.operations()
+        )
+
+    def flags(self) -> int:
+        """How many relaxed atomics of system scope set flags: nobody asks what they return."""
+        used = {id(value.operation) for operation in self.operations() for value in operation.operands}
+        return sum("relaxed, sys" in atomic.text and id(atomic) not in used for atomic in self.atomics())
+
     def acquires(self) -> int:
         """How many atomics acquire from other ranks."""
         return sum(re.search(r"\b(acquire|acq_rel), sys\b", atomic.text) is not None for atomic in self.atomics())
@@ -229,21 +242,41 @@ def system_scope(module: Module, local_atomics: int) -> list[str]:
     return violations
 
 
+def dot_loops(module: Module) -> list[Operation]:
+    """The innermost loops around dots. Where the pipeliner peeled off a step, that dot's loop is an outer one, and is
+    not among them."""
+    loops = {id(loop): loop for op in module.operations() if op.name in DOTS and (loop := op.loop()) is not None}
+    return [loop for loop in loops.values() if not any(id(operation) in loops for operation in loop.walk())]
+
+
 def no_wait_in_dot_loop(module: Module) -> list[str]:
     """Rule: the innermost loop around a dot has no wait.
 
-    That loop is pipelined: its loads would move over the wait, or the wait would stop the pipelining. Where the
-    pipeliner peeled off a first step, that dot's loop is an outer one, which may wait.
+    That loop is pipelined: its loads would move over the wait, or the wait would stop the pipelining.
     """
-    loops = {id(loop): loop for op in module.operations() if op.name in DOTS and (loop := op.loop()) is not None}
     violations = []
-    for loop in loops.values():
-        operations = list(loop.walk())
-        if any(id(operation) in loops for operation in operations):
-            continue
-        wait = next((operation for operation in operations if operation.waits), None)
+    for loop in dot_loops(module):
+        wait = next((operation for operation in loop.walk() if operation.waits), None)
         if wait is not None:
             violations.append(f"a wait ({module.source(wait)}) inside of the dot's loop ({module.source(loop)})")
+    return violations
+
+
+def loads_run_ahead(module: Module) -> list[str]:
+    """Rule: the innermost loop around a dot is pipelined, so its first asynchronous copies stand before it.
+
+    Otherwise each step waits for its own loads. The buffers, the registers and the code's length do not show it.
+    """
+    violations = []
+    for loop in dot_loops(module):
+        before: list[Operation] = []
+        for sibling in reversed(earlier(loop)):
+            if any(child.name in DOTS for child in sibling.walk()):
+                break
+            before += (sibling, *sibling.walk())
+        copies = any(operation.name in COPIES for operation in loop.walk())
+        if copies and not any(operation.name in COPIES for operation in before):
+            violations.append(f"no load of the dot's loop ({module.source(loop)}) runs ahead of it")
     return violations
 
 

@@ -43,8 +43,15 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     return a * b + c if a.dtype.kind != "f" else (a.astype(np.float64) * b + c).astype(a.dtype)
 
 
+def widen(x: Array) -> Array:
+    """Integers with twice as many bits."""
+    return x.astype(f"{x.dtype.kind}{2 * x.dtype.itemsize}")
+
+
 def multiply_high(x: Array, y: Array) -> Array:
-    """The upper 64 bits of products of unsigned 64-bit integers."""
+    """The upper half of the bits of products of integers; of 64 bits, unsigned ones."""
+    if x.dtype.itemsize < 8:
+        return (widen(x) * y >> 8 * x.dtype.itemsize).astype(x.dtype)
     half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     low_x, high_x, low_y, high_y = x & mask, x >> half, y & mask, y >> half
     first = high_x * low_y + (low_x * low_y >> half)
@@ -54,10 +61,7 @@ def multiply_high(x: Array, y: Array) -> Array:
 
 def divide(a: Array, b: Array) -> Array:
     """Integer division that truncates; all ones where b is 0, as on a GPU."""
-    some = np.where(b == 0, b.dtype.type(1), b)
-    quotient = a // some
-    quotient = np.where((quotient < 0) & (quotient * some != a), quotient + quotient.dtype.type(1), quotient)
-    return np.where(b == 0, ~np.zeros((), b.dtype), quotient)
+    return np.where(b == 0, ~np.zeros((), b.dtype), (a - np.fmod(a, b)) // b)
 
 
 def extract(x: Array, first: int, count: int) -> Array:
@@ -67,36 +71,10 @@ def extract(x: Array, first: int, count: int) -> Array:
     return (x << x.dtype.type(bits - first - count)) >> x.dtype.type(bits - count)
 
 
-def funnel_left(low: Array, high: Array, count: int) -> Array:
-    """shf.l: the upper 32 bits of high:low, shifted left."""
-    both = (high.astype(np.uint64) << np.uint64(32)) | low
-    return ((both << np.uint64(count & 31)) >> np.uint64(32)).astype(np.uint32)
-
-
-def permute(a: Array, b: Array, selection: int) -> Array:
-    """prmt: the bytes of b:a that a constant selects."""
-    out = np.zeros_like(a)
-    for byte in range(4):
-        chosen = (selection >> (4 * byte)) & 7
-        source = a if chosen < 4 else b
-        out |= ((source >> np.uint32(8 * (chosen & 3))) & np.uint32(255)) << np.uint32(8 * byte)
-    return out
-
-
-def shuffle(x: Array, mode: str, b: Array, c: int) -> Array:
-    """shfl.sync among the lanes of each warp. A lane whose source lies outside of its segment keeps its value."""
-    rows = x.reshape(-1, LANES)
-    offset = np.broadcast_to(b, x.shape).reshape(-1, LANES).astype(np.int64)
-    segment, clamp = (c >> 8) & 31, c & 31
-    highest = (LANE & segment) | (clamp & ~segment)
-    source = {
-        "bfly": LANE ^ offset,
-        "idx": (LANE & segment) | (offset & ~segment & 31),
-        "up": LANE - offset,
-        "down": LANE + offset,
-    }[mode]
-    inside = source >= highest if mode == "up" else source <= highest
-    return np.take_along_axis(rows, np.where(inside, source, LANE), 1).reshape(-1)
+def shuffle(x: Array, lane: Array, flips: bool) -> Array:
+    """shfl.sync.idx and bfly: from a lane of the own warp, or from that whose bits differ from the own lane's."""
+    source = np.broadcast_to(lane, x.shape).reshape(-1, LANES).astype(np.int64) & (LANES - 1)
+    return np.take_along_axis(x.reshape(-1, LANES), LANE ^ source if flips else source, 1).reshape(-1)
 
 
 def multiply_fragments(d: tuple, a: tuple, b: tuple, c: tuple, kind: str) -> None:
@@ -115,10 +93,3 @@ def multiply_fragments(d: tuple, a: tuple, b: tuple, c: tuple, kind: str) -> Non
     sums = [c[i] + product[:, i // 2, :, i % 2].reshape(-1) for i in range(4)]
     for target, value in zip(d, sums, strict=True):
         target[...] = value
-
-
-def fma_bf16x2(x: Array, y: Array, z: Array) -> Array:
-    """fma of two bfloat16 values in each 32 bits."""
-    high = [(np.ascontiguousarray(v) & np.uint32(0xFFFF0000)).view(np.float32) for v in (x, y, z)]
-    low = [(np.ascontiguousarray(v) << np.uint32(16)).view(np.float32) for v in (x, y, z)]
-    return pair(bf16(fma(*high)), bf16(fma(*low)))

@@ -4,8 +4,9 @@ Belongs here: the numbers that stand for instructions and warps in memory's hist
 """
 
 from collections import Counter
+from typing import Any
 
-from .ptx import Instruction
+from checks.compile.statements import Instruction
 
 
 class Log:
@@ -16,28 +17,20 @@ class Log:
         """Each kind of conflict of two instructions once."""
         self.counts: dict[tuple[str, int, int], Counter[str]] = {}
         """By kernel, rank and program, over all its launches: tensor cores' flops; bytes read and written, of shared
-        memory and by the rank whose memory it is; barriers; atomics of system scope by their order; chain, the most of
-        these that came one after another, in any program, before one of its own; in flight, as in compile/ptx.py."""
+        memory and by the rank whose memory it is; barriers; atomics of system scope by their order, and its fences;
+        chain, the most of these that came one after another, in any program, before one of its own: relaxed exchanges
+        are left out, as nobody waits until they are done; in flight, as in compile/ptx.py."""
+        self.executed = 0
+        """Instructions of warps."""
         self.lines: list[Instruction] = []
-        self.warps: list[str] = ["the host"]
-        self.first_lines: dict[int, int] = {}
-        self.first_warps: dict[tuple, int] = {}
+        self.warps = ["the host"]
+        self.firsts: dict[Any, int] = {}
         self.known: set[tuple] = set()
 
-    def number_lines(self, instructions: list[Instruction]) -> int:
-        """The number of the first of a kernel's instructions; the others follow."""
-        first = self.first_lines.setdefault(id(instructions), len(self.lines))
-        if first == len(self.lines):
-            self.lines += instructions
-        return first
-
-    def number_warps(self, rank: int, stream: int, column: int, program: int, warps: int) -> int:
-        """The number of the first warp of a program; the others follow. Later launches of the stream have the same."""
-        key = (rank, stream, column, program, warps)
-        first = self.first_warps.setdefault(key, len(self.warps))
-        if first == len(self.warps):
-            place = f"program {program, column} of rank {rank}" + f" in stream {stream}" * (stream > 0)
-            self.warps += [f"warp {i} of {place}" for i in range(warps)]
+    def number(self, known: list, key: Any, more: list) -> int:
+        """The number of the first of more lines or warps among the known; the others follow. One key, one number."""
+        first = self.firsts.setdefault(key, len(known))
+        known += more if first == len(known) else []
         return first
 
     def describe(self, line: int, warp: int) -> str:
@@ -46,8 +39,7 @@ class Log:
 
     def report(self, kind: str, line: int, warp: int, other: int, other_line: int) -> None:
         """Add a report, unless there is one of these instructions. other: -1 if there is no other side."""
-        key = (kind, line, other_line)
-        if key not in self.known:
-            self.known.add(key)
+        if (kind, line, other_line) not in self.known:
+            self.known.add((kind, line, other_line))
             against = "" if other < 0 else f"; the other side is {self.describe(other_line, other)}"
             self.reports.append(f"{kind}: {self.describe(line, warp)}{against}")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .machine import CTA, Warps
-from .memory import FIRST_ADDRESS, HOST, Fault
+from .machine import CTA
+from .memory import Fault
 
 PATIENCE = 5000  # polls in a row, of all programs, at a time when nobody does anything else
 BURST = 40  # segments that run at most before another program may
@@ -44,11 +44,11 @@ class Stream:
         self.known = np.zeros(1, np.int32)
 
 
-def run(streams: list[Stream], schedule: Schedule) -> int:
-    """Run all launches of all streams, and return how many instructions of warps ran. Fault if they do not end."""
+def run(streams: list[Stream], schedule: Schedule) -> None:
+    """Run all launches of all streams. Fault if they do not end."""
     generator = random.Random(schedule.seed)
     weights: dict[CTA, float] = {}
-    executed = polls = 0
+    polls = 0
     with np.errstate(all="ignore"):
         while True:
             for stream in streams:
@@ -57,19 +57,14 @@ def run(streams: list[Stream], schedule: Schedule) -> int:
             if not live:
                 if any(stream.waiting for stream in streams):
                     continue  # a stream waits for one that has advanced after it
-                return executed
-            ready = [cta for cta in live if gathered(cta) or any(map(can_run, cta.active))]
-            if ready:
-                polls = 0
-            else:
-                polls += 1
-                ready = live
-                if polls > PATIENCE:
-                    raise Fault("hang: every program polls for what none will do: " + stuck(live))
-            cta = choose(ready, weights, generator, schedule)
-            executed -= cta.executed
-            turn(cta, generator, alone=polls > 0, impatient=schedule.impatient)
-            executed += cta.executed
+                return
+            ready = [cta for cta in live if cta.gathered or any(warps.can_run for warps in cta.active)]
+            polls = 0 if ready else polls + 1
+            if polls > PATIENCE:
+                polled = {str(cta.log.lines[warps.poll[0]]) for cta in live for warps in cta.active if warps.poll}
+                raise Fault(f"hang: every program polls for what none will do: {'; '.join(sorted(polled))}")
+            cta = choose(ready or live, weights, generator, schedule)
+            turn(cta, generator, alone=not ready, impatient=schedule.impatient)
 
 
 def advance(stream: Stream, generator: random.Random, weights: dict[CTA, float], schedule: Schedule) -> None:
@@ -98,47 +93,19 @@ def choose(ready: list[CTA], weights: dict[CTA, float], generator: random.Random
     return first
 
 
-def gathered(cta: CTA) -> bool:
-    """Whether all of a program's warps that have not ended wait at a barrier."""
-    return all(warps.done or warps.barrier >= 0 for warps in cta.active)
-
-
-def can_run(warps: Warps) -> bool:
-    """Whether warps can go on: they have not ended, wait at no barrier, and do not poll a word that is as it was."""
-    if warps.done or warps.barrier >= 0:
-        return False
-    if warps.parked is None:
-        return True
-    address, dtype, value = warps.parked
-    size = np.dtype(dtype).itemsize
-    index = (address - FIRST_ADDRESS) // size
-    return bool(HOST[size][index : index + 1].view(dtype)[0] != value)
-
-
 def turn(cta: CTA, generator: random.Random, alone: bool, impatient: bool) -> None:
     """Let some warps of a program run a while. alone: nobody can run, so that some go on that poll in vain, until they
     are parked again: a program that stopped halfway round its loop would look as if it could do something."""
     for _ in range(ROUND if alone else generator.randrange(1, BURST)):
         if cta.done:
             return
-        if gathered(cta):
+        if cta.gathered:
             cta.meet()
-        able = [warps for warps in cta.active if can_run(warps)]
+        able = [warps for warps in cta.active if warps.can_run]
         if not able and alone:
             alone, able = False, [warps for warps in cta.active if not warps.done and warps.barrier < 0]
         if not able:
             return
         warps = generator.choice(able)
-        before, warps.parked = warps.last_poll, None
-        warps.polled = None
         warps.step()
-        if warps.polled is not None:
-            if warps.polled == before and not impatient:
-                warps.parked = warps.polled[1:]
-            warps.last_poll = warps.polled
-
-
-def stuck(live: list[CTA]) -> str:
-    """Where each program polls."""
-    return "; ".join(sorted({str(cta.code.kernel.instructions[warps.last_poll[0]]) for cta in live
-                             for warps in cta.active if warps.last_poll}))  # fmt: skip
+        warps.spins = warps.spins and not impatient

@@ -3,15 +3,16 @@
 Belongs here: all that reaches into Triton's runtime, and the launch: arguments are packed as its launcher packs them.
 """
 
-import contextlib
 import functools
 import random
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from unittest import mock
 
 import numpy as np
-import torch
 
 from checks.compile import compiler
 from checks.compile.ptx import bytes_in_flight
@@ -30,21 +31,13 @@ FORMATS = {
 }  # fmt: skip
 
 
-class Driver(compiler.Driver):
-    """A driver with which Triton compiles, and takes tensors of the CPU for the device's."""
-
-    def get_active_torch_device(self) -> torch.device:
-        """The device of the launchers' tensors."""
-        return torch.device("cpu")
-
-
 @functools.lru_cache(maxsize=256)
 def code_of(ptx: str) -> Code:
     """The code of a kernel; sessions with other schedules use it again."""
     return Code(parse(ptx), bytes_in_flight(ptx))
 
 
-class Execution:
+class Execution(ExitStack):
     """Launches inside `with Execution() as execution` run on the CPU; execution.log.reports then says what was wrong.
 
     By default each launch runs at once, as if the host waited for it. Launches inside `on(rank)` are put into that
@@ -55,140 +48,103 @@ class Execution:
 
     def __init__(self, schedule: Schedule = PLAIN, mutate: Callable[[str, str], str] | None = None) -> None:
         """mutate: (kernel's name, PTX) -> the PTX that is executed in its place."""
+        super().__init__()
         self.schedule, self.mutate = schedule, mutate
         self.memory, self.log = GlobalMemory(), Log()
-        self.streams: dict[tuple[int, int], Stream] = {}
+        self.streams: dict[tuple[int, int], Stream] = defaultdict(Stream)
         self.rank: int | None = None
         self.stream = 0
         self.clock = np.zeros(1, np.int32)
         self.generator = random.Random(schedule.seed)
-        self.executed = 0
-        """Instructions of warps."""
 
     def __enter__(self) -> "Execution":
-        import triton
-        from triton.runtime.jit import JITFunction
+        driver = compiler.Driver(CAPABILITY, "cpu")
 
-        driver, launch = Driver(CAPABILITY), JITFunction.run
-        functions: dict[int, JITFunction] = {}
+        def execute_instead(function, compiles, arguments, grid, options):
+            from triton import knobs
 
-        def execute_instead(function, *arguments, grid, warmup, **options):
-            functions[id(function)] = function
-            kernel = launch(function, *arguments, grid=grid, warmup=True, **options)
-            binder = function.device_caches[driver][4]
-            known = {"debug": function.debug, "instrumentation_mode": triton.knobs.compilation.instrumentation_mode}
-            bound, _, _ = binder(*arguments, **known, **options)
+            kernel = compiles()
+            known = {"debug": function.debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
+            bound, _, _ = function.device_caches[driver][4](*arguments, **known, **options)
             self.launch(function.__name__, kernel, bound, grid(bound) if callable(grid) else grid)
             return kernel
 
-        def forget() -> None:
-            for function in functions.values():
-                function.device_caches.pop(driver, None)
-
-        with contextlib.ExitStack() as stack:
-            stack.callback(triton.runtime.driver.set_active, getattr(triton.runtime.driver, "_active", None))
-            triton.runtime.driver.set_active(driver)
-            stack.callback(setattr, JITFunction, "run", launch)
-            JITFunction.run = execute_instead
-            stack.callback(forget)
-            self.undo = stack.pop_all()
+        self.enter_context(compiler.intercepted(driver, execute_instead))
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.undo.close()
-
-    @contextlib.contextmanager
-    def on(self, rank: int, stream: int = 0) -> Iterator[None]:
+    def on(self, rank: int, stream: int = 0) -> AbstractContextManager:
         """Within, launches are put into one of a rank's streams, and begin when `run` is called."""
-        before, (self.rank, self.stream) = (self.rank, self.stream), (rank, stream)
-        try:
-            yield
-        finally:
-            self.rank, self.stream = before
+        return mock.patch.multiple(self, rank=rank, stream=stream)
 
     def wait(self, other: int) -> None:
         """Let the current stream go on when all that is in another stream of its rank now has ended, and know of it."""
         reached: list[np.ndarray] = []
 
-        def mark(stream: Stream) -> list[CTA]:
-            reached.append(stream.known)
-            return []
-
-        def wait(stream: Stream) -> list[CTA] | None:
+        def event(stream: Stream) -> list[CTA] | None:
+            if stream is awaited:
+                reached.append(stream.known)
             if not reached:
                 return None
             stream.known = np.maximum(stream.known, reached[0])
             return []
 
         assert self.rank is not None, "streams are those of a rank: call this within `on`"
-        for number, event in ((other, mark), (self.stream, wait)):
-            self.streams.setdefault((self.rank, number), Stream()).waiting.append(event)
-
-    def share(self, *tensors: torch.Tensor, rank: int = 0) -> None:
-        """Let kernels reach memory of a rank that they have the address of, and no argument for."""
-        self.memory.add(*tensors, rank=rank)
+        awaited = self.streams[self.rank, other]
+        for stream in (awaited, self.streams[self.rank, self.stream]):
+            stream.waiting.append(event)
 
     def run(self) -> None:
         """Run all launches of all streams to their end. The host waits for them: what follows knows of all."""
-        cells, warps = self.memory.cells, len(self.log.warps)
-        self.memory.history.grow(cells, warps)
+        warps = len(self.log.warps)
+        self.memory.grow(warps)
+        self.clock = np.pad(self.clock, (0, warps - len(self.clock)))
         for stream in self.streams.values():
-            stream.known = np.pad(self.clock, (0, warps - len(self.clock)))
-        self.executed += run(list(self.streams.values()), self.schedule)
-        for stream in self.streams.values():
-            self.clock = np.maximum(np.pad(self.clock, (0, warps - len(self.clock))), stream.known)
+            stream.known = self.clock
+        run(list(self.streams.values()), self.schedule)
+        self.clock = np.max([self.clock, *(stream.known for stream in self.streams.values())], 0)
         self.streams.clear()
 
     def launch(self, name: str, kernel: Any, bound: dict[str, Any], grid: tuple[int, ...]) -> None:
         """Put a launch into the current stream; without one, run it."""
-        ptx = kernel.asm["ptx"]
+        ptx, rank = kernel.asm["ptx"], self.rank or 0
         code = code_of(self.mutate(name, ptx) if self.mutate else ptx)
-        parameters = self.pack(code, kernel.src.signature, bound)
-        x, y, z = (*grid, 1, 1)[:3]
-        sizes = (x, y, z)
-        warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-        first_line = self.log.number_lines(code.kernel.instructions)
-        launch = Launch(name, code, parameters, warps, shared, sizes, self.rank or 0, first_line)
-        programs = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
-        firsts = [
-            self.log.number_warps(launch.rank, self.stream, y + sizes[1] * z, x, launch.warps) for x, y, z in programs
-        ]
+        parameters, sizes = self.pack(code, kernel.src.signature, bound), (*grid, 1, 1)[:3]
+        launch = Launch(self, name, code, parameters, kernel.metadata, sizes, rank)
+        programs = {(x, y, z): 0 for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])}
+        for x, y, z in programs:
+            place = f"program {x, y + sizes[1] * z} of rank {rank}" + f" in stream {self.stream}" * (self.stream > 0)
+            warps = [f"warp {i} of {place}" for i in range(kernel.metadata.num_warps)]
+            programs[x, y, z] = self.log.number(self.log.warps, (place, len(warps)), warps)
 
         def start(stream: Stream) -> list[CTA]:
-            return [
-                CTA(launch, self.memory, self.log, program, first, stream.known, self.schedule.lockstep, self.generator)
-                for program, first in zip(programs, firsts, strict=True)
-            ]
+            return [CTA(launch, *numbered, stream.known) for numbered in programs.items()]
 
-        self.streams.setdefault((launch.rank, self.stream), Stream()).waiting.append(start)
+        self.streams[rank, self.stream].waiting.append(start)
         if self.rank is None:
             self.run()
 
-    def pack(self, code: Code, signature: dict[str, Any], bound: dict[str, Any]) -> bytes:
-        """The block of parameters. Tensors among the arguments become memory that the kernel may reach."""
-        flat: list[tuple[Any, str]] = []
-
-        def walk(value: Any, kind: Any) -> None:
-            if isinstance(kind, tuple | list):
-                for member, of_member in zip(value, kind, strict=True):
-                    walk(member, of_member)
-            elif kind != "constexpr":
-                flat.append((value, kind))
-
-        for argument, kind in signature.items():
-            walk(bound[argument], kind)
+    def pack(self, code: Code, signature: dict[str, Any], bound: dict[str, Any]) -> np.ndarray:
+        """The bytes of all parameters. Tensors among the arguments become memory that the kernel may reach."""
+        flat = [pair for argument, kind in signature.items() for pair in flatten(bound[argument], kind)]
         places = list(code.kernel.parameters.values())
-        block = bytearray(code.kernel.parameter_bytes)
+        block = bytearray(sum(places[-1]))
         # the last two parameters are scratch memory, which no kernel here asks for
         if len(flat) + 2 != len(places):
             raise ValueError(f"a launch has {len(flat)} arguments for {len(places) - 2} parameters")
         for (value, kind), (offset, size) in zip(flat, places, strict=False):
             if kind.startswith("*"):
                 self.memory.add(value, rank=self.rank or 0)
-                packed = struct.pack("<Q", value.data_ptr())
-            else:
-                packed = struct.pack(FORMATS[kind], value)
-            if len(packed) > size:
-                raise ValueError(f"an argument of type {kind} has {len(packed)} bytes, its parameter {size}")
-            block[offset : offset + len(packed)] = packed
-        return bytes(block)
+                value, kind = value.data_ptr(), "u64"
+            if struct.calcsize(FORMATS[kind]) > size:
+                raise ValueError(f"an argument of type {kind} is larger than its parameter of {size} bytes")
+            struct.pack_into(FORMATS[kind], block, offset, value)
+        return np.frombuffer(block, np.uint8)
+
+
+def flatten(value: Any, kind: Any) -> Iterator[tuple[Any, str]]:
+    """(value, type) of an argument, or of each member of a tuple. What the code has as a constant is left out."""
+    if isinstance(kind, tuple | list):
+        for member, of_member in zip(value, kind, strict=True):
+            yield from flatten(member, of_member)
+    elif kind != "constexpr":
+        yield value, kind

@@ -72,11 +72,32 @@ MUTATIONS = [
     ("no fence", 90, {"fence_before_tma_load"}),
     ("no alignment hint", 90, {"wide_stores"}),
 ]
+FENCED = {"releases": 0, "fences": 1, "flags": 2}
 
 
 @pytest.mark.parametrize("breakage, capability, rules", MUTATIONS)
 def test_a_mutation_is_caught(breakage: str, capability: int, rules: set[str]) -> None:
     assert broken_rules(evaluate(case(breakage, capability))) == rules
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_flags_behind_a_fence_pass(capability: int) -> None:
+    row = evaluate(case("fenced", capability, **FENCED))
+    assert row["violations"] == [] and (row["releases"], row["fences"], row["flags"]) == (0, 1, 2)
+    assert broken_rules(evaluate(case("fenced", capability))) == {"releases", "fences", "flags"}
+
+
+@pytest.mark.parametrize(
+    "breakage, rules",
+    [
+        ("fenced before the barrier", {"barrier_before_release"}),
+        ("fenced at gpu scope", {"fences", "fence_before_flag"}),
+        ("fenced by none", {"fences", "fence_before_flag"}),
+        ("fenced before a store", {"fence_before_flag"}),
+    ],
+)
+def test_a_weaker_fence_is_caught(breakage: str, rules: set[str]) -> None:
+    assert broken_rules(evaluate(case(breakage, **FENCED))) == rules
 
 
 def test_spills_and_shared_memory_are_reported() -> None:
@@ -251,7 +272,7 @@ def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: p
         assert text in printed
     assert "no case compiles another_kernel of kernels/toy.py" in printed
     assert "| exchange_kernel | sm_90 | 3 |" in (page := check.results.read_text())
-    assert "| none | sm_90 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |" in page  # of the case whose process died
+    assert "| none | sm_90 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |" in page  # of the case whose process died
 
 
 def toy_row(**values: object) -> Row:
@@ -266,6 +287,7 @@ ROWS = [
         spills=8,
         shared=256,
         releases=3,
+        fences=2,
         acquires=4,
         barriers=7,
         in_flight=64,
@@ -284,8 +306,8 @@ def test_the_page_has_the_worst_of_each_kernel(tmp_path: Path) -> None:
     assert stamp.endswith(f" at commit {git(tmp_path, 'rev-parse', 'HEAD')}.")
     assert "3 cases, 2 violations." in lines and "Compiled by triton 1.2." in lines
     assert lines[-2:] == [
-        "| toy | sm_90 | 2 | 90 | 8 | 512 | 3 | 4 | 7 | 64 | 1 |",
-        "| toy | sm_80 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |",
+        "| toy | sm_90 | 2 | 90 | 8 | 512 | 3 | 2 | 4 | 7 | 64 | 1 |",
+        "| toy | sm_80 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |",
     ]
     shipped = {(case.kernel, case.capability) for case in shipped_cases()}
     assert len(lines) - 2 + len(shipped) <= 150

@@ -33,6 +33,8 @@ GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kerne
 ONE_SHOT, TWO_SHOT = "matmul_all_reduce_kernel one-shot", "matmul_all_reduce_kernel two-shot"
 AWAIT = "await_gathered_kernel 8 ranks"
 VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT]
+ANNOUNCING = [ONE_SHOT, TWO_SHOT]
+UNFENCED = {"fences", "fence_before_flag"}
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # from 3.9 on Triton puts the barrier there itself
@@ -61,7 +63,7 @@ def broken_rules(name: str) -> set[str]:
 
 # function, edit, rules that must be broken, in which kernels
 PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
-    "no barrier before the release": (protocol.publish, replace("tl.debug_barrier()", "pass"), NO_BARRIER, VARIANTS),
+    "no barrier before the release": (protocol.publish, replace("barrier()", "pass"), NO_BARRIER, VARIANTS),
     "no release": (protocol.publish, replace('sem="release"', 'sem="relaxed"'), {"releases"}, VARIANTS),
     "a plain store": (
         protocol.publish,
@@ -72,6 +74,23 @@ PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     "release of gpu scope": (protocol.publish, replace('"sys"', '"gpu"'), {"system_scope", "releases"}, VARIANTS),
     "wait of gpu scope": (protocol.poll, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, VARIANTS),
     "no acquire": (protocol.poll, replace('sem="acquire"', 'sem="relaxed"'), {"acquires"}, VARIANTS),
+    "no fence before the flags": (protocol.announce, replace("fence.acq_rel.sys; ", ""), UNFENCED, ANNOUNCING),
+    "fence of gpu scope": (protocol.announce, replace("acq_rel.sys", "acq_rel.gpu"), UNFENCED, ANNOUNCING),
+    "no barrier before the fence": (
+        protocol.announce,
+        replace("tl.debug_barrier()", "pass"),
+        {"barrier_before_release"},
+        ANNOUNCING,
+    ),
+    "a release of one flag before the others": (
+        protocol.announce,
+        chain(
+            replace("fence.acq_rel.sys; ", ""),
+            replace('sem="relaxed"', 'sem="release" if step == 1 else "relaxed"'),
+        ),
+        UNFENCED | {"releases", "flags"},
+        ANNOUNCING,
+    ),
 }
 LATE = {"no_load_before_wait"}
 PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
@@ -82,48 +101,61 @@ PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         [GATHER],
     ),
     "a relaxed count of tiles": (
-        matmul_reduce_scatter.matmul_reduce_scatter_kernel,
+        matmul_reduce_scatter.push_tiles,
         replace('sem="acq_rel"', 'sem="relaxed"'),
         {"system_scope"},
         [SCATTER],
     ),
     "a count of tiles below gpu scope": (
-        matmul_reduce_scatter.matmul_reduce_scatter_kernel,
+        matmul_reduce_scatter.push_tiles,
         replace('scope="gpu"', 'scope="cta"'),
         {"system_scope"},
         [SCATTER],
     ),
     "no barrier before the count of tiles": (  # with 16-bit partials one for the shared memory happens to stand there
-        matmul_reduce_scatter.matmul_reduce_scatter_kernel,
-        replace("tl.debug_barrier()", "pass"),
+        matmul_reduce_scatter.push_tiles,
+        replace("barrier()", "pass"),
         NO_BARRIER,
         ["matmul_reduce_scatter_kernel finish float32"],
     ),
     "wait behind the tiles of the chunk": (
         all_gather_matmul.all_gather_matmul_kernel,
-        move("for signal in range(signals)", "for tile in tl.range((program"),
+        move("limit = wait(me, own_flags, chunk", "linear_tiles(problem, slot"),
         LATE,
         [GATHER],
     ),
     "finishing wait behind its loads": (
         matmul_reduce_scatter.matmul_reduce_scatter_kernel,
-        move("for source in range(WORLD)", "for column_block in"),
+        move("limit = wait(me, own_flags + row_block", "for unit in"),
         LATE,
         [SCATTER],
     ),
     "reducing wait behind its loads": (
         matmul_all_reduce.matmul_all_reduce_kernel,
-        move("for source in range(WORLD)", "total = sum_sources("),
+        move("limit = wait(me, own_flags + tile,", "for piece in tl.range(begin, reach(limit, 1) * end, STEP)"),
         LATE,
         [ONE_SHOT, TWO_SHOT],
     ),
     "wait for a sum behind its load": (
         matmul_all_reduce.matmul_all_reduce_kernel,
-        move("limit = wait(me, own_flags + owner", "store_block(out + rest + (owner"),
+        move("limit = wait(me, own_flags + tiles", "for piece in tl.range(begin, reach(limit, 1) * end, COPIED)"),
         LATE,
         [TWO_SHOT],
     ),
 }
+PLACES["loads that wait for the step before"] = (
+    tile.linear_tiles,
+    chain(
+        replace("tile, step = begin - programs, -1", "tile, step = begin - programs, 0"),
+        replace("step = tl.where(step == steps - 1, 0, step + 1)", "pass"),
+        replace(
+            "        if step == steps - 1:\n",
+            "        step = tl.where(step == steps - 1, 0, step + 1)\n        if step == 0:\n",
+        ),
+    ),
+    {"loads_run_ahead"},
+    [GATHER],
+)
 MUTATIONS = PROTOCOL | PLACES
 
 
@@ -137,32 +169,22 @@ def test_a_mutation_is_caught(mutation: str) -> None:
 
 
 def test_a_wait_in_the_k_loop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it waits for travels there beside `problem`, and from there beside `k`."""
-    chunk_wait = "limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)"
-    to_tile = chain(
-        replace(chunk_wait, "pass"),
-        replace("TILE.m) * tiles_n\n", "TILE.m) * tiles_n\n        chunk = me.rank\n"),
-        replace(
-            "linear_tile(problem,", "linear_tile((problem, (me, own_flags + chunk * me.writer_flags, chunk, limit)),"
-        ),
+    """What it waits for travels there beside `problem`."""
+    arrival = "(me, own_flags, chunk, limit)"
+    to_tiles = chain(
+        replace("limit = wait(me, own_flags, chunk, limit)", "pass"),
+        replace("TILE.m) * tiles_n\n", "TILE.m) * tiles_n\n    chunk = me.rank\n"),
+        replace("linear_tiles(problem,", f"linear_tiles((problem, {arrival}),"),
     )
-    to_loop = chain(
-        replace(
-            "    TILE: tl.constexpr = FORM.tile\n",
-            "    TILE: tl.constexpr = FORM.tile\n    problem, arrival = problem\n",
-        ),
-        replace("rows, n, problem.k, A_", "rows, n, (problem.k, arrival), A_"),
-    )
-    first, loop = "    part, steps = ", "    for step in range(steps):\n"
+    first, loop = "    TILE: tl.constexpr = FORM.tile\n", "programs) * steps):\n"
     in_loop = chain(
-        replace(first, f"    k, arrival = k\n    me, flag, peer, limit = arrival\n{first}"),
+        replace(first, f"{first}    problem, arrival = problem\n    me, flag, peer, limit = arrival\n"),
         replace(loop, f"{loop}        limit = wait(me, flag, peer, limit)\n"),
     )
     monkeypatch.setattr(tile, "wait", protocol.wait, raising=False)
     with (
-        mutated(all_gather_matmul.all_gather_matmul_kernel, to_tile),
-        mutated(tile.linear_tile, to_loop),
-        mutated(tile.multiply, in_loop),
+        mutated(all_gather_matmul.all_gather_matmul_kernel, to_tiles),
+        mutated(tile.linear_tiles, in_loop),
     ):
         assert "no_wait_in_dot_loop" in broken_rules(GATHER)
 

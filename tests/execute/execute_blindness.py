@@ -7,9 +7,11 @@ reads as early as its waits allow. `make execute` names this file; `make test` d
 
 import importlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+import execution
 import pytest
 import torch
 from execution import PLAIN, SCHEDULES, TILE, executing, group
@@ -25,37 +27,46 @@ from mutations import KERNELS, Edit, mutated_kernels, replace
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.reference import matmul_reference
 
-ROWS = 40  # 320 elements, which three of a pusher's warps store
-PUSH_BLOCK = 1024
+ROWS = 40  # 320 elements, which two pushers store, the first of them with all of its warps
+IN_FLIGHT = 1024
+DEVICE = SimpleNamespace(multi_processor_count=4, shared_memory_per_multiprocessor=4096)  # of four programs two push
 
-# Waits do not acquire. Each step of the K loop does, before its loads. In the source's order that is right.
+# Waits do not acquire. Each step of the K loop does, before its loads, which is right in the order of the source. The K
+# loop is in a loop over tiles here: the compiler moves no loads of a loop with all steps of all tiles and an acquire.
 ACQUIRE_IN_K_LOOP: dict[str, list[Edit]] = {
     "protocol.py": [replace('sem="acquire"', 'sem="relaxed"')],
     "all_gather_matmul/kernel.py": [
-        replace("linear_tile(problem, a,", "linear_tile((problem, own_flags + me.rank * me.writer_flags), a,"),
-        replace("linear_tile(problem, slot,", "linear_tile((problem, own_flags + chunk * me.writer_flags), slot,"),
+        replace("linear_tiles(problem, a,", "linear_tiles((problem, own_flags + me.rank * me.writer_flags), a,"),
+        replace("linear_tiles(problem, slot,", "linear_tiles((problem, own_flags + chunk * me.writer_flags), slot,"),
     ],
     "tile.py": [
+        replace("    steps = tl.cdiv(problem.k,", "    problem, flags = problem\n    steps = tl.cdiv(problem.k,"),
         replace(
-            "    tiles_0, tiles_1, tiles_n = col", "    problem, flags = problem\n    tiles_0, tiles_1, tiles_n = col"
+            "    for _ in range(tl.cdiv(end - begin, programs) * steps):\n"
+            "        # All that the next loads need stands before the product, or they would not run ahead of it.\n"
+            "        step = tl.where(step == steps - 1, 0, step + 1)\n        if step == 0:\n"
+            "            tile += programs\n            right",
+            "    for tile in range(begin, end, programs):\n      right",
         ),
-        replace("rows, n, problem.k, A_", "rows, n, (problem.k, flags), A_"),
-        replace("    part, steps = ", "    k, flags = k\n    part, steps = "),
         replace(
-            "    for step in range(steps):\n",
-            "    for step in range(steps):\n"
-            "        for signal in tl.static_range(8):\n"
-            '            seen = tl.atomic_add(flags + signal, 0, sem="acquire", scope="sys")\n'
-            "            accumulator += (seen == -77).to(tl.float32)  # no epoch here; unused loads are left out\n",
+            "        result, part = multiply_step(\n",
+            "      for step in range(steps):\n"
+            '        seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")\n'
+            "        result += (seen == -77).to(tl.float32)  # no epoch here; unused loads are left out\n"
+            "        result, part = multiply_step(\n",
         ),
+        replace("        if step == steps - 1:\n", "      if True:\n"),
     ],
 }
 ROUNDED = "a sum that is rounded in each step"
 HOISTED = "loads that the compiler moves to before the acquire"
 MUTATIONS: dict[str, dict[str, list[Edit]]] = {
-    "no barrier before the release": {"protocol.py": [replace("tl.debug_barrier()", "pass")]},
+    "no barrier before the release": {
+        "protocol.py": [replace("bar.sync 0; ", ""), replace("tl.debug_barrier()", "pass")]
+    },
     "no release": {"protocol.py": [replace('sem="release"', 'sem="relaxed"')]},
     "a release for its own GPU": {"protocol.py": [replace('sem="release", scope="sys"', 'sem="release", scope="gpu"')]},
+    "no fence": {"protocol.py": [replace("fence.acq_rel.sys; ", "")]},
     "no acquire": {"protocol.py": [replace('sem="acquire"', 'sem="relaxed"')]},
     HOISTED: ACQUIRE_IN_K_LOOP,
     ROUNDED: {
@@ -71,17 +82,20 @@ MUTATIONS: dict[str, dict[str, list[Edit]]] = {
 # operation -> (file and text of the line that stores what a peer reads, and of the line that reads it)
 PUSHED = ("all_gather_matmul/kernel.py", "tl.store(target + first")
 TILE_LOADS = ("tile.py", "block = tl.load(source")
-PACKED, ADDED = ("tile.py", "tl.store(target + offsets"), ("tile.py", "total += tl.load(slot")
+PACKED, ADDED = ("tile.py", "tl.store(target + offsets"), ("tile.py", "return tl.load(source + offsets")
 LINES = {
     "await_gathered": (PUSHED, ("all_gather_matmul/kernel.py", "tl.store(out + at, tl.load(slot + at")),
     "all_gather_matmul": (PUSHED, TILE_LOADS),
     "matmul_reduce_scatter": (PACKED, ADDED),
+    "matmul_all_reduce, one shot": (PACKED, ADDED),
     "matmul_all_reduce, two shots": (PACKED, ADDED),
 }
 RACES = [
-    ("no barrier before the release", {"await_gathered", "all_gather_matmul"}),
+    # where programs count before one of them releases, the count's own barriers stand behind the stores, too
+    ("no barrier before the release", {"matmul_all_reduce, two shots"}),
     ("no release", {"await_gathered", "matmul_reduce_scatter", "matmul_all_reduce, two shots"}),
     ("a release for its own GPU", {"await_gathered"}),
+    ("no fence", {"matmul_all_reduce, one shot", "matmul_all_reduce, two shots"}),
     ("no acquire", {"await_gathered"}),
     (HOISTED, {"all_gather_matmul"}),
 ]
@@ -110,19 +124,20 @@ def execute(package: str, name: str, schedule, tile: Tile = TILE) -> tuple[list[
     inputs = schedules.make_inputs(0, 2, ROWS)
     outputs = []
     with (
-        mock.patch.multiple(schedules, TILE=tile, PUSH_BLOCK=PUSH_BLOCK),
-        executing(schedule, clean=False) as execution,
+        mock.patch.multiple(schedules, TILE=tile, IN_FLIGHT=IN_FLIGHT),
+        mock.patch.object(execution, "DEVICE", DEVICE),
+        executing(schedule, clean=False) as run,
     ):
         channels = group(2)
-        execution.share(*channels[0].slots)
+        run.memory.add(*channels[0].slots)
         for rank, channel in enumerate(channels):
-            with execution.on(rank):
+            with run.on(rank):
                 importlib.import_module(f"{package}.protocol").bump(channel)
                 side = schedules.Side(package, cast(Any, None), channel)
                 outputs.append(schedules.OPERATIONS[name].launch(side, inputs[rank]))
-        execution.run()
+        run.run()
     expected = schedules.OPERATIONS[name].expected
-    return execution.log.reports, [torch.equal(out, expected(inputs, rank)) for rank, out in enumerate(outputs)]
+    return run.log.reports, [torch.equal(out, expected(inputs, rank)) for rank, out in enumerate(outputs)]
 
 
 def line(mutation: str, file: str, beginning: str) -> str:

@@ -31,6 +31,7 @@ from checks.execute import schedule as scheduler
 from checks.execute.memory import Fault
 from tpformer.distributed import kernel_workspace
 from tpformer.distributed.kernel_workspace import KernelState, KernelWorkspace
+from tpformer.distributed.symmetric import TorchSymmetricMemory
 from tpformer.ops.transports import fused
 from tpformer.ops.transports.fused import Fused
 
@@ -56,9 +57,16 @@ class Group:
 class Memory:
     """One rank's view of symmetric memory, all of whose regions are in this process."""
 
-    def __init__(self, whole: Tensor) -> None:
-        self.whole = whole
+    def __init__(self, whole: Tensor, copied_flags: str | None) -> None:
+        self.whole, self.copied_flags = whole, copied_flags
         self.pointers = torch.tensor([region.data_ptr() for region in whole])
+        self._words = [region.view(torch.uint32) for region in whole]
+
+    set_flag = TorchSymmetricMemory.set_flag
+
+    def _write(self, words: Tensor, index: int, value: int) -> None:
+        """In place of torch's operation a store that releases, behind all that the stream has done."""
+        words[index : index + 1].copy_(torch.tensor([value], dtype=torch.uint32))
 
     def peer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -101,21 +109,22 @@ class Engines(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def transports(execution: Execution) -> Iterator[list[Fused]]:
+def transports(execution: Execution, copied_flags: str | None) -> Iterator[list[Fused]]:
     """Each rank's fused transport, by copy engines for gathers of any size. Within, torch's streams and copies are the
-    execution's."""
+    execution's. copied_flags: as in SymmetricMemory."""
     streams = [CudaStream(execution, number) for number in (KERNELS, COPIES)]
     groups = [Group(rank) for rank in range(WORLD)]
     whole = torch.full((WORLD, 1 << 14), 0xFF, dtype=torch.uint8)
-    execution.share(whole)
+    execution.memory.add(whole)
     cpu = torch.device("cpu")
     with contextlib.ExitStack() as stack:
         for place, replacements in (
-            (kernel_workspace, {"allocate": lambda *arguments: Memory(whole), "slot_bytes": lambda nbytes: 1 << 12,
-                                "WRITER_FLAGS_MINIMUM": 8,
+            (kernel_workspace, {"allocate": lambda *arguments: Memory(whole, copied_flags),
+                                "slot_bytes": lambda nbytes: 1 << 12, "WRITER_FLAGS_MINIMUM": 8,
                                 "gather_objects": lambda value, group: [value] * WORLD}),
             (torch.cuda, {"stream": CudaStream.current, "current_stream": lambda device: streams[KERNELS]}),
-            (fused, {"COPY_ENGINE_BYTES": 0, "kernel_workspace": lambda group, kind, device: workspaces[group.rank()]}),
+            (fused, {"send_by_copies": lambda *_: True,
+                     "kernel_workspace": lambda group, kind, device: workspaces[group.rank()]}),
             (torch.distributed, {"get_world_size": lambda: WORLD}),
         ):  # fmt: skip
             stack.enter_context(mock.patch.multiple(place, **replacements))
@@ -160,13 +169,13 @@ OPERATIONS: dict[str, tuple[Callable[[Fused, dict[str, Tensor]], list[Tensor | N
 }
 
 
-def run(name: str, execution: Execution) -> list[tuple]:
+def run(name: str, execution: Execution, copied_flags: str | None = None) -> list[tuple]:
     """Queue an operation on each rank for each epoch, run all, and return what `gemms.compare` takes. The shards of all
     epochs are in one buffer of each rank, which is filled anew in the stream."""
     call, gemm = OPERATIONS[name]
     inputs = [gemms.cast(gemms.make_inputs(gemm, i, WORLD, (ROWS, N, K), False), torch.bfloat16) for i in range(EPOCHS)]
     results = []
-    with transports(execution) as ranks:
+    with transports(execution, copied_flags) as ranks:
         for rank, transport in enumerate(ranks):
             buffer = torch.empty(ROWS, K, dtype=torch.bfloat16)
             with execution.on(rank):
@@ -204,11 +213,11 @@ def executing_in(order: Schedule | str, clean: bool = True) -> Iterator[Executio
         yield stack.enter_context(executing(*[order] * (not isinstance(order, str)), clean=clean))
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_gathers_by_copies(name: str) -> None:
+@pytest.mark.parametrize("name, copied_flags", [*((name, None) for name in OPERATIONS), ("linear", "no operation")])
+def test_gathers_by_copies(name: str, copied_flags: str | None) -> None:
     for order in ORDERS:
         with executing_in(order) as execution:
-            for result in run(name, execution):
+            for result in run(name, execution, copied_flags):
                 gemms.compare(*result)
 
 
@@ -220,7 +229,7 @@ def edited(function: Callable, edit: Edit) -> Callable:
     return scope[function.__name__]
 
 
-PAYLOAD, FLAG = "self._memory.peer(peer, (nbytes,)", "self._memory.peer(peer, (1,)"
+PAYLOAD, FLAG = "targets[peer].copy_(", "self._memory.set_flag(peer"
 WAIT = "self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))"
 JOIN = "torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)"
 
@@ -229,7 +238,7 @@ JOIN = "torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)"
     "method, edit, sides",
     [
         ("copy_gather", move(PAYLOAD, FLAG), ("kernel_workspace.py", "tile.py")),
-        ("copy_gather", replace(WAIT, "pass"), ("kernel_workspace.py", "protocol.py")),
+        ("copy_gather", replace(WAIT, "pass"), ("kernel_workspace.py", "reuse.py")),
         ("join", replace(JOIN, "pass"), ("kernel_workspace.py", "reuse.py")),
     ],
     ids=["the flag before the payload", "copies that do not wait", "a shard that is filled before it is sent"],

@@ -50,7 +50,7 @@ def drain(name: str, world: int, absent: int, schedule: Schedule) -> list[Channe
     channels = group(world, limit=LIMIT)
     present = [rank for rank in range(world) if rank != absent]
     with executing(schedule) as execution:
-        execution.share(*channels[0].slots)
+        execution.memory.add(*channels[0].slots)
         operate(execution, name, channels, present)
         reports = [channel.error.clone() for channel in channels]
         operate(execution, name, channels, present)
@@ -109,7 +109,7 @@ def test_a_report_is_seen_whole() -> None:
     for seed in SEEDS[2]:
         channels, report = group(2, limit=LIMIT), torch.zeros(ERROR_WORDS.value, dtype=torch.int32)
         with executing(Schedule(seed, lockstep=False)) as execution:
-            execution.share(*channels[0].slots)
+            execution.memory.add(*channels[0].slots)
             with execution.on(1):
                 read_report_kernel[(1,)](channels[0].error, report, num_warps=1)
             operate(execution, "reduce-scatter", channels, [0])
@@ -122,5 +122,5 @@ def test_a_wait_takes_as_long_as_its_polls() -> None:
     for limit in (16, 32, 48):
         with executing() as execution:
             poll_in_vain(torch.zeros(1, dtype=torch.int32), limit)
-        instructions.append(execution.executed)
+        instructions.append(execution.log.executed)
     assert instructions[2] - instructions[1] == instructions[1] - instructions[0] > 0

@@ -4,6 +4,9 @@ whose launches overlap, equals its reference; nothing races.
 `make execute` names this file; `make test` does not collect it, because compiling takes minutes.
 """
 
+from types import SimpleNamespace
+
+import execution
 import pytest
 import torch
 from execution import PLAIN, SCHEDULES, Schedule, executing, group, run_group
@@ -14,9 +17,11 @@ import test_all_gather_matmul_kernel as gathers
 import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_reduce_scatter_kernel as scatters
 
+from tpformer.kernels.all_gather_matmul import plan
 from tpformer.kernels.all_gather_matmul.kernel import await_gathered, gathered_copy
 from tpformer.kernels.protocol import bump
 
+SHARED = {"shared_memory_per_multiprocessor": 2048}  # room for one program of the tests' tile
 GEMMS = {
     "reduce-scatter": scatters.gemm(1),
     "reduce-scatter, finished": scatters.gemm(2, scatters.gemms.FINISH),
@@ -33,26 +38,39 @@ GEMMS = {
 def test_groups(name, world, dtype) -> None:
     """The shape has partial tiles in each direction."""
     for schedule in SCHEDULES if world == 2 else (PLAIN,):
-        with executing(schedule) as execution:
-            run_group(GEMMS[name], execution, world, dtype, (17, 23, 19))
+        with executing(schedule) as run:
+            run_group(GEMMS[name], run, world, dtype, (17, 23, 19))
 
 
 @pytest.mark.parametrize("name", ["reduce-scatter", "all-gather", "all-reduce, two shots"])
 def test_groups_of_four(name) -> None:
-    with executing(Schedule(3)) as execution:
-        run_group(GEMMS[name], execution, 4, torch.bfloat16, (17, 23, 19))
+    with executing(Schedule(3)) as run:
+        run_group(GEMMS[name], run, 4, torch.bfloat16, (17, 23, 19))
+
+
+@pytest.mark.parametrize("joins", [0, 1, 2, 3])
+def test_pushers_that_take_tiles(joins, monkeypatch) -> None:
+    """Two of four programs push a shard of several pieces, and take tiles of the chunks from number `joins` on."""
+    monkeypatch.setattr(execution, "DEVICE", SimpleNamespace(multi_processor_count=4, **SHARED))
+    monkeypatch.setattr(plan, "IN_FLIGHT", 128)
+    monkeypatch.setattr(plan, "plan_push", lambda *_: plan.Push(2, joins))
+    for schedule in SCHEDULES:
+        with executing(schedule) as run:
+            run_group(GEMMS["all-gather"], run, 3, torch.bfloat16, (17, 23, 19))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_gather_without_a_gemm(world) -> None:
+def test_gather_without_a_gemm(world, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "IN_FLIGHT", 64)  # so there are four pieces, and as many pushers
     channels, shards = group(world), [torch.randn(5, 24).bfloat16() for _ in range(world)]
     copies = []
-    with executing() as execution:
-        execution.share(*channels[0].slots)
+    with executing() as run:
+        run.memory.add(*channels[0].slots)
         for rank, channel in enumerate(channels):
-            with execution.on(rank):
+            with run.on(rank):
                 bump(channel)
                 await_gathered(channel, shards[rank], push=True)
                 copies.append(gathered_copy(channel, shards[rank]))
-        execution.run()
+        run.run()
+    assert not any(channel.counters.any() for channel in channels)
     assert all(torch.equal(copy, torch.cat(shards)) for copy in copies)

@@ -64,7 +64,7 @@ def compiled(launched: set[str]) -> Iterator[None]:
 
         def shared(*arguments: Any) -> Any:
             memory = allocate(*arguments)
-            execution.share(memory.peer(0, (memory.nbytes,), torch.uint8))
+            execution.memory.add(memory.peer(0, (memory.nbytes,), torch.uint8))
             return memory
 
         with mock.patch.object(kernel_workspace, "allocate", shared):

@@ -34,12 +34,17 @@ REACH = {
     "philox/kernel.py": ["dropout"],
     "rope/kernel.py": ["rope"],
     "rows.py": ["dropout", "norm"],
-    "tile.py": ["matmul", "reduce-scatter", "all-gather matmul"],
+    "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],
 }
 
 WHOLE = "a whole block may take the path with a mask, too: it is slower, and the same"
 ROWS = "the rows of the last share that do not exist are masked: a step more is done in vain"
+PACKED = "packed memory has room for whole tiles: rows that do not exist are sent and read in vain"
 EQUIVALENT = {
+    "tile.py store_packed: tl.store(target + offsets, block.to(target.dtype.element_ty), mask=mask)"
+    " -> tl.store(target + offsets, block.to(target.dtype.element_ty))": PACKED,
+    "tile.py load_packed: tl.load(source + offsets, mask=mask, other=None if rows is None else 0.0)"
+    " -> tl.load(source + offsets)": PACKED,
     "activation/kernel.py activation_forward_kernel: first + BLOCK <= n -> first + BLOCK <= n - 1": WHOLE,
     "activation/kernel.py activation_backward_kernel: first + BLOCK <= n -> first + BLOCK <= n - 1": WHOLE,
     "matmul_all_reduce/kernel.py matmul_all_reduce_kernel: tl.minimum(rows, m - owner * rows)"

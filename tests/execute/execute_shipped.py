@@ -18,9 +18,10 @@ import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
 
-from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.configurations import TILES, narrow_tile_names, tile_names
 from tpformer.kernels.matmul.kernel import matmul_derivative
 from tpformer.kernels.matmul.reference import matmul_derivative_reference
+from tpformer.kernels.matmul_all_reduce.kernel import select_all_reduce_tile
 
 WORLD = 2
 # name of a tile -> (dtype, (rows, N, K)): two tiles or more in each direction, and more steps of K than stages
@@ -32,9 +33,14 @@ SHAPES = {
 GEMMS = {
     "all-gather": gathers.linear(1, "gelu"),
     "all-gather, derivative": gathers.derivative("silu", True),
-    "reduce-scatter": scatters.gemm(1, scatters.gemms.FINISH),
-    "all-reduce, one shot": all_reduces.gemm(1, True, True),
+    "reduce-scatter": scatters.gemm(1, scatters.gemms.FINISH, loads=scatters.LOADS),
     "all-reduce, two shots": all_reduces.gemm(1, True, False),
+}
+# name of a tile for few rows -> (dtype, (rows, N, K)): columns for the two SMs that there are
+FEW = {
+    "ampere_small": (torch.bfloat16, (40, 80, 264)),
+    "ampere_narrow": (torch.bfloat16, (40, 40, 520)),
+    "exact": (torch.float32, (40, 40, 56)),
 }
 
 
@@ -53,6 +59,7 @@ def executing_with(tile: str) -> Iterator[Execution]:
 def test_these_are_all_that_ship() -> None:
     assert set(SHAPES) == {*tile_names(80, 2), *tile_names(80, 4)}
     assert len({(SHAPES[name][0], TILES[name].warps) for name in SHAPES}) == len(SHAPES)
+    assert set(FEW) == {*narrow_tile_names(80, 2), *narrow_tile_names(80, 4)}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -71,3 +78,13 @@ def test_groups(gemm, name) -> None:
     dtype, shape = SHAPES[name]
     with executing_with(name) as execution:
         run_group(GEMMS[gemm], execution, WORLD, dtype, shape, 1, None, capacity=1 << 19, writer_flags=32)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_rows(name) -> None:
+    """The one-shot all-reduce takes the widest tile that gives every SM a program."""
+    dtype, shape = FEW[name]
+    one_shot = all_reduces.gemm(1, True, True)
+    with executing_with(name) as execution:
+        assert select_all_reduce_tile(torch.device("cuda"), dtype, *shape[:2], WORLD, one_shot=True) == TILES[name]
+        run_group(one_shot, execution, WORLD, dtype, shape, 1, None, capacity=1 << 19, writer_flags=32)

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,8 +19,10 @@ import gemms  # noqa: E402
 import torch  # noqa: E402
 from channels import virtual_channel  # noqa: E402
 
+from checks.execute import schedule as scheduler  # noqa: E402
 from checks.execute.schedule import PLAIN, Schedule  # noqa: E402
 from checks.execute.session import Execution  # noqa: E402
+from tpformer.kernels.all_gather_matmul import plan  # noqa: E402
 from tpformer.kernels.configurations import TILES  # noqa: E402
 from tpformer.kernels.launch import Tile  # noqa: E402
 from tpformer.kernels.protocol import Channel, bump  # noqa: E402
@@ -53,8 +56,12 @@ def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: in
         # copies: at one address of many, Triton would compile a kernel for the alignment of each rank's
         words = ("data", "flags", "epoch", "error", "stopped", "counters")
         slots = tuple(slot.view(world, -1)[rank] for slot in whole.slots)
-        return whole._replace(
-            rank=rank, served=1, slots=slots, **{name: getattr(whole, name)[rank : rank + 1].clone() for name in words}
+        return replace(
+            whole,
+            rank=rank,
+            served=1,
+            slots=slots,
+            **{name: getattr(whole, name)[rank : rank + 1].clone() for name in words},
         )
 
     return [own(rank) for rank in range(world)]
@@ -72,7 +79,7 @@ def run_group(
     """Queue an operation for each epoch on each rank's stream, run all, and compare. With three epochs the third writes
     into the slots of the first. tile: None for that which the launcher picks. room: options of `group`."""
     channels = group(world, **room)
-    execution.share(*channels[0].slots)
+    execution.memory.add(*channels[0].slots)
     inputs = [gemms.cast(gemms.make_inputs(gemm, index, world, shape, False), dtype) for index in range(epochs)]
     outputs: list[list] = [[] for _ in range(epochs)]
     for rank, channel in enumerate(channels):
@@ -85,3 +92,27 @@ def run_group(
         for rank in range(world):
             gemms.compare(outputs[index][rank], gemm, inputs[index], rank, False, (world, shape, dtype, index, rank))
     assert not any(channel.error.any() or channel.counters.any() for channel in channels)
+
+
+def join(work: plan.Work, pushers: int, programs: int, machine: object) -> plan.Push:
+    """In place of plan_push, which has pushers of small shapes never join."""
+    return plan.Push(pushers, programs % (work.world + 1) if programs > pushers else 0)
+
+
+@contextlib.contextmanager
+def small_machine(multiprocessors: int, patience: int) -> Iterator[None]:
+    """Launchers find so many SMs, each with room for one program of the tests' tile, and up to two pushers of a gather,
+    each with something to push, which join at another chunk on each machine. A hang is seen after so many polls in
+    vain."""
+    device = SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=2048)
+    values = (
+        (sys.modules[__name__], "DEVICE", device),
+        (plan, "filling_pushers", lambda machine: 2),
+        (plan, "IN_FLIGHT", 512),
+        (plan, "plan_push", join),
+        (scheduler, "PATIENCE", patience),
+    )
+    with contextlib.ExitStack() as stack:
+        for module, name, value in values:
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield

@@ -19,16 +19,17 @@ HOST_EDITS = {  # of TMA descriptors, whose shape is their mask
     "one more row": ("list(x.shape)", "[x.shape[0] + 1, x.shape[1]]"),
     "one more column": ("list(x.shape)", "[x.shape[0], x.shape[1] + 1]"),
 }
-# the parameters of device functions that end a mask, and are nothing else there
+# The parameters of device functions that end a mask, and are nothing else there. Not the rows of packed blocks: memory
+# has room for whole tiles, so one row more is only sent in vain.
 ENDS = {
     "tile_mask": ("m", "n"), "load_row": ("n",), "finished_tile": ("m", "n"), "load_normalised": ("m",),
     "load_block": ("row_end", "column_end"), "store_block": ("row_end", "column_end"),
     "store_activated": ("row_end", "column_end"), "store_derivative": ("row_end",), "add_bias": ("column_end",),
-    "finish_tile": ("row_end",), "drop_tile": ("row_end",), "multiply": ("m_end", "n_end", "k"),
+    "finish_tile": ("row_end",), "drop_tile": ("row_end",), "multiply_step": ("m_end", "n_end", "k"),
     "multiply_inputs": ("m_end", "n_end"),
 }  # fmt: skip
 # comparisons that are no bounds: roles of programs, polls, dropout's threshold, an activation's sign
-NO_BOUNDS = {"program", "polls", "limit", "drop.threshold", "0.0", "lane"}
+NO_BOUNDS = {"program", "place", "step", "polls", "limit", "drop.threshold", "0.0", "lane", "turn", "unit", "copy"}
 
 
 class Mutant(NamedTuple):
@@ -90,6 +91,8 @@ def edits_of_call(call: ast.Call, parameters: dict[str, list[str]]) -> Iterator[
                 yield swap("wider", call, "args", [other, other], call)
     for end in ENDS.get(name, ()):
         at = parameters[name].index(end)
+        if at >= len(call.args):  # it has a default
+            continue
         for kind, by in (("wider", 1), ("tighter", -1)):
             arguments = [moved(x, by) if i == at else x for i, x in enumerate(call.args)]
             yield swap(kind, call, "args", arguments, call)

@@ -14,6 +14,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -143,7 +144,7 @@ def gather(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> N
     module("all_gather_matmul").await_gathered(channel, shard, push=True)
     assert not channel.error.any() and not channel.slots[1].any()
     watch.shared.clear()
-    apart = channel._replace(slots=tuple(slot.clone() for slot in channel.slots))
+    apart = replace(channel, slots=tuple(slot.clone() for slot in channel.slots))
     with poisoned_memory():
         copy = module("all_gather_matmul").gathered_copy(apart, shard)
     assert torch.equal(copy, shard)
@@ -207,9 +208,11 @@ def small_tiles(package: str) -> Iterator[None]:
         "cross_entropy.kernel": {
             "COMBINE_TOKENS": 4, "block_options": lambda logits: {"LANES": 4, "VECTOR": 2, "num_warps": 4},
         },
-        "all_gather_matmul.kernel": {"PUSH_BLOCK": 16},
-        "matmul_reduce_scatter.kernel": {"step_rows": lambda tile, itemsize: 2},
-        "matmul_all_reduce.kernel": {"step_rows": lambda tile, itemsize: 2},
+        "all_gather_matmul.plan": {"IN_FLIGHT": 64},
+        "matmul_reduce_scatter.kernel": {"unit_rows": lambda tile, itemsize, world: 2},
+        "matmul_all_reduce.kernel": {
+            "step_rows": lambda tile, itemsize: 2, "unit_rows": lambda tile, itemsize, sources: 2,
+        },
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, values in constants.items():

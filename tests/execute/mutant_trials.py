@@ -4,12 +4,10 @@ Belongs here: the launches that a kernel is tried in, and the verdict. Which mut
 source_mutants.py; those that nothing catches are listed with reasons in mutant_survivors.py.
 """
 
-import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,7 +20,7 @@ import test_matmul_reduce_scatter_kernel as scatters
 import torch
 import triton
 import triton.language as tl
-from execution import PLAIN, Execution, Schedule, executing, group, run_group
+from execution import PLAIN, Execution, Schedule, executing, group, run_group, small_machine
 from mutations import mutated
 from ptx_mutants import Mutant, ptx_mutants
 from source_mutants import HELPERS, source_mutants
@@ -30,7 +28,6 @@ from triton.runtime.jit import JITFunction
 
 from checks.compile import ptx, rules, shipped, ttgir
 from checks.compile.compiler import Compiled
-from checks.execute import schedule as scheduler
 from checks.execute.log import Log
 from checks.execute.memory import Fault
 from tpformer.kernels import protocol
@@ -80,8 +77,8 @@ TRIES = (  # until one of them shows the mutant
     Try(Schedule(1, lockstep=False), 4, FIRST, gone=True),
     Try(Schedule(2, lockstep=False), 1, FIRST, gone=True),
 )
-# rules that ask how fast the code is, or need ptxas
-WAIVED = frozenset(("wide_stores", "tensor_cores", "spills", "shared_memory", "tensor_memory", "serialized"))
+# rules that ask how fast the code is, need ptxas, or count what depends on the number of ranks
+WAIVED = frozenset(("flags", "wide_stores", "tensor_cores", "spills", "shared_memory", "tensor_memory", "serialized"))
 
 
 class Found(AssertionError):
@@ -136,7 +133,7 @@ def gather(run: Execution, way: Try, world: int) -> None:
         return expire(run, lambda channel: await_gathered(channel, shards[0][channel.rank], True), world, way)
     channels = group(world)
     copies: list[list[torch.Tensor]] = [[] for _ in range(EPOCHS)]
-    run.share(*channels[0].slots)
+    run.memory.add(*channels[0].slots)
     for rank, channel in enumerate(channels):
         with run.on(rank):
             for epoch in range(EPOCHS):
@@ -165,7 +162,7 @@ def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: 
     channels, report = group(world, limit=POLLS), torch.zeros(4, dtype=torch.int32)
     running = channels[way.present]
     (absent, *_) = (rank for rank in range(world) if channels[rank] not in running)
-    run.share(*channels[0].slots)
+    run.memory.add(*channels[0].slots)
     if way.gone:
         with run.on(absent):
             bump(channels[absent])
@@ -211,7 +208,7 @@ CASES = {
     ),
     "matmul_reduce_scatter": Case(
         SCATTER, f"{SCATTER} finish", partial(communicate, gemm=scatters.gemm(1), world=2),
-        (matmul_reduce_scatter.matmul_reduce_scatter_kernel,),
+        (matmul_reduce_scatter.matmul_reduce_scatter_kernel, matmul_reduce_scatter.push_tiles),
     ),
     "matmul_reduce_scatter, finished": Case(
         SCATTER, f"{SCATTER} finish", partial(communicate, gemm=FINISHED, world=3)
@@ -245,23 +242,6 @@ class Verdict(NamedTuple):
     def caught(self) -> bool:
         """Whether any check finds it."""
         return bool(self.executor or self.compile_check)
-
-
-@contextlib.contextmanager
-def small_machine(multiprocessors: int, patience: int) -> Iterator[None]:
-    """Launchers find so many SMs, each with room for one program of the tests' tile, and two pushers of a gather, each
-    with something to push. A hang is seen after so many polls in vain."""
-    device = SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=2048)
-    values = (
-        (execution, "DEVICE", device),
-        (all_gather_matmul, "PUSHERS", 2),
-        (all_gather_matmul, "PUSH_BLOCK", 256),
-        (scheduler, "PATIENCE", patience),
-    )
-    with contextlib.ExitStack() as stack:
-        for module, name, value in values:
-            stack.enter_context(mock.patch.object(module, name, value))
-        yield
 
 
 class Trial(NamedTuple):
@@ -324,7 +304,7 @@ def mutants(name: str) -> list[Mutant]:
 @cache
 def sample(seed: int) -> dict[str, list[Mutant]]:
     """Mutants by case: of each case one of each kind of edits of PTX. Those of the source have to be compiled: of these
-    there is one of each kind in all."""
+    there is one of each kind in all, and one of a case that has no others."""
     generator = random.Random(seed)
     found: dict[str, list[Mutant]] = {}
     sources: dict[str, list[tuple[str, Mutant]]] = {}
@@ -332,7 +312,7 @@ def sample(seed: int) -> dict[str, list[Mutant]]:
         kinds: dict[str, list[Mutant]] = {}
         for mutant in mutants(name):
             if mutant.function:
-                sources.setdefault(mutant.kind, []).append((name, mutant))
+                sources.setdefault(mutant.kind if kinds else name, []).append((name, mutant))
             else:
                 kinds.setdefault(mutant.kind, []).append(mutant)
         found[name] = [generator.choice(several) for several in kinds.values()]
@@ -374,7 +354,11 @@ def search_source(case: Case, mutant: Mutant) -> tuple[Trial, int]:
 def code_of(ptx: str) -> list[str]:
     """The instructions of a kernel, without the places that they come from."""
     body = ptx.split("\t.section\t.debug")[0]
-    return [line for line in (line.split("//")[0].strip() for line in body.splitlines()) if not line.startswith(".loc")]
+    return [
+        line
+        for line in (line.split("//")[0].strip() for line in body.splitlines())
+        if not line.startswith((".loc", ".file"))
+    ]
 
 
 def broken_rules(case: Case, kernel: Any, edited: str | None = None) -> tuple[str, ...]:

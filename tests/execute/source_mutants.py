@@ -21,7 +21,7 @@ OTHERS = {
     "all_gather_matmul_kernel": {"chunk": "((me.rank + WORLD - step) % WORLD)"},
     "await_gathered_kernel": {"chunk": "((me.rank + 1) % WORLD)"},
     "matmul_reduce_scatter_kernel": {"row_block": "(tiles_m - 1 - row_block)"},
-    "matmul_all_reduce_kernel": {"tile": "(tiles - 1 - tile)", "unit": "(tiles * UNITS - 1 - unit)"},
+    "matmul_all_reduce_kernel": {"tile": "(tiles - 1 - tile)", "summed": "(units - 1 - summed)"},
 }
 COUNT = "count shifted by one"
 # by function: (kind, old, new)
@@ -31,7 +31,12 @@ OF_ONE_FUNCTION = {
         ("epoch shifted by -1", "+ 1)", "+ 0)"),
         ("flag shifted by one", "tl.store(epoch + rank,", "tl.store(epoch + rank + 1,"),
     ],
-    "matmul_reduce_scatter_kernel": [
+    "push_rows": [
+        (COUNT, "== pushers - 1", "== pushers - 2"),
+        (COUNT, "== pushers - 1", "== pushers"),
+        (COUNT, "tl.store(counter, 0)", "tl.store(counter, 1)"),
+    ],
+    "push_tiles": [
         (COUNT, "== tiles_n - 1", "== tiles_n - 2"),
         (COUNT, "== tiles_n - 1", "== tiles_n"),
         (COUNT, "tl.store(counter, 0)", "tl.store(counter, 1)"),
@@ -101,19 +106,32 @@ def edits_of_publish(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
     yield "epoch shifted by -1", f"publish({flag}, {epoch} - 1)"
 
 
+def edits_of_announce(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
+    """(kind, what stands in place of the call)."""
+    me, flag, end = given
+    yield "announce deleted", "pass"
+    yield "flag shifted by one", f"announce({me}, {flag} + 1, {end})"
+    yield "announced to one rank fewer", f"announce({me}, {flag}, {end} - 1)"
+    yield "epoch shifted by +1", f"announce(later({me}), {flag}, {end})"
+    yield "epoch shifted by -1", f"announce(earlier({me}), {flag}, {end})"
+
+
 def edits_of_wait(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
     """(kind, what stands in place of the call)."""
-    me, flag, *rest = given
-    end = ", ".join(rest)
-    yield "wait deleted", rest[-1]
+    me, flag, first, limit, *peers = given
+    end = ", ".join([first, limit, *peers])
+    yield "wait deleted", limit
     yield "flag shifted by one", f"wait({me}, {flag} + 1, {end})"
     yield "flag shifted by one writer", f"wait({me}, {flag} + me.writer_flags, {end})"
     yield "epoch shifted by +1", f"wait(later({me}), {flag}, {end})"
     yield "epoch shifted by -1", f"wait(earlier({me}), {flag}, {end})"
+    for number in peers:
+        yield "one rank not awaited", f"wait({me}, {flag}, {first}, {limit}, {number} - 1)"
     for read, other in OTHERS[name].items():
-        shifted = re.sub(rf"\b{read}\b", other, flag)
-        if shifted != flag:
-            yield "wait for chunk i, read chunk j", f"wait({me}, {shifted}, {end})"
+        given = f"{flag}, {end}"
+        shifted = re.sub(rf"\b{read}\b", other, given)
+        if shifted != given:
+            yield "wait for chunk i, read chunk j", f"wait({me}, {shifted})"
 
 
 def edits_of_slot(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
@@ -122,7 +140,16 @@ def edits_of_slot(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
     yield "parity shifted", f"slot_of(later({me}), {', '.join(rest)})"
 
 
-EDITS_OF_CALLS = {"publish": edits_of_publish, "wait": edits_of_wait, "slot_of": edits_of_slot}
+def edits_of_slots(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
+    """(kind, what stands in place of the call)."""
+    me, *rest = given
+    yield "parity shifted", f"slots_of(later({me}), {', '.join(rest)})"
+
+
+EDITS_OF_CALLS = {
+    "publish": edits_of_publish, "announce": edits_of_announce, "wait": edits_of_wait, "slot_of": edits_of_slot,
+    "slots_of": edits_of_slots,
+}  # fmt: skip
 
 
 def substitute(node: ast.expr, new: str) -> Edit:

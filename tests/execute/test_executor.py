@@ -92,7 +92,7 @@ def test_what_a_hand_over_counts() -> None:
     for rank, text in enumerate((SEND, RECEIVE)):
         with execution.on(rank):
             execution.launch(f"kernel {rank}", kernel(text), {"data": data, "flag": flag, "out": out}, (1,))
-    execution.share(data, rank=5)
+    execution.memory.add(data, rank=5)
     execution.run()
     send, receive = execution.log.counts["kernel 0", 0, 0], execution.log.counts["kernel 1", 1, 0]
     assert send == {"written, rank 5": 256, "barriers": 1, "release": 1, "chain": 1, "flops": 0, "in flight": 0}
@@ -123,6 +123,77 @@ def test_a_weaker_hand_over_is_found(side, old, new, schedule) -> None:
     texts[side] = texts[side].replace(old, new)
     reports, _ = hand_over(**texts, schedule=schedule)
     assert any(re.search(r"race: .* global memory .*snippet.ptx:7", report) for report in reports), reports
+
+
+RELEASE, ACQUIRE = "@%p1 atom.global.sys.release.exch.b32 %r3, [%rd3 + 0], 1;", "@%p1 ld.global.sys.acquire.b32"
+SET, POLL, FENCE = RELEASE.replace("release", "relaxed"), ACQUIRE.replace("acquire", "relaxed"), "fence.acq_rel.sys;\n"
+FENCED_SEND = SEND.replace(RELEASE, FENCE + SET)
+FENCED_RECEIVE = RECEIVE.replace(ACQUIRE, POLL).replace("shl.b32", f"{FENCE}shl.b32")
+SECOND = "[%rd3 + 4]"  # the next flag
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fence", ["fence.acq_rel.sys;\n", "fence.sc.sys;\n", "membar.sys;\n"])
+@pytest.mark.parametrize(
+    "send, receive", [(FENCED_SEND, RECEIVE), (SEND, FENCED_RECEIVE), (FENCED_SEND, FENCED_RECEIVE)]
+)
+def test_fences_order_relaxed_flags(send, receive, fence, schedule) -> None:
+    """A fence before a flag is set is a release, and one after a flag was read is an acquire."""
+    assert hand_over(send.replace(FENCE, fence), receive.replace(FENCE, fence), schedule) == ([], True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_fence_serves_several_flags(schedule) -> None:
+    """What a release does not: it orders its own flag only."""
+    second, receive = SET.replace("[%rd3 + 0]", SECOND), RECEIVE.replace("[%rd3 + 0]", SECOND)
+    assert hand_over(FENCED_SEND.replace(SET, SET + second), receive, schedule) == ([], True)
+    reports, _ = hand_over(SEND.replace(RELEASE, RELEASE + second), receive, schedule)
+    assert any("race: a read of global memory" in report for report in reports), reports
+
+
+def after_a_fence_of(other: str) -> str:
+    """The fenced send, whose fence only the other warps come to."""
+    return FENCED_SEND.replace(FENCE, f"setp.{other}.u32 %p2, %r1, 32;\n@%p2 bra $L__BB0_1;\n{FENCE}$L__BB0_1:\n")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "send, receive",
+    [
+        (FENCED_SEND.replace(FENCE, ""), RECEIVE),
+        (FENCED_SEND.replace(FENCE, "fence.acq_rel.gpu;"), RECEIVE),
+        (FENCED_SEND.replace(FENCE, "membar.gl;"), RECEIVE),
+        (FENCED_SEND.replace("sys.relaxed", "gpu.relaxed"), RECEIVE),
+        (FENCED_SEND.replace("bar.sync 0;", ""), RECEIVE),
+        (FENCED_SEND.replace("bar.sync 0;", "").replace(FENCE, FENCE + "bar.sync 0;\n"), RECEIVE),
+        (FENCED_SEND.replace(FENCE, FENCE + "@%p1 st.global.b32 [%rd2], %r2;\n"), RECEIVE),
+        (after_a_fence_of("lt"), RECEIVE),
+        (SEND, FENCED_RECEIVE.replace(FENCE, "")),
+        (SEND, FENCED_RECEIVE.replace(FENCE, "fence.sc.gpu;")),
+        (SEND, FENCED_RECEIVE.replace("sys.relaxed", "gpu.relaxed")),
+        (SEND, FENCED_RECEIVE.replace(FENCE, "").replace("ld.global.b32", FENCE + "ld.global.b32")),
+    ],
+    ids=[
+        "no fence", "gpu scope", "old name of gpu scope", "flag of gpu scope", "no barrier", "fence before the barrier",
+        "store after the fence", "fence in the other warp",
+        "no fence after the poll", "gpu scope after the poll", "poll of gpu scope", "fence after the barrier",
+    ],
+)  # fmt: skip
+def test_a_weaker_fence_is_found(send, receive, schedule) -> None:
+    reports, _ = hand_over(send, receive, schedule)
+    assert any(re.search(r"race: .* global memory .*snippet.ptx:7", report) for report in reports), reports
+
+
+def test_what_a_fence_counts() -> None:
+    """A fence is one of its program, and comes before the flag; nobody waits for the flag to be set."""
+    data, out, flag = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32), torch.zeros(4).int()
+    execution = Execution()
+    for rank, text in enumerate((FENCED_SEND.replace(SET, 3 * SET), RECEIVE)):
+        with execution.on(rank):
+            execution.launch(f"kernel {rank}", kernel(text), {"data": data, "flag": flag, "out": out}, (1,))
+    execution.run()
+    send, receive = execution.log.counts["kernel 0", 0, 0], execution.log.counts["kernel 1", 1, 0]
+    assert (send["fence"], send["relaxed"], send["release"], send["chain"], receive["chain"]) == (1, 3, 0, 1, 2)
 
 
 FILL = """mov.u32 %r1, %tid.x;
@@ -202,7 +273,7 @@ def execute(text: str) -> list[str]:
 
 
 PLACE = "mov.u32 %r1, %tid.x;\nld.param.b64 %rd1, [data];\nmad.wide.u32 %rd2, %r1, 4, %rd1;\nshl.b32 %r2, %r1, 2;\n"
-COPY = PLACE + "cp.async.ca.shared.global [%r2], [%rd2], 4;\ncp.async.commit_group;\n"
+COPY = PLACE + "cp.async.ca.shared.global [%r2], [%rd2], 4, 4;\ncp.async.commit_group;\n"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +281,7 @@ COPY = PLACE + "cp.async.ca.shared.global [%r2], [%rd2], 4;\ncp.async.commit_gro
     [
         ("ld.shared.b32 %r3, [%r2];", "nothing has written"),
         ("xor.b32 %r3, %r1, 32;\nshl.b32 %r4, %r3, 2;\nst.shared.b32 [%r2], %r1;\nld.shared.b32 %r5, [%r4];",
-         "a read of shared memory is not ordered after the write"),
+         "a read of shared memory is not ordered after a write"),
         ("st.shared.b32 [4], %r1;", "lanes of one store write different values"),
     ],
 )  # fmt: skip
@@ -222,15 +293,15 @@ def test_copies_are_waited_for() -> None:
     reading = "ld.shared.b32 %r3, [%r2];\nret;"
     assert execute(COPY + "cp.async.wait_group 0;\n" + reading) == []
     for missing in ("", "cp.async.wait_group 1;\n"):
-        assert any("where a copy is under way" in report for report in execute(COPY + missing + reading))
+        assert any("a read of shared memory during a copy" in report for report in execute(COPY + missing + reading))
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("ld.global.b32 %r3, [%rd2 + 4];", "outside of memory"),
+        ("ld.global.b32 %r3, [%rd2 + 4];", "outside of global memory"),
         ("ld.global.v2.b32 {%r3, %r4}, [%rd2];", "misaligned"),
-        ("st.shared.b32 [%r2 + 512], %r1;", "outside of 512 bytes of shared memory"),
+        ("st.shared.b32 [%r2 + 512], %r1;", "outside of shared memory"),
         ("setp.lt.u32 %p1, %r1, 32;\n@%p1 bra $L__BB0_1;\nbar.sync 0;\n$L__BB0_1:", "ended warps do not reach"),
         ("setp.lt.u32 %p1, %r1, 7;\n@%p1 bra $L__BB0_1;\n$L__BB0_1:", "lanes of one warp disagree"),
         ("setp.eq.b32 %p1, %r1, 0;\n$L__BB0_1:\n@%p1 ld.global.sys.acquire.b32 %r3, [%rd1];\nbra $L__BB0_1;", "hang"),
