@@ -5,7 +5,7 @@ Belongs here: one import and one entry for each. Everything else is in runner.py
 
 import sys
 
-from checks import faults, layouts, observe, protocol, zero
+from checks import faults, host, layouts, observe, protocol, zero
 
 from . import bubbles, cpu, fused, generate, in_place, layer, matmul, memory, nvlink, pretrain
 from .families import matrix as families
@@ -14,7 +14,7 @@ from .runner import Bench, main
 
 BENCHES: tuple[Bench, ...] = (
     *(cpu.BENCH, generate.BENCH, memory.BENCH, pretrain.BENCH, bubbles.BENCH, layouts.BENCH, zero.BENCH),
-    *(families.BENCH, in_place.BENCH, faults.BENCH, observe.BENCH, protocol.BENCH),
+    *(families.BENCH, in_place.BENCH, faults.BENCH, observe.BENCH, protocol.BENCH, host.BENCH),
     *(matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
 )
 

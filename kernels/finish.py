@@ -67,8 +67,7 @@ class Finish(NamedTuple):
     @property
     def key(self) -> int:
         """The dropout's key as int64, the one type in which kernels take every key; 0 without dropout."""
-        key = 0 if self.dropout is None else self.dropout.key
-        return key - 2**64 if key >= 2**63 else key
+        return 0 if self.dropout is None else signed(self.dropout.key)
 
     @property
     def adds(self) -> bool:
@@ -79,6 +78,11 @@ class Finish(NamedTuple):
         """ValueError if there is a norm, for an operation that finishes tiles and not whole rows."""
         if self.norm is not None:
             raise ValueError(f"{operation} finishes tiles, not whole rows: normalise its result instead")
+
+
+def signed(key: int) -> int:
+    """64 bits as int64."""
+    return key - 2**64 if key >= 2**63 else key
 
 
 NOTHING = Finish()

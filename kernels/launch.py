@@ -97,16 +97,15 @@ def persistent_programs(
     tile: Tile,
     programs: int | None = None,
     served: int = 1,
-    reserved: int = 0,
     spare: int = 0,
 ) -> int:
     """How many programs walk the tiles of one rank: at most one per tile.
 
-    By default the programs fill all SMs but `spare`. The `served` ranks of the launch share these SMs, and `reserved`
-    programs of each rank do other work. `programs` replaces the default, which is 2 in the interpreter.
+    By default the programs fill all SMs but `spare`, which the `served` ranks of the launch share. `programs` replaces
+    the default, which is 2 in the interpreter.
     """
     if programs is None:
-        programs = 2 if is_interpreted() else resident_programs(device, tile, spare) // served - reserved
+        programs = 2 if is_interpreted() else resident_programs(device, tile, spare) // served
     return max(1, min(tiles, programs))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from .arguments import Rows
 from .launch import REGISTERS, is_interpreted, launch_options
 from .philox.kernel import drop_tile
+from .replay import launch
 
 WARPS_PER_SM = 16  # at least so many are resident; row_options limits a thread's registers to allow that
 ELEMENTS = 32  # of a tile for each thread; in 16 bits these are four loads of 16 bytes in flight
@@ -91,7 +92,8 @@ def sum_partials_kernel(partials, first, second, count, n, ROWS: tl.constexpr, C
 def sum_partials(partials: Tensor, outputs: list[Tensor]) -> None:
     """outputs[i] (N,) = partials[i].sum(0) of float32 (P, N), for one or two outputs. P alone decides the order."""
     count, n = partials.shape[1:]
-    sum_partials_kernel[(triton.cdiv(n, SUM_COLUMNS), len(outputs))](
+    launch(
+        sum_partials_kernel, (triton.cdiv(n, SUM_COLUMNS), len(outputs)),
         partials, outputs[0], outputs[-1], count, n, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, **row_options(4)
     )  # fmt: skip
 

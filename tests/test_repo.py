@@ -172,6 +172,7 @@ def test_every_file_says_what_it_is():
 # module-level names that a program changes while it runs, and why each is there
 STATE = {
     ("tpformer/distributed/groups.py", "REGISTRY"): "the states of process groups end with the groups: weak keys",
+    ("kernels/replay.py", "RECORDING"): "a context variable: the recording of the call that is under way",
     ("tpformer/ops/transports/interface.py", "REGISTRY"): "listeners, and the table that a run chooses transports by",
     ("tpformer/ops/weight_gradients.py", "ACTIVE_QUEUE"): "a context variable: the queue around a forward",
     ("tpformer/ops/recompute.py", "_AGAIN"): "a context variable: whether a region runs for the second time",

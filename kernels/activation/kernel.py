@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch_options
+from ..replay import launch, replayed
 from ..tile import activate, differentiate
 
 FORWARD_BYTES = 8192  # of each operand in a block, so that each thread of WARPS has two 16-byte vectors in flight
@@ -69,6 +70,7 @@ def activation_backward_kernel(
         backward_block(da, x, gate, dx, dgate, a, tl.arange(0, BLOCK) < n - first, KIND, GATED, BLOCK)
 
 
+@replayed
 def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) -> Tensor:
     """act(x), or act(gate) * x when a gate is given; x itself for name None.
 
@@ -86,13 +88,15 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
     y = torch.empty_like(x)
     if x.numel():
         block = FORWARD_BYTES // x.element_size()
-        activation_forward_kernel[(triton.cdiv(x.numel(), block),)](
+        launch(
+            activation_forward_kernel, (triton.cdiv(x.numel(), block),),
             x, x if gate is None else gate.contiguous(), y, x.numel(),
             KIND=name, GATED=gate is not None, BLOCK=block, **launch_options(WARPS, 1),
         )  # fmt: skip
     return y
 
 
+@replayed
 def activation_backward(
     da: Tensor, x: Tensor, name: str | None, gate: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -113,7 +117,8 @@ def activation_backward(
     dgate = None if gate is None else torch.empty_like(x)
     if x.numel():
         block = BACKWARD_BYTES // x.element_size()
-        activation_backward_kernel[(triton.cdiv(x.numel(), block),)](
+        launch(
+            activation_backward_kernel, (triton.cdiv(x.numel(), block),),
             da, x, x if gate is None else gate.contiguous(), da, da if dgate is None else dgate, a, x.numel(),
             KIND=name, GATED=gate is not None, BLOCK=block, **launch_options(WARPS, 1),
         )  # fmt: skip

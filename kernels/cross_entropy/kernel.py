@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch_options
+from ..replay import launch, replayed
 from ..rows import row_argument, vectorised, with_contiguous_columns
 from .reference import LossTerms, VocabSlice
 
@@ -173,6 +174,7 @@ def block_options(logits: Tensor) -> dict[str, int]:
     return {"LANES": warps * lanes, "VECTOR": vector, **launch_options(warps, 1)}
 
 
+@replayed
 def slice_statistics(logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: LossTerms) -> tuple[Tensor, None]:
     """(statistics, None): what other slices must know of this one. slice_gradient reads the logits again.
 
@@ -187,13 +189,15 @@ def slice_statistics(logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: 
     statistics = torch.empty(terms.rows, tokens, dtype=torch.float32, device=logits.device)
     if tokens:
         logits = with_contiguous_columns(logits)
-        slice_statistics_kernel[(tokens,)](
+        launch(
+            slice_statistics_kernel, (tokens,),
             row_argument(logits), targets.contiguous(), statistics, tokens, columns, vocab.valid, vocab.first,
             LABEL_SMOOTHING=bool(terms.label_smoothing), **block_options(logits),
         )  # fmt: skip
     return statistics, None
 
 
+@replayed
 def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms: LossTerms) -> tuple[Tensor, Tensor]:
     """Maximum and sum of exp(logit - maximum) over the whole vocabulary, (2, T), and the losses (T,).
 
@@ -207,7 +211,8 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     slices, _, tokens = parts.shape
     normalisers, losses = parts.new_empty(2, tokens), parts.new_empty(tokens)
     if tokens:
-        combine_statistics_kernel[(triton.cdiv(tokens, COMBINE_TOKENS),)](
+        launch(
+            combine_statistics_kernel, (triton.cdiv(tokens, COMBINE_TOKENS),),
             parts.contiguous(), targets.contiguous(), normalisers, losses,
             tokens, slices, vocab.width, vocab.entries, terms,
             LABEL_SMOOTHING=bool(terms.label_smoothing), BLOCK=COMBINE_TOKENS, **launch_options(4, 1),
@@ -215,6 +220,7 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     return normalisers, losses
 
 
+@replayed
 def slice_gradient(
     logits: Tensor,
     normalisers: Tensor,
@@ -241,7 +247,8 @@ def slice_gradient(
     logits = with_contiguous_columns(logits)
     dlogits = logits if in_place else logits.new_empty(tokens, columns)
     if dlogits.numel():
-        slice_gradient_kernel[(tokens,)](
+        launch(
+            slice_gradient_kernel, (tokens,),
             row_argument(logits), row_argument(dlogits), normalisers, targets.contiguous(),
             None if scale is None else scale.contiguous(),
             tokens, columns, vocab.valid, vocab.first, vocab.entries, terms, **block_options(logits),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..finish import Dropout, Finish
 from ..philox.kernel import drop_tile
+from ..replay import launch, replayed
 from ..rows import (
     RowTile,
     finished_tile,
@@ -67,6 +68,7 @@ def finish_backward_kernel(
     tl.store(partials + tl.program_id(0).to(tl.int64) * n + columns, tl.sum(total, 0), mask=columns < n)
 
 
+@replayed
 def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     """residual + dropout(x + bias); a part that is None is left out, and finish.norm is ignored.
 
@@ -87,7 +89,8 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     columns = min(triton.next_power_of_2(n), FORWARD_COLUMNS)
     tile = RowTile((FORWARD_ELEMENTS if vectorised(n) else FORWARD_ELEMENTS // 2) // columns, columns, WARPS)
     if m:
-        finish_forward_kernel[(triton.cdiv(m, tile.rows) * triton.cdiv(n, columns),)](
+        launch(
+            finish_forward_kernel, (triton.cdiv(m, tile.rows) * triton.cdiv(n, columns),),
             row_argument(x), finish.arguments(), finish.key, z, m, n, n % 4 == 0, tile, **row_options(WARPS)
         )  # fmt: skip
     return z
@@ -102,6 +105,7 @@ def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
     return finish_forward(x, Finish(dropout=Dropout(start, key, p)))
 
 
+@replayed
 def finish_backward(
     dz: Tensor, dropout: Dropout | None, bias: bool, *, programs: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -128,7 +132,8 @@ def finish_backward(
     count, share = shares(m, tile.rows, dz.device, WARPS, programs, blocks)
     partials = dz.new_empty(1, count, n, dtype=torch.float32)
     finish = Finish(dropout=dropout)
-    finish_backward_kernel[(count, blocks)](
+    launch(
+        finish_backward_kernel, (count, blocks),
         row_argument(source), finish.arguments().mask, finish.key, dx, partials, m, n, share, n % 4 == 0, tile,
         STAGES=3 if dz.element_size() == 2 else 2, **row_options(WARPS),
     )  # fmt: skip

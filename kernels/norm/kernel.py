@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..arguments import Rows
 from ..finish import NOTHING, Finish, Norm
+from ..replay import launch, replayed
 from ..rows import (
     RowTile,
     finished_tile,
@@ -259,13 +260,15 @@ def launch_forward(x: Tensor, finish: Finish, norm: Norm, widest: int) -> tuple[
     mean = torch.empty_like(rstd) if layernorm else None
     tile = row_tile(n, widest)
     if m:
-        norm_forward_kernel[(triton.cdiv(m, tile.rows),)](
+        launch(
+            norm_forward_kernel, (triton.cdiv(m, tile.rows),),
             row_argument(x), finish.arguments(), finish.key, z, y, mean, rstd, scaling, m, n,
             ALIGNED=n % 4 == 0, LOOPED=n > tile.columns, TILE=tile, **row_options(tile.warps),
         )  # fmt: skip
     return x if z is None else z, y, (mean, rstd)
 
 
+@replayed
 def norm_forward(x: Tensor, norm: Norm, *, widest: int = WIDEST_FORWARD) -> tuple[Tensor, Statistics]:
     """Normalise each row of x, then scale (and shift): (y, (mean or None, rstd)).
 
@@ -287,6 +290,7 @@ def norm_rebuilt(x: Tensor, statistics: Statistics, norm: Norm) -> Tensor:
     return norm_forward(x, norm)[0]
 
 
+@replayed
 def finish_norm_forward(
     x: Tensor, finish: Finish, *, widest: int = WIDEST_FORWARD
 ) -> tuple[Tensor, Tensor, Statistics]:
@@ -303,6 +307,7 @@ def finish_norm_forward(
     return launch_forward(x, finish, finish.norm, widest)
 
 
+@replayed
 def norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -344,16 +349,14 @@ def norm_backward(
     operands = GradientOperands(row_argument(dy), row_argument(x), mean if layernorm else None, rstd)
     residual = None if dresidual is None else row_argument(with_contiguous_columns(dresidual))
     if looped:
-        wide_norm_backward_kernel[(triton.cdiv(m, tile.rows),)](
-            operands, norm.weight, residual, dx, m, n, TILE=tile, **row_options(tile.warps)
-        )
-        norm_weight_gradient_kernel[(count, blocks)](
-            operands, partials, m, n, share, SHIFT=dbias is not None, TILE=sums, **row_options(sums.warps)
-        )
+        launch(wide_norm_backward_kernel, (triton.cdiv(m, tile.rows),), operands, norm.weight, residual, dx, m, n,
+               TILE=tile, **row_options(tile.warps))  # fmt: skip
+        launch(norm_weight_gradient_kernel, (count, blocks), operands, partials, m, n, share, SHIFT=dbias is not None,
+               TILE=sums, **row_options(sums.warps))  # fmt: skip
     else:
-        norm_backward_kernel[(count,)](
-            operands, norm.weight, residual, dx, partials, m, n, share, SHIFT=dbias is not None,
-            TILE=tile, STAGES=3 if x.element_size() == 2 else 2, **row_options(tile.warps),
+        launch(
+            norm_backward_kernel, (count,), operands, norm.weight, residual, dx, partials, m, n, share,
+            SHIFT=dbias is not None, TILE=tile, STAGES=3 if x.element_size() == 2 else 2, **row_options(tile.warps),
         )  # fmt: skip
     sum_partials(partials, outputs)
     return dx, dweight, dbias

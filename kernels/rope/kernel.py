@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch_options
+from ..replay import launch, replayed
 from .reference import Table
 
 BLOCK_BYTES = 4096  # of all first elements of a block's pairs; 16 for each thread of WARPS
@@ -110,6 +111,7 @@ def rope_kernel(
         rotate_rows(k, k_out, table, positions, program - query_programs, tokens, KEYS, ROTATION)
 
 
+@replayed
 def rope_rotate(
     q: Tensor, k: Tensor, table: Table, positions: Tensor, interleaved: bool = False, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +135,8 @@ def rope_rotate(
     columns = triton.next_power_of_2(head_dim // 2)
     rows = max(1, BLOCK_BYTES // q.element_size() // columns)
     programs = [triton.cdiv(tokens * n, rows) for n in (heads, kv_heads)]
-    rope_kernel[(sum(programs),)](
+    launch(
+        rope_kernel, (sum(programs),),
         q, k, q_out, k_out, table, positions, tokens, programs[0],
         QUERIES=Heads(heads, q.stride(0)), KEYS=Heads(kv_heads, k.stride(0)),
         ROTATION=Rotation(head_dim // 2, interleaved, inverse, rows, columns), **launch_options(WARPS, 1),

@@ -3,120 +3,35 @@
 Belongs here: the program that test_driver.py starts, once for each architecture, as Triton looks for its driver once.
 """
 
-import ctypes
+import functools
 import json
-import math
-import mmap
-import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]  # the repository is not installed as a whole
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels"), str(ROOT / "tests/driver")]  # the repository is not installed
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from triton.backends.nvidia.driver import CudaDriver, CudaLauncher  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+from replaying import Shelf, call_variants, compared, keep_little  # noqa: E402
 
-from checks.execute.session import FORMATS  # noqa: E402
-
-# capability -> SMs, bytes of shared memory that a block can have, and those of an SM: an A100, an H100, a B200
-GPUS = {80: (108, 163 << 10, 164 << 10), 90: (132, 227 << 10, 228 << 10), 100: (148, 227 << 10, 228 << 10)}
-NO_RESERVE = 0x4000  # mmap's flag: memory that nobody touches takes no room, however large it is
-RECORDS: list[dict] = []  # of the launcher that runs: the driver's lines, each launch with what was `given`
+from checks.driver.stub import GPUS, Stub, memory  # noqa: E402
 
 
-def memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor with addresses, and as good as without memory."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    room = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-    return torch.frombuffer(room, dtype=dtype).view(shape)
-
-
-def flattened(value: Any, kind: Any) -> Iterator[list[int]]:
-    """[bytes, value] of each parameter of the kernel that an argument becomes; of a tensor map the address."""
-    if isinstance(kind, tuple | list):
-        for member, of_member in zip(value, kind, strict=True):
-            yield from flattened(member, of_member)
-    elif isinstance(value, TensorDescriptor):
-        numbers = [[4, size] for size in value.shape] + [[8, stride] for stride in value.strides]
-        yield from [[128, value.base.data_ptr()], *numbers]
-    elif kind.startswith("*"):
-        if not value.data_ptr():
-            raise ValueError("a kernel would get a null pointer")
-        yield [8, value.data_ptr()]
-    elif kind != "constexpr":
-        packed = struct.pack(FORMATS[kind], value)
-        yield [len(packed), int.from_bytes(packed, "little")]
-
-
-class Launcher(CudaLauncher):
-    """Triton's launcher, which keeps what it is given for each launch."""
-
-    def __init__(self, source: Any, metadata: Any) -> None:
-        super().__init__(source, metadata)
-        self.kinds = list(source.signature.values())
-
-    def __call__(self, *arguments: Any) -> None:
-        super().__call__(*arguments)  # grid, stream, function, two kinds of metadata and two hooks come first
-        notes = [json.loads(line) for line in Driver.library.take_notes().splitlines()]
-        scratch = [[8, 0]] * 2
-        for launch in (note for note in notes if "launch" in note):
-            launch["given"] = [*flattened(arguments[9:], self.kinds), *scratch]
-        RECORDS.extend(notes)
-
-
-class Driver(CudaDriver):
-    """Triton's driver, without torch.cuda."""
-
-    library: Any
-
-    def __init__(self, capability: int) -> None:
-        super().__init__()
-        self.launcher_cls = Launcher
-        self.get_current_stream = self.get_current_device = lambda *device: 0
-        self.get_device_capability = lambda device=None: divmod(capability, 10)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-def begin(library: str, capability: int) -> None:
-    """Make this process believe that it has such a GPU."""
-    Driver.library = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    Driver.library.take_notes.restype = ctypes.c_char_p
-    Driver.library.describe(capability, *GPUS[capability])
-    triton.runtime.driver.set_active(Driver(capability))
-    processors, _, shared = GPUS[capability]
-    properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_multiprocessor=shared)
-    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
-    torch.cuda.get_device_properties = lambda device: properties
-
-
-def attempt(call: Callable[[], object]) -> dict:
-    """What came to the driver while a function ran, and the error with which it ended."""
-    RECORDS.clear()
-    Driver.library.take_notes()
-    error = None
-    try:
-        call()
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    return {"error": error, "records": list(RECORDS)}
-
-
-def shipped_cases(capability: int) -> list:
+def shipped_cases(capability: int, shelf: Shelf) -> list:
     """Of the compile check's cases, with memory and with as many programs as launchers choose: every GEMM's in bfloat16
     and its first one in float32; the last two of each other kernel."""
     from checks.compile import cases
 
-    cases.meta = memory
+    cases.meta = shelf
     from checks.compile import memory_bound, shipped
+
+    shipped.channel = functools.cache(shipped.channel)  # what is kept of calls, a channel keeps
+    shipped.channel(), shipped.channel(1), shipped.channel(shipped.WORLD)  # before a case takes memory
 
     memory_bound.PROGRAMS = shipped.PROGRAMS = None
     ours = [case for case in shipped.cases() if case.capability == capability and case.dtype != torch.float16]
@@ -128,25 +43,31 @@ def shipped_cases(capability: int) -> list:
     return [case for (_, dtype), group in groups.items() for case in group[parts[dtype]]]
 
 
-def call_launchers(capability: int) -> list[dict]:
+def call_launchers(stub: Stub, capability: int) -> list[dict]:
     """The attempt of each of these cases, with what test_driver.py expects by."""
     # poll_in_vain polls for nobody, and publishes no report; every kernel that waits for others may publish one
+    shelf = Shelf()
+
+    def attempt(case: Any) -> dict:
+        found = compared(stub, shelf, *[lambda: (case.launch, (), {})] * 2)
+        return {**found.pop("plain"), **found}
+
     return [
         {
             "case": case.key, "name": case.name, "kernel": case.kernel, "waits": bool(case.acquires and case.releases),
             "gemm": case.tile is not None, "tma": bool(case.tile and case.tile.tma), "processors": GPUS[capability][0],
-            **attempt(case.launch),
+            **attempt(case),
         }
-        for case in shipped_cases(capability)
+        for case in shipped_cases(capability, shelf)
     ]  # fmt: skip
 
 
-def trial(launches: int, message: str | None, call: Callable, *arguments: Any, **options: Any) -> dict:
+def trial_of(stub: Stub, launches: int, message: str | None, call: Callable, *arguments: Any, **options: Any) -> dict:
     """The attempt of a call, with how many launches it should make, and the error, a regular expression."""
-    return {"launches": launches, "message": message} | attempt(lambda: call(*arguments, **options))
+    return {"launches": launches, "message": message} | stub.attempt(lambda: call(*arguments, **options))
 
 
-def try_driver(capability: int) -> list[dict]:
+def try_driver(stub: Stub, capability: int) -> list[dict]:
     """Trials of Triton's own launcher and encoder: what the driver has to refuse, and what is right beside it."""
     from tpformer.kernels.protocol import bump_kernel
 
@@ -165,6 +86,7 @@ def try_driver(capability: int) -> list[dict]:
         fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # its name in triton 3.6
         fill(address, 3, 2, kind, box, shape, strides, 0)
 
+    trial = functools.partial(trial_of, stub)
     return [
         trial(1, None, launch),
         trial(1, None, launch, grid=(1, 65535, 1)),
@@ -192,7 +114,7 @@ def try_driver(capability: int) -> list[dict]:
     ]
 
 
-def try_launchers() -> list[dict]:
+def try_launchers(stub: Stub) -> list[dict]:
     """Trials of calls that launchers have to refuse, and at the end of a matrix that no tensor map can be of."""
     from channels import virtual_channel
 
@@ -206,13 +128,14 @@ def try_launchers() -> list[dict]:
     tile, channel = TILES["small"], virtual_channel(1, 1 << 16, 4096)
     a, w = (memory(rows, 64, dtype=torch.bfloat16) for rows in (256, 128))
     skewed = memory(256 * 64 + 1, dtype=torch.bfloat16)[1:].view(256, 64)
-    small, norm = channel._replace(capacity=64), Finish(norm=Norm("rmsnorm", torch.ones(128), None, 1e-5))
-    crowded = mock.patch.object(gathers, "PUSHERS", 4096)(gathers.await_gathered)
+    small, norm = replace(channel, capacity=64), Finish(norm=Norm("rmsnorm", torch.ones(128), None, 1e-5))
+    crowded = mock.patch.object(gathers.plan, "pushers_of", lambda *_: 4096)(gathers.await_gathered)
     unpadded = mock.patch.object(matmuls, "padded", lambda x: x)(matmuls.matmul)
     no_norm = "ValueError: .* finishes tiles, not whole rows"
     size_it = "ValueError: .* but the channel has 64 and 4096: size it by "
+    trial = functools.partial(trial_of, stub)
     return [
-        trial(0, "Required: 245840, Hardware limit: 232448", matmuls.matmul, a, [w], tile=tile._replace(stages=10)),
+        trial(0, r"Required: 2\d{5}, Hardware limit: 232448", matmuls.matmul, a, [w], tile=tile._replace(stages=10)),
         trial(0, "of 4097 cooperative blocks of await_gathered_kernel", crowded, channel, a, push=True),
         trial(0, "ValueError: .* at least one row and one column", matmuls.matmul, a[:0], [w], tile=tile),
         trial(0, size_it + "all_gather_matmul", gathers.all_gather_matmul, a, [w], small, tile=tile),
@@ -228,6 +151,11 @@ def try_launchers() -> list[dict]:
 
 if __name__ == "__main__":
     what, driver, gpu = sys.argv[1:]
-    begin(driver, int(gpu))
-    done = call_launchers(int(gpu)) if what == "launchers" else [*try_driver(int(gpu)), *try_launchers()]
+    stub, capability = Stub(Path(driver), int(gpu)), int(gpu)
+    if what == "launchers":
+        done = call_launchers(stub, capability)
+    elif what == "replays":
+        done = {"variants": call_variants(stub), "kept": keep_little()}
+    else:
+        done = [*try_driver(stub, capability), *try_launchers(stub)]
     print(json.dumps(done))

@@ -12,10 +12,10 @@ FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=
 
 
 def test_items_01_02_05_nothing_is_compiled_at_installation():
-    """Fails as soon as a C++ or CUDA source, or a build requirement other than setuptools, is committed. Tests build
-    a driver in C, which is not installed."""
+    """Fails as soon as a C++ or CUDA source, or a build requirement other than setuptools, is committed. The checks
+    build a driver in C, which is not installed."""
     sources = [name for name in FILES if name.endswith((".c", ".cc", ".cpp", ".cu", ".cuh", ".pyx"))]
-    assert sources == ["tests/driver/libcuda.c"]
+    assert sources == ["checks/driver/libcuda.c"]
     assert not {"setup.py", "setup.cfg", "CMakeLists.txt"} & set(FILES)
     assert [name.split(">")[0] for name in PROJECT["build-system"]["requires"]] == ["setuptools"]
 
