@@ -144,6 +144,10 @@ class ReductionForm(NamedTuple):
     """All-reduce: how many of the other programs add. Those that are left copy the sums into the result."""
     one_shot: bool = False
     """Whether every rank of an all-reduce adds all rows, instead of its share."""
+    band: int = 0
+    """All-reduce: rows of a tile that a program waits for and publishes at once, and adds, `step` of them at a time."""
+    copied: int = 0
+    """All-reduce: rows that a program copies at a time."""
 
 
 def three(values: Any, missing: Any = None) -> tuple:

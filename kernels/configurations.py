@@ -14,9 +14,13 @@ TILES = {
     "large": Tile(128, 256, 64, 3, 8, True),  # 144 KiB, 1 program per SM
     "medium": Tile(128, 128, 64, 4, 8, True),  # 128 KiB; also for epilogues with several outputs
     "small": Tile(64, 128, 64, 4, 4, True),  # 96 KiB, 2 programs per SM: for few rows
+    # the same, for an all-reduce of few rows, which waits for its weights: see select_narrow_tile
+    "narrow": Tile(64, 64, 64, 6, 4, True),  # 96 KiB, 2 programs per SM
+    "narrowest": Tile(64, 32, 64, 9, 4, True),  # 108 KiB, 2 programs per SM
     # sm_80, 16-bit: pointer loads through cp.async
     "ampere": Tile(128, 128, 32, 4, 8, False),
     "ampere_small": Tile(64, 64, 64, 3, 4, False),
+    "ampere_narrow": Tile(64, 32, 64, 6, 4, False),  # as "narrowest"
     # float32: exact products on the CUDA cores, any architecture
     "exact": Tile(64, 32, 16, 2, 8, False),
     # the interpreter: a program takes about 10 ms with any tile, so this tile is as large as most shapes of the tests
@@ -35,15 +39,20 @@ WAVES = {
     "exact": (1,),
 }
 FEW_ROWS = 128  # a GEMM of so few rows waits for its weights, so the tile with the most loads in flight is the fastest
+BUSY = 0.9  # the share of the SMs that a narrow tile must give a program to
 MANY_OPERANDS_ELEMENTS = 128 * 128  # an epilogue with several operands spills in tiles of more elements
 
 
-def tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
-    """Names of the tiles that an architecture (80, 90, 100) has for operands of that size; the last is the smallest."""
+def tile_names(capability: int, itemsize: int, operands: int = 1) -> tuple[str, ...]:
+    """Names of the tiles that an architecture (80, 90, 100) has for inputs of that size; the last is the smallest.
+
+    operands: matrices of the output's size that the epilogue reads or writes.
+    """
     if itemsize == 4:
         return ("exact",)
     datacenter = 90 <= capability < 120  # sm_120 has TMA, but too little shared memory for these tiles
-    return ("large", "medium", "small") if datacenter else ("ampere", "ampere_small")
+    names = ("large", "medium", "small") if datacenter else ("ampere", "ampere_small")
+    return names if operands == 1 else tuple(n for n in names if TILES[n].m * TILES[n].n <= MANY_OPERANDS_ELEMENTS)
 
 
 def select_tile(
@@ -52,12 +61,12 @@ def select_tile(
     """The configuration whose tiles take the least time by WAVES; up to FEW_ROWS rows the smallest one.
 
     rows, columns: of an output, with one number of columns for each weight of the launch. chunks: how many times these
-    outputs are computed. operands: matrices of the output's size that the epilogue reads or writes.
+    outputs are computed. operands: as in tile_names.
     """
     if is_interpreted():
         return TILES["interpreted"]
     major, minor = torch.cuda.get_device_capability(device)
-    names = tile_names(10 * major + minor, dtype.itemsize)
+    names = tile_names(10 * major + minor, dtype.itemsize, operands)
     if chunks * rows <= FEW_ROWS:
         return TILES[names[-1]]
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -67,5 +76,28 @@ def select_tile(
         whole, rest = divmod(tiles, processors * len(WAVES[name]))
         return whole * WAVES[name][-1] + (WAVES[name][triton.cdiv(rest, processors) - 1] if rest else 0)
 
-    few = [name for name in names if operands == 1 or TILES[name].m * TILES[name].n <= MANY_OPERANDS_ELEMENTS]
-    return TILES[min(few, key=time)]
+    return TILES[min(names, key=time)]
+
+
+def narrow_tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
+    """Names of the tiles for few rows, from the widest to the narrowest."""
+    names = tile_names(capability, itemsize)
+    return {"small": ("small", "narrow", "narrowest"), "ampere_small": ("ampere_small", "ampere_narrow")}.get(
+        names[-1], names
+    )
+
+
+def select_narrow_tile(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Tile:
+    """The widest tile of narrow_tile_names with which BUSY of the SMs have a program, or the narrowest.
+
+    A GEMM of few rows takes as long as its weights take to arrive. Every SM must ask for some of them, and have about
+    32 KiB under way (by the memory's latency times its bandwidth, a prediction): of the weights a program has
+    n * k * 2 * (stages - 1) bytes, which are 32 or more KiB on sm_90. To split K instead would take a sum more.
+    """
+    if is_interpreted():
+        return TILES["interpreted"]
+    major, minor = torch.cuda.get_device_capability(device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    tiles = [TILES[name] for name in narrow_tile_names(10 * major + minor, dtype.itemsize)]
+    busy = (t for t in tiles if triton.cdiv(rows, t.m) * triton.cdiv(columns, t.n) >= BUSY * processors)
+    return next(busy, tiles[-1])

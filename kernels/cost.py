@@ -1,9 +1,11 @@
-"""What work costs: the type that every `<op>_cost` returns, and a model of GEMMs that overlap with communication.
+"""What work costs: the type that every `<op>_cost` returns, and the parts of a model of GEMMs that overlap with
+communication, with all its constants. tpformer/ops/transports/prediction.py puts them together.
 
 Letters: M rows of all ranks together, N and K of one rank's GEMM, t ranks, s bytes per element, F FLOP/s of a GPU,
 B bytes/s of its links.
 """
 
+import math
 from typing import NamedTuple
 
 
@@ -33,7 +35,21 @@ class Machine(NamedTuple):
     """Bytes/s that a good kernel sends to all peers together."""
     memory: float
     """Bytes/s that a good kernel reads and writes."""
+    load_latency: float = 1e-6
+    """Seconds from a program's first load of a piece that it pushes until it has stored the piece. An estimate: others
+    measure 0.6 to 0.8 us for a load that misses L2, and the stores come after it."""
+    copy_start: float = 6.4e-6
+    """Seconds that a copy to a peer takes beside its bytes / link. Fitted to copies of 4 and 16 MB that others measured
+    on B300 (335 and 560 GB/s), it gives 672 GB/s at 64 MB, where they measured 695."""
 
+
+# Seconds of one acquire of a flag in the GPU's own memory when nobody is late: 1.5 to 2 million polls a second
+# (an estimate from the compiled loop: a load that passes the L1 cache, a comparison, a branch).
+POLL_SECONDS = 0.6e-6
+# Seconds of one release or fence at system scope, which waits until the program's earlier stores have arrived at a
+# peer: the lower end of the 2 to 4 us that published one-hop kernels on 8 H100 take beyond their bytes. Neither is
+# measured here.
+RELEASE_SECONDS = 2e-6
 
 # H200 and H100 have published figures of large GEMMs and copies, which runs on an H100 confirmed (docs/LOG.md). Their
 # links are not measured. A100 and B200 are scaled by their data sheets.
@@ -43,6 +59,41 @@ MACHINES = (
     Machine("A100", 312e12, 250e12, 250e9, 1.7e12),
     Machine("B200", 2250e12, 1600e12, 760e9, 7.0e12),
 )
+
+
+class TileSpeed(NamedTuple):
+    """How fast a program multiplies one tile after the other."""
+
+    begin: float
+    """Seconds of a tile that do not depend on K: the first loads, and the epilogue."""
+    shares: tuple[float, ...]
+    """The share of an SM's peak that 1, 2, ... programs on it reach together."""
+
+
+# By rows and columns of a tile. Fitted to `bench matmul` on one H100 (bench/results): over 80 products of two matrices
+# with each tile, in all its waves, times are off by 4, 5 and 11 % in the mean. What is not listed is a guess.
+TILE_SPEEDS = {
+    (128, 256): TileSpeed(4.0e-6, (0.875,)),
+    (128, 128): TileSpeed(2.5e-6, (0.73,)),
+    (64, 128): TileSpeed(1.0e-6, (0.36, 0.56)),
+}
+OTHER_TILES = TileSpeed(1.0e-6, (0.3, 0.5))
+
+# What NCCL takes on 8 H100: by operation, latency and bytes/s as a share of Machine.link, each once for the protocol of
+# small messages and once for that of large ones. Fitted to others' measurements, by which they are off by at most 16 %:
+# gathers of 2 to 128 MiB 20, 43, 119 and 385 us, scatters 19, 47 and 113 us (NVIDIA/Megatron-LM#5596), a scatter of
+# 128 MiB 377 us (NVIDIA/nccl#1047); all-reduces of 0.5 to 128 MiB 24, 25, 37, 50, 76, 121, 195, 316 and 561 us
+# (vllm-project/vllm#42324), to which the switch contributes.
+MOVED = ((13e-6, 0.59), (25e-6, 0.874))
+COLLECTIVES = {
+    "all_gather_matmul": MOVED,
+    "matmul_reduce_scatter": MOVED,
+    "matmul_all_reduce": ((22e-6, 0.69), (42e-6, 1.126)),
+}
+
+# Seconds until the host has launched an operation, by transport: a kernel of ours takes it 146 us and torch.matmul 20
+# (measured beside an H100, docs/LOG.md); a collective about 30 (an estimate). In a CUDA graph it is 0.
+HOST_SECONDS = {"fused": 146e-6, "sequential": 50e-6}
 
 
 def machine_for(device_name: str) -> Machine | None:
@@ -64,6 +115,25 @@ def gemm_seconds(m: int, n: int, k: int, itemsize: int, machine: Machine) -> flo
     return max(2 * m * n * k / machine.flops, itemsize * (m * k + k * n + m * n) / machine.memory)
 
 
+def tile_seconds(tile: tuple[int, int], k: int, programs: int, machine: Machine, processors: int) -> float:
+    """Seconds in which a program computes a tile of (rows, columns), beside the others of `programs` on its SM."""
+    begin, shares = TILE_SPEEDS.get(tile, OTHER_TILES)
+    share = shares[min(programs, len(shares)) - 1] * machine.peak_flops / processors
+    return begin + 2 * tile[0] * tile[1] * k * programs / share
+
+
+def waves_seconds(tiles: int, tile: tuple[int, int], k: int, programs: int, machine: Machine, processors: int) -> float:
+    """Seconds in which so many programs compute tiles that are there at once, one after the other."""
+    together = math.ceil(min(tiles, programs) / processors)
+    return math.ceil(tiles / programs) * tile_seconds(tile, k, together, machine, processors)
+
+
+def collective_seconds(op: str, m: int, n: int, k: int, ranks: int, itemsize: int, machine: Machine) -> float:
+    """Seconds of an operation's collective by a library, in the protocol that is the faster one for its bytes."""
+    moved = communication_bytes(op, m, n, k, ranks, itemsize)
+    return min(latency + moved / (share * machine.link) for latency, share in COLLECTIVES[op])
+
+
 def break_even_width(ranks: int, machine: Machine, itemsize: int, moves: int = 1) -> float:
     """The width per rank from which on the GEMM takes as long as its communication: moves (t - 1) / t s F / (2 B).
 
@@ -80,3 +150,9 @@ def overlapped_seconds(compute: float, communication: float, chunks: int, tail: 
     reduced. tail: seconds of what starts after both, such as the sum over the received partial sums.
     """
     return max(compute, communication + compute / chunks) + tail
+
+
+def staged_seconds(first: float, second: float, pieces: int) -> float:
+    """Seconds of two kinds of work on as many pieces, where the second begins with a piece when the first has ended
+    with it: the longer of both, and one piece of the shorter."""
+    return max(first, second) + min(first, second) / pieces

@@ -4,19 +4,26 @@ Belongs here: what every communicating kernel uses, on the device and on the hos
 no process groups. docs/kernels.md has the rules, and says why each is there.
 """
 
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import packed_width
+from .launch import is_interpreted, packed_width
+from .replay import Lasting, launch, replayed
 
+INTERPRETED = tl.constexpr(is_interpreted())
 # A report is int32 words: 1 if a wait has expired, the peer it was for, the flag that it saw, the epoch it wanted.
 ERROR_WORDS = tl.constexpr(4)
+VIEWS = 64  # of a channel's slots, for which it need not be asked again
 
 
-class Channel(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Channel(Lasting):
     """One workspace as a launch sees it. A launch serves one rank, or all ranks of a group as virtual ranks.
 
     A rank's region has `writer_flags` int32 flags for each writer, and two slots of `capacity` bytes: slot 0 for even
@@ -55,6 +62,8 @@ class Channel(NamedTuple):
     """Polls after which a wait gives up."""
     counters: Tensor
     """int32 (served, world * writer_flags), device memory that only the rank itself uses; zeros between operations."""
+    views: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """What `gathered` has returned, at most VIEWS of them."""
 
     def require(self, operation: str, nbytes: int, flags: int) -> None:
         """ValueError if an operation needs larger slots or more flags than there are, and would write beyond them."""
@@ -75,10 +84,16 @@ class Channel(NamedTuple):
         The channel must serve one rank, and the gather must have had keep=True. The workspace's next operation may
         overwrite the rows, so neither autograd nor the user may hold them.
         """
-        rows = self.slot(parity, packed_width(shard.shape[1], shard.element_size()), shard)
-        return rows[: self.world * len(shard), : shard.shape[1]]
+        key = parity, shard.shape, shard.dtype
+        if key not in self.views:
+            if len(self.views) >= VIEWS:
+                self.views.clear()
+            with torch.inference_mode(False):
+                rows = self.slot(parity, packed_width(shard.shape[1], shard.element_size()), shard)
+                self.views[key] = rows[: self.world * len(shard), : shard.shape[1]]
+        return self.views[key]
 
-    @property
+    @cached_property
     def links(self) -> "Links":
         """All that a kernel takes of this channel, except the rank."""
         return Links(
@@ -131,13 +146,14 @@ def bump_kernel(epoch, stopped, served):
         tl.store(stopped + 2 * rank + 1, tl.load(stopped + 2 * rank))
 
 
+@replayed
 def bump(channel: Channel) -> None:
     """Begin an operation: a kernel adds 1 to the epoch, in stream order before the operation's own.
 
     It is a kernel of its own because a program of the operation would change words that others still read. The
     epoch is in device memory, so that a CUDA graph goes on counting when it is replayed.
     """
-    bump_kernel[(1,)](channel.epoch, channel.stopped, channel.served, num_warps=1)
+    launch(bump_kernel, (1,), channel.epoch, channel.stopped, channel.served, num_warps=1)
 
 
 @triton.jit
@@ -171,9 +187,28 @@ def slot_of(me, rank, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def slots_of(me, END: tl.constexpr, DTYPE: tl.constexpr):
+    """slot_of the next END - 1 ranks of the ring, all loaded at once: of the peers if END is WORLD, and of this rank,
+    too, if END is WORLD + 1."""
+    slots = ()
+    for step in tl.static_range(1, END):
+        slots = slots + (slot_of(me, (me.rank + step) % me.world, DTYPE),)  # type: ignore[assignment]
+    return slots
+
+
+@triton.jit
 def flags_of(me, rank, writer):
     """Pointer to the first flag that `writer` sets at `rank`."""
     return tl.load(me.flags + rank).to(tl.pointer_type(tl.int32)) + writer * me.writer_flags
+
+
+@triton.jit
+def barrier():
+    """tl.debug_barrier, but in a loop that has to be pipelined: the compiler pipelines none with that."""
+    if INTERPRETED:  # there is no inline assembly, and a program is one thread
+        tl.debug_barrier()
+    else:
+        tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -182,32 +217,71 @@ def publish(flag, epoch):
 
     The barrier makes the release cover the other warps' stores; triton before 3.9 puts none there.
     """
-    tl.debug_barrier()
+    barrier()
     tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
 
 
 @triton.jit
-def poll(flag, epoch, limit):
-    """Spin until a flag has reached this epoch, at most `limit` times, and return its last value. Epochs may wrap."""
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+def announce(me, flag, END: tl.constexpr):
+    """Set this rank's flag number `flag` at the next END - 1 ranks of the ring: at all peers if END is WORLD, and at
+    this rank, too, if END is WORLD + 1. It is what `publish` at each of them would be, with one wait for the earlier
+    stores to arrive instead of one for each flag.
+
+    A release on one flag does not order the same stores before a relaxed store to another flag. A fence does: with a
+    later relaxed store of the same thread it is a release pattern, whichever flag that store is to, and whoever
+    acquires the flag also sees what came before the fence. The barrier puts the stores of the other warps there.
+    """
+    flags = ()
+    for step in tl.static_range(1, END):
+        flags = flags + (flags_of(me, (me.rank + step) % me.world, me.rank) + flag,)  # type: ignore[assignment]
+    tl.debug_barrier()
+    if INTERPRETED:  # there is no inline assembly
+        for step in tl.static_range(1, END):
+            tl.atomic_xchg(flags[step - 1], me.epoch, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [me.epoch], dtype=tl.int32, is_pure=False, pack=1
+        )
+        for step in tl.static_range(1, END):
+            tl.atomic_xchg(flags[step - 1], me.epoch, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def least(x, PEERS: tl.constexpr):
+    """The smallest of a block of values, or the value if it is one."""
+    if PEERS > 1:
+        x = tl.min(x)
+    return x
+
+
+@triton.jit
+def poll(flags, epoch, limit, PEERS: tl.constexpr = 1):
+    """Spin until the flags have reached this epoch, at most `limit` times, and return their last values. PEERS > 1: a
+    block of flags, which are asked for at the same time. Epochs may wrap."""
+    seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")
     polls = 0
-    while (seen - epoch < 0) & (polls < limit):
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while (least(seen - epoch, PEERS) < 0) & (polls < limit):
+        seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")
         polls += 1
     return seen
 
 
 @triton.jit
-def wait(me, flag, peer, limit):
-    """Spin until the peer's flag has reached this epoch, and return the limit for later waits.
+def wait(me, flag, first, limit, PEERS: tl.constexpr = 1):
+    """Spin until the flags of PEERS writers, from `first` on in the ring of ranks, have all reached this epoch, and
+    return the limit for later waits. PEERS: 1, or all ranks. flag: pointer to that of writer 0.
 
     After `limit` polls it stops the rank, reports, and returns 0. With limit 0 a wait polls once and reports nothing,
-    so the kernel comes to its end.
+    so the kernel comes to its end; code that reads what arrived must check the limit, as a peer may still write there.
     Call it in an outer loop: the software pipeliner moves loads to before a wait that stands in a pipelined loop.
     """
-    seen = poll(flag, me.epoch, limit)
-    if (seen - me.epoch < 0) & (limit > 0):
-        give_up(me, peer, seen)
+    peers = first
+    if PEERS > 1:  # a block has a power of two of flags, so some are asked for twice
+        peers = (first + tl.arange(0, triton.next_power_of_2(PEERS))) % me.world
+    seen = poll(flag + peers * me.writer_flags, me.epoch, limit, PEERS)
+    if (least(seen - me.epoch, PEERS) < 0) & (limit > 0):
+        late = least(tl.where(seen - me.epoch < 0, peers, me.world), PEERS)
+        give_up(me, late, least(tl.where(peers == late, seen, 2**31 - 1), PEERS))
         limit = 0
     return limit
 

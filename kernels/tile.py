@@ -11,10 +11,10 @@ import triton.language as tl
 
 from .philox.kernel import drop_tile
 
-# An epilogue takes so many columns or elements at a time. With more, the values that it computes would spill.
-DERIVATIVE_COLUMNS = tl.constexpr(32)
-ACTIVATION_COLUMNS = tl.constexpr(32)
-PACKED_ELEMENTS = tl.constexpr(128 * 128)
+# An epilogue takes so many columns or bytes at a time. With more, the values that it computes would spill.
+EPILOGUE_COLUMNS = tl.constexpr(16)
+PLAIN_COLUMNS = tl.constexpr(32)
+PACKED_BYTES = tl.constexpr(16 << 10)
 GROUP_M = tl.constexpr(8)  # row blocks that share their columns' operand in L2
 
 
@@ -71,32 +71,29 @@ def add_product(accumulator, part, left, right, step, steps):
 
 
 @triton.jit
-def multiply(
-    accumulator, a, b, m, n, m_end, n_end, k,
+def multiply_step(
+    accumulator, part, a, b, m, n, m_end, n_end, k, step,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """accumulator + one tile of A B^T, for A (m_end, k) and B (n_end, k). The tile begins at row m and column n.
+    """(accumulator, part) with one step of K of a tile of A B^T added, for A (m_end, k) and B (n_end, k).
 
-    A_TRANSPOSED: A is stored as (k, m_end). B_TRANSPOSED: B is stored as (k, n_end). The loop must not wait for a flag,
-    because the pipeliner would move loads to before the wait.
+    The tile begins at row m and column n. A_TRANSPOSED: A is stored as (k, m_end). B_TRANSPOSED: B is stored as
+    (k, n_end). The loop around it must not wait for a flag, because the pipeliner would move loads to before the wait.
     """
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_K: tl.constexpr = TILE.k
     TMA: tl.constexpr = TILE.tma
-    part, steps = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.cdiv(k, BLOCK_K)
-    for step in range(steps):
-        at = step * BLOCK_K
-        if A_TRANSPOSED:
-            left = load_block(a.source, a.row + at, m, a.row + k, m_end, a.stride, BLOCK_K, BLOCK_M, TMA).T
-        else:
-            left = load_block(a.source, a.row + m, at, a.row + m_end, k, a.stride, BLOCK_M, BLOCK_K, TMA)
-        if B_TRANSPOSED:
-            right = load_block(b.source, b.row + at, n, b.row + k, n_end, b.stride, BLOCK_K, BLOCK_N, TMA)
-        else:
-            right = load_block(b.source, b.row + n, at, b.row + n_end, k, b.stride, BLOCK_N, BLOCK_K, TMA).T
-        accumulator, part = add_product(accumulator, part, left, right, step, steps)
-    return accumulator
+    at = step * BLOCK_K
+    if A_TRANSPOSED:
+        left = load_block(a.source, a.row + at, m, a.row + k, m_end, a.stride, BLOCK_K, BLOCK_M, TMA).T
+    else:
+        left = load_block(a.source, a.row + m, at, a.row + m_end, k, a.stride, BLOCK_M, BLOCK_K, TMA)
+    if B_TRANSPOSED:
+        right = load_block(b.source, b.row + at, n, b.row + k, n_end, b.stride, BLOCK_K, BLOCK_N, TMA)
+    else:
+        right = load_block(b.source, b.row + n, at, b.row + n_end, k, b.stride, BLOCK_N, BLOCK_K, TMA).T
+    return add_product(accumulator, part, left, right, step, tl.cdiv(k, BLOCK_K))
 
 
 @triton.jit
@@ -111,17 +108,27 @@ def multiply_inputs(
         if pairs[i] is not None:
             b_row = virtual * (pairs[i].k if B_TRANSPOSED else n_end)
             a, b = Operand(lefts[i], a_row, pairs[i].a_stride), Operand(rights[i], b_row, pairs[i].b_stride)
-            result = multiply(result, a, b, m, n, m_end, n_end, pairs[i].k, False, B_TRANSPOSED, TILE)
+            k = pairs[i].k
+            part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for step in range(tl.cdiv(k, TILE.k)):
+                result, part = multiply_step(result, part, a, b, m, n, m_end, n_end, k, step, False, B_TRANSPOSED, TILE)
     return result
 
 
 @triton.jit
-def sum_sources(slot, source_stride, WORLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The float32 sum of every source's ROWS x COLUMNS packed values, in rank order: the same bits every time."""
+def load_packed(source, ROWS: tl.constexpr, COLUMNS: tl.constexpr, rows=None):
+    """ROWS x COLUMNS values that lie without gaps; zeros behind the first `rows` rows, unless that is None."""
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = None if rows is None else (tl.arange(0, ROWS) < rows)[:, None]
+    return tl.load(source + offsets, mask=mask, other=None if rows is None else 0.0)
+
+
+@triton.jit
+def sum_sources(slot, source_stride, WORLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, rows=None):
+    """The float32 sum of every source's block (load_packed), in rank order: the same bits every time."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for source in tl.static_range(WORLD):
-        total += tl.load(slot + source * source_stride + offsets).to(tl.float32)
+        total += load_packed(slot + source * source_stride, ROWS, COLUMNS, rows).to(tl.float32)
     return total
 
 
@@ -249,30 +256,35 @@ def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def store_activated(
-    target, block, row, column, row_end, column_end, stride,
+    target, block, bias, row, column, row_end, column_end,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store activate(block), as store_block does."""
-    if ACTIVATION != "" and COLUMNS > ACTIVATION_COLUMNS:
+    """Store activate(block + bias), as store_block does, into rows without gaps."""
+    if COLUMNS > (EPILOGUE_COLUMNS if ACTIVATION != "" else PLAIN_COLUMNS):
         left, right = halves(block, ROWS, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
-        store_activated(target, left, row, column, row_end, column_end, stride, ACTIVATION, ROWS, HALF)
-        store_activated(target, right, row, column + HALF, row_end, column_end, stride, ACTIVATION, ROWS, HALF)
+        store_activated(target, left, bias, row, column, row_end, column_end, ACTIVATION, ROWS, HALF)
+        store_activated(target, right, bias, row, column + HALF, row_end, column_end, ACTIVATION, ROWS, HALF)
     else:
-        store_block(target, activate(block, ACTIVATION), row, column, row_end, column_end, stride, ROWS, COLUMNS)
+        if bias is not None:
+            block = add_bias(block, bias, column, column_end, COLUMNS)
+        block = activate(block, ACTIVATION)
+        store_block(target, block, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
 
 
 @triton.jit
-def store_packed(target, block, stride: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A whole block, rounded to the target's dtype, into memory with rows of `stride`: unmasked 16-byte stores."""
-    if ROWS * COLUMNS > PACKED_ELEMENTS:
+def store_packed(target, block, stride: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, rows=None):
+    """A block's first `rows` rows, or all if that is None, rounded to the target's dtype, into memory with rows of
+    `stride`: 16-byte stores, as no column is masked."""
+    if ROWS * COLUMNS * (target.dtype.element_ty.primitive_bitwidth // 8) > PACKED_BYTES:
         left, right = halves(block, ROWS, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
-        store_packed(target, left, stride, ROWS, HALF)
-        store_packed(target + HALF, right, stride, ROWS, HALF)
+        store_packed(target, left, stride, ROWS, HALF, rows)
+        store_packed(target + HALF, right, stride, ROWS, HALF, rows)
     else:
         offsets = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
-        tl.store(target + offsets, block.to(target.dtype.element_ty))
+        mask = None if rows is None else (tl.arange(0, ROWS) < rows)[:, None]
+        tl.store(target + offsets, block.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -284,7 +296,7 @@ def store_derivative(
 
     at: how many elements lie before row 0 in each operand of `derivative`.
     """
-    if COLUMNS > DERIVATIVE_COLUMNS:
+    if COLUMNS > EPILOGUE_COLUMNS:
         left, right = halves(accumulator, ROWS, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
         store_derivative(left, derivative, at, row, column, row_end, column_end, ACTIVATION, ROWS, HALF)
@@ -319,20 +331,11 @@ def column_blocks(weights, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def linear_tile(problem, source, b0, b1, b2, source_row, chunk, tile, rows, virtual, FORM: tl.constexpr):
-    """Compute and store one tile of epilogue(A B_i^T), for up to three weights. Tiles count through all weights.
-
-    A is `rows` rows of `source`, from source_row on. The result is chunk number `chunk` of the output of virtual rank
-    `virtual`. Each chunk has tiles of its own, so that a row's bits do not depend on how many ranks there are.
-    """
+def place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM: tl.constexpr):
+    """(second operand, its Weight, first row, first column) of a tile. Tiles count through all weights."""
     TILE: tl.constexpr = FORM.tile
-    BLOCK_M: tl.constexpr = TILE.m
-    BLOCK_N: tl.constexpr = TILE.n
-    ACTIVATION: tl.constexpr = FORM.activation
-    A_TRANSPOSED: tl.constexpr = FORM.a_transposed
-    B_TRANSPOSED: tl.constexpr = FORM.b_transposed
-    tiles_0, tiles_1, tiles_n = column_blocks(problem.weights, BLOCK_N)
-    row_block, column_block = swizzle(tile, tl.cdiv(rows, BLOCK_M), tiles_n)
+    tiles_0, tiles_1, tiles_n = column_blocks(problem.weights, TILE.n)
+    row_block, column_block = swizzle(tile, tl.cdiv(rows, TILE.m), tiles_n)
     b, weight, first = b0, problem.weights[0], 0
     # One K loop serves all weights, and a select chooses its descriptor: several loops would double shared memory.
     if problem.weights[1].n is not None:
@@ -341,16 +344,56 @@ def linear_tile(problem, source, b0, b1, b2, source_row, chunk, tile, rows, virt
         if problem.weights[2].n is not None:
             if column_block >= tiles_1:
                 b, weight, first = b2, problem.weights[2], tiles_1
+    b_row = tl.cast(virtual * (problem.k if FORM.b_transposed else weight.n), tl.int32)
+    return Operand(b, b_row, weight.stride), weight, row_block * TILE.m, (column_block - first) * TILE.n
+
+
+@triton.jit
+def store_linear(problem, result, weight, chunk, row, column, rows, virtual, FORM: tl.constexpr):
+    """The epilogue of a tile: bias and activation, or the derivative, and the stores."""
+    TILE: tl.constexpr = FORM.tile
     n = weight.n
-    row, column = row_block * BLOCK_M, (column_block - first) * BLOCK_N
-    b_row = tl.cast(virtual * (problem.k if B_TRANSPOSED else n), tl.int32)
-    left, right = Operand(source, source_row, problem.a_stride), Operand(b, b_row, weight.stride)
-    result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    result = multiply(result, left, right, row, column, rows, n, problem.k, A_TRANSPOSED, B_TRANSPOSED, TILE)
     at = tl.cast(virtual * FORM.world + chunk, tl.int64) * rows * n
     if problem.derivative.x is not None:
-        store_derivative(result, problem.derivative, at, row, column, rows, n, ACTIVATION, BLOCK_M, BLOCK_N)
+        store_derivative(result, problem.derivative, at, row, column, rows, n, FORM.activation, TILE.m, TILE.n)
     else:
-        if weight.bias is not None:
-            result = add_bias(result, weight.bias + virtual * n, column, n, BLOCK_N)
-        store_activated(weight.out + at, result, row, column, rows, n, n, ACTIVATION, BLOCK_M, BLOCK_N)
+        bias = weight.bias
+        if bias is not None:
+            bias += virtual * n
+        store_activated(weight.out + at, result, bias, row, column, rows, n, FORM.activation, TILE.m, TILE.n)
+
+
+@triton.jit
+def linear_tiles(
+    problem, source, b0, b1, b2, source_row, chunk, begin, end, programs, rows, virtual, FORM: tl.constexpr
+):
+    """Compute and store tiles begin, begin + programs, ... below `end` of epilogue(A B_i^T), for up to three weights.
+
+    A is `rows` rows of `source`, from source_row on. The result is chunk number `chunk` of the output of virtual rank
+    `virtual`. Each chunk has tiles of its own, so that a row's bits do not depend on how many ranks there are.
+    One loop has the steps of K of all tiles. Its loads run ahead of its products, so a tile's epilogue runs while the
+    next tile's first loads are under way. The caller must have waited for all of A.
+    """
+    TILE: tl.constexpr = FORM.tile
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    steps = tl.cdiv(problem.k, TILE.k)
+    tile, step = begin - programs, -1
+    left = Operand(source, source_row, problem.a_stride)
+    right, ahead, row, column = place_tile(problem, b0, b1, b2, 0, rows, virtual, FORM)
+    result, part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(tl.cdiv(end - begin, programs) * steps):
+        # All that the next loads need stands before the product, or they would not run ahead of it.
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += programs
+            right, ahead, row, column = place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM)
+        result, part = multiply_step(
+            result, part, left, right, row, column, rows, ahead.n, problem.k, step,
+            FORM.a_transposed, FORM.b_transposed, TILE,
+        )  # fmt: skip
+        if step == steps - 1:
+            # placed again: the place would take registers for each step that loads run ahead
+            used, weight, m, at = place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM)
+            store_linear(problem, result, weight, chunk, m, at, rows, virtual, FORM)
+            result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

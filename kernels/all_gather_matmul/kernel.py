@@ -8,24 +8,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import Derivative, LinearForm, Linears, three
-from ..configurations import select_tile
-from ..launch import Tile, is_interpreted, launch_options, operand, packed, packed_width, padded, persistent_programs
+from ..cost import gemm_seconds
+from ..launch import ALIGNMENT, Tile, is_interpreted, launch_options, operand, packed, packed_width, padded
 from ..matmul.kernel import weight_arguments
 from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
-from ..tile import column_blocks, linear_tile
+from ..replay import launch, replayed
+from ..tile import column_blocks, linear_tiles
+from . import plan
 
-PUSH_BLOCK = 4096  # elements that a pusher moves at a time
-PUSHERS = 8  # programs that push the shard when no copy engine does; about 8 SMs saturate a link (a prediction)
+COPY_BLOCK = 4096  # elements that a program of copy_slot_kernel copies
 
 
 class Gather(NamedTuple):
     """What the compiler must know of a gather."""
 
     world: int
-    pushers: int
-    """How many programs send the shard. 0: copies do, and each copy sets one flag."""
+    push: bool
+    """Whether programs send the shard. Otherwise copies do."""
     block: int
-    """Elements that a pusher moves at a time."""
+    """Elements that a pusher loads before it stores the first of them."""
+    aligned: int
+    """Every row is a multiple of so many elements long."""
     keep: bool
     """Whether the own shard goes into the own slot, too, so that the slot holds all gathered rows."""
     fence: bool = False
@@ -33,63 +36,88 @@ class Gather(NamedTuple):
 
 
 @triton.jit
-def push_rows(me, shard, peers, program, numel, GATHER: tl.constexpr):
-    """Store one pusher's share of the shard into every other rank's slot, and before that into the own one if it is
-    kept. The ranks follow in reverse ring order, so that each link carries one transfer at a time."""
+def push_rows(me, shard, peers, program, pushers, numel, GATHER: tl.constexpr):
+    """Store one pusher's share of the shard, which has `numel` elements, into every other rank's slot, and at the end
+    into the own one if it is kept. The ranks follow in reverse ring order, so that each link carries one transfer at a
+    time. The last pusher to have stored its share for a rank sets the shard's flag there."""
     BLOCK: tl.constexpr = GATHER.block
+    ALIGNED: tl.constexpr = GATHER.aligned
     WORLD: tl.constexpr = GATHER.world
     offsets = tl.arange(0, BLOCK)
+    numel = numel // ALIGNED * ALIGNED  # the same. But now the compiler knows that no mask ends within 16 bytes
+    shard += tl.program_id(1).to(tl.int64) * numel
     at = me.rank.to(tl.int64) * numel
-    for step in range(0 if GATHER.keep else 1, peers):
+    for step in range(1, peers + (1 if GATHER.keep else 0)):
         peer = (me.rank + WORLD - step) % WORLD
         target = slot_of(me, peer, shard.dtype.element_ty) + at
-        for first in range(program * BLOCK, numel, GATHER.pushers * BLOCK):
+        for first in range(program * BLOCK, numel, pushers * BLOCK):
             mask = first + offsets < numel
             tl.store(target + first + offsets, tl.load(shard + first + offsets, mask=mask), mask=mask)
-        publish(flags_of(me, peer, me.rank) + program, me.epoch)
+        if peer != me.rank:
+            counter = me.counters + peer
+            tl.debug_barrier()  # so that the count covers all warps' stores
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == pushers - 1:
+                tl.store(counter, 0)
+                publish(flags_of(me, peer, me.rank), me.epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "signals"])
-def all_gather_matmul_kernel(
-    links, rank, shard, a, slot0, slot1, b0, b1, b2, problem, rows, signals, FORM: tl.constexpr, GATHER: tl.constexpr
-):
-    """The first programs, the pushers, send the shard (none with a copy engine). The others walk the chunks, own chunk
-    first.
+@triton.jit
+def walk(program, programs, pushers, joins, step, tiles):
+    """(first tile, distance to the next one) of a program in the chunk that a rank takes as number `step`.
 
-    signals: flags that each chunk comes with. As a constant it would have the waits unrolled, for up to 54 registers.
+    Tiles go round, through the chunks: on to the program after the one that had the last chunk's last tile. The first
+    programs, the pushers, come last in the round, in which they have a place from chunk number `joins` on.
     """
+    computing = programs - pushers
+    place = (program + computing) % programs
+    if step < joins:
+        first, distance = (place + computing - step * tiles % computing) % computing, computing
+        if place >= computing:
+            first = tiles
+    else:
+        before = (step - joins) * tiles
+        if joins > 0:
+            before += joins * tiles % computing
+        first, distance = (place + programs - before % programs) % programs, programs
+    return first, distance
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "pushers", "joins"])
+def all_gather_matmul_kernel(
+    links, rank, shard, a, slot0, slot1, b0, b1, b2, problem, rows, pushers, joins,
+    FORM: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """The first programs, the pushers, send the shard (none with a copy engine). All programs walk the chunks, the own
+    one first; pushers take tiles from chunk number `joins` on."""
     TILE: tl.constexpr = FORM.tile
     WORLD: tl.constexpr = FORM.world
-    PUSHERS: tl.constexpr = GATHER.pushers
     virtual = tl.program_id(1)
     me, limit = serve(links, rank, WORLD)
-    program = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     v = virtual.to(tl.int64)
-    if PUSHERS > 0:
-        if program < PUSHERS:
-            numel = rows * problem.a_stride
-            push_rows(me, shard + v * numel, reach(limit, WORLD), program, numel, GATHER)
-    if program >= PUSHERS:
-        program -= PUSHERS
-        programs = tl.num_programs(0) - PUSHERS
-        own_flags = flags_of(me, me.rank, 0)
-        slot = slot0
-        if (me.epoch & 1) == 1:
-            slot = slot1
-        _, _, tiles_n = column_blocks(problem.weights, TILE.n)
-        tiles = tl.cdiv(rows, TILE.m) * tiles_n
-        # There are two tile loops, because a K loop in each branch of an if/else would double the shared memory.
-        for tile in tl.range(program, tiles, programs):
-            linear_tile(problem, a, b0, b1, b2, virtual * rows, me.rank, tile, rows, v, FORM)
-        for step in range(1, WORLD):
-            chunk = (me.rank + step) % WORLD
-            for signal in range(signals):
-                limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)
-            order_tma_after_acquire(me.epoch, GATHER.fence)
-            first = virtual * problem.slot_rows + chunk * rows
-            # tiles go on to the program after the one that had the last chunk's last tile
-            for tile in tl.range((program + programs - (step * tiles) % programs) % programs, tiles, programs):
-                linear_tile(problem, slot, b0, b1, b2, first, chunk, tile, rows, v, FORM)
+    if GATHER.push:
+        if program < pushers:
+            push_rows(me, shard, reach(limit, WORLD), program, pushers, rows * problem.a_stride, GATHER)
+    own_flags = flags_of(me, me.rank, 0)
+    slot = slot0
+    if (me.epoch & 1) == 1:
+        slot = slot1
+    _, _, tiles_n = column_blocks(problem.weights, TILE.n)
+    tiles = tl.cdiv(rows, TILE.m) * tiles_n
+    # There are two tile loops, because a K loop in each branch of an if/else would double the shared memory.
+    start, distance = walk(program, programs, pushers, joins, 0, tiles)
+    linear_tiles(problem, a, b0, b1, b2, virtual * rows, me.rank, start, tiles, distance, rows, v, FORM)
+    second = 1
+    if program < pushers:
+        second = tl.maximum(joins, 1)
+    for step in range(second, WORLD):
+        chunk = (me.rank + step) % WORLD
+        limit = wait(me, own_flags, chunk, limit)
+        order_tma_after_acquire(me.epoch, GATHER.fence)
+        first = virtual * problem.slot_rows + chunk * rows
+        start, distance = walk(program, programs, pushers, joins, step, tiles)
+        end = reach(limit, 1) * tiles
+        linear_tiles(problem, slot, b0, b1, b2, first, chunk, start, end, distance, rows, v, FORM)
 
 
 @triton.jit
@@ -103,59 +131,66 @@ def copy_slot_kernel(slot0, slot1, out, epoch, numel, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(slot + at, mask=at < numel), mask=at < numel)
 
 
-@triton.jit(do_not_specialize=["rank", "signals"])
-def await_gathered_kernel(links, rank, shard, numel, signals, GATHER: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "pushers"])
+def await_gathered_kernel(links, rank, shard, numel, pushers, GATHER: tl.constexpr):
     """The pushers send the shard (none with a copy engine). The last program waits for every other rank's shard."""
     WORLD: tl.constexpr = GATHER.world
-    PUSHERS: tl.constexpr = GATHER.pushers
     me, limit = serve(links, rank, WORLD)
     program = tl.program_id(0)
-    if PUSHERS > 0:
-        if program < PUSHERS:
-            own = shard + tl.program_id(1).to(tl.int64) * numel
-            push_rows(me, own, reach(limit, WORLD), program, numel, GATHER)
-    if program >= PUSHERS:
+    if GATHER.push:
+        if program < pushers:
+            push_rows(me, shard, reach(limit, WORLD), program, pushers, numel, GATHER)
+    if program == pushers:
         own_flags = flags_of(me, me.rank, 0)
         for step in range(1, WORLD):
             chunk = (me.rank + step) % WORLD
-            for signal in range(signals):
-                limit = wait(me, own_flags + chunk * me.writer_flags + signal, chunk, limit)
+            limit = wait(me, own_flags, chunk, limit)
 
 
+def gather_of(channel: Channel, shard: Tensor, push: bool, keep: bool, fence: bool = False) -> Gather:
+    """The Gather of a launch for such a shard."""
+    block, aligned = (nbytes // shard.element_size() for nbytes in (plan.IN_FLIGHT, ALIGNMENT))
+    return Gather(channel.world, push, block, aligned, keep, fence)
+
+
+@replayed
 def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
     """A gather with no GEMM. After it Channel.gathered and gathered_copy return the rows.
 
-    push: PUSHERS programs send the shard (rows, K); otherwise the caller has begun KernelWorkspace.copy_gather.
-    Communication: (t - 1) / t of the gathered bytes sent and received. Protocol, order and errors as in
-    all_gather_matmul.
+    push: programs send the shard (rows, K), as many as fill the links; otherwise the caller has begun
+    KernelWorkspace.copy_gather. Communication: (t - 1) / t of the gathered bytes sent and received. Protocol, order and
+    errors as in all_gather_matmul.
     """
     rows, k = len(shard) // channel.served, shard.shape[1]
     channel.require("all_gather_matmul", *all_gather_matmul_space(rows, k, channel.world, shard.element_size()))
     whole = packed(shard)
-    pushers = PUSHERS if push else 0
-    await_gathered_kernel[(pushers + 1, channel.served)](
-        channel.links, channel.rank, whole, whole.numel() // channel.served, pushers or 1,
-        Gather(channel.world, pushers, PUSH_BLOCK, keep=True), **launch_options(8, 1, cooperative=True),
+    pushers = plan.pushers_of(whole.nbytes // channel.served, plan.machine_of(shard.device)) if push else 0
+    launch(
+        await_gathered_kernel, (pushers + 1, channel.served),
+        channel.links, channel.rank, whole, whole.numel() // channel.served, pushers,
+        gather_of(channel, shard, push, keep=True), **launch_options(8, 1, cooperative=True),
     )  # fmt: skip
 
 
 def all_gather_matmul_space(rows: int, k: int, world: int, itemsize: int) -> tuple[int, int]:
     """(bytes of a slot, flags per writer) that the channel must offer for shards of (rows, k)."""
-    return world * rows * packed_width(k, itemsize) * itemsize, PUSHERS
+    return world * rows * packed_width(k, itemsize) * itemsize, 1
 
 
+@replayed
 def gathered_copy(channel: Channel, shard: Tensor) -> Tensor:
     """The gathered rows (world * rows, K) in memory of their own, after an all_gather_matmul with keep=True."""
     stride = packed_width(shard.shape[1], shard.element_size())
     out = shard.new_empty(channel.world * len(shard), stride)
     slots = [channel.slot(parity, stride, shard) for parity in (0, 1)]
-    copy_slot_kernel[(triton.cdiv(out.numel(), PUSH_BLOCK), 1)](
-        *slots, out, channel.epoch, out.numel(), PUSH_BLOCK, **launch_options(8, 1)
-    )
+    launch(
+        copy_slot_kernel, (triton.cdiv(out.numel(), COPY_BLOCK), 1),
+        *slots, out, channel.epoch, out.numel(), COPY_BLOCK, **launch_options(8, 1),
+    )  # fmt: skip
     return out[:, : shard.shape[1]]
 
 
-def launch(
+def launch_gather(
     shard: Tensor, weights: Sequence[Tensor], channel: Channel, biases: Sequence[Tensor | None] | None,
     outputs: Sequence[Tensor | None], derivative: Derivative, form: LinearForm, *,
     push: bool, keep: bool, programs: int | None, spare: int,
@@ -170,21 +205,26 @@ def launch(
     stored = [padded(w) for w in weights]
     slots = [channel.slot(parity, stride, shard) for parity in (0, 1)]
     a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if form.b_transposed else (tile.n, tile.k)
-    pushers = PUSHERS if push and world > 1 else 0
-    tiles = triton.cdiv(rows, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns) * world
-    computing = persistent_programs(shard.device, tiles, tile, programs, served, pushers, spare)
+    work = plan.Work(
+        rows * stride * shard.element_size(), world,
+        triton.cdiv(rows, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns) * world,
+        gemm_seconds(world * rows, sum(columns), k, shard.element_size(), plan.machine_of(shard.device)),
+    )  # fmt: skip
+    total, pushing = plan.plan_launch(work, shard.device, tile, push, programs, served, spare)
     problem = Linears(
         k, stride, weight_arguments(stored, columns, biases, outputs), derivative, len(slots[0]) // served
     )  # fmt: skip
-    all_gather_matmul_kernel[(pushers + computing, served)](
+    launch(
+        all_gather_matmul_kernel, (total, served),
         channel.links, channel.rank,
         whole, operand(whole[:, :k], a_block, tile), *[operand(slot[:, :k], a_block, tile) for slot in slots],
-        *three([operand(w, b_block, tile) for w in stored]), problem, rows, pushers or 1, form,
-        Gather(world, pushers, PUSH_BLOCK, keep, fence=tile.tma and not is_interpreted()),
+        *three([operand(w, b_block, tile) for w in stored]), problem, rows, *pushing, form,
+        gather_of(channel, shard, pushing.pushers > 0, keep, fence=tile.tma and not is_interpreted()),
         **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip
 
 
+@replayed
 def all_gather_matmul(
     shard: Tensor,
     weights: Sequence[Tensor],
@@ -206,10 +246,13 @@ def all_gather_matmul(
               results (M, N_i). With virtual ranks every tensor is the stack of theirs along dim 0
     Numerics: as matmul; every row has the bits that the same tile gives without a gather
     Traffic:  all_gather_matmul_cost; this rank sends and receives (t - 1) / t * M * K * itemsize bytes
-    Order:    push: PUSHERS programs store the shard into the peers' slots and set one flag each; otherwise the caller
-              has begun KernelWorkspace.copy_gather, which sets one flag per shard. A computing program does its tiles
-              of the own chunk. Then, for each other chunk in ring order, it waits once and does its tiles of the chunk.
+    Order:    push: the first programs, as many as fill the links (plan.py), store the shard into the peers' slots, and
+              the last of them to be done with a peer (counted in local memory) sets the flag there; otherwise the
+              caller has begun KernelWorkspace.copy_gather. Either sets one flag per shard. The other programs do their
+              tiles of the own chunk. Then, for each other chunk in ring order, a program waits once and does its tiles
+              of the chunk. Pushers come to the chunks that begin after they have pushed.
               keep: the own rows are put into the own slot too, for Channel.gathered or gathered_copy.
+              programs: of each rank, with its pushers; by default all that are resident.
               spare: SMs to leave free, for collectives of other groups (docs/kernels.md, rule 4)
     Source:   chunked all-gather GEMM of symmetric-memory recipes and quack (research: own chunk first, epochs, parity)
     Errors:   ValueError if the channel's slots or flags are too small (all_gather_matmul_space)
@@ -218,8 +261,10 @@ def all_gather_matmul(
     m = len(shard) * world // served
     columns = [w.shape[1] if b_transposed else len(w) // served for w in weights]
     outputs = [shard.new_empty(served * m, n) for n in columns]
-    tile = tile or select_tile(shard.device, shard.dtype, m // world, *columns, chunks=world)
-    launch(
+    tile = tile or plan.select_gather_tile(
+        shard.device, shard.dtype, len(shard) // served, columns, shard.shape[1], world
+    )
+    launch_gather(
         shard, weights, channel, biases, outputs, Derivative(),
         LinearForm(tile, activation or "", b_transposed=b_transposed, world=world),
         push=push, keep=keep, programs=programs, spare=spare,
@@ -227,6 +272,7 @@ def all_gather_matmul(
     return outputs
 
 
+@replayed
 def all_gather_matmul_derivative(
     shard: Tensor,
     weight: Tensor,
@@ -251,10 +297,9 @@ def all_gather_matmul_derivative(
     """
     dx, rebuilt = x.new_empty(x.shape), x.new_empty(x.shape)
     dgate = None if gate is None else x.new_empty(x.shape)
-    tile = tile or select_tile(
-        shard.device, shard.dtype, len(shard) // channel.served, x.shape[1], chunks=channel.world, operands=3
-    )
-    launch(
+    rows, k = len(shard) // channel.served, shard.shape[1]
+    tile = tile or plan.select_gather_tile(shard.device, shard.dtype, rows, x.shape[1:], k, channel.world, operands=3)
+    launch_gather(
         shard, [weight], channel, None, [None], Derivative(x, gate, dx, dgate, rebuilt),
         LinearForm(tile, activation or "", b_transposed=True, world=channel.world),
         push=push, keep=keep, programs=programs, spare=spare,

@@ -9,7 +9,8 @@ from torch import Tensor
 from ..arguments import Derivative, LinearForm, Linears, Weight, three
 from ..configurations import select_tile
 from ..launch import Tile, launch_options, operand, padded, persistent_programs
-from ..tile import column_blocks, linear_tile
+from ..replay import launch, replayed
+from ..tile import column_blocks, linear_tiles
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -17,8 +18,8 @@ def matmul_kernel(a, b0, b1, b2, problem, m, FORM: tl.constexpr):
     """C_i = epilogue(A B_i^T) for up to three weights, whose column blocks follow one another in one launch."""
     TILE: tl.constexpr = FORM.tile
     _, _, tiles_n = column_blocks(problem.weights, TILE.n)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(m, TILE.m) * tiles_n, tl.num_programs(0)):
-        linear_tile(problem, a, b0, b1, b2, 0, 0, tile, m, 0, FORM)
+    tiles = tl.cdiv(m, TILE.m) * tiles_n
+    linear_tiles(problem, a, b0, b1, b2, 0, 0, tl.program_id(0), tiles, tl.num_programs(0), m, 0, FORM)
 
 
 def weight_arguments(
@@ -32,6 +33,7 @@ def weight_arguments(
     return three([Weight(n, w.stride(0), bias, out) for w, n, bias, out in each], Weight())
 
 
+@replayed
 def matmul(
     a: Tensor,
     weights: Sequence[Tensor],
@@ -62,7 +64,8 @@ def matmul(
     a, stored = padded(a), [padded(w) for w in weights]
     outputs = [a.new_empty(m, n) for n in columns]
     tiles = triton.cdiv(m, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns)
-    matmul_kernel[(persistent_programs(a.device, tiles, tile, programs),)](
+    launch(
+        matmul_kernel, (persistent_programs(a.device, tiles, tile, programs),),
         operand(a, a_block, tile), *three([operand(w, b_block, tile) for w in stored]),
         Linears(k, a.stride(0), weight_arguments(stored, columns, biases, outputs), Derivative()),
         m, LinearForm(tile, activation or "", a_transposed, b_transposed),
@@ -71,6 +74,7 @@ def matmul(
     return outputs
 
 
+@replayed
 def matmul_derivative(
     a: Tensor,
     b: Tensor,
@@ -97,7 +101,8 @@ def matmul_derivative(
     dx, rebuilt = x.new_empty(m, n), x.new_empty(m, n)
     dgate = None if gate is None else x.new_empty(m, n)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    matmul_kernel[(persistent_programs(a.device, tiles, tile, programs),)](
+    launch(
+        matmul_kernel, (persistent_programs(a.device, tiles, tile, programs),),
         operand(a, (tile.m, tile.k), tile), *three([operand(b, (tile.k, tile.n), tile)]),
         Linears(k, a.stride(0), weight_arguments([b], [n], None, [None]), Derivative(x, gate, dx, dgate, rebuilt)),
         m, LinearForm(tile, activation or "", b_transposed=True),

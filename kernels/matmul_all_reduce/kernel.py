@@ -8,38 +8,38 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import ReductionForm
-from ..configurations import select_tile
-from ..cost import ONE_SHOT_BYTES
+from ..configurations import select_narrow_tile, select_tile
+from ..cost import ONE_SHOT_BYTES, POLL_SECONDS, RELEASE_SECONDS
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, padded, persistent_programs, step_rows
-from ..matmul_reduce_scatter.kernel import reduction_arguments
-from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
-from ..tile import finish_tile, multiply_inputs, store_block, store_packed, sum_sources, swizzle
+from ..matmul_reduce_scatter.kernel import reduction_arguments, unit_rows
+from ..protocol import Channel, announce, flags_of, publish, reach, serve, slot_of, slots_of, wait
+from ..replay import launch, replayed
+from ..tile import finish_tile, load_packed, multiply_inputs, store_block, store_packed, sum_sources, swizzle
+
+# How long it takes to add a piece of a band: from its loads, of all sources at once, to its stores. An estimate, as
+# Machine.load_latency is.
+PIECE_SECONDS = 1e-6
 
 
 @triton.jit
-def chunk_place(unit, tiles_n, FORM: tl.constexpr):
-    """(tile, row and column in the chunk, offset in the packed chunk) of a reduction unit: a few rows of a tile."""
-    TILE: tl.constexpr = FORM.tile
-    UNITS: tl.constexpr = TILE.m // FORM.step
-    tile = unit // UNITS
-    row_block, column_block = tile // tiles_n, tile % tiles_n
-    inner = (unit % UNITS) * FORM.step
-    return (
-        tile,
-        row_block * TILE.m + inner,
-        column_block * TILE.n,
-        tile.to(tl.int64) * (TILE.m * TILE.n) + (inner * TILE.n),
-    )
+def tile_place(place, tiles_m, tiles_n, TILE: tl.constexpr):
+    """(number in the packed chunk, first row, first column) of the tile whose turn comes as number `place`."""
+    row_block, column_block = swizzle(place, tiles_m, tiles_n)
+    return row_block * tiles_n + column_block, row_block * TILE.m, column_block * TILE.n
 
 
 @triton.jit(do_not_specialize=["rank", "m", "key"])
 def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, key: tl.int64, FORM: tl.constexpr):
-    """Producers, the first programs, compute and push tiles. Reducers add them. Two-shot, reducers also push the sums,
-    and finishers, the last programs, copy sums that arrive to the result.
+    """Every program computes and pushes tiles, and in between adds units: some rows of a tile, from all ranks.
+    Two-shot, it pushes the sums, too, and behind its tiles copies sums that have arrived to the result.
 
-    One-shot: there is one chunk of all M rows, which every rank reduces. Two-shot: rank r reduces chunk r of WORLD.
-    producers = 0: every program does all of this, one after the other.
+    One-shot: there is one chunk of all M rows, which every rank adds. Two-shot: rank r adds chunk r of WORLD. The tiles
+    at one place of all chunks follow one another, so that their sums travel while other places are computed. A unit's
+    turn comes when its program has computed one more tile than every program needs to for it, so that waits are short.
+    A copy's turn comes one later, when all programs have had the unit's: most copies are made while the last sums
+    travel. Programs never wait for one another in a circle, as each waits for what others do in earlier turns.
+    producers > 0: the first programs only compute, the next ones only add, and the last ones only copy.
     """
     TILE: tl.constexpr = FORM.tile
     BLOCK_M: tl.constexpr = TILE.m
@@ -47,77 +47,99 @@ def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, ke
     WORLD: tl.constexpr = FORM.world
     PARTIAL: tl.constexpr = FORM.partial
     STEP: tl.constexpr = FORM.step
-    UNITS: tl.constexpr = BLOCK_M // STEP
+    BAND: tl.constexpr = FORM.band
+    COPIED: tl.constexpr = FORM.copied
     ALIGNED: tl.constexpr = FORM.aligned
     B_TRANSPOSED: tl.constexpr = FORM.b_transposed
     ONE_SHOT: tl.constexpr = FORM.one_shot
+    CHUNKS: tl.constexpr = 1 if FORM.one_shot else FORM.world
+    END: tl.constexpr = FORM.world + 1 if FORM.one_shot else FORM.world  # as in announce: all that is pushed to
+    PEERS: tl.constexpr = FORM.world - 1
+    SECOND_HOP: tl.constexpr = FORM.world > 1 and not FORM.one_shot
+    TURNS: tl.constexpr = 3 if SECOND_HOP else 2  # behind those of the tiles
     MERGED: tl.constexpr = FORM.producers == 0
     PRODUCERS: tl.constexpr = FORM.producers
-    REDUCED: tl.constexpr = FORM.producers + FORM.reducers  # the first program that does not reduce
+    REDUCED: tl.constexpr = FORM.producers + FORM.reducers  # the first program that does not add
     virtual = tl.program_id(1)
     me, limit = serve(links, rank, WORLD)
     program, programs = tl.program_id(0), tl.num_programs(0)
     n, out = problem.n, problem.out
     rows = m if ONE_SHOT else tl.cdiv(m, WORLD)
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles = tiles_m * tiles_n
+    bands = tl.cdiv(tl.minimum(rows, BLOCK_M), BAND)  # units of a tile
+    units = tiles * bands
+    others = units * PEERS
     size = tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)  # elements of a packed chunk
-    own_flags = flags_of(me, me.rank, 0)
+    own_flags, mine = flags_of(me, me.rank, 0), slot_of(me, me.rank, PARTIAL)
     rest = virtual.to(tl.int64) * m * n
-    if MERGED or program < PRODUCERS:
-        chunks = reach(limit, 1 if ONE_SHOT else WORLD)
-        for index in tl.range(program, chunks * tiles, programs if MERGED else PRODUCERS):
-            owner = 0 if ONE_SHOT else (me.rank + 1 + index // tiles) % WORLD
-            row_block, column_block = swizzle(index % tiles, tiles_m, tiles_n)
-            tile = row_block * tiles_n + column_block
+    own_first = 0 if ONE_SHOT else me.rank * rows
+    own_rows = tl.minimum(rows, m - own_first)
+    computed = reach(limit, CHUNKS) * tiles
+    # the first tile, unit and copy of this program, and how many programs share them
+    first, unit, copy, stride, adders, copiers = program, program, program, programs, programs, programs
+    if not MERGED:
+        stride, adders, copiers = PRODUCERS, FORM.reducers, programs - REDUCED
+        first = program if program < PRODUCERS else CHUNKS * tiles + (TURNS - 1) * stride
+        unit = program - PRODUCERS if program >= PRODUCERS and program < REDUCED else units
+        copy = program - REDUCED if program >= REDUCED else others
+    # What a unit needs would take registers from the GEMM if it were computed before this loop.
+    for turn in tl.range(first, CHUNKS * tiles + TURNS * stride, stride, disable_licm=True):
+        if turn < computed:
+            owner = 0 if ONE_SHOT else (me.rank + 1 + turn % WORLD) % WORLD
+            tile, row, column = tile_place(turn // CHUNKS, tiles_m, tiles_n, TILE)
+            row_end = tl.minimum(rows, m - owner * rows)
+            # the addresses are under way while the tile is computed
+            slots = slots_of(me, END, PARTIAL) if ONE_SHOT else (slot_of(me, owner, PARTIAL),)
+            flag = flags_of(me, owner, me.rank) + tile
             result = multiply_inputs(
                 problem.pairs, (a0, a1, a2), (b0, b1, b2), virtual * m + owner * rows, virtual,
-                row_block * BLOCK_M, column_block * BLOCK_N, tl.minimum(rows, m - owner * rows), n, B_TRANSPOSED, TILE,
+                row, column, row_end, n, B_TRANSPOSED, TILE,
             )  # fmt: skip
             rounded = result.to(PARTIAL)
             at = me.rank * size + tile.to(tl.int64) * (BLOCK_M * BLOCK_N)
-            for step in range(WORLD if ONE_SHOT else 1):
-                peer = (me.rank + 1 + step) % WORLD if ONE_SHOT else owner
-                store_packed(slot_of(me, peer, PARTIAL) + at, rounded, BLOCK_N, BLOCK_M, BLOCK_N)
-                publish(flags_of(me, peer, me.rank) + tile, me.epoch)
-    if MERGED or (program >= PRODUCERS and program < REDUCED):
-        worker, workers = program, programs
-        if not MERGED:
-            worker, workers = program - PRODUCERS, REDUCED - PRODUCERS
-        own_first = 0 if ONE_SHOT else me.rank * rows
-        row_end = tl.minimum(rows, m - own_first)
-        mine = slot_of(me, me.rank, PARTIAL)
-        for unit in tl.range(worker, tiles * UNITS, workers):
-            tile, row, column, at = chunk_place(unit, tiles_n, FORM)
-            for source in range(WORLD):
-                limit = wait(me, own_flags + source * me.writer_flags + tile, source, limit)
-            total = sum_sources(mine + at, size, WORLD, STEP, BLOCK_N)
-            total = finish_tile(
-                total, problem.addends, key, virtual * m + own_first, virtual, row, column, row_end, n,
-                ALIGNED, STEP, BLOCK_N,
-            ).to(out.dtype.element_ty)  # fmt: skip
-            store_block(out + rest + tl.cast(own_first, tl.int64) * n, total, row, column, row_end, n, n, STEP, BLOCK_N)
-            if not ONE_SHOT:
-                for step in range(1, reach(limit, WORLD)):
-                    peer = (me.rank + step) % WORLD
-                    results = second_area(slot_of(me, peer, PARTIAL), size, out, WORLD)
-                    store_packed(results + me.rank * size + at, total, BLOCK_N, STEP, BLOCK_N)
-                    publish(flags_of(me, peer, me.rank) + tiles + unit, me.epoch)
-    if not ONE_SHOT:
-        if MERGED or program >= REDUCED:
-            worker, workers = program, programs
-            if not MERGED:
-                worker, workers = program - REDUCED, programs - REDUCED
-            arrived = second_area(slot_of(me, me.rank, PARTIAL), size, out, WORLD)
-            for index in tl.range(worker, (WORLD - 1) * tiles * UNITS, workers):
-                owner = (me.rank + 1 + index // (tiles * UNITS)) % WORLD
-                unit = index % (tiles * UNITS)
-                limit = wait(me, own_flags + owner * me.writer_flags + tiles + unit, owner, limit)
-                tile, row, column, at = chunk_place(unit, tiles_n, FORM)
-                block = sum_sources(arrived + owner * size + at, size, 1, STEP, BLOCK_N)
-                store_block(out + rest + (owner * rows).to(tl.int64) * n, block, row, column,
-                            tl.minimum(rows, m - owner * rows), n, n, STEP, BLOCK_N)  # fmt: skip
+            for peer in tl.static_range(WORLD // CHUNKS):
+                store_packed(slots[peer] + at, rounded, BLOCK_N, BLOCK_M, BLOCK_N, row_end - row)
+            if ONE_SHOT:
+                announce(me, tile, END)
+            else:
+                publish(flag, me.epoch)
+        while (unit < units) & ((unit // bands + 1) * CHUNKS + stride <= turn):
+            tile, row, column = tile_place(unit // bands, tiles_m, tiles_n, TILE)
+            limit = wait(me, own_flags + tile, 0, limit, WORLD)
+            begin = row + unit % bands * BAND
+            end = tl.minimum(begin + BAND, own_rows)
+            at = tile.to(tl.int64) * (BLOCK_M * BLOCK_N) - row * BLOCK_N
+            slots = slots_of(me, END, PARTIAL)
+            for piece in tl.range(begin, reach(limit, 1) * end, STEP):
+                total = sum_sources(mine + at + piece * BLOCK_N, size, WORLD, STEP, BLOCK_N, end - piece)
+                total = finish_tile(
+                    total, problem.addends, key, virtual * m + own_first, virtual, piece, column, end, n,
+                    ALIGNED, STEP, BLOCK_N,
+                ).to(out.dtype.element_ty)  # fmt: skip
+                target = out + rest + tl.cast(own_first, tl.int64) * n
+                store_block(target, total, piece, column, end, n, n, STEP, BLOCK_N)
+                if SECOND_HOP and reach(limit, WORLD) > 0:
+                    for peer in tl.static_range(WORLD - 1):
+                        sums = second_area(slots[peer], size, out, WORLD) + me.rank * size + at
+                        store_packed(sums + piece * BLOCK_N, total, BLOCK_N, STEP, BLOCK_N, end - piece)
+            if SECOND_HOP and reach(limit, WORLD) > 0:
+                announce(me, tiles + unit, END)
+            unit += adders
+        if SECOND_HOP and turn >= computed:
+            while (copy < others) & ((copy // PEERS // bands + 1) * CHUNKS + 2 * stride <= turn):
+                owner, summed = (me.rank + 1 + copy % PEERS) % WORLD, copy // PEERS
+                limit = wait(me, own_flags + tiles + summed, owner, limit)
+                tile, row, column = tile_place(summed // bands, tiles_m, tiles_n, TILE)
+                begin = row + summed % bands * BAND
+                end = tl.minimum(begin + BAND, tl.minimum(rows, m - owner * rows))
+                at = owner * size + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) - row * BLOCK_N
+                arrived = second_area(mine, size, out, WORLD) + at
+                target = out + rest + (owner * rows).to(tl.int64) * n
+                for piece in tl.range(begin, reach(limit, 1) * end, COPIED):
+                    block = load_packed(arrived + piece * BLOCK_N, COPIED, BLOCK_N, end - piece)
+                    store_block(target, block, piece, column, end, n, n, COPIED, BLOCK_N)
+                copy += copiers
 
 
 @triton.jit
@@ -134,16 +156,47 @@ def plan(m: int, n: int, world: int, partial: torch.dtype, one_shot: bool | None
     return one_shot, rows, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
 
 
+def select_all_reduce_tile(
+    device: torch.device, dtype: torch.dtype, m: int, n: int, world: int, one_shot: bool | None = None
+) -> Tile:
+    """The tile for results of (m, n): one-shot with a program for every SM, two-shot for chunks of m / world rows."""
+    if one_shot is None:
+        one_shot = m * n * dtype.itemsize <= ONE_SHOT_BYTES
+    if one_shot:
+        return select_narrow_tile(device, dtype, m, n)
+    return select_tile(device, dtype, triton.cdiv(m, world), n, chunks=world)
+
+
+def band_rows(rows: int, n: int, world: int, tile: Tile, itemsize: int, programs: int) -> int:
+    """Rows of a unit, for chunks of (rows, n): those of a tile, or a half, a quarter and so on of them.
+
+    The program with the most units shall take the least time: for each it waits once for all ranks and sets
+    flags, adds the rows, and waits for a flag of each peer's.
+    """
+    tiles, present = triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n), min(rows, tile.m)
+    flags = world * POLL_SECONDS + RELEASE_SECONDS
+
+    def seconds(band: int) -> float:
+        pieces = triton.cdiv(min(band, present), min(band, unit_rows(tile, itemsize, world)))
+        return triton.cdiv(tiles * triton.cdiv(present, band), programs) * (flags + pieces * PIECE_SECONDS)
+
+    least, choices = step_rows(tile, itemsize), [tile.m]
+    while choices[-1] > least:
+        choices.append(choices[-1] // 2)
+    return min(choices, key=seconds)
+
+
 def matmul_all_reduce_space(
     m: int, n: int, world: int, dtype: torch.dtype, partial: torch.dtype, tile: Tile, one_shot: bool | None = None
 ) -> tuple[int, int]:
     """(bytes of a slot, flags per writer) that the channel must offer for results of (m, n)."""
-    one_shot, _, tiles = plan(m, n, world, partial, one_shot, tile)
-    units = tile.m // step_rows(tile, dtype.itemsize)
+    one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
+    units = triton.cdiv(min(rows, tile.m), step_rows(tile, dtype.itemsize))  # of a tile, at most
     chunks = world * tiles * tile.m * tile.n
     return chunks * (partial.itemsize + (0 if one_shot else dtype.itemsize)), tiles * (1 if one_shot else 1 + units)
 
 
+@replayed
 def matmul_all_reduce(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -164,10 +217,12 @@ def matmul_all_reduce(
               Any M >= 1. With virtual ranks every tensor is the stack of theirs along dim 0
     Numerics: as matmul_reduce_scatter; the result has the same bits on all ranks
     Traffic:  matmul_all_reduce_cost; this rank sends, in bytes of B = M * N * itemsize: one-shot (t - 1) B, two-shot
-              2 (t - 1) / t B. one_shot None: one-shot up to ONE_SHOT_BYTES
+              2 (t - 1) / t B, in tiles that have all columns, but no rows that do not exist. one_shot None: one-shot up
+              to ONE_SHOT_BYTES
     Order:    one-shot: a tile goes to every rank's slot, and every rank adds the sources in rank order. Two-shot: rank
-              r adds chunk r of the rows and pushes the finished values to every rank. Each tile has a flag, and
-              two-shot each reduction step of a tile, too. All programs are resident; `spare` SMs stay free
+              r adds chunk r of the rows and pushes the finished values to every rank. Each tile has a flag at the rank
+              that adds it. Two-shot, each unit of band_rows has one at every rank, too, and all of them are set behind
+              one fence. All programs are resident; `spare` SMs stay free
     Source:   one-shot and two-shot all-reduce of symmetric-memory recipes and Triton-distributed, own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_all_reduce_space), or for a norm in
               `finish`, which takes a pass of its own
@@ -177,22 +232,26 @@ def matmul_all_reduce(
     n = weights[0].shape[1] if b_transposed else len(weights[0]) // served
     dtype = inputs[0].dtype
     partial = partial or dtype
-    tile = tile or select_tile(inputs[0].device, dtype, m, n)
+    tile = tile or select_all_reduce_tile(inputs[0].device, dtype, m, n, world, one_shot)
     one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
     finish.require_no_norm("matmul_all_reduce")
     channel.require("matmul_all_reduce", *matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot))
     out = inputs[0].new_empty(served * m, n)
-    step = step_rows(tile, out.element_size())
     work = tiles if one_shot else tiles * world
+    # ranks may differ in `spare`, but not in what a unit is
+    every = persistent_programs(out.device, work, tile, programs, served)
+    band = band_rows(rows, n, world, tile, dtype.itemsize, every)
     programs = persistent_programs(out.device, work, tile, programs, served, spare=spare)
     producers = programs if is_interpreted() else 0
-    reducers = min(producers, tiles * tile.m // step)
+    reducers = min(producers, tiles * triton.cdiv(min(rows, tile.m), band))
     finishers = 0 if one_shot or world == 1 else reducers
+    added, copied = (min(band, unit_rows(tile, dtype.itemsize, sources)) for sources in (world, 1))
     form = ReductionForm(
-        tile, b_transposed, world, DTYPES[partial], step, n % 4 == 0, producers, reducers, one_shot
-    )  # fmt: skip
+        tile, b_transposed, world, DTYPES[partial], added, n % 4 == 0, producers, reducers, one_shot, band, copied
+    )
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
-    matmul_all_reduce_kernel[(programs + reducers + finishers, served)](
+    launch(
+        matmul_all_reduce_kernel, (programs + reducers + finishers, served),
         channel.links, channel.rank, *reduction_arguments(lefts, rights, finish, out, tile, b_transposed), m,
         finish.key, form, **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """matmul_reduce_scatter: the row-parallel GEMM that sends each tile to the rank that owns its rows, once computed."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,16 +12,97 @@ from ..arguments import Pair, Reduction, ReductionForm, three
 from ..configurations import select_tile
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
-from ..protocol import Channel, flags_of, publish, reach, serve, slot_of, wait
-from ..tile import finish_tile, multiply_inputs, store_block, store_packed, sum_sources, swizzle
+from ..protocol import Channel, barrier, flags_of, publish, reach, serve, slot_of, wait
+from ..replay import launch, replayed
+from ..tile import GROUP_M, Operand, finish_tile, multiply_step, store_block, store_packed, sum_sources, swizzle
+
+# Loads of a thread in flight while it adds: 32 KiB for 256 threads. An H200's memory would be busy with 26 KiB of each
+# SM if it answered after 0.8 us, which is an estimate.
+LOADS = 8
+# To wait for sources that are there takes as long as to add so much of a unit. It is a prediction, by the times in
+# cost.py: a poll, and a unit's loads.
+WAIT_UNITS = 0.6
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "key"])
+@triton.jit
+def select_pair(pairs, lefts, rights, pair, virtual, n, FORM: tl.constexpr):
+    """(first operand from row 0 on, second operand, K) of a pair."""
+    left, right, sizes = lefts[0], rights[0], pairs[0]
+    if pairs[1] is not None:
+        if pair == 1:
+            left, right, sizes = lefts[1], rights[1], pairs[1]
+        if pairs[2] is not None:
+            if pair == 2:
+                left, right, sizes = lefts[2], rights[2], pairs[2]
+    b_row = tl.cast(virtual * (sizes.k if FORM.b_transposed else n), tl.int32)
+    return Operand(left, 0, sizes.a_stride), Operand(right, b_row, sizes.b_stride), sizes.k
+
+
+@triton.jit
+def tile_of(tile, rank, tiles_m, tiles_n, WORLD: tl.constexpr):
+    """(owner, row block of its rows, column block) of a tile. The owners of row blocks take turns, so that the links
+    are busy from the first tiles to the last."""
+    block, column_block = swizzle(tile, tiles_m * WORLD, tiles_n)
+    return (rank + 1 + block % WORLD) % WORLD, block // WORLD, column_block
+
+
+@triton.jit
+def push_tiles(problem, lefts, rights, me, begin, end, programs, rows, virtual, FORM: tl.constexpr):
+    """Compute tiles begin, begin + programs, ... below `end`, and store each into its owner's slot. Whoever completes a
+    row block sets its flag.
+
+    One loop has the steps of K of all pairs of all tiles, as in linear_tiles.
+    """
+    TILE: tl.constexpr = FORM.tile
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    n, pairs = problem.n, problem.pairs
+    PAIRS: tl.constexpr = 1 if pairs[1] is None else 2 if pairs[2] is None else 3
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    steps = tl.cdiv(pairs[0].k, TILE.k)
+    if PAIRS > 1:
+        steps += tl.cdiv(pairs[1].k, TILE.k)
+    if PAIRS > 2:
+        steps += tl.cdiv(pairs[2].k, TILE.k)
+    tile, pair, step = begin - programs, PAIRS - 1, -1
+    owner, row_block, column_block = tile_of(0, me.rank, tiles_m, tiles_n, FORM.world)
+    left, right, k = select_pair(pairs, lefts, rights, 0, virtual, n, FORM)
+    last = -1  # step of the pair
+    result, part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(tl.cdiv(end - begin, programs) * steps):
+        # as in linear_tiles, what the next loads need stands before the product
+        step = tl.where(step == last, 0, step + 1)
+        if step == 0:
+            pair = tl.where(pair == PAIRS - 1, 0, pair + 1)
+            left, right, k = select_pair(pairs, lefts, rights, pair, virtual, n, FORM)
+            last = tl.cdiv(k, TILE.k) - 1
+            if pair == 0:
+                tile += programs
+                owner, row_block, column_block = tile_of(tile, me.rank, tiles_m, tiles_n, FORM.world)
+        a = Operand(left.source, (virtual * FORM.world + owner) * rows, left.stride)
+        row, column = row_block * BLOCK_M, column_block * BLOCK_N
+        result, part = multiply_step(
+            result, part, a, right, row, column, rows, n, k, step, False, FORM.b_transposed, TILE
+        )
+        if (step == last) & (pair == PAIRS - 1):
+            # Each tile is packed, so that stores are contiguous, unmasked and 16 bytes wide for any N.
+            at = (me.rank.to(tl.int64) * tiles_m * tiles_n + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
+            store_packed(slot_of(me, owner, FORM.partial) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
+            counter = me.counters + owner * tiles_m + row_block
+            barrier()  # so that the count covers all warps' stores
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tiles_n - 1:
+                tl.store(counter, 0)
+                publish(flags_of(me, owner, me.rank) + row_block, me.epoch)
+            result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "early_blocks", "early_runs", "late_runs", "key"])
 def matmul_reduce_scatter_kernel(
-    links, rank, a0, a1, a2, b0, b1, b2, problem, rows, key: tl.int64, FORM: tl.constexpr
+    links, rank, a0, a1, a2, b0, b1, b2, problem, rows, early_blocks, early_runs, late_runs, key: tl.int64,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """The first `producers` programs compute and push tiles, the others finish rows. producers = 0: all programs do
-    first the one, then the other."""
+    """The first `producers` programs compute and push tiles, the others finish row blocks. producers = 0: all programs
+    do first the one, then the other. early_blocks, early_runs, late_runs: as in Finishing."""
     TILE: tl.constexpr = FORM.tile
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -28,7 +110,6 @@ def matmul_reduce_scatter_kernel(
     PARTIAL: tl.constexpr = FORM.partial
     STEP: tl.constexpr = FORM.step
     ALIGNED: tl.constexpr = FORM.aligned
-    B_TRANSPOSED: tl.constexpr = FORM.b_transposed
     virtual = tl.program_id(1)
     me, limit = serve(links, rank, WORLD)
     n = problem.n
@@ -39,36 +120,31 @@ def matmul_reduce_scatter_kernel(
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles = tiles_m * tiles_n
     if FORM.producers == 0 or program < producers:
-        for tile in tl.range(program, reach(limit, WORLD) * tiles, producers):
-            owner = (me.rank + 1 + tile // tiles) % WORLD  # the own chunk comes last, because no other rank needs it
-            row_block, column_block = swizzle(tile % tiles, tiles_m, tiles_n)
-            result = multiply_inputs(
-                problem.pairs, (a0, a1, a2), (b0, b1, b2), (virtual * WORLD + owner) * rows, virtual,
-                row_block * BLOCK_M, column_block * BLOCK_N, rows, n, B_TRANSPOSED, TILE,
-            )  # fmt: skip
-            # Each tile is packed, so that stores are contiguous, unmasked and 16 bytes wide for any N.
-            at = (me.rank.to(tl.int64) * tiles + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
-            store_packed(slot_of(me, owner, PARTIAL) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
-            counter = me.counters + owner * tiles_m + row_block
-            tl.debug_barrier()  # so that the count covers all warps' stores
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tiles_n - 1:
-                tl.store(counter, 0)
-                publish(flags_of(me, owner, me.rank) + row_block, me.epoch)
+        end = reach(limit, WORLD) * tiles
+        push_tiles(problem, (a0, a1, a2), (b0, b1, b2), me, program, end, producers, rows, virtual, FORM)
     if FORM.producers == 0 or program >= producers:
         if FORM.producers > 0:
             program -= producers
         own_flags = flags_of(me, me.rank, 0)
+        slot, source_stride = slot_of(me, me.rank, PARTIAL), tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)
         out = problem.out + virtual.to(tl.int64) * rows * n
-        for unit in tl.range(program, tl.cdiv(rows, STEP), finishers):
-            row = unit * STEP
-            row_block = row // BLOCK_M
-            for source in range(WORLD):
-                limit = wait(me, own_flags + source * me.writer_flags + row_block, source, limit)
-            slot = slot_of(me, me.rank, PARTIAL) + (row % BLOCK_M) * BLOCK_N
-            for column_block in range(tiles_n):
-                at = (row_block * tiles_n + column_block).to(tl.int64) * (BLOCK_M * BLOCK_N)
-                total = sum_sources(slot + at, tiles.to(tl.int64) * (BLOCK_M * BLOCK_N), WORLD, STEP, BLOCK_N)
-                column = column_block * BLOCK_N
+        early = early_blocks * early_runs
+        for run in tl.range(program, early + (tiles_m - early_blocks) * late_runs, finishers):
+            runs, row_block = early_runs, 0
+            if run >= early:
+                run -= early
+                runs, row_block = late_runs, early_blocks
+            row_block += run // runs
+            limit = wait(me, own_flags + row_block, 0, limit, WORLD)
+            first_row = row_block * BLOCK_M
+            units = tl.cdiv(tl.minimum(rows - first_row, BLOCK_M), STEP) * tiles_n  # of STEP rows of a column block
+            share = tl.cdiv(units, runs)
+            first = run % runs * share
+            for unit in range(first, reach(limit, 1) * tl.minimum(first + share, units)):
+                row, column_block = unit // tiles_n * STEP, unit % tiles_n
+                at = (row_block * tiles_n + column_block).to(tl.int64) * (BLOCK_M * BLOCK_N) + row * BLOCK_N
+                total = sum_sources(slot + at, source_stride, WORLD, STEP, BLOCK_N)
+                row, column = first_row + row, column_block * BLOCK_N
                 total = finish_tile(total, problem.addends, key, virtual * rows, virtual, row, column, rows, n,
                                ALIGNED, STEP, BLOCK_N)  # fmt: skip
                 store_block(out, total, row, column, rows, n, n, STEP, BLOCK_N)
@@ -92,12 +168,50 @@ def reduction_arguments(
     )
 
 
+def unit_rows(tile: Tile, itemsize: int, world: int) -> int:
+    """How many rows of a column block a program adds at a time: each thread has about LOADS loads of ALIGNMENT bytes in
+    flight, from all sources together."""
+    return min(tile.m, step_rows(tile, itemsize) * max(1, LOADS // world))
+
+
+class Finishing(NamedTuple):
+    """How the sums of a rank's rows are shared out: each row block in runs of units, which one program adds."""
+
+    early_blocks: int
+    """The row blocks that all ranks have computed before the last tiles are under way. They are finished first."""
+    early_runs: int
+    """Of each of them."""
+    late_runs: int
+    """Of each of the others."""
+
+
+def runs_of_block(blocks: int, units: int, finishers: int) -> int:
+    """In how many runs each of some row blocks is shared out: so that the program with the most to do has the least, of
+    units to add and of waits, one for each run."""
+    choices = {max(1, min(units, rounds * finishers // max(1, blocks))) for rounds in (1, 2, 3, 4)}
+
+    def work(runs: int) -> float:
+        return triton.cdiv(blocks * runs, finishers) * (triton.cdiv(units, runs) + WAIT_UNITS)
+
+    return min(sorted(choices), key=work)
+
+
+def plan_finishing(rows: int, n: int, tile: Tile, step: int, world: int, finishers: int) -> Finishing:
+    """The plan of so many programs. Tiles are computed in groups of GROUP_M row blocks, of all owners in turn, so the
+    blocks of the last group come late."""
+    blocks, units = triton.cdiv(rows, tile.m), triton.cdiv(min(rows, tile.m), step) * triton.cdiv(n, tile.n)
+    late = min(blocks, triton.cdiv(GROUP_M.value, world))
+    runs = (runs_of_block(each, units, finishers) for each in (blocks - late, late))
+    return Finishing(blocks - late, *runs)
+
+
 def matmul_reduce_scatter_space(rows: int, n: int, world: int, partial: torch.dtype, tile: Tile) -> tuple[int, int]:
     """(bytes of a slot, flags per writer) that the channel must offer for results of (rows, n) on each rank."""
     tiles_m = triton.cdiv(rows, tile.m)
     return world * tiles_m * triton.cdiv(n, tile.n) * tile.m * tile.n * partial.itemsize, tiles_m
 
 
+@replayed
 def matmul_reduce_scatter(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -119,11 +233,12 @@ def matmul_reduce_scatter(
               dtype; float32 doubles the bytes on the link. Partial sums are added in rank order in float32, and the
               finished value is rounded once, so every run has the same bits
     Traffic:  matmul_reduce_scatter_cost; this rank sends and receives (t - 1) / t * M * N * partial.itemsize bytes
-    Order:    tiles of rank + 1's chunk come first, those of the own chunk last. A tile is stored into its owner's slot,
-              and the program that completes a row block's tiles (counted in local memory) sets the block's flag at the
-              owner. Programs that finish take a few whole rows at a time: they wait for every source's flag of the
-              block, then add. All programs are resident, because one that waits may hold the SM that another tile
-              needs; `spare` SMs stay free
+    Order:    the row blocks of all chunks take turns, that of rank + 1's chunk first and the own one last. A tile is
+              stored into its owner's slot, and the program that completes a row block's tiles (counted in local memory)
+              sets the block's flag at the owner. Then a row block is finished by several programs: each waits once for
+              the flags of all sources, and adds a run of units, which are a few rows of a column block (unit_rows).
+              Row blocks that came early are finished while the last tiles travel. All programs are resident, because
+              one that waits may hold the SM that another tile needs; `spare` SMs stay free
     Source:   push-based GEMM + reduce-scatter (research: symmetric-memory recipes, Triton-distributed), own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_reduce_scatter_space), or for a norm in
               `finish`, which takes a pass of its own (docs/LOG.md, the first GPU)
@@ -137,14 +252,15 @@ def matmul_reduce_scatter(
     channel.require("matmul_reduce_scatter", *matmul_reduce_scatter_space(rows, n, world, partial, tile))
     out = inputs[0].new_empty(served * rows, n)
     tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
-    step = step_rows(tile, out.element_size())
+    step = unit_rows(tile, out.element_size(), world)
     programs = persistent_programs(out.device, tiles, tile, programs, served, spare=spare)
     producers = programs if is_interpreted() else 0
-    finishers = min(producers, triton.cdiv(rows, step))
+    finishing = plan_finishing(rows, n, tile, step, world, programs)
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
-    matmul_reduce_scatter_kernel[(programs + finishers, served)](
+    launch(
+        matmul_reduce_scatter_kernel, (programs + producers, served),
         channel.links, channel.rank, *reduction_arguments(lefts, rights, finish, out, tile, b_transposed), rows,
-        finish.key, ReductionForm(tile, b_transposed, world, DTYPES[partial], step, n % 4 == 0, producers),
+        *finishing, finish.key, ReductionForm(tile, b_transposed, world, DTYPES[partial], step, n % 4 == 0, producers),
         **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip
     return out

@@ -6,6 +6,7 @@ schedules, each of which runs one of them. Workers import it with the interprete
 
 import contextlib
 import importlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -24,7 +25,7 @@ from tpformer.kernels.protocol import Channel
 TILE = Tile(16, 16, 16, 1, 1, False)
 ROWS, K, N = 6, 8, 20  # two tiles side by side
 WEIGHT = torch.arange(N * K).view(N, K).remainder(5).float() - 2  # small integers: sums are exact
-PUSH_BLOCK = 4  # elements: so few that every pusher has some
+IN_FLIGHT = 16  # bytes that a pusher sends at a time: so few that every pusher has some
 CAPACITY, WRITER_FLAGS = 1 << 15, 16
 BEFORE = 2**31 - 2  # the epoch before: the first operation's is positive as int32, the second's wraps
 LIMIT = 20  # polls of a wait that is over at once or never
@@ -71,14 +72,14 @@ def own_part(inputs: list[Tensor], rank: int) -> Tensor:
 
 def await_gathered(side: Side, x: Tensor) -> Tensor:
     module = side.kernel("all_gather_matmul")
-    with mock.patch.object(module, "PUSH_BLOCK", PUSH_BLOCK):
+    with mock.patch.object(module.plan, "IN_FLIGHT", IN_FLIGHT):
         module.await_gathered(side.channel, x, push=True)
     return module.gathered_copy(side.channel, x)
 
 
 def all_gather_matmul(side: Side, x: Tensor) -> Tensor:
     module = side.kernel("all_gather_matmul")
-    with mock.patch.object(module, "PUSH_BLOCK", PUSH_BLOCK):
+    with mock.patch.object(module.plan, "IN_FLIGHT", IN_FLIGHT):
         return module.all_gather_matmul(x, [WEIGHT], side.channel, tile=TILE)[0]
 
 
@@ -107,7 +108,7 @@ OPERATIONS = {
     "matmul_all_reduce, two shots": Operation(
         lambda side, x: matmul_all_reduce(side, x, False),
         lambda inputs, rank: total(inputs, rank) @ WEIGHT.T,
-        waits=8,  # 2 tiles, each added in 2 steps, from 2 ranks
+        waits=2,  # 2 tiles
         following=("matmul_all_reduce, one shot", 48),
     ),
 }
@@ -139,13 +140,13 @@ def run(side: Side, name: str, index: int = 0, rows: int = ROWS) -> str:
 
 
 @contextlib.contextmanager
-def hooked(side: Side, name: str, hook: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Within, kernels call hook(function) instead of the device function of this name."""
-    function = getattr(importlib.import_module(f"{side.package}.protocol"), name)
+def hooked(side: Side, hook: Callable[[Callable], Callable], *names: str) -> Iterator[None]:
+    """Within, kernels call hook(function) instead of the device functions of these names."""
+    protocol = importlib.import_module(f"{side.package}.protocol")
     with contextlib.ExitStack() as stack:
-        for folder in FOLDERS:
+        for folder, name in itertools.product(FOLDERS, names):
             if hasattr(side.kernel(folder), name):
-                stack.enter_context(mock.patch.object(side.kernel(folder), name, hook(function)))
+                stack.enter_context(mock.patch.object(side.kernel(folder), name, hook(getattr(protocol, name))))
         yield
 
 
@@ -170,7 +171,7 @@ class Baton:
 
 def late(package: str, name: str) -> str:
     """Rank 1 reads at the first moment that its waits allow. Rank 0 moves only while rank 1 cannot, and stands still
-    whenever it has set a flag."""
+    whenever it has set a flag, or those of an announcement."""
     side = join(package, epoch=BEFORE + 1, extra=16)  # an epoch that wraps
     word = side.memory.peer(0, (4,), torch.int32, side.memory.nbytes - 16)[:1]
     if side.rank == 0:
@@ -179,16 +180,16 @@ def late(package: str, name: str) -> str:
     baton = Baton(word, side.rank)
 
     def publishing(publish: Callable) -> Callable:
-        def hook(flag, epoch) -> None:
-            publish(flag, epoch)
+        def hook(*arguments) -> None:
+            publish(*arguments)
             baton.give(1)
             baton.take()
 
         return hook
 
     def waiting(wait: Callable) -> Callable:
-        def hook(me, flag, peer, limit):
-            while not wait(me, flag, peer, limit * 0 + 1) > 0:
+        def hook(me, flag, first, limit, *peers):
+            while not wait(me, flag, first, limit * 0 + 1, *peers) > 0:
                 side.channel.error.zero_()
                 side.channel.stopped.zero_()
                 baton.give(0)
@@ -198,7 +199,7 @@ def late(package: str, name: str) -> str:
         return hook
 
     baton.take()
-    with hooked(side, "wait", waiting) if side.rank == 1 else hooked(side, "publish", publishing):
+    with hooked(side, waiting, "wait") if side.rank == 1 else hooked(side, publishing, "publish", "announce"):
         verdict = run(side, name)
     if side.rank == 1:
         baton.give(Baton.FREE)
@@ -212,17 +213,17 @@ def ahead(package: str, name: str) -> str:
     seen = 0
 
     def pausing(wait: Callable) -> Callable:
-        def hook(me, flag, peer, limit):
+        def hook(me, flag, first, limit, *peers):
             nonlocal seen
             if seen == OPERATIONS[name].waits:
                 side.memory.wait(0)
             seen += 1
-            return wait(me, flag, peer, limit if seen <= OPERATIONS[name].waits else limit * 0 + LIMIT)
+            return wait(me, flag, first, limit if seen <= OPERATIONS[name].waits else limit * 0 + LIMIT, *peers)
 
         return hook
 
     def pushed(wait: Callable) -> Callable:
-        def hook(me, flag, peer, limit):
+        def hook(me, flag, first, limit, *peers):
             nonlocal seen
             if seen == 0:
                 side.memory.signal(1)
@@ -233,11 +234,11 @@ def ahead(package: str, name: str) -> str:
 
     if side.rank == 0:
         verdict = run(side, name)
-        with hooked(side, "wait", pushed):
+        with hooked(side, pushed, "wait"):
             following, rows = OPERATIONS[name].following or (name, ROWS)
             run(side, following, index=1, rows=rows)
     else:
-        with hooked(side, "wait", pausing):
+        with hooked(side, pausing, "wait"):
             verdict = run(side, name)
     side.memory.barrier()
     return verdict

@@ -1,6 +1,8 @@
 """all_gather_matmul equals its reference on processes and on virtual ranks, with every number of weights and
 epilogue."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,10 +14,12 @@ import gemms
 from channels import real_channel, region_bytes, virtual_channel
 
 from tpformer.distributed.shared_memory import SharedMemory
+from tpformer.kernels.all_gather_matmul import plan
 from tpformer.kernels.all_gather_matmul.kernel import (
     all_gather_matmul,
     all_gather_matmul_derivative,
     gathered_copy,
+    walk,
 )
 from tpformer.kernels.all_gather_matmul.reference import (
     all_gather_matmul_cost,
@@ -108,8 +112,39 @@ def test_gathered_rows_are_kept_on_request(interpreted: WorkerPool) -> None:
     interpreted(3).run(kept_rows)
 
 
+def pushers_that_join() -> None:
+    """The one pusher of a rank takes tiles from each of the chunks on. With several, this serial interpreter would have
+    the first wait for peers that wait for the second."""
+    for joins in range(dist.get_world_size() + 1):
+        with mock.patch.object(plan, "plan_push", lambda work, *_, joins=joins: plan.Push(1, joins)):
+            gemms.run_on_processes(linear(2), sizes=gemms.SHAPES[2:])
+
+
+def test_pushers_join(interpreted: WorkerPool) -> None:
+    interpreted(2).run(pushers_that_join)
+
+
+@pytest.mark.parametrize("programs, pushers", [(1, 1), (2, 1), (3, 1), (5, 2), (7, 3), (4, 0)])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_tile_is_walked_once(programs: int, pushers: int, world: int) -> None:
+    for joins in range(world + 1 if programs > pushers else 1):
+        for tiles in range(1, 2 * programs + 2):
+            taken = [0] * programs
+            for step in range(world):
+                found = []
+                for program in range(programs):
+                    first, distance = walk.fn(program, programs, pushers, joins, step, tiles)
+                    own = list(range(first, tiles, distance))
+                    assert not own or step >= joins or program >= pushers
+                    taken[program] += len(own)
+                    found += own
+                assert sorted(found) == list(range(tiles)), (joins, tiles, step)
+            computing = taken[pushers:]
+            assert not computing or max(taken) == max(computing) <= min(computing) + 1, (joins, tiles, taken)
+
+
 def too_small() -> str:
-    channel = virtual_channel(2, 64, 8)
+    channel = virtual_channel(2, 64, 1)
     with pytest.raises(ValueError) as caught:
         all_gather_matmul(torch.zeros(8, 16), [torch.zeros(4, 16)], channel, tile=gemms.TILE)
     return str(caught.value)
@@ -117,7 +152,7 @@ def too_small() -> str:
 
 def test_too_small_a_workspace_is_refused(interpreted: WorkerPool) -> None:
     (message,) = interpreted(1).run(too_small)
-    assert "needs 512 bytes per slot and 8 flags per writer, but the channel has 64 and 8" in message
+    assert "needs 512 bytes per slot and 1 flags per writer, but the channel has 64 and 1" in message
 
 
 def test_cost_counts_the_shards_that_arrive() -> None:

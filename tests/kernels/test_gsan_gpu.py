@@ -33,13 +33,15 @@ RACE, CLEAN = "race detected", "no race"
 
 
 @triton.jit
-def relaxed_wait(me, flag, peer, limit):
+def relaxed_wait(me, flag, first, limit, PEERS: tl.constexpr = 1):
     """protocol.wait without its acquire."""
-    seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")
-    polls = 0
-    while (seen - me.epoch < 0) & (polls < limit):
-        seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")
-        polls += 1
+    for step in range(PEERS):
+        each = flag + (first + step) % me.world * me.writer_flags
+        seen = tl.atomic_add(each, 0, sem="relaxed", scope="sys")
+        polls = 0
+        while (seen - me.epoch < 0) & (polls < limit):
+            seen = tl.atomic_add(each, 0, sem="relaxed", scope="sys")
+            polls += 1
     return limit
 
 

@@ -1,5 +1,9 @@
 """matmul_all_reduce, one-shot and two-shot, equals its reference, and all ranks have the same bits."""
 
+import math
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 from pool import WorkerPool
@@ -9,9 +13,19 @@ pytest.importorskip("triton")
 import gemms
 from channels import virtual_channel
 
-from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, plan
+from tpformer.kernels.configurations import BUSY, TILES
+from tpformer.kernels.launch import Tile
+from tpformer.kernels.matmul_all_reduce import kernel
+from tpformer.kernels.matmul_all_reduce.kernel import band_rows, matmul_all_reduce, plan, select_all_reduce_tile
 from tpformer.kernels.matmul_all_reduce.reference import matmul_all_reduce_cost, matmul_all_reduce_reference
 from tpformer.kernels.protocol import bump
+
+TALL = Tile(64, 16, 16, 1, 1, False)  # in the interpreter 64 rows are added in two pieces from 2 ranks, in 8 from 8
+
+
+def many_bands() -> mock._patch:
+    """Within, tiles are divided into as many bands as there are programs to add them."""
+    return mock.patch.object(kernel, "PIECE_SECONDS", 1.0)
 
 
 def gemm(inputs: int, finished: bool, one_shot: bool | None, transposed: bool = False) -> gemms.Gemm:
@@ -43,6 +57,9 @@ def processes() -> None:
         gemms.run_on_processes(gemm(1, True, one_shot), sizes=gemms.SHAPES[:3])
         gemms.run_on_processes(gemm(2, False, one_shot, transposed=True), sizes=gemms.SHAPES[1:3])
     gemms.run_on_processes(gemm(1, False, False), gemms.TMA_TILE, torch.float16, gemms.SHAPES[2:3] * 2)
+    with many_bands():
+        assert band_rows(60, 5, 2, TALL, 4, 2) == 32
+        gemms.run_on_processes(gemm(1, True, False), TALL, sizes=((120, 5, 7), (150, 17, 7)))
 
 
 @pytest.mark.parametrize("world", gemms.WORLDS)
@@ -63,15 +80,81 @@ def bits(one_shot: bool) -> None:
         assert torch.equal(first, other)
 
 
+def minus_zeros() -> None:
+    """A sum that rounds to -0.0 does on all ranks."""
+    channel = virtual_channel(2, 1 << 12, 16)
+    a, w = torch.full((2 * 8, 8), 1e-4, dtype=torch.half), torch.full((2 * 9, 8), -1e-5, dtype=torch.half)
+    bump(channel)
+    out = matmul_all_reduce([a], [w], channel, partial=torch.float32, one_shot=False, tile=gemms.TILE)
+    assert (out == 0).all() and out.signbit().all()
+
+
+def only_rows_that_exist(one_shot: bool) -> None:
+    """Nothing is written where a packed tile has rows that the matrix does not have."""
+    world, m, n = 3, 5, 20
+    channel = virtual_channel(world, 1 << 14, 16)
+    a, w = torch.ones(world * m, 4), torch.ones(world * n, 4)
+    bump(channel)
+    matmul_all_reduce([a], [w], channel, one_shot=one_shot, tile=gemms.TILE)
+    areas = 1 if one_shot else 2
+    slots = channel.slots[1].view(torch.float32).view(world, -1)[:, : areas * world * 2 * 16 * 16]
+    written = ~slots.view(world, areas, world, 2, 16, 16).isnan().all(-1)  # rank, area, source, tile, row
+    for rank in range(world):
+        rows = m if one_shot else min(2, m - 2 * rank)
+        assert written[rank, 0, :, :, :rows].all() and not written[rank, 0, :, :, rows:].any()
+        for source in range(world if areas == 2 else 0):
+            rows = min(2, m - 2 * source) * (source != rank)  # a rank does not send sums to itself
+            assert written[rank, 1, source, :, :rows].all() and not written[rank, 1, source, :, rows:].any()
+
+
 def virtual_ranks() -> None:
     for one_shot in (True, False):
         gemms.run_on_virtual_ranks(gemm(2, True, one_shot), 3, gemms.TILE, torch.float32, gemms.SHAPES[1:3], repeat=3)
         bits(one_shot)
+        only_rows_that_exist(one_shot)
+    minus_zeros()
     gemms.run_on_virtual_ranks(gemm(1, False, False), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
 
 
 def test_on_virtual_ranks_with_equal_bits(interpreted: WorkerPool) -> None:
     interpreted(1).run(virtual_ranks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "world", "expected"),
+    [
+        (512, 8192, 8, 128),  # 128 tiles: one for each program
+        (128, 8192, 8, 32),  # 32 tiles, of which each is added by four programs
+        (256, 8192, 8, 64),
+        (2048, 8192, 2, 128),
+        (128, 4096, 8, 16),  # 16 tiles. With bands of 8 rows a program would wait for two of them
+        (8, 8192, 8, 128),  # 8 rows are one piece
+    ],
+)
+def test_the_program_with_the_most_bands_has_the_least_to_do(rows: int, n: int, world: int, expected: int) -> None:
+    assert band_rows(rows, n, world, TILES["large"], 2, 132) == expected
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "expected"),
+    [
+        (8, 16384, "small"),  # 128 tiles for 132 SMs
+        (16, 8192, "narrow"),
+        (8, 12288, "narrow"),
+        (32, 4096, "narrowest"),
+        (8, 1024, "narrowest"),
+        (17, 8192, "small"),  # two-shot: 8 chunks of 3 rows
+        (4096, 8192, "large"),
+    ],
+)
+def test_one_shot_gives_every_sm_a_program(monkeypatch, m: int, n: int, expected: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    device = torch.device("cuda")
+    assert select_all_reduce_tile(device, torch.bfloat16, m, n, 8) == TILES[expected]
+    assert select_all_reduce_tile(device, torch.float32, m, n, 8) == TILES["exact"]
+    if m * n <= 1 << 17 and n >= 4096:
+        assert math.ceil(n / TILES[expected].n) >= BUSY * 132
 
 
 def test_size_rule_and_cost() -> None:

@@ -10,7 +10,7 @@ from testing import assert_kernel_close
 pytest.importorskip("triton")
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
-from tpformer.kernels.configurations import TILES, WAVES, select_tile, tile_names
+from tpformer.kernels.configurations import TILES, WAVES, narrow_tile_names, select_tile, tile_names
 from tpformer.kernels.launch import Tile, resident_programs
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul.reference import (
@@ -93,8 +93,10 @@ def test_zeros_and_ones_are_exact_in_strided_operands(interpreted: WorkerPool) -
 
 def test_configurations_are_few_and_used(monkeypatch) -> None:
     assert len(TILES) <= 24
-    used = {name for capability in (80, 90, 100) for size in (2, 4) for name in tile_names(capability, size)}
-    assert used | {"interpreted"} == set(TILES) and used == set(WAVES)
+    kinds = [(capability, size) for capability in (80, 90, 100) for size in (2, 4)]
+    used = {name for kind in kinds for name in tile_names(*kind)}
+    narrow = {name for kind in kinds for name in narrow_tile_names(*kind)}  # for all-reduces of few rows
+    assert used | narrow | {"interpreted"} == set(TILES) and used == set(WAVES)
     sm = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=228 << 10)  # of an H100
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sm)
     for name in used:

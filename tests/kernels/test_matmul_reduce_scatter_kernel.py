@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import combinations
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from channels import virtual_channel
 from testing import poisoned_memory
 
 from tpformer.kernels.finish import Finish, Norm
-from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
+from tpformer.kernels.matmul_reduce_scatter import kernel
+from tpformer.kernels.matmul_reduce_scatter.kernel import LOADS, matmul_reduce_scatter
 from tpformer.kernels.matmul_reduce_scatter.reference import (
     matmul_reduce_scatter_cost,
     matmul_reduce_scatter_reference,
@@ -22,9 +24,10 @@ from tpformer.kernels.matmul_reduce_scatter.reference import (
 
 
 def gemm(
-    inputs: int, parts: Sequence[str] = (), transposed: bool = False, partial_dtype: torch.dtype | None = None
-) -> gemms.Gemm:
-    """parts: those of FINISH that the finish has."""
+    inputs: int, parts: Sequence[str] = (), transposed: bool = False, partial_dtype: torch.dtype | None = None,
+    loads: int = 1,
+) -> gemms.Gemm:  # fmt: skip
+    """parts: those of FINISH that the finish has. loads: in place of LOADS, with which a small tile is one unit."""
     names = gemms.names_of_factors(inputs)
 
     def make(rank, world, rows, n, k):
@@ -33,7 +36,7 @@ def gemm(
         )
 
     def launch(x, channel, tile):
-        with poisoned_memory():
+        with poisoned_memory(), mock.patch.object(kernel, "LOADS", loads):
             result = matmul_reduce_scatter(
                 [x[a] for a, _ in names], [x[w] for _, w in names], channel, gemms.finish_of(x),
                 b_transposed=transposed, partial=partial_dtype, tile=tile,
@@ -51,7 +54,7 @@ def gemm(
 def processes() -> None:
     gemms.run_on_processes(gemm(1, gemms.FINISH))
     gemms.run_on_processes(gemm(3, transposed=True))
-    gemms.run_on_processes(gemm(2, gemms.FINISH), gemms.TMA_TILE, sizes=gemms.SHAPES[2:3] * 2)
+    gemms.run_on_processes(gemm(2, gemms.FINISH, loads=LOADS), gemms.TMA_TILE, sizes=gemms.SHAPES[2:3] * 2)
     gemms.run_on_processes(gemm(1, partial_dtype=torch.float32), dtype=torch.float16, sizes=gemms.SHAPES[1:3])
 
 
@@ -110,5 +113,9 @@ def test_cost_counts_partials_once_out_and_once_in() -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", ["large", "medium", "small"])
 def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
-    for each in (gemm(1, gemms.FINISH), gemm(3, transposed=True), gemm(1, partial_dtype=torch.float32)):
+    for each in (
+        gemm(1, gemms.FINISH, loads=LOADS),
+        gemm(3, transposed=True, loads=LOADS),
+        gemm(1, partial_dtype=torch.float32, loads=LOADS),
+    ):
         gemms.run_on_gpu(each, world, name)

@@ -17,19 +17,23 @@ from mutations import Edit, move, mutated_kernels, replace
 from schedules import BEFORE, OPERATIONS, TWO_PHASES, run_all
 
 NAMES = set(OPERATIONS)
+GATHERS = {"await_gathered", "all_gather_matmul"}
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 
 Mutation = dict[str, list[Edit]]  # by file
 # matmul_reduce_scatter then sets a flag with the first tile of a block of rows instead of the last
 EARLY_FLAGS: Mutation = {
-    "all_gather_matmul/kernel.py": [move("for first in range(program * BLOCK", "publish(")],
+    "all_gather_matmul/kernel.py": [move("for first in range(program * BLOCK", "if peer != me.rank:")],
     "matmul_reduce_scatter/kernel.py": [replace("== tiles_n - 1", "== 0")],
     "matmul_all_reduce/kernel.py": [
-        move("store_packed(slot_of", "publish(flags_of(me, peer, me.rank) + tile, "),
+        move("for peer in tl.static_range(WORLD // CHUNKS)", "if ONE_SHOT:\n                announce("),
     ],
 }
+ADDED = "if SECOND_HOP and reach(limit, WORLD) > 0:"
 EARLY_SUMS: Mutation = {
-    "matmul_all_reduce/kernel.py": [move("store_packed(results", "publish(flags_of(me, peer, me.rank) + tiles + unit")],
+    "matmul_all_reduce/kernel.py": [
+        move("for piece in tl.range(begin, reach(limit, 1) * end, STEP)", f"{ADDED}\n                announce(")
+    ],
 }
 MUTATIONS: dict[str, Mutation] = {
     "slot 0 in both parities": {
@@ -38,27 +42,29 @@ MUTATIONS: dict[str, Mutation] = {
     },
     "waits accept the epoch before": {
         "protocol.py": [
-            replace("seen - epoch < 0", "seen - epoch < -1"),
-            replace("seen - me.epoch < 0", "seen - me.epoch < -1"),
+            replace("(seen - epoch, PEERS) < 0", "(seen - epoch, PEERS) < -1"),
+            replace("(seen - me.epoch, PEERS) < 0", "(seen - me.epoch, PEERS) < -1"),
         ]
     },
     "waits compare without wrap": {
-        "protocol.py": [replace("seen - epoch < 0", "seen < epoch"), replace("seen - me.epoch < 0", "seen < me.epoch")]
+        "protocol.py": [
+            replace("least(seen - epoch, PEERS) < 0", "least(seen, PEERS) < epoch"),
+            replace("least(seen - me.epoch, PEERS) < 0", "least(seen, PEERS) < me.epoch"),
+        ]
     },
     "flags before the payload": EARLY_FLAGS,
+    "a flag from the first pusher": {"all_gather_matmul/kernel.py": [replace("== pushers - 1", "== 0")]},
     "flags before the sums": EARLY_SUMS,
     "flags of terms awaited for sums": {
-        "matmul_all_reduce/kernel.py": [
-            replace("own_flags + owner * me.writer_flags + tiles + unit", "own_flags + owner * me.writer_flags")
-        ],
+        "matmul_all_reduce/kernel.py": [replace("own_flags + tiles + summed", "own_flags")],
     },
     "the last rank is not awaited": {
-        "all_gather_matmul/kernel.py": [replace("in range(signals):", "in range(signals if step < WORLD - 1 else 0):")],
-        "matmul_reduce_scatter/kernel.py": [replace("for source in range(WORLD):", "for source in range(WORLD - 1):")],
-        "matmul_all_reduce/kernel.py": [
-            replace("for source in range(WORLD):", "for source in range(WORLD - 1):"),
-            replace("range(worker, (WORLD - 1) * tiles", "range(worker, (WORLD - 2) * tiles"),
+        "all_gather_matmul/kernel.py": [
+            replace("in range(second, WORLD):", "in range(second, WORLD - 1):"),
+            replace("in range(1, WORLD):", "in range(1, WORLD - 1):"),
         ],
+        "matmul_reduce_scatter/kernel.py": [replace("limit, WORLD)", "limit, WORLD - 1)")],
+        "matmul_all_reduce/kernel.py": [replace("limit, WORLD)", "limit, WORLD - 1)")],
     },
     "a rank that gave up still pushes": {"protocol.py": [replace("tl.where(limit > 0, WORLD, 0)", "WORLD")]},
     "a rank forgets that it gave up": {
@@ -75,6 +81,7 @@ CAUGHT: list[tuple[str, str, set[str], object]] = [
     ("waits compare without wrap", "late", NAMES, "wrong"),
     ("waits compare without wrap", "ahead", NAMES, "error"),
     ("flags before the payload", "late", NAMES, "wrong"),
+    ("a flag from the first pusher", "late", GATHERS, "wrong"),
     ("flags before the sums", "late", TWO_PHASES, "wrong"),
     ("flags of terms awaited for sums", "late", TWO_PHASES, "wrong"),
     ("the last rank is not awaited", "absent", NAMES, [0, 0, 0, 0]),

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -37,7 +38,7 @@ from tpformer.kernels.protocol import Channel, bump
 
 EPOCHS, REPLAYS = 1000, 100
 BATCH = 25  # epochs in which nothing waits for all ranks, before the results are looked at
-PROGRAMS = 3  # of a rank, besides its pushers: so 8 ranks fit on 90 SMs
+PROGRAMS = 11  # of a rank, with its pushers: so 8 ranks fit on 90 SMs
 LIMIT = 2 * 10**7  # polls, about 20 s
 PATIENCE = 160  # seconds of a run
 LATE_SHAPE = (130, 200, 64)  # (rows per rank, N, K): several tiles each way; sums of K small whole numbers are exact
@@ -122,7 +123,8 @@ def apart(channel: Channel) -> list[Channel]:
 
     names = ("data", "flags", "epoch", "error", "stopped", "counters")
     return [
-        channel._replace(
+        replace(
+            channel,
             rank=rank,
             served=1,
             slots=tuple(slot[rank * channel.capacity : (rank + 1) * channel.capacity] for slot in channel.slots),

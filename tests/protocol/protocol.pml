@@ -11,9 +11,11 @@
  *   lead, other           two warps of one CTA. Both store one word per destination; lead stores the flags (point 2).
  *   payload, publication  the store buffer of the CTA: stores issued, not yet performed. `memory` performs them at any
  *                         later time and in any order, but for the order that a release makes.
- *   synced, RELEASABLE    point 2: a release waits for the words of its own warp and, by cumulativity, for those that
+ *   synced, ORDERED       point 2: a release waits for the words of its own warp and, by cumulativity, for those that
  *                         the other warp stored before `tl.debug_barrier()`. Weaker than PTX, which orders the words to
  *                         all destinations: here a flag waits only for those to its own destination.
+ *   ANNOUNCED, fenced     `announce` in place of `publish`: the flags are relaxed, and wait for these words because lead
+ *                         has executed a fence between its barrier and the flags.
  *   cta                   a barrier of the CTA: a rendezvous, lead sends and other receives.
  *   wait, then read       point 3: lead spins with acquire, one wait per source in ring order; the barrier inside the
  *                         scalar atomic hands its value to the other warp. Loads stay behind the wait, except
@@ -58,11 +60,16 @@
 #define ARRIVED(flag, e) (INT3((flag) - (e)) >= 0)
 #endif
 
-#ifdef MUTATE_NO_RELEASE
-#define RELEASABLE(src, dst) true
-#else
-#define RELEASABLE(src, dst) \
+#define ORDERED(src, dst) \
     (((payload[WARP(src, LEAD)] | (synced[src] -> payload[WARP(src, OTHER)] : 0)) & BIT(dst)) == 0)
+#if defined(MUTATE_NO_RELEASE)
+#define RELEASABLE(src, dst) true
+#elif defined(MUTATE_ONE_RELEASE)
+#define RELEASABLE(src, dst) ((dst) != ((src) + 1) % RANKS || ORDERED(src, dst))
+#elif defined(ANNOUNCED)
+#define RELEASABLE(src, dst) (!fenced[src] || ORDERED(src, dst))
+#else
+#define RELEASABLE(src, dst) ORDERED(src, dst)
 #endif
 
 #define rank (_pid % RANKS) /* processes are numbered in order of declaration: leads, others, memory */
@@ -73,6 +80,9 @@ byte slot[RANKS * 2 * RANKS * 2] = UNWRITTEN;
 byte payload[RANKS * 2];  /* per warp: destinations whose word is buffered; its value follows from the epoch */
 byte publication[RANKS];  /* destinations whose flag is buffered */
 bit synced[RANKS];        /* the words of the other warp are ordered before the release */
+#ifdef ANNOUNCED
+bit fenced[RANKS];        /* the words are ordered before the flags */
+#endif
 chan cta[RANKS] = [0] of { bit };
 
 /* One step for both words of a source: each is then checked at every moment at which it could be loaded. */
@@ -92,6 +102,9 @@ active [RANKS] proctype lead() {
             count++;
             epoch[rank] = (epoch[rank] + 1) & 7;
             synced[rank] = 0;
+#ifdef ANNOUNCED
+            fenced[rank] = 0;
+#endif
             payload[WARP(rank, LEAD)] = PEERS(rank)
         }
         cta[rank]!0; /* launch */
@@ -99,6 +112,9 @@ active [RANKS] proctype lead() {
         cta[rank]!0; /* tl.debug_barrier() */
 #endif
         atomic {
+#if defined(ANNOUNCED) && !defined(MUTATE_NO_FENCE)
+            fenced[rank] = 1;
+#endif
             publication[rank] = PEERS(rank);
             src = (rank + 1) % RANKS
         }

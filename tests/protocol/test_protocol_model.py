@@ -2,6 +2,7 @@
 says what is modelled. The search is complete for 2 and for 3 ranks. Each mutation is one real mistake, and must read a
 wrong value."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ MODEL = Path(__file__).with_name("protocol.pml")
 # ranks and 3 epochs already has 8 million states.
 EPOCHS = {2: 20, 3: 3}
 
+ANNOUNCED = ("-DANNOUNCED",)  # the flags are relaxed, behind a fence; otherwise each is released
 MUTATIONS = {
     "SLOT_ZERO": "both parities use slot 0: a rank one epoch ahead overwrites what a slow one still reads",
     "STALE_WAIT": "the wait accepts the flag of the epoch before",
@@ -21,6 +23,11 @@ MUTATIONS = {
     "NO_BARRIER": "no barrier before the release: it does not cover the stores of the other warp",
     "NO_RELEASE": "the flag is stored relaxed: it overtakes the payload",
     "HOISTED_WAIT": "received data is loaded before the wait",
+    "ONE_RELEASE": "the first flag is released, and the others are relaxed: they overtake the payload",
+}
+OF_ANNOUNCED = {
+    "NO_FENCE": "the flags are stored relaxed: they overtake the payload",
+    "NO_BARRIER": "no barrier before the fence: it does not cover the stores of the other warp",
 }
 
 pytestmark = [
@@ -31,7 +38,7 @@ pytestmark = [
 ]
 
 
-def check_model(folder: Path, ranks: int, *mutations: str, depth: int = 10_000) -> str:
+def check_model(folder: Path, ranks: int, *mutations: str, options: tuple[str, ...] = (), depth: int = 10_000) -> str:
     """Build the verifier of protocol.pml in a folder, run it, and return what it prints. The search is exact: states
     are compressed (COLLAPSE), never hashed away. 3 ranks take 0.6 GB."""
 
@@ -41,7 +48,7 @@ def check_model(folder: Path, ranks: int, *mutations: str, depth: int = 10_000) 
         return done.stdout + done.stderr
 
     # -P: spin preprocesses with gcc unless told
-    defines = [f"-DRANKS={ranks}", f"-DEPOCHS={EPOCHS[ranks]}", *(f"-DMUTATE_{name}" for name in mutations)]
+    defines = [f"-DRANKS={ranks}", f"-DEPOCHS={EPOCHS[ranks]}", *options, *(f"-DMUTATE_{name}" for name in mutations)]
     run("spin", "-Pcc -E -x c", *defines, "-a", str(MODEL))
     optimise = "-O0" if mutations else "-O2"  # a mutation is found so fast that building takes longer
     run("cc", optimise, "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=2000", "-o", "pan", "pan.c")
@@ -61,8 +68,9 @@ def is_complete(report: str) -> bool:
 
 
 @pytest.mark.parametrize("ranks", EPOCHS)
-def test_protocol_has_no_error(tmp_path, ranks):
-    report = check_model(tmp_path, ranks)
+@pytest.mark.parametrize("options", [(), ANNOUNCED], ids=["published", "announced"])
+def test_protocol_has_no_error(tmp_path, ranks, options):
+    report = check_model(tmp_path, ranks, options=options)
     assert errors(report) == 0 and is_complete(report), report
     for kind in ("assertion violations\t+", "invalid end states\t+"):
         assert kind in report, f"not checked: {kind}\n{report}"
@@ -71,12 +79,21 @@ def test_protocol_has_no_error(tmp_path, ranks):
         assert re.search(rf"unreached in proctype {process}\n\t\(0 of \d+ states\)", report), report
 
 
-@pytest.mark.parametrize("ranks", EPOCHS)
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_mutation_reads_a_wrong_value(tmp_path, mutation, ranks):
-    report = check_model(tmp_path, ranks, mutation)
-    assert errors(report) >= 1, f"not found: {MUTATIONS[mutation]}\n{report}"
+def require_a_wrong_value(report: str, mistake: str) -> None:
+    assert errors(report) >= 1, f"not found: {mistake}\n{report}"
     assert re.search(r"pan:\d+: assertion violated \(slot\[.*\]==.*epoch\[", report), report
+
+
+# each of 2 ranks has one flag to set
+@pytest.mark.parametrize("mutation, ranks", sorted({*itertools.product(MUTATIONS, EPOCHS)} - {("ONE_RELEASE", 2)}))
+def test_mutation_reads_a_wrong_value(tmp_path, mutation, ranks):
+    require_a_wrong_value(check_model(tmp_path, ranks, mutation), MUTATIONS[mutation])
+
+
+@pytest.mark.parametrize("ranks", EPOCHS)
+@pytest.mark.parametrize("mutation", OF_ANNOUNCED)
+def test_mutation_of_an_announcement_reads_a_wrong_value(tmp_path, mutation, ranks):
+    require_a_wrong_value(check_model(tmp_path, ranks, mutation, options=ANNOUNCED), OF_ANNOUNCED[mutation])
 
 
 def test_truncated_search_is_noticed(tmp_path):

@@ -1,0 +1,141 @@
+"""How the shards of a gather travel: pushed by how many programs, or by copy engines, and how long that takes.
+
+Belongs here: arithmetic on the host with the numbers of cost.py, which nobody has measured on several GPUs. The
+kernels are in kernel.py.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..configurations import TILES, select_tile, tile_names
+from ..cost import MACHINES, RELEASE_SECONDS, Machine, machine_for, overlapped_seconds, waves_seconds
+from ..launch import Tile, is_interpreted, packed_width, persistent_programs, resident_programs
+
+# Bytes that a pusher has asked for before it stores the first of them: of each of 256 threads 8 loads of 16 bytes.
+IN_FLIGHT = 32 << 10
+INTERPRETED_PUSHERS = 2  # at most: a program takes about 10 ms
+
+
+class Work(NamedTuple):
+    """A rank's part of a gather and of the GEMM that takes the rows."""
+
+    nbytes: int
+    """Of the rank's shard, with the columns that are added to its rows."""
+    world: int
+    tiles: int
+    """Of the chunks of all ranks."""
+    seconds: float
+    """Of the GEMM, by the model, on all SMs."""
+
+
+class Push(NamedTuple):
+    """Which programs of a launch push, and when they take tiles."""
+
+    pushers: int
+    """The first so many programs push. 0: copies send the shard."""
+    joins: int
+    """From which of a rank's chunks on pushers take tiles, counted from 0, the own one; as many as there are ranks:
+    never."""
+
+
+NO_PUSH = Push(0, 0)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The machine of a CUDA device; the table's first one stands for what is not in it."""
+    return (machine_for(torch.cuda.get_device_name(device)) if device.type == "cuda" else None) or MACHINES[0]
+
+
+def filling_pushers(machine: Machine) -> int:
+    """How many pushers fill a GPU's links, by Little's law: bandwidth * latency / bytes that each has in flight."""
+    return math.ceil(machine.link * machine.load_latency / IN_FLIGHT)
+
+
+def pushers_of(nbytes: int, machine: Machine) -> int:
+    """How many programs should push a shard: so many as fill the links, but no more than it has pieces."""
+    most = INTERPRETED_PUSHERS if is_interpreted() else filling_pushers(machine)
+    return min(most, math.ceil(nbytes / IN_FLIGHT))
+
+
+def push_seconds(nbytes: int, world: int, pushers: int, machine: Machine) -> float:
+    """Seconds in which so many pushers send a shard to all peers, one after the other, each with a release."""
+    speed = min(machine.link, pushers * IN_FLIGHT / machine.load_latency)
+    return (world - 1) * (nbytes / speed + RELEASE_SECONDS) if pushers else 0.0
+
+
+def copy_seconds(nbytes: int, world: int, machine: Machine) -> float:
+    """Seconds in which a copy engine sends a shard to all peers, one after the other."""
+    return (world - 1) * (machine.copy_start + nbytes / machine.link)
+
+
+def plan_push(work: Work, pushers: int, programs: int, machine: Machine) -> Push:
+    """When the pushers of a launch of so many programs join the others.
+
+    It is with the first chunk that begins after they have pushed, because a tile that waits for a pusher delays the
+    end. They never join where the others have one tile each at most, nor in the interpreter, in which a program runs to
+    its end before the next one begins: a pusher would wait for peers that wait for the next pusher.
+    """
+    computing = programs - pushers
+    if computing == 0:
+        return Push(pushers, 0)
+    if is_interpreted() or work.tiles <= computing:
+        return Push(pushers, work.world)
+    chunk = work.seconds / work.world * programs / computing
+    return Push(pushers, min(work.world, math.ceil(push_seconds(work.nbytes, work.world, pushers, machine) / chunk)))
+
+
+def plan_launch(
+    work: Work, device: torch.device, tile: Tile, push: bool, programs: int | None, served: int, spare: int
+) -> tuple[int, Push]:
+    """(programs of a rank, its pushers among them). By default all that are resident, but at most one for each tile and
+    for each pusher; no more than half of them push. programs, served, spare: as in persistent_programs."""
+    machine = machine_of(device)
+    pushers = pushers_of(work.nbytes, machine) if push and work.world > 1 else 0
+    room = persistent_programs(device, work.tiles + pushers, tile, programs, served, spare)
+    if not pushers:
+        return room, NO_PUSH
+    if is_interpreted() and programs is None:
+        room += pushers
+    return room, plan_push(work, min(pushers, max(1, room // 2)), room, machine)
+
+
+def select_gather_tile(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: Sequence[int], k: int, world: int, operands: int = 1
+) -> Tile:
+    """The tile for a gather of shards of (rows, k), and for its weights' columns: select_tile's, unless the links take
+    longer than that GEMM. The chunk that arrives last is multiplied behind them, so then it is the tile with which a
+    chunk takes the least time, if the whole GEMM with it does not take longer than the links.
+    """
+    chosen = select_tile(device, dtype, rows, *columns, chunks=world, operands=operands)
+    if is_interpreted() or world == 1:
+        return chosen
+    major, minor = torch.cuda.get_device_capability(device)
+    processors, machine = torch.cuda.get_device_properties(device).multi_processor_count, machine_of(device)
+    links = (world - 1) * rows * packed_width(k, dtype.itemsize) * dtype.itemsize / machine.link
+
+    def seconds(tile: Tile, chunks: int) -> float:
+        tiles = chunks * math.ceil(rows / tile.m) * sum(math.ceil(n / tile.n) for n in columns)
+        return waves_seconds(tiles, tile[:2], k, resident_programs(device, tile), machine, processors)
+
+    tiles = [TILES[name] for name in tile_names(10 * major + minor, dtype.itemsize, operands)]
+    hidden = [tile for tile in (chosen, *tiles) if seconds(tile, world) <= links]
+    return min(hidden, key=lambda tile: seconds(tile, 1)) if chosen in hidden else chosen
+
+
+def copies_are_faster(nbytes: int, world: int, seconds: float | None, processors: int, machine: Machine) -> bool:
+    """Whether copy engines should send a shard of `nbytes`, rather than pushers.
+
+    seconds: of the GEMM that takes the gathered rows, on all SMs; None for a gather that runs under another kernel.
+    A copy takes longer to begin, and pushers take SMs from the GEMM. Under another kernel no pusher runs, so a push
+    would begin after it. Copies then hide all but their beginnings, as that kernel reduces as many bytes.
+    """
+    pushers = pushers_of(nbytes, machine)
+    pushing, copying = push_seconds(nbytes, world, pushers, machine), copy_seconds(nbytes, world, machine)
+    if seconds is None:
+        return (world - 1) * machine.copy_start < pushing
+    share = pushers / processors
+    slowed = seconds + share * min(pushing, seconds / (1 - share))
+    return overlapped_seconds(seconds, copying, world) < overlapped_seconds(slowed, pushing, world)
