@@ -21,8 +21,8 @@ OTHER_ROWS = 4096  # of the virtual ranks and of the GEMM on fewer SMs
 
 NOTES = {
     GATHER: "Flag tax: rank 1 of 8 alone, its peers' flags set and their shards in its slot, against the bare GEMM. "
-    "fused: as with copy engines, which carry the shard while the kernel only waits: the bar is about this. SM push: 8 "
-    "of the kernel's programs also store the shard 7 times, here to memory: transport, not flags, hence no bar.",
+    "fused: as with copy engines, which carry the shard while the kernel only waits: the bar is about this. SM push: "
+    "some of the kernel's programs first store the shard 7 times, here to memory: transport, not flags, hence no bar.",
     SCATTER: "Flag tax: rank 1 of 8 alone, its peers' flags set and their partial sums in its slot, against the bare "
     "GEMM. It contains the reduction, a pass over M x N partial sums; beside it, the GEMM and torch.sum of the same.",
     ALL_REDUCE: "Flag tax: rank 1 of 8 alone, its peers' flags set and their partial sums in its slot, against the "

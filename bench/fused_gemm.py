@@ -12,10 +12,16 @@ from einops import rearrange
 from torch import Tensor
 
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_space
+from tpformer.kernels.all_gather_matmul.plan import select_gather_tile
 from tpformer.kernels.configurations import select_tile
 from tpformer.kernels.launch import Tile, resident_programs
 from tpformer.kernels.matmul.kernel import matmul
-from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, plan
+from tpformer.kernels.matmul_all_reduce.kernel import (
+    matmul_all_reduce,
+    matmul_all_reduce_space,
+    plan,
+    select_all_reduce_tile,
+)
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel, bump
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
@@ -60,7 +66,12 @@ def build(
     slots for what they would have sent."""
     op, m, n, k, t = shape.op, shape.m, shape.n, shape.k, shape.t
     place, rows = torch.device(device), m if op == ALL_REDUCE else m // t
-    tile = tile or select_tile(place, dtype, rows, n, chunks=m // rows)
+    if tile is None and op == ALL_REDUCE:
+        tile = select_all_reduce_tile(place, dtype, m, n, t)
+    elif tile is None and op == GATHER:
+        tile = select_gather_tile(place, dtype, rows, [n], k, t)
+    elif tile is None:
+        tile = select_tile(place, dtype, rows, n, chunks=t)
     space = {
         GATHER: lambda: all_gather_matmul_space(rows, k, t, dtype.itemsize),
         SCATTER: lambda: matmul_reduce_scatter_space(rows, n, t, dtype, tile),

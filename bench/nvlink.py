@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpformer.config.transport_table import TIMES
+from tpformer.config.transport_table import TIMES, WAYS
 from tpformer.distributed.symmetric import PRIVATE_MODULE
 from tpformer.ops import column_linear, row_linear
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
@@ -33,6 +34,7 @@ from .timing import FULL, QUICK, Call, Effort, Seconds, cold, flush_buffer, inte
 
 DEVICE = "cuda"
 SEQUENTIAL, FUSED, ASYNC_TP = "sequential", "fused", "torch async-TP"
+FORCED = {"copy": "fused, by copies", "push": "fused, by a push"}  # of gathers, which else are as the model says
 
 
 def world_size() -> int:
@@ -104,10 +106,20 @@ def providers(shape: Shape) -> dict[str, Callable[[], Tensor]]:
                 print(f"{shape}: {error}")
             continue
         result[transport] = lambda transport=transport: linear(transport)
+    for way, name in FORCED.items() if shape.op == GATHER and FUSED in result else ():
+        result[name] = partial(gathered_by, way, result[FUSED])
     other = torch_operation(shape, x, w, group)
     if other is not None:
         result[ASYNC_TP] = other
     return result
+
+
+def gathered_by(way: str, linear: Callable[[], Tensor]) -> Tensor:
+    """What a fused linear gives if its rows are gathered in one of WAYS."""
+    from tpformer.ops.transports import fused
+
+    with mock.patch.object(fused, "send_by_copies", lambda *_: way == "copy"):
+        return linear()
 
 
 def expected(shape: Shape, rank: int) -> Tensor:
@@ -172,9 +184,12 @@ def rows_of(shape: Shape, seconds: Seconds, predicted: float) -> list[Row]:
 
 
 def table_row(shape: Shape, seconds: Seconds) -> dict:
-    """One row as tpformer.ops.transports.measured reads it."""
+    """One row as tpformer.config.transport_table reads it."""
     sizes = {"op": shape.op, "ranks": shape.t, "dtype": "bfloat16", "m": shape.m, "n": shape.n, "k": shape.k}
-    times = {key: round(1e6 * median(seconds[name]), 1) if name in seconds else None for name, key in TIMES.items()}
+    keys = dict(TIMES)
+    if shape.op == GATHER:
+        keys |= {FORCED[way]: key for way, key in WAYS.items()}
+    times = {key: round(1e6 * median(seconds[name]), 1) if name in seconds else None for name, key in keys.items()}
     return sizes | times
 
 

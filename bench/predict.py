@@ -1,22 +1,18 @@
-"""What several GPUs are expected to take, by the model of kernels/cost.py, from shapes alone or from measured GEMMs.
+"""What several GPUs should take by the model (ops/transports/prediction.py), from shapes alone or from measured GEMMs.
 
-Belongs here: the model's terms for each operation, and its rows. Nobody has run it on several GPUs.
+Belongs here: the GPUs that need not be there, and the rows. Nobody has run the fused kernels on several GPUs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
-from tpformer.kernels.cost import (
-    ONE_SHOT_BYTES,
-    Machine,
-    communication_bytes,
-    gemm_seconds,
-    machine_for,
-    overlapped_seconds,
-)
-from tpformer.ops.transports.interface import ALL_REDUCE, SCATTER
+from tpformer.kernels.cost import Machine, machine_for
+from tpformer.ops.transports.exchange import planned_launch
+from tpformer.ops.transports.prediction import Times, fused_times, sequential_times
 
 from .ratios import Row, compared
 from .shapes import Shape
@@ -24,25 +20,52 @@ from .shapes import Shape
 ITEMSIZE = 2
 DEFAULT_MACHINE = "H200"
 FUSED, SEQUENTIAL, PEAK = "predicted fused", "predicted sequential", "data-sheet peak"
-# Seconds of an all-reduce of 8 KB on 8 H100, where bytes do not count (symmetric-memory recipes, pull request 3): a
-# Triton kernel's one hop, and NCCL's. Gathers and scatters of the list are far larger; the model gives them none.
-HOP_LATENCY, LIBRARY_LATENCY = 10.8e-6, 21.8e-6
 
 MODEL = (
-    "Prediction, run by nobody: sequential = GEMM + communication; fused = max(GEMM, communication + GEMM / t) + tail "
-    "(kernels/cost.py). GEMM is measured on one GPU where there is one, else max(2 M N K / F, bytes / memory "
-    "bandwidth). Communication = bytes into one rank / link bandwidth: (t-1)/t of the gathered or scattered matrix; an "
-    "all-reduce has twice that and a latency. Tail: the reduction's pass over the received partial sums; of a two-shot "
-    "all-reduce also the second hop and the copy of what it brings. A one-shot all-reduce (at most "
-    f"{ONE_SHOT_BYTES >> 10} KiB) sends (t-1) partial sums after its only wave of tiles: nothing overlaps."
+    "Prediction, run by nobody (ops/transports/prediction.py; constants and their sources: kernels/cost.py). "
+    "sequential = GEMM + collective, by figures that others measured of NCCL. The fused kernel's GEMM: the waves of "
+    "its tiles, by times measured on one H100, or as it is measured here. A gather: max(GEMM, links + GEMM / t) + "
+    "flags. A reduction: the longer of GEMM and links, and of the shorter one wave of tiles, + flags + the pass "
+    "over the received partial sums; of a two-shot all-reduce also the copy of what its second hop brings. Times "
+    "are of the device; a host that takes longer to launch would delay it."
 )
 
 
 class Prediction(NamedTuple):
-    """Seconds of one operation on t GPUs."""
+    """One operation on t GPUs."""
 
-    fused: float
-    sequential: float
+    fused: Times
+    sequential: Times
+
+
+class Processor(NamedTuple):
+    """What launchers ask of a GPU."""
+
+    capability: tuple[int, int]
+    multi_processor_count: int
+    shared_memory_per_multiprocessor: int
+    name: str = ""
+
+
+HOPPER = Processor((9, 0), 132, 228 << 10)
+PROCESSORS = {
+    "H200": HOPPER,
+    "H100": HOPPER,
+    "A100": Processor((8, 0), 108, 164 << 10),
+    "B200": Processor((10, 0), 148, 228 << 10),
+}
+
+
+@contextmanager
+def as_if_on(machine: Machine) -> Iterator[torch.device]:
+    """Within, launchers plan for this GPU, whatever there is; the device that it seems to be."""
+    processor = PROCESSORS[machine.name]._replace(name=f"NVIDIA {machine.name}")
+    with ExitStack() as stack:
+        for what, answer in {"capability": processor.capability, "properties": processor}.items():
+            stack.enter_context(mock.patch.object(torch.cuda, f"get_device_{what}", lambda *_, answer=answer: answer))
+        planned_launch.cache_clear()
+        stack.callback(planned_launch.cache_clear)
+        yield torch.device("cuda")
 
 
 def present_machine() -> Machine:
@@ -59,22 +82,10 @@ def predict(shape: Shape, machine: Machine, compute: float | None = None, librar
     compute, library: measured seconds of this rank's GEMM by our kernel and by cuBLAS, which the sequential transport
     uses; None: the model's for both.
     """
-    op, m, n, k, t = shape.op, shape.m, shape.n, shape.k, shape.t
-    modelled = gemm_seconds(m, n, k, ITEMSIZE, machine)
-    compute, library = compute or modelled, library or modelled
-    result = m * n * ITEMSIZE
-    communication = communication_bytes(op, m, n, k, t, ITEMSIZE) / machine.link
-    reduction = (result + result // t) / machine.memory
-    if op == ALL_REDUCE and result <= ONE_SHOT_BYTES:
-        tail = HOP_LATENCY + (t + 1) * result / machine.memory
-        fused = overlapped_seconds(compute, (t - 1) * result / machine.link, 1, tail)
-    elif op == ALL_REDUCE:
-        copied = 2 * (t - 1) * result / t / machine.memory
-        tail = reduction + communication / 2 + copied + 2 * HOP_LATENCY
-        fused = overlapped_seconds(compute, communication / 2, t, tail)
-    else:
-        fused = overlapped_seconds(compute, communication, t, reduction if op == SCATTER else 0.0)
-    return Prediction(fused, library + communication + (LIBRARY_LATENCY if op == ALL_REDUCE else 0.0))
+    sizes = (shape.m, shape.n, shape.k)
+    with as_if_on(machine) as device:
+        fused = fused_times(shape.op, sizes, shape.t, torch.bfloat16, device, machine, gemm=compute)
+    return Prediction(fused, sequential_times(shape.op, sizes, shape.t, ITEMSIZE, machine, library))
 
 
 def predicted_rows(shapes: Iterable[Shape], compute: float | None = None, library: float | None = None) -> list[Row]:
@@ -82,7 +93,7 @@ def predicted_rows(shapes: Iterable[Shape], compute: float | None = None, librar
     machine, rows = present_machine(), []
     for shape in shapes:
         found = predict(shape, machine, compute, library)
-        seconds = {FUSED: [found.fused], SEQUENTIAL: [found.sequential]}
+        seconds = {FUSED: [found.fused.device], SEQUENTIAL: [found.sequential.device]}
         rows += compared(f"prediction: {shape.op}, {shape.t} {machine.name}", shape, seconds, [(FUSED, SEQUENTIAL)])
     return rows
 

@@ -20,6 +20,7 @@ MODELS = {
     "GPT-3": preset_config("megatron-145.6b", n_layers=96),  # 175B: the same layers, more of them
 }
 RANKS = 8
+GROUPS = (2, 4, RANKS)  # ranks of the groups that predictions are made for
 ROWS = (1024, 2048, 4096, 8192, 16384)
 DECODE_ROWS = (8, 32, 128)  # tokens of as many sequences; no sequence parallelism, so the row layers all-reduce
 
@@ -73,3 +74,8 @@ def shapes(op: str, rows: Sequence[int] = ROWS, t: int = RANKS) -> list[Shape]:
 def operation_shapes(op: str, t: int = RANKS) -> list[Shape]:
     """The list of an operation: training's rows, and decoding's where it does not scatter or gather them."""
     return shapes(op, (*DECODE_ROWS, *ROWS) if op == ALL_REDUCE else ROWS, t)
+
+
+def every_shape(op: str) -> list[Shape]:
+    """All layers that use the operation, for GROUPS of ranks and all numbers of rows, decoding's among them."""
+    return [shape for t in GROUPS for shape in shapes(op, (*DECODE_ROWS, *ROWS), t)]

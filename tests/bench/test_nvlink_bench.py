@@ -101,8 +101,25 @@ def test_rows_and_table_of_the_nvlink_bench(tmp_path: Path) -> None:
     assert path.name == "transports_8.json"
     (row,) = read_transport_table(path).rows
     assert (row.op, row.ranks, row.dtype, row.m, row.n, row.k) == (SCATTER, 8, "bfloat16", 8192, 8192, 3584)
-    assert row.times == {"sequential": 1000.0, "fused": 800.0}
+    assert row.times == {"sequential": 1000.0, "fused": 800.0} and row.ways == {}
     assert json.loads(path.read_text())[0]["pipelined_us"] is None
+
+
+def test_the_table_has_both_ways_of_a_gather(tmp_path: Path) -> None:
+    shape = Shape("70B", "qkv", GATHER, 8192, 1280, 8192, 8)
+    seconds = {"sequential": [5e-4], "fused": [4e-4], "fused, by copies": [4e-4], "fused, by a push": [3e-4]}
+    (row,) = read_transport_table(nvlink.write_table([nvlink.table_row(shape, seconds)], tmp_path)).rows
+    assert row.times == {"sequential": 500.0, "fused": 400.0} and row.ways == {"copy": 400.0, "push": 300.0}
+
+
+def test_a_gather_is_forced_to_a_way() -> None:
+    pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    from tpformer.ops.transports import fused
+
+    def asked() -> torch.Tensor:
+        return torch.tensor(fused.send_by_copies((8, 8, 8), 2, torch.float32, torch.device("cpu")))
+
+    assert [bool(nvlink.gathered_by(way, asked)) for way in ("copy", "push")] == [True, False] and not asked()
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from pool import RankFailure, WorkerPool
 
-from tpformer.distributed import backend_of, shared_memory, symmetric
+from tpformer.distributed import backend_of, shared_memory
 from tpformer.distributed.groups import kernel_workspace, why_no_kernels
 from tpformer.distributed.shared_memory import SharedMemory
-from tpformer.distributed.symmetric import DeviceFacts, TorchSymmetricMemory, why_not_peers, why_not_together
+from tpformer.distributed.symmetric import DeviceFacts, why_not_peers, why_not_together
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -269,92 +269,3 @@ def test_devices_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_peers(ranks[:3], 1) is None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert "rank 0 sees 3 CUDA devices, rank 3 uses cuda:3" in str(why_not_peers(ranks, 0))
-
-
-class FakeHandle:
-    """torch's handle over shared memory, as if each rank's tensor had another offset in its allocation."""
-
-    def __init__(self, memory: SharedMemory, wrong: int) -> None:
-        self.memory, self.wrong = memory, wrong
-        self.buffer_ptrs = memory.pointers.tolist()
-
-    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
-        return self.memory.peer(rank, shape, dtype, offset + self.wrong)
-
-
-def torch_backend_over_shared_memory(wrong: int) -> None:
-    nbytes, group = 8192, world()
-    shared = SharedMemory(nbytes + 4096, group, timeout=10)
-    own = shared.peer(shared.rank, (nbytes,), torch.uint8, 64 * shared.rank).fill_(1)
-    replaced = mock.patch.multiple(
-        symmetric, empty_symmetric=lambda *_: own, rendezvous=lambda *_: FakeHandle(shared, wrong)
-    )
-    with replaced, mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()):
-        memory = TorchSymmetricMemory(nbytes, group, torch.device("cuda", 0), timeout=10)
-        assert memory.nbytes == nbytes and (memory.rank, memory.size) == (shared.rank, shared.size)
-        assert memory.pointers.tolist() == [start + 64 * rank for rank, start in enumerate(shared.pointers.tolist())]
-        for rank in range(memory.size):
-            view = memory.peer(rank, (3,), torch.float32, 16 * memory.rank)
-            assert view.data_ptr() == memory.pointers[rank].item() + 16 * memory.rank and view.tolist() == [0.0] * 3
-            view.fill_(memory.rank + 1)
-        memory.barrier()
-        for rank in range(memory.size):
-            assert memory.peer(memory.rank, (3,), torch.float32, 16 * rank).tolist() == [rank + 1.0] * 3
-        with pytest.raises(ValueError, match="do not fit a region of 8192 bytes"):
-            memory.peer(0, (1,), torch.uint8, nbytes)
-        memory.close()
-
-
-def test_torch_backend_counts_offsets(ranks: WorkerPool) -> None:
-    ranks(3).run(torch_backend_over_shared_memory, 0)
-
-
-def test_torch_backend_notices_another_meaning_of_offsets(ranks: WorkerPool) -> None:
-    with pytest.raises(RankFailure, match="its symmetric memory has changed"):
-        ranks(2).run(torch_backend_over_shared_memory, 64)
-
-
-def fail_to_allocate() -> str:
-    def empty(nbytes: int, device: torch.device) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            raise RuntimeError("CUDA out of memory")
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    with (
-        mock.patch.object(symmetric, "empty_symmetric", empty),
-        mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()),
-        pytest.raises(RuntimeError) as caught,
-    ):
-        TorchSymmetricMemory(4096, world(), torch.device("cuda", 0))
-    return str(caught.value)
-
-
-def test_lack_of_device_memory_on_one_rank_is_an_error_on_all(ranks: WorkerPool) -> None:
-    messages = ranks(2).run(fail_to_allocate)
-    assert messages[0] == messages[1] and "on each of 2 ranks (rank 1: CUDA out of memory)" in messages[0]
-
-
-def one_device(nbytes: int) -> None:
-    torch.cuda.set_device(0)
-    assert symmetric.why_not_symmetric(world(), torch.device("cuda", 0)) is None
-    for _ in range(2):
-        memory = TorchSymmetricMemory(nbytes, world(), torch.device("cuda", 0), timeout=30)
-        for rank in range(memory.size):
-            view = memory.peer(rank, (4,), torch.float32, 16 * memory.rank)
-            assert view.data_ptr() == memory.pointers[rank].item() + 16 * memory.rank and not view.any()
-        memory.barrier()
-        for rank in range(memory.size):
-            memory.peer(rank, (4,), torch.float32, 16 * memory.rank).fill_(memory.rank + 1)
-        memory.barrier()
-        got = memory.peer(memory.rank, (memory.size, 4), torch.float32)
-        assert got[:, 0].tolist() == [rank + 1.0 for rank in range(memory.size)]
-        del view, got
-        memory.barrier()
-        memory.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("nbytes", [4096, 3 << 20])
-def test_torch_backend_with_ranks_on_one_device(one_gpu: WorkerPool, nbytes: int) -> None:
-    one_gpu(2).run(one_device, nbytes)
-    one_gpu(3).run(one_device, nbytes)

@@ -1,8 +1,10 @@
 """explain() names what runs: the transport of each linear as recorded, its shapes, the reason and the predictions. Loss
 and gradients are the same through every transport. The fused kernels run in Triton's interpreter."""
 
+import importlib
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,6 +20,7 @@ from tpformer.distributed import build_mesh
 from tpformer.kernels import cost
 from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, TensorParallel, explain, linear_plans
 from tpformer.models import GPT, GPTConfig
+from tpformer.ops.transports.interface import Request
 
 ALL_LOGITS = "vocab_parallel_cross_entropy"
 CONFIG = {
@@ -170,3 +173,28 @@ def test_predictions_are_those_of_the_cost_model(ranks):
     assert gate.split("sequential")[1].split()[:5] == ["5498", "177", "5498", "921", "28672"]
     assert down.split("sequential")[1].split()[:5] == ["2749", "177", "2749", "921", "14336"]
     assert "are predictions for cpu (700 TFLOP/s, 380 GB/s), not measurements" in note
+
+
+def test_processors_that_are_left_to_other_groups_are_named(monkeypatch):
+    """With what NCCL_MAX_CTAS would gain: of 132 SMs a GEMM then has 116 in place of 100."""
+    pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    layers_explain = importlib.import_module("tpformer.layers.explain")  # the package has a function of that name
+    properties = SimpleNamespace(name="H100", multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(layers_explain, "why_not_fused", lambda request: None)
+    group = SimpleNamespace(size=lambda: 2)
+    sizes = ("matmul_reduce_scatter", 8192, 8192, 14336, torch.bfloat16, torch.device("cuda"), group)
+    request, h100 = Request(*sizes, "fused"), cost.machine_for("H100")  # type: ignore[arg-type]
+    assert layers_explain._spare_note([request], h100) == []  # no group but this one
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    (note,) = layers_explain._spare_note([request, request._replace(transport="sequential")], h100)
+    assert "leave 32 SMs to NCCL" in note and "NCCL_MAX_CTAS=16" in note and "a pipeline's" in note
+    before, after = (int(number) for number in re.findall(r"(\d+) us", note))
+    assert before / after == pytest.approx(116 / 100, rel=0.02)
+    (best,) = layers_explain._spare_note([request._replace(transport="auto")], h100)
+    assert int(re.findall(r"(\d+) us", best)[0]) < before  # what is sequential then
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16")
+    assert layers_explain._spare_note([request], h100) == []

@@ -1,45 +1,106 @@
 """Closed forms of the kernels' loops, by hand; `make execute` compares them with what compiled kernels do."""
 
+from itertools import product
+
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
+from tpformer.kernels.all_gather_matmul.kernel import walk
+from tpformer.kernels.all_gather_matmul.plan import NO_PUSH, Push
 from tpformer.kernels.configurations import TILES
+from tpformer.kernels.matmul_reduce_scatter.kernel import plan_finishing, unit_rows
 from tpformer.ops.transports import exchange
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 LARGE = TILES["large"]  # 128 x 256, 8 rows a step
 
 
-def counts(op: str, m: int, n: int, k: int, programs: int = 132, signals: int = 1) -> exchange.Exchange:
-    return exchange.tiled_exchange(op, (m, n, k), 8, 2, LARGE, programs, signals)
+def counts(op: str, m: int, n: int, k: int, programs: int = 132, push: Push = NO_PUSH, t: int = 8) -> exchange.Exchange:
+    return exchange.tiled_exchange(op, (m, n, k), t, 2, LARGE, programs, push)
 
 
 def test_two_shot_all_reduce() -> None:
-    """8 chunks of 512 rows: 4 x 32 tiles of 16 units, 2048 units to add and 7 x 2048 to copy."""
+    """8 chunks of 512 rows: 4 x 32 tiles, each of which one program adds, and 7 x 128 to copy."""
     found = counts(ALL_REDUCE, 4096, 8192, 1024)
     assert found.tiles == 8  # of 1024
-    assert found.waits == 16 * 8 + 109  # ceil(2048 / 132) units with 8 sources each, ceil(7 * 2048 / 132) copies
-    assert found.releases == 8 + 16 * 7
+    assert found.waits == 1 + 7  # one tile's sources together; ceil(7 * 128 / 132) copies
+    assert found.releases == 8 + 1  # a flag for each tile, a fence for the one that is added
     assert found.sent == 2 * 7 * 512 * 8192 * 2
-    assert found.seconds == pytest.approx(237 * 0.6e-6 + 120 * 2e-6)
+    assert found.seconds == pytest.approx(8 * 0.6e-6 + 9 * 2e-6)
+    tile = 128 * 256 * 2
+    assert (found.between, found.meanwhile, found.behind) == (9 * tile, 2 * 6 * tile, 2 * tile)
+    assert max(found.waits, found.releases) <= 20 and found.seconds <= 60e-6
+
+
+def test_a_band_of_a_tile_is_added_at_once_where_tiles_are_few() -> None:
+    found = counts(ALL_REDUCE, 1024, 8192, 1024)  # 32 tiles of 128 rows are 128 bands of 32
+    assert (found.tiles, found.waits, found.releases) == (2, 1 + 7, 2 + 1)
+    whole = exchange.tiled_exchange(ALL_REDUCE, (1024, 8192, 1024), 8, 2, LARGE, 132, 1, 128)
+    assert (whole.waits, whole.releases) == (1 + 2, 2 + 1)  # 32 tiles, 7 * 32 copies
+    # 10 chunks' worth of 103 rows make 4 bands of 32, and a rank sends what exists: 921 rows that others add, 9 x 103
+    uneven = exchange.tiled_exchange(ALL_REDUCE, (1024, 8192, 1024), 10, 2, LARGE, 132, 1, 32)
+    assert (uneven.waits, uneven.sent) == (1 + 9, (921 + 9 * 103) * 8192 * 2)
 
 
 def test_one_shot_all_reduce() -> None:
     found = counts(ALL_REDUCE, 16, 8192, 3584)
-    assert (found.tiles, found.waits, found.releases) == (1, 8 * 4, 8)  # 32 tiles, 512 units
-    assert found.sent == 7 * 128 * 8192 * 2  # whole tiles, although 16 rows exist
+    assert (found.tiles, found.waits, found.releases) == (1, 1, 1)  # 32 tiles, and a fence
+    assert found.sent == 7 * 16 * 8192 * 2
+    assert counts(ALL_REDUCE, 8, 8200, 3584).sent == 7 * 8 * (8192 + 256) * 2  # all columns of a tile
 
 
 def test_reduce_scatter() -> None:
     found = counts(SCATTER, 8192, 4096, 1792)
-    assert (found.tiles, found.waits, found.releases) == (8, 8, 1)  # 1024 tiles; 128 units; 64 flags
+    # 1024 tiles; 7 row blocks in 37 runs each, and the last one in 132; 64 flags
+    assert (found.tiles, found.waits, found.releases) == (8, 2 + 1, 1)
     assert found.sent == 7 * 1024 * 4096 * 2
+    # 8 rows of a column block have 256 columns, from 8 ranks, and are stored once: 7 of 256 units of a row block in
+    # one of 37 runs, 2 in one of 132
+    assert (found.units, found.in_flight) == (128 * 16, 8 * 8 * 256 * 2)
+    unit = 9 * 8 * 256 * 2
+    assert (found.meanwhile, found.behind) == (2 * 7 * unit, 2 * unit)
+    # of 2 ranks tiles of 4 row blocks are computed in turn: 28 are early, and 32 rows are added at a time
+    assert counts(SCATTER, 8192, 4096, 1792, t=2).in_flight == found.in_flight
+
+
+def test_a_reduce_scatter_is_finished_by_all_programs() -> None:
+    """By each as much as by any other, up to a unit, and nothing twice; a program waits for few row blocks."""
+    for rows, n, t, programs in product((1, 128, 1024, 2000, 8192), (256, 4096, 16384), (2, 3, 8), (1, 100, 132)):
+        plan = plan_finishing(rows, n, LARGE, unit_rows(LARGE, 2, t), t, programs)
+        blocks = -(-rows // 128)
+        assert 0 <= plan.early_blocks < blocks and min(plan.early_runs, plan.late_runs) > 0
+        found = counts(SCATTER, t * rows, n, 512, programs, t=t)
+        whole = found.units * (t + 1) / t * found.in_flight
+        assert found.meanwhile + found.behind >= whole / programs
+        if found.units >= 16 * programs:
+            assert found.meanwhile + found.behind <= 1.35 * whole / programs, (rows, n, t, programs)
 
 
 def test_gather() -> None:
-    found = counts(GATHER, 8192, 1792, 4096, programs=124, signals=8)
-    assert (found.tiles, found.waits, found.releases) == (4, 56, 0)
+    found = counts(GATHER, 8192, 1792, 4096)
+    assert (found.tiles, found.waits, found.releases) == (4, 7, 0)  # 8 chunks of 8 x 7 tiles; one flag of each peer
     assert found.sent == 7 * 1024 * 4096 * 2
-    assert counts(GATHER, 8192, 1792, 4096).waits == 7
     assert counts(GATHER, 8192, 1792, 4095).sent == found.sent  # rows are padded to 16 bytes
+    assert counts(GATHER, 8192, 1792, 4096, push=Push(12, 8)) == found._replace(
+        in_flight=1 << 15
+    )  # 448 tiles, 120 programs
+
+
+@pytest.mark.parametrize(
+    "push, tiles", [((0, 0), 4), ((12, 8), 4), ((22, 8), 5), ((22, 0), 4), ((22, 6), 4), ((132, 0), 4)]
+)
+def test_tiles_of_a_gather_s_programs(push: tuple[int, int], tiles: int) -> None:
+    """448 tiles. If 22 pushers join at chunk 6, 110 programs have 336 tiles before, 6 of them a fourth one. The 112
+    tiles that are left go to the other 104, then to 8 pushers."""
+    assert counts(GATHER, 8192, 1792, 4096, push=Push(*push)).tiles == tiles
+
+
+def test_the_closed_form_of_a_gather_counts_the_tiles_that_are_walked() -> None:
+    for programs, pushers, t in ((1, 1, 2), (3, 1, 3), (5, 2, 4), (7, 3, 2), (4, 0, 3)):
+        for joins, tiles in product(range(t + 1 if programs > pushers else 1) if pushers else (0,), range(1, 20)):
+            walks = [[walk.fn(program, programs, pushers, joins, step, tiles) for step in range(t)]
+                     for program in range(programs)]  # fmt: skip
+            most = max(sum(len(range(first, tiles, distance)) for first, distance in each) for each in walks)
+            form = exchange.gather_exchange(tiles * LARGE.m, LARGE.n, 1, t, LARGE, programs, pushers, joins)
+            assert form.tiles == most, (programs, pushers, t, joins, tiles)

@@ -1,6 +1,8 @@
 """The fused transport in Triton's interpreter equals float64 plain torch, by the tests of the two linears. Its own
 tests: copies instead of pushes, more than three weights, late ranks, and a peer that does not come."""
 
+from unittest import mock
+
 import pytest
 
 pytest.importorskip("triton")
@@ -48,11 +50,8 @@ def copies(case: dict):
     """`on_rank`, with the copy engines' path for every gather."""
     from tpformer.ops.transports import fused
 
-    before, fused.COPY_ENGINE_BYTES = fused.COPY_ENGINE_BYTES, 0
-    try:
+    with mock.patch.object(fused, "send_by_copies", lambda *_: True):
         return (column if "widths" in case else row).on_rank(case, torch.float32)
-    finally:
-        fused.COPY_ENGINE_BYTES = before
 
 
 class ByCopies(OnTransport):
@@ -66,6 +65,36 @@ class ByCopies(OnTransport):
 def test_gathers_by_copies_equal_plain_torch(interpreted):
     column.check(ByCopies(interpreted, "fused"), 3, column.case(9, 6, (6, 9), "layernorm", True), torch.float32)
     row.check(ByCopies(interpreted, "fused"), 3, row.case(9, 9, 7, "silu", True), torch.float32)
+
+
+def own_rows_of_a_gather_by_copies() -> list[bool]:
+    """Whether the own rows are in the slot, too, by number of weights of a linear, and of a gather without a GEMM."""
+    from tpformer.distributed.groups import kernel_workspace
+    from tpformer.ops.transports import fused
+
+    assert dist.group.WORLD is not None
+    transport, x = fused.Fused(dist.group.WORLD), torch.ones(3, 4)
+    workspace = kernel_workspace(dist.group.WORLD, "gather", x.device)
+    found = []
+    with mock.patch.object(fused, "send_by_copies", lambda *_: True):
+        for weights in (3, 4, 0):
+            channel = workspace.begin("poisoned", 3 * x.nbytes, 1)
+            for slot in channel.slots:
+                slot.fill_(0xFF)
+            dist.barrier()
+            if weights:
+                transport.gather_matmul(x, [torch.ones(2, 4)] * weights, [None] * weights)
+            else:
+                transport.start_gather(x)()
+            rows = channel.gathered(workspace.epoch & 1, x).chunk(dist.get_world_size())
+            assert all(torch.equal(rows[rank], x) for rank in range(len(rows)) if rank != dist.get_rank())
+            found.append(torch.equal(rows[dist.get_rank()], x))
+            dist.barrier()
+    return found
+
+
+def test_copies_leave_own_rows_that_nobody_reads(interpreted):
+    assert interpreted(2).run(own_rows_of_a_gather_by_copies) == [[False, True, True]] * 2
 
 
 @pytest.mark.parametrize("t", [2, 3])

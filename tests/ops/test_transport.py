@@ -2,6 +2,7 @@
 errors."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from tpformer.kernels.cost import (
     overlapped_seconds,
 )
 from tpformer.ops import transport
+from tpformer.ops.transports.exchange import send_by_copies
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Request, record_transport
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -33,12 +35,15 @@ def request(op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, 
 def node(monkeypatch):
     """node(fused=reason, backend=..., name=...) describes a node of H100s; by default one with fused kernels."""
     pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
-    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
+    properties = SimpleNamespace(name=H100, multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
-    def describe(fused: str | None = None, backend: str = "nccl", name: str = H100) -> None:
+    def describe(
+        fused: str | None = None, backend: str = "nccl", name: str = H100, copied_flags: str | None = None
+    ) -> None:
         monkeypatch.setattr(transport, "why_not_fused", lambda _: fused)
+        monkeypatch.setattr(transport, "why_copied_flags", lambda group, device: copied_flags)
         monkeypatch.setattr(transport, "torch_backend", lambda group, kind: backend)
         monkeypatch.setattr(transport, "device_name", lambda _: name)
 
@@ -57,6 +62,7 @@ def test_where_there_are_other_groups_their_collectives_find_free_processors(mon
 
     group = SimpleNamespace(size=lambda: 2)
     for world, allowed, spare in ((2, None, 0), (4, None, 32), (4, "8", 8), (2, "8", 0)):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
         monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
         if allowed is not None:
@@ -75,35 +81,55 @@ def test_one_rank_and_cpu():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, ("fused", "break-even 1612, yours 1792: hidden")),
-        ({"n": 806}, ("fused", "break-even 1612, yours 806: 50% hidden")),
-        # the width of a reduction is its K; an all-reduce moves twice as much
-        ({"op": SCATTER, "n": 4096, "k": 1792}, ("fused", "break-even 1612, yours 1792: hidden")),
-        # its flags take longer than what overlap could hide: 237 waits and 120 releases
-        (
-            {"op": ALL_REDUCE, "n": 4096, "k": 1792},
-            ("sequential", "break-even 3224, yours 1792: 56% to hide, 382 us of flags"),
-        ),
-        ({"ranks": 2}, ("fused", "break-even 921, yours 1792: hidden")),
-        # far from the break-even either time is small beside the other
-        ({"n": 128}, ("sequential", "break-even 1612, yours 128: 8% to hide, 4 us of flags")),
-        ({"n": 20000}, ("sequential", "break-even 1612, yours 20000: 8% to hide, 4 us of flags")),
-        ({"m": 1023}, ("sequential", "1023 rows < 1024: too few to overlap")),
-        ({"op": SCATTER, "m": 8, "n": 4096, "k": 1792}, ("sequential", "8 rows < 1024: too few to overlap")),
-        ({"op": ALL_REDUCE, "m": 16, "n": 8192}, ("fused", "one-shot: 256 KiB <= 256 KiB")),
-        ({"op": ALL_REDUCE, "m": 17, "n": 8192}, ("sequential", "17 rows < 1024: too few to overlap")),
-        ({"dtype": torch.float32}, ("sequential", "float32 is for verification, not for speed")),
-        ({"dtype": torch.float64}, ("sequential", "float64 is for verification, not for speed")),
-        ({"dtype": torch.float16}, ("fused", "break-even 1612, yours 1792: hidden")),
+        ({}, "fused"),
+        ({"op": SCATTER, "n": 4096, "k": 1792}, "fused"),
+        ({"ranks": 2}, "fused"),
+        ({"dtype": torch.float16}, "fused"),
+        ({"op": SCATTER, "m": 8, "n": 4096, "k": 1792}, "sequential"),
+        ({"op": ALL_REDUCE, "m": 17, "n": 8192}, "sequential"),
     ],
 )
-def test_auto_with_nvlink(node, options, expected):
-    assert choice(**options) == expected
+def test_auto_takes_what_the_model_calls_faster(node, options, expected):
+    """The reason has the numbers that were compared."""
+    name, reason = choice(**options)
+    assert name == expected
+    fused, sequential = (
+        float(part) for part in re.findall(r"(?:fused|sequential) (\d+) us \(GEMM \d+, links \d+", reason)
+    )
+    assert (fused < sequential) == (name == "fused") and reason.startswith("predicted: fused ")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_auto_does_not_fuse_what_is_for_verification(node, dtype):
+    assert choice(dtype=getattr(torch, dtype)) == ("sequential", f"{dtype} is for verification, not for speed")
+
+
+def test_the_model_knows_the_processors_that_are_left_to_others(node, monkeypatch):
+    """The o projection of 405B on 2 of more ranks: with 100 of 132 SMs the fused kernel loses more than it hides."""
+    shape = {"op": SCATTER, "m": 8192, "n": 16384, "k": 8192, "ranks": 2}
+    assert choice(**shape)[0] == "fused"
+    monkeypatch.setattr(transport, "spare_processors", lambda group: 32)
+    name, reason = choice(**shape)
+    assert name == "sequential"
+    gemms = [int(number) for number in re.findall(r"GEMM (\d+)", reason)]
+    assert gemms[0] == pytest.approx(1.32 * gemms[1], rel=2e-3)
+
+
+def test_the_reason_names_flags_that_copies_set(node):
+    """Only where copies may send rows: of a gather, or in the backward of a reduce-scatter."""
+    node(copied_flags="torch lacks the operation")
+    flags = "; copy engines set flags by copies: torch lacks the operation"
+    name, reason = choice()
+    assert name == "fused" and reason.endswith(f"){flags}")
+    assert choice(op=SCATTER, n=4096, k=1792, choice="fused") == ("fused", f"as asked for{flags}")
+    assert not choice(op=ALL_REDUCE, m=16, n=8192)[1].endswith(flags)
+    assert choice(choice="sequential") == ("sequential", "as asked for")
 
 
 def test_auto_on_a_device_without_a_model(node):
     node(name="NVIDIA T4")
-    assert choice() == ("fused", "no performance model of NVIDIA T4")
+    assert choice() == ("fused", "no performance model of NVIDIA T4: 8192 rows >= 1024")
+    assert choice(m=1023) == ("sequential", "no performance model of NVIDIA T4: 1023 rows < 1024")
 
 
 def test_auto_without_nvlink(node):
@@ -136,6 +162,7 @@ def test_an_explicit_choice_that_cannot_run_raises(node):
 
 def test_what_stands_against_the_fused_kernels(node, monkeypatch):
     monkeypatch.undo()
+    monkeypatch.setattr(transport, "why_copied_flags", lambda group, device: None)
     monkeypatch.setattr(
         transport, "why_no_kernels", lambda group, device: None if device == CUDA else "no kernels there"
     )
@@ -173,11 +200,28 @@ def test_measured_times_override_the_model(node, table):
     assert choice(m=4096)[0] == "fused"
     assert choice(m=16384, n=3584, k=8192)[0] == "pipelined"  # a factor 2 in each still counts
     for beyond in ({"m": 16385}, {"n": 3585}, {"k": 2047}, {"dtype": torch.float16}, {"ranks": 2}):
-        assert "break-even" in choice(**beyond)[1], beyond
+        assert "predicted" in choice(**beyond)[1], beyond
     assert choice(where=CPU) == ("sequential", "on cpu the collective, then the GEMM")
     assert choice(choice="sequential") == ("sequential", "as asked for")
     ops.use_measured_table(None)
     assert choice()[0] == "fused"
+
+
+def test_measured_times_say_who_sends_the_shards_of_a_gather(node, table):
+    """Where both ways are measured; else the model says it: here a copy of 2 MiB begins as late as it takes."""
+
+    def by_copies(m=4096, n: int | None = 512, where=CUDA) -> bool:
+        return send_by_copies((m, n, 2048), 8, BF16, where)
+
+    assert not by_copies() and by_copies(n=8192) and by_copies(n=None)
+    assert not by_copies(n=8192, where=CPU)
+    shape = {"m": 4096, "n": 512, "k": 2048}
+    ops.use_measured_table(table(row(**shape, copy_us=30, push_us=31.5)))
+    assert by_copies() and not by_copies(m=1024) and by_copies(n=None)
+    ops.use_measured_table(table(row(**shape, copy_us=31.5, push_us=30)))
+    assert not by_copies() and not by_copies(n=1024) and by_copies(n=8192)
+    ops.use_measured_table(table(row(**shape, copy_us=30), row(**{**shape, "n": 8192}, copy_us=None, push_us=1)))
+    assert not by_copies() and by_copies(n=8192)
 
 
 def test_measured_times_of_what_cannot_run_do_not_count(node, table):
@@ -203,6 +247,7 @@ def test_measured_times_of_what_cannot_run_do_not_count(node, table):
         (json.dumps([row(m=True)]), ["m True"]),
         (json.dumps([row(fused_us=-1)]), ["fused_us -1", "or null"]),
         (json.dumps([row(fused_us="fast")]), ["fused_us 'fast'"]),
+        (json.dumps([row(push_us=0)]), ["push_us 0", "or null"]),
     ],
 )
 def test_a_table_that_is_malformed_is_refused(tmp_path, content, words):

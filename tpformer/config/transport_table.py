@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TIMES = {"sequential": "sequential_us", "pipelined": "pipelined_us", "fused": "fused_us"}
+# a fused gather by copy engines and by programs that push; a row may lack them
+WAYS = {"copy": "copy_us", "push": "push_us"}
 SIZES = ("ranks", "m", "n", "k")
 FARTHEST = 1.0  # in log2: a row stands for shapes up to a factor 2 away in each of m, n and k
 
@@ -17,7 +19,7 @@ FARTHEST = 1.0  # in log2: a row stands for shapes up to a factor 2 away in each
 class MeasuredRow(NamedTuple):
     """One row: an operation, its shape (ops.transports.interface.Request), and microseconds by transport.
 
-    times lacks the transports that were not measured.
+    times lacks the transports that were not measured, and `ways`, of a fused gather, those of WAYS.
     """
 
     number: int
@@ -28,6 +30,7 @@ class MeasuredRow(NamedTuple):
     n: int
     k: int
     times: dict[str, float]
+    ways: dict[str, float]
 
 
 class TransportTable(NamedTuple):
@@ -54,8 +57,9 @@ class TransportTable(NamedTuple):
 def read_transport_table(path: str | Path) -> TransportTable:
     """The table in a JSON file: a list of {op, ranks, dtype, m, n, k, sequential_us, pipelined_us, fused_us}.
 
-    Times may be null (not measured); other keys are ignored. FileNotFoundError without the file; a ValueError names the
-    file, the row and the key.
+    Times may be null (not measured). A gather's row may have copy_us and push_us, too: the times of the fused transport
+    by copy engines and by programs that push. Other keys are ignored. FileNotFoundError without the file; a ValueError
+    names the file, the row and the key.
     """
     path = Path(path)
     if not path.is_file():
@@ -83,8 +87,16 @@ def _row(path: Path, number: int, row: Any) -> MeasuredRow:
     for key in SIZES:
         if type(row[key]) is not int or row[key] < 1:
             raise ValueError(f"{where}: {key} {row[key]!r}, expected a whole number from 1")
-    times = {name: row[key] for name, key in TIMES.items() if row[key] is not None}
+    sizes = (row["m"], row["n"], row["k"])
+    return MeasuredRow(
+        number, row["op"], row["ranks"], row["dtype"], *sizes, _times(where, row, TIMES), _times(where, row, WAYS)
+    )
+
+
+def _times(where: str, row: dict, keys: dict[str, str]) -> dict[str, float]:
+    """The microseconds of a row under these keys, by name, without those that were not measured."""
+    times = {name: row[key] for name, key in keys.items() if row.get(key) is not None}
     for name, time in times.items():
         if type(time) not in (int, float) or not 0 < time < math.inf:
-            raise ValueError(f"{where}: {TIMES[name]} {time!r}, expected microseconds above 0, or null")
-    return MeasuredRow(number, row["op"], row["ranks"], row["dtype"], row["m"], row["n"], row["k"], times)
+            raise ValueError(f"{where}: {keys[name]} {time!r}, expected microseconds above 0, or null")
+    return times

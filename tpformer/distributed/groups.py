@@ -17,7 +17,8 @@ import torch.distributed as dist
 from .kernel_workspace import KernelState, KernelWorkspace, check_current_device, indexed
 from .listeners import Listeners
 from .shared_memory import TIMEOUT_SECONDS, torch_backend, why_not_shared
-from .symmetric import why_not_symmetric
+from .sizes import PAGE
+from .symmetric import allocate, why_not_symmetric
 from .workspace import Workspace
 
 BACKENDS = ("gloo", "shared")
@@ -148,6 +149,21 @@ def why_no_kernels(group: dist.ProcessGroup, device: torch.device) -> str | None
         # the first two reasons need no peers, and all ranks find the same
         reasons[device] = _why_not_on(device) or _why_not_here(device) or why_not_symmetric(group, device)
     return reasons[device]
+
+
+def why_copied_flags(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why copy engines set the flags of fused gathers by copies (SymmetricMemory.copied_flags); None if they do not.
+
+    The fused kernels must be able to run. Collective over the group at its first use on a CUDA device: it tries the
+    flags in memory that is freed again. The answer is then kept; it is the same on all ranks. Under CUDA-graph capture
+    nothing is tried.
+    """
+    if device.type != "cuda":
+        return None
+    state, device = kernel_state(group), indexed(device)
+    if device not in state.copied_flags and not torch.cuda.is_current_stream_capturing():
+        state.copied_flags[device] = allocate(PAGE, group, device, state.timeout).copied_flags
+    return state.copied_flags.get(device)
 
 
 def _why_not_on(device: torch.device) -> str | None:

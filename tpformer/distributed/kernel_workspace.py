@@ -10,7 +10,7 @@ import functools
 import os
 import platform
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,7 @@ TIMED_POLLS, TIMINGS = 1 << 14, 5  # some 10 ms each
 MAXIMUM_LIMIT = 2**31 - 16
 # A flag that has not been set for 2**31 epochs would be taken for a later one. Half way there, all flags are made anew.
 FLAG_AGE = 2**30
+TARGETS = 64  # kinds of shards whose places at the peers are kept
 
 
 class KernelWorkspace:
@@ -45,7 +46,7 @@ class KernelWorkspace:
     """
 
     def __init__(self, group: dist.ProcessGroup, state: KernelState, kind: str, device: torch.device, epoch: int = 0):
-        from tpformer.kernels.protocol import ERROR_WORDS
+        from tpformer.kernels.protocol import ERROR_WORDS, bump
 
         self.kind, self.device, self.state = kind, device, state
         self.rank, self.world = group.rank(), group.size()
@@ -67,6 +68,8 @@ class KernelWorkspace:
         self._memory: SymmetricMemory | None = None
         self._channel: Channel | None = None
         self._kept: list[tuple[SymmetricMemory, Channel]] = []
+        self._bump = bump
+        self._targets: dict[tuple, list[torch.Tensor]] = {}
 
     @property
     def limit(self) -> int:
@@ -101,8 +104,6 @@ class KernelWorkspace:
         Raises HangError if a peer did not come to an earlier operation; RuntimeError if the memory would have to grow
         under CUDA-graph capture, or if it grows and the ranks began different operations.
         """
-        from tpformer.kernels.protocol import bump
-
         self.state.check()
         capturing = self._capturing()
         aged = wrap(self.epoch - self._born) >= FLAG_AGE
@@ -118,7 +119,7 @@ class KernelWorkspace:
         self.epoch = wrap(self.epoch + 1)
         self.state.ring.note(self.state.step, self.kind, operation, None if self.captured else self.epoch)
         assert self._channel is not None
-        bump(self._channel)
+        self._bump(self._channel)
         return self._channel
 
     def _grow(self, operation: str, nbytes: int, flags: int) -> None:
@@ -145,6 +146,7 @@ class KernelWorkspace:
         capacity = max(self.capacity, slot_bytes(nbytes))
         writer_flags = max(WRITER_FLAGS_MINIMUM, self.writer_flags, power_of_two(flags))
         self._memory = self._channel = None
+        self._targets.clear()
         self._born = self.epoch
         self.capacity = self.writer_flags = 0  # stays so if the allocation raises
         with torch.inference_mode(False):
@@ -160,6 +162,7 @@ class KernelWorkspace:
         memory.peer(self.rank, (self.world * writer_flags,), torch.int32).fill_(self.epoch)
         memory.barrier()
         table = memory.pointers.view(1, self.world)
+        self.state.copied_flags[self.device] = memory.copied_flags
         slots = [memory.peer(self.rank, (capacity,), torch.uint8, flag_bytes + parity * capacity) for parity in (0, 1)]
         channel = Channel(
             rank=self.rank,
@@ -179,12 +182,12 @@ class KernelWorkspace:
         )
         return memory, channel
 
-    def copy_gather(self, shard: torch.Tensor) -> None:
+    def copy_gather(self, shard: torch.Tensor, keep: bool = False) -> None:
         """Copy the contiguous `shard` to every peer, for the operation just begun; call `join` after its kernel.
 
-        At each peer it goes to byte rank * shard.nbytes of the slot. Then flag 0 of this writer is set, by a copy of
-        the device's epoch. The stream orders it behind the payload; on CPU x86 keeps stores in order.
-        `shard` must not be written before all peers' flags have come. This rank's own slot is left as it is.
+        At each peer it goes to byte rank * shard.nbytes of the slot. Then flag 0 of this writer is set to the epoch
+        (SymmetricMemory.set_flag).
+        `shard` must not be written before all peers' flags have come. keep: this rank's own slot gets it, too.
         """
         assert self._memory is not None and self._channel is not None
         if self.captured or self._capturing():
@@ -198,16 +201,29 @@ class KernelWorkspace:
                 f"must fit a slot of {self.capacity} bytes: give begin() that size"
             )
         self._copying = True
-        payload = shard.detach().reshape(-1).view(torch.uint8)
-        offset = self._flag_bytes + parity * self.capacity + self.rank * nbytes
         flag = self.rank * self.writer_flags * FLAG_BYTES
+        shard, targets = shard.detach(), self._targets_of(shard.shape, shard.dtype, parity)
         if self._copy_stream is not None:
             self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copy_stream):  # None: no change
             for step in range(1, self.world):
                 peer = (self.rank - step) % self.world  # in this order each rank receives from one peer at a time
-                self._memory.peer(peer, (nbytes,), torch.uint8, offset).copy_(payload, non_blocking=True)
-                self._memory.peer(peer, (1,), torch.int32, flag).copy_(self._epoch, non_blocking=True)
+                targets[peer].copy_(shard, non_blocking=True)
+                self._memory.set_flag(peer, flag, self.epoch, self._epoch)
+        if keep:
+            targets[self.rank].copy_(shard, non_blocking=True)
+
+    def _targets_of(self, shape: torch.Size, dtype: torch.dtype, parity: int) -> list[torch.Tensor]:
+        """Where a shard of this rank lies in each rank's slot; the views for TARGETS kinds of shards are kept."""
+        key = shape, dtype, parity
+        if key not in self._targets:
+            assert self._memory is not None
+            if len(self._targets) >= TARGETS:
+                self._targets.clear()
+            offset = self._flag_bytes + parity * self.capacity + self.rank * shape.numel() * dtype.itemsize
+            with torch.inference_mode(False):
+                self._targets[key] = [self._memory.peer(rank, shape, dtype, offset) for rank in range(self.world)]
+        return self._targets[key]
 
     def join(self) -> None:
         """Make the current stream wait for the copies: at the end of an operation, before its input may be reused.
@@ -232,7 +248,7 @@ class KernelWorkspace:
     def update_limit(self) -> None:
         """Let kernels that are launched from now on wait as long as the group's timeout says."""
         if self._channel is not None:
-            self._channel = self._channel._replace(limit=self.limit)
+            self._channel = replace(self._channel, limit=self.limit)
 
 
 @dataclass
@@ -246,6 +262,8 @@ class KernelState:
     """The step that operations begin in, for reports."""
     ring: Ring = field(default_factory=Ring)
     reasons: dict[torch.device, str | None] = field(default_factory=dict)
+    copied_flags: dict[torch.device, str | None] = field(default_factory=dict)
+    """SymmetricMemory.copied_flags of the devices on which memory was allocated."""
     workspaces: dict[tuple[str, torch.device], KernelWorkspace] = field(default_factory=dict)
     report: str | None = None
     """The first HangError's message; every later check raises it again."""

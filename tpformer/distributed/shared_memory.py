@@ -108,7 +108,7 @@ class SharedMemory:
     rank ends, and the size of /dev/shm does not bound it. It costs `nbytes * ranks` bytes, reserved here.
 
     Attributes: rank, size (ranks), nbytes, timeout (seconds), pointers (int64 CPU tensor of shape (size,): the
-    address of each rank's region in this process, 4096-byte aligned).
+    address of each rank's region in this process, 4096-byte aligned), copied_flags (None, see SymmetricMemory).
     Raises RuntimeError on every rank if one of them cannot reserve or map the memory.
     """
 
@@ -117,6 +117,7 @@ class SharedMemory:
             raise RuntimeError("shared symmetric memory needs Linux with POSIX semaphores: use the gloo backend here")
         self._initialize, self._post, self._trywait, self._timedwait = SEMAPHORES
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
+        self.copied_flags: str | None = None
         self.nbytes = round_up(nbytes, PAGE)
         self._header = round_up(self.size * self.size * SEMAPHORE_BYTES, PAGE)
         self.buffer = self._map(group)
@@ -190,6 +191,10 @@ class SharedMemory:
         nbytes = view_bytes(shape, dtype, byte_offset, self.nbytes)
         start = self.region_offset(rank) + byte_offset
         return self._bytes[start : start + nbytes].view(dtype).view(shape)
+
+    def set_flag(self, rank: int, byte_offset: int, value: int, source: torch.Tensor) -> None:
+        """SymmetricMemory.set_flag: a store, which x86 keeps behind earlier ones."""
+        self.peer(rank, (1,), torch.int32, byte_offset).fill_(value)
 
     def signal(self, dst_rank: int) -> None:
         """Let one `wait` of dst_rank for this rank pass; after it, dst_rank sees all that this rank wrote before."""

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +32,10 @@ PRIVATE_MODULE = "torch.distributed._symmetric_memory"
 CAPABILITY = (8, 0)  # the kernels need it for system-scope release and acquire on flags, and for their tile sizes
 
 
+Writer = Callable[[torch.Tensor, int, int], object]
+"""(words, index, value): what stream_writer finds."""
+
+
 class SymmetricMemory(Protocol):
     """What a workspace needs of either backend. Construction is collective over the group; the memory starts as zeros.
 
@@ -44,9 +48,18 @@ class SymmetricMemory(Protocol):
     nbytes: int
     timeout: float
     pointers: torch.Tensor
+    copied_flags: str | None
+    """Why `set_flag` is a copy behind copies, which are in order for the stream alone; None if its order holds for all
+    who see the flag."""
 
     def peer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
         """A contiguous view of rank's region. A copy into it is how a copy engine sends."""
+
+    def set_flag(self, rank: int, byte_offset: int, value: int, source: torch.Tensor) -> None:
+        """Store an int32 into rank's region when the current stream has come so far.
+
+        Whoever sees it sees what the stream has copied before. source: of one element, which has the value until then.
+        """
 
     def barrier(self) -> None:
         """No rank returns before every rank has called this, with all its earlier work on the memory finished."""
@@ -72,7 +85,7 @@ class TorchSymmetricMemory:
 
     Every rank maps every region (CUDA virtual memory), so kernels store to peers over NVLink and plain copies to a
     peer's view run on the copy engine. It costs `nbytes`, rounded up to 2 MiB, on each device. It has SharedMemory's
-    interface without the signals: here kernels set and read flags themselves.
+    interface without the signals: here kernels read flags themselves, and set them, but for those of copies.
     Raises RuntimeError on every rank if one of them cannot allocate.
     """
 
@@ -89,6 +102,7 @@ class TorchSymmetricMemory:
             starts = [base + offset for base, offset in zip(self._handle.buffer_ptrs, offsets, strict=True)]
             self._regions = [self._view(rank, offset) for rank, offset in enumerate(offsets)]
         self._regions[self.rank] = own
+        self._words = [region.view(torch.uint32) for region in self._regions]
         self.pointers = torch.tensor(starts, dtype=torch.int64, device="cpu")
         for region, start in zip(self._regions, starts, strict=True):
             if region.data_ptr() != start:
@@ -96,6 +110,8 @@ class TorchSymmetricMemory:
                     f"torch {torch.__version__} places a peer's view at {region.data_ptr():#x}, its address table says "
                     f"{start:#x}: its symmetric memory has changed, use a torch release that tpformer was tested with"
                 )
+        self._write = stream_writer()
+        self.copied_flags = self._why_copied_flags()
         self.barrier()
 
     def _allocate(self) -> torch.Tensor:
@@ -128,6 +144,36 @@ class TorchSymmetricMemory:
         nbytes = view_bytes(shape, dtype, byte_offset, self.nbytes)
         return self._regions[rank][byte_offset : byte_offset + nbytes].view(dtype).view(shape)
 
+    def _why_copied_flags(self) -> str | None:
+        """Why flags have to be copies; None once a stream of every rank has written a word to each peer."""
+        group, problem = self._group(), None
+        assert group is not None
+        try:
+            if self._write is None:
+                raise RuntimeError("it does not exist")
+            for words in self._words:
+                self._write(words, self.rank, self.rank + 1)
+        except RuntimeError as error:
+            problem = str(error)
+        torch.cuda.synchronize(self.device)
+        problems = gather_objects(problem, group)
+        came = self._words[self.rank][: self.size].view(torch.int32)
+        if problems == [None] * self.size:
+            wrong = came.tolist() != [rank + 1 for rank in range(self.size)]
+            problem = f"the words of ranks 0 to {self.size - 1} came as {came.tolist()}" if wrong else None
+            problems = gather_objects(problem, group)
+        came.zero_()
+        found = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
+        return None if found is None else f"torch {torch.__version__}'s stream_write_value32 cannot set them: {found}"
+
+    def set_flag(self, rank: int, byte_offset: int, value: int, source: torch.Tensor) -> None:
+        """SymmetricMemory.set_flag: a write by the stream, behind a fence of the system; else a copy of source."""
+        if self.copied_flags is None:
+            assert self._write is not None
+            self._write(self._words[rank], byte_offset // 4, value % 2**32)
+        else:
+            self.peer(rank, (1,), torch.int32, byte_offset).copy_(source, non_blocking=True)
+
     def barrier(self) -> None:
         """Finish this device's work, then meet all ranks on the host. Not for use under capture."""
         torch.cuda.synchronize(self.device)
@@ -139,6 +185,7 @@ class TorchSymmetricMemory:
     def close(self) -> None:
         """Drop the mappings; the memory is freed when the last rank has dropped it. Not collective."""
         self._regions.clear()
+        self._words.clear()
         self._handle = None
 
 
@@ -153,6 +200,16 @@ def empty_symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
     if allocator is not None:
         return allocator((nbytes,), (1,), torch.uint8, device)
     return backend.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def stream_writer() -> Writer | None:
+    """torch's operation (words, index, value): the current stream stores a 32-bit word of a flat uint32 tensor.
+
+    A fence of the whole system comes first (CUDA's cuStreamWriteValue32), so whoever sees the word sees all that the
+    stream has done. None if torch has no such operation; 2.11 and 2.13 have it.
+    """
+    backend = importlib.import_module(PRIVATE_MODULE)
+    return getattr(getattr(backend, "_SymmetricMemory", None), "stream_write_value32", None)
 
 
 def rendezvous(own: torch.Tensor, group: dist.ProcessGroup) -> Any:

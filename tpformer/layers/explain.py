@@ -9,9 +9,17 @@ import torch
 from torch import nn
 
 from tpformer import ops
-from tpformer.kernels.cost import communication_bytes, gemm_seconds, machine_for
-from tpformer.ops.transport import break_even, column_request, device_name, row_request
+from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, machine_for
+from tpformer.ops.transport import (
+    break_even,
+    column_request,
+    device_name,
+    predicted_times,
+    row_request,
+    why_not_fused,
+)
 from tpformer.ops.transports.interface import ALL_REDUCE, Request
+from tpformer.ops.transports.spare import FEWER_CTAS, spare_processors
 
 from .block import OWN, TransformerBlock
 from .children import fusable, why_called
@@ -234,5 +242,36 @@ def _footnote(plans: list[LinearPlan]) -> list[str]:
         return [f"times and break-even: no performance model of {name}"]
     return [
         f"times and break-even are predictions for {name} ({machine.flops / 1e12:.0f} TFLOP/s, "
-        f"{machine.link / 1e9:.0f} GB/s), not measurements; max: GEMM and communication ideally overlapped"
+        f"{machine.link / 1e9:.0f} GB/s), not measurements; max: GEMM and communication ideally overlapped",
+        *_spare_note([plan.request for plan in plans if not plan.operation.endswith("cross_entropy")], machine),
+    ]
+
+
+def _spare_note(requests: list[Request], machine: Machine) -> list[str]:
+    """What it costs that the fused kernels leave SMs to other groups, and what to set."""
+    able = [
+        request
+        for request in requests
+        if request.device.type == "cuda"
+        and request.group is not None
+        and spare_processors(request.group) > FEWER_CTAS
+        and request.transport in ("auto", "fused")
+        and why_not_fused(request) is None
+    ]
+    if not able:
+        return []
+    spare = spare_processors(able[0].group)
+
+    def microseconds(processors: int) -> float:
+        times = [(request.transport, predicted_times(request, machine, processors)) for request in able]
+        return 1e6 * sum(
+            each["fused"].seconds if name == "fused" else min(time.seconds for time in each.values())
+            for name, each in times
+        )
+
+    now, then = (f"{microseconds(processors):.0f}" for processors in (spare, FEWER_CTAS))
+    return [
+        f"there are other groups, so the fused kernels leave {spare} SMs to NCCL: {now} us for these linears, "
+        f"predicted. With NCCL_MAX_CTAS={FEWER_CTAS} both keep to {FEWER_CTAS} SMs: {then} us. That is enough for one "
+        "communicator; FSDP's kernels and a pipeline's may hold SMs at the same time"
     ]

@@ -10,20 +10,21 @@ from torch.distributed import ProcessGroup
 
 from tpformer.config import TRANSPORTS, check_choice
 from tpformer.config.transport_table import read_transport_table
-from tpformer.distributed.groups import why_no_kernels
+from tpformer.distributed.groups import why_copied_flags, why_no_kernels
 from tpformer.distributed.shared_memory import torch_backend
-from tpformer.kernels.cost import ONE_SHOT_BYTES, Machine, break_even_width, gemm_seconds, machine_for
+from tpformer.kernels.cost import Machine, break_even_width, machine_for
 
 from .implementation import KERNEL_DTYPES
-from .transports.exchange import is_one_shot, shipped_exchange
+from .transports.exchange import planned_launch
 from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Request, Transport
 from .transports.pipelined import Pipelined
+from .transports.prediction import Times, fused_times, sequential_times
 from .transports.sequential import Sequential
+from .transports.spare import spare_processors
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
-FUSED_ROWS = 1024  # with fewer rows a collective and a library GEMM are faster than the fused kernels
+FUSED_ROWS = 1024  # on a GPU without a model: with fewer rows a collective and a library GEMM are probably faster
 PIPELINED_ROWS = 1024  # per rank; smaller GEMM chunks lose more time than their overlap gains
-FUSED_EFFICIENCY = 0.9  # share of max(GEMM, communication) that the fused kernels are expected to reach
 LOCAL = Sequential(None)
 NEEDS = {
     "fused": "fused needs a CUDA device with NVLink (or TRITON_INTERPRET=1 for tests on CPU)",
@@ -94,7 +95,7 @@ def choose_transport(request: Request) -> Decision:
     "auto" takes the first of these that applies:
         "sequential" on devices other than CUDA
         the fastest transport that was measured for the nearest shape, if `use_measured_table` gave a table
-        "fused", if topology, dtype (16 bits) and shape allow it and the performance model expects a gain
+        the faster one of "fused" and "sequential" by the performance model, if topology and dtype (16 bits) allow both
         "pipelined", if the topology forbids "fused" and the chunks of the GEMM are large
         "sequential"
     """
@@ -102,11 +103,22 @@ def choose_transport(request: Request) -> Decision:
     if request.ranks == 1:
         return Decision("local", "one rank")
     if request.transport == "auto":
-        return _automatic(request)
-    reason = why_not(request.transport, request)
-    if reason is not None:
+        decision = _automatic(request)
+    elif (reason := why_not(request.transport, request)) is None:
+        decision = Decision(request.transport, "as asked for")
+    else:
         raise ValueError(f'{NEEDS[request.transport]}: {reason}; use transport="auto" to have one chosen')
-    return Decision(request.transport, "as asked for")
+    return _with_flags(decision, request)
+
+
+def _with_flags(decision: Decision, request: Request) -> Decision:
+    """The decision. If copy engines may send a fused linear's rows and cannot fence their flags, its reason says so."""
+    if decision.transport == "fused" and request.op != ALL_REDUCE:
+        assert request.group is not None
+        why = why_copied_flags(request.group, request.device)
+        if why is not None:
+            return decision._replace(reason=f"{decision.reason}; copy engines set flags by copies: {why}")
+    return decision
 
 
 def why_not(transport: str, request: Request) -> str | None:
@@ -144,6 +156,7 @@ def use_measured_table(path: str | Path | None) -> None:
     Errors: FileNotFoundError, or ValueError for a file that is not such a table.
     """
     REGISTRY.table = None if path is None else read_transport_table(path)
+    planned_launch.cache_clear()  # the table also says who sends a gather's shards
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -159,10 +172,8 @@ def device_name(device: torch.device) -> str:
 def break_even(request: Request) -> float | None:
     """The Request.width from which the GEMM takes longer than the communication; None on an unknown device."""
     machine = machine_for(device_name(request.device))
-    return None if machine is None else _break_even(request, machine)
-
-
-def _break_even(request: Request, machine: Machine) -> float:
+    if machine is None:
+        return None
     return break_even_width(request.ranks, machine, request.dtype.itemsize, 2 if request.op == ALL_REDUCE else 1)
 
 
@@ -184,27 +195,28 @@ def _automatic(request: Request) -> Decision:
 
 
 def _fused_or_sequential(request: Request) -> Decision:
-    """The choice by the performance model, where both can run."""
-    nbytes = request.m * request.n * request.dtype.itemsize
-    if is_one_shot(request.op, request.m, request.n, request.dtype.itemsize):
-        return Decision("fused", f"one-shot: {nbytes / 1024:g} KiB <= {ONE_SHOT_BYTES >> 10} KiB")
-    if request.m < FUSED_ROWS:
-        return Decision("sequential", f"{request.m} rows < {FUSED_ROWS}: too few to overlap")
+    """The faster one by the performance model, where both can run."""
     machine = machine_for(device_name(request.device))
     if machine is None:
-        return Decision("fused", f"no performance model of {device_name(request.device)}")
-    width = _break_even(request, machine)
-    ratio = request.width / width
+        few = request.m < FUSED_ROWS
+        rows = f"{request.m} rows {'<' if few else '>='} {FUSED_ROWS}"
+        return Decision(
+            "sequential" if few else "fused", f"no performance model of {device_name(request.device)}: {rows}"
+        )
+    times = predicted_times(request, machine)
+    fastest = min(times, key=lambda name: times[name].seconds)
+    return Decision(fastest, "predicted: " + ", ".join(f"{name} {time}" for name, time in times.items()))
+
+
+def predicted_times(request: Request, machine: Machine, spare: int | None = None) -> dict[str, Times]:
+    """What "auto" compares, by transport. spare: SMs that the fused kernel leaves free, by default as it does."""
+    assert request.group is not None
     sizes = (request.m, request.n, request.k)
-    compute = gemm_seconds(*sizes, request.dtype.itemsize, machine)
-    flags = shipped_exchange(request.op, sizes, request.ranks, request.dtype, request.device)[1].seconds
-    # overlap can hide the shorter of the two times, and no more; nothing hides the flags
-    together = max(compute, compute / ratio) / FUSED_EFFICIENCY + flags
-    gain = (compute + compute / ratio) / together
-    numbers = f"break-even {width:.0f}, yours {request.width}"
-    if gain <= 1:
-        return Decision("sequential", f"{numbers}: {min(ratio, 1 / ratio):.0%} to hide, {1e6 * flags:.0f} us of flags")
-    return Decision("fused", f"{numbers}: hidden" if ratio >= 1 else f"{numbers}: {ratio:.0%} hidden")
+    spare = spare_processors(request.group) if spare is None else spare
+    return {
+        "fused": fused_times(request.op, sizes, request.ranks, request.dtype, request.device, machine, spare),
+        "sequential": sequential_times(request.op, sizes, request.ranks, request.dtype.itemsize, machine),
+    }
 
 
 def _measured(request: Request) -> Decision | None:

@@ -1,11 +1,10 @@
 """GEMMs fused with their communication in one Triton kernel over symmetric memory; imports triton."""
 
-import os
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -23,16 +22,15 @@ from tpformer.kernels.all_gather_matmul.kernel import (
 from tpformer.kernels.arguments import MAXIMUM_WEIGHTS
 from tpformer.kernels.configurations import select_tile
 from tpformer.kernels.finish import NOTHING, Finish
-from tpformer.kernels.launch import packed
-from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space
+from tpformer.kernels.launch import Tile, packed
+from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, select_all_reduce_tile
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel
 
 from ..norm import Normed
-from .exchange import COPY_ENGINE_BYTES
+from .exchange import send_by_copies
 from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
-
-NCCL_CTAS = 32  # SMs that NCCL may use if NCCL_MAX_CTAS is not set
+from .spare import spare_processors
 
 
 class Fused:
@@ -46,36 +44,39 @@ class Fused:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        # A grid that waits on every SM leaves none to collectives of other groups, for which another rank may wait
-        # before it comes to this grid: a deadlock. So if there are other groups, some SMs stay free.
-        alone = group.size() == dist.get_world_size()
-        self.spare = 0 if alone else int(os.environ.get("NCCL_MAX_CTAS", NCCL_CTAS))
+        self.spare = spare_processors(group)
 
     @contextmanager
-    def _gathering(self, x: Tensor) -> Iterator[tuple[Channel, KernelWorkspace, bool]]:
+    def _gathering(self, x: Tensor, columns: int, keep: bool) -> Iterator[tuple[Channel, KernelWorkspace, bool]]:
         """Gather x by the kernel that is launched in the context. The context gives (channel, workspace, push).
 
-        push: the kernel has to push the rows, because no copy engine does.
+        columns, keep: as in _begin_gather. push: the kernel has to push the rows, because no copy engine does.
         """
         record_transport(GATHER, self.name)
-        channel, workspace, sent = self._begin_gather("all_gather_matmul", x)
+        channel, workspace, sent = self._begin_gather("all_gather_matmul", x, columns, keep)
         yield channel, workspace, sent is None
         workspace.join()
         workspace.check()
 
-    def _begin_gather(self, operation: str, x: Tensor) -> tuple[Channel, KernelWorkspace, Tensor | None]:
+    def _begin_gather(
+        self, operation: str, x: Tensor, columns: int | None, keep: bool
+    ) -> tuple[Channel, KernelWorkspace, Tensor | None]:
         """(channel, workspace, rows that copies send). Keep the rows until the copies are joined. If they are None, the
-        kernel has to push."""
+        kernel has to push.
+
+        columns: of the GEMM's result; None if the gather runs under another kernel. keep: somebody reads all gathered
+        rows from the slot, so the own ones, which no copy engine sends, have to be put there.
+        """
         world = self.group.size()
         record("all_gather", world * x.nbytes)
         workspace = kernel_workspace(self.group, "gather", x.device)
         rows, k = x.shape
         channel = workspace.begin(operation, *all_gather_matmul_space(rows, k, world, x.element_size()))
-        if not workspace.copies_allowed or x.nbytes < COPY_ENGINE_BYTES:
+        sizes = (rows * world, columns, k)
+        if not workspace.copies_allowed or not send_by_copies(sizes, world, x.dtype, x.device):
             return channel, workspace, None
         whole = packed(x)
-        workspace.copy_gather(whole)
-        channel.gathered(workspace.epoch & 1, x).chunk(world)[self.group.rank()].copy_(x)
+        workspace.copy_gather(whole, keep)
         return channel, workspace, whole
 
     def _gathered(self, channel: Channel, workspace: KernelWorkspace, x: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class Fused:
             biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
         more = len(weights) > MAXIMUM_WEIGHTS
-        with self._gathering(x) as (channel, workspace, push):
+        with self._gathering(x, sum(map(len, weights[first])), keep=more) as (channel, workspace, push):
             outputs = all_gather_matmul(
                 x, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
             )
@@ -105,7 +106,7 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
         dy = dy.contiguous()
-        with self._gathering(dy) as (channel, workspace, push):
+        with self._gathering(dy, weight.shape[1], keep=True) as (channel, workspace, push):
             options: dict = {"push": push, "keep": push, "spare": self.spare}
             if activation is None:
                 (dx,) = all_gather_matmul(dy, [weight], channel, b_transposed=True, **options)
@@ -136,18 +137,15 @@ class Fused:
             check_divisible(m, world)
         record("reduce_scatter" if scatter else "all_reduce", m * n * x.element_size())
         workspace = kernel_workspace(self.group, "reduce", x.device)
-        rows = m // world if scatter else m
-        tile = select_tile(x.device, x.dtype, rows, n, chunks=m // rows)
+        tile, space = _reduction(scatter, m, n, world, x.dtype, x.device)
         residual = None if finish.residual is None else finish.residual.contiguous()
         end = finish._replace(residual=residual, norm=None)
         if scatter:
-            space = matmul_reduce_scatter_space(rows, n, world, x.dtype, tile)
             channel = workspace.begin(SCATTER, *space)
             y = matmul_reduce_scatter(
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )
         else:
-            space = matmul_all_reduce_space(m, n, world, x.dtype, x.dtype, tile)
             channel = workspace.begin(ALL_REDUCE, *space)
             y = matmul_all_reduce(
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
@@ -156,8 +154,8 @@ class Fused:
         return finish_rows(y, Finish(norm=finish.norm))
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Transport.start_gather: copy engines send large shards at once; small ones are pushed by the wait."""
-        channel, workspace, sent = self._begin_gather("all_gather", x)
+        """Transport.start_gather: copy engines begin at once; shards that they would be slow with, the wait pushes."""
+        channel, workspace, sent = self._begin_gather("all_gather", x, None, keep=True)
 
         def wait() -> Tensor:
             await_gathered(channel, x, push=sent is None)
@@ -166,6 +164,18 @@ class Fused:
             return self._gathered(channel, workspace, x)
 
         return wait
+
+
+@functools.lru_cache(maxsize=1024)
+def _reduction(
+    scatter: bool, m: int, n: int, world: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tile, tuple[int, int]]:
+    """(tile, what the channel must offer) of a reduction of (m, n)."""
+    if scatter:
+        tile = select_tile(device, dtype, m // world, n, chunks=world)
+        return tile, matmul_reduce_scatter_space(m // world, n, world, dtype, tile)
+    tile = select_all_reduce_tile(device, dtype, m, n, world)
+    return tile, matmul_all_reduce_space(m, n, world, dtype, dtype, tile)
 
 
 def _at_most_three(

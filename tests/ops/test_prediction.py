@@ -1,0 +1,238 @@
+"""The model of transports against what others and this project have measured, and what it says of the listed shapes."""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
+
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+
+import torch  # noqa: E402
+
+from bench.predict import Prediction, as_if_on, predict  # noqa: E402
+from bench.shapes import Shape, every_shape  # noqa: E402
+from tpformer.kernels.all_gather_matmul.plan import select_gather_tile  # noqa: E402
+from tpformer.kernels.configurations import TILES  # noqa: E402
+from tpformer.kernels.cost import (  # noqa: E402
+    HOST_SECONDS,
+    Machine,
+    collective_seconds,
+    communication_bytes,
+    gemm_seconds,
+    machine_for,
+    staged_seconds,
+    tile_seconds,
+)
+from tpformer.ops import transport  # noqa: E402
+from tpformer.ops.transports.exchange import planned_launch, tile_count  # noqa: E402
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Request  # noqa: E402
+
+MIB = 1 << 20
+
+
+def machine(name: str) -> Machine:
+    found = machine_for(name)
+    assert found is not None
+    return found
+
+
+H100, H200 = machine("H100"), machine("H200")
+
+# GEMM + reduce-scatter on 8 H100 (ByteDance-Seed/Triton-distributed#166): whole sizes, ranks, milliseconds of their
+# fused kernel and of torch with NCCL. Of the larger shape the fused times are those "after", which is the same code.
+PUBLISHED = [
+    ((8192, 8192, 29568), 2, 2.902, 3.077),
+    ((8192, 8192, 29568), 4, 1.575, 1.707),
+    ((8192, 8192, 29568), 8, 0.851, 1.045),
+    ((4096, 4096, 8192), 8, 0.323, 0.167),
+]
+TOLERANCE = 0.08
+
+
+def published_errors() -> dict[tuple[str, int, int], float]:
+    """(transport, M, ranks) -> predicted / published - 1, of the device's time."""
+    errors = {}
+    for (m, n, k), t, fused, sequential in PUBLISHED:
+        found = predict(Shape("", "", SCATTER, m, n, k // t, t), H100)
+        errors["fused", m, t] = 1e3 * found.fused.device / fused - 1
+        errors["sequential", m, t] = 1e3 * found.sequential.device / sequential - 1
+    return errors
+
+
+def test_published_times_are_predicted() -> None:
+    """Six of eight within 8 %, and no constant of the model was fitted to them.
+
+    The two that are missed are of a fused kernel that is not ours:
+    - 8 ranks, 4096 rows: 0.106 ms for 0.323. With 2, 4 and 8 ranks that kernel takes 0.259, 0.286 and 0.323 ms, while
+      its GEMM takes 0.20, 0.10 and 0.05: it is bound by work that does not shrink with the GEMM, of the host or in
+      barriers. Its authors take NCCL there since.
+    - 8 ranks, 8192 rows: 0.764 ms for 0.851. It has SMs of its own for the reduction, which its GEMM lacks; our model
+      gives the GEMM all SMs, and has part of the sums hidden.
+    """
+    errors = published_errors()
+    missed = {key for key, error in errors.items() if abs(error) > TOLERANCE}
+    assert missed == {("fused", 4096, 8), ("fused", 8192, 8)}, errors
+    assert errors["fused", 8192, 8] > -0.105
+    assert max(abs(error) for key, error in errors.items() if key[0] == "sequential") < 0.05, errors
+
+
+@pytest.mark.parametrize("term", ["collective", "waves", "sums"])
+def test_published_times_are_missed_without_a_term(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the agreement is the model's, and not a constant's."""
+    from tpformer.ops.transports import prediction
+
+    if term == "collective":
+        monkeypatch.setattr(prediction, "collective_seconds", lambda *_: 0.0)
+    elif term == "waves":
+        monkeypatch.setattr(prediction, "gemm_seconds", lambda m, n, k, size, of: 2 * m * n * k / of.peak_flops)
+        monkeypatch.setattr(prediction, "tile_seconds", lambda *_: 0.0)
+    else:
+        monkeypatch.setattr(prediction, "memory_seconds", lambda *_: 0.0)
+    missed = [key for key, error in published_errors().items() if abs(error) > TOLERANCE]
+    assert len(missed) > 2
+
+
+def measured_gemms() -> list[tuple[str, int, int, int, float]]:
+    """(tile, M, N, K, seconds) of `bench matmul` on one H100."""
+    rows = json.loads((ROOT / "bench/results/nvidia-h100-80gb-hbm3/matmul.json").read_text())["rows"]
+    found = []
+    for row in rows:
+        tile = row["provider"].removeprefix("tpformer (").removesuffix(")")
+        if row["case"] == "forward" and tile in TILES:
+            m, n, k = map(int, row["shape"].split()[-1].split("x"))
+            found.append((tile, m, n, k, 2e-12 * m * n * k / row["value"]))
+    return found
+
+
+@pytest.mark.parametrize("name, error, programs", [("large", 0.05, 1), ("medium", 0.06, 1), ("small", 0.12, 2)])
+def test_measured_gemms_take_the_waves_of_their_tiles(name: str, error: float, programs: int) -> None:
+    """The constants are fitted to these times, so this says how well one formula describes them."""
+    tile, errors = TILES[name], []
+    for measured, m, n, k, seconds in measured_gemms():
+        if measured == name:
+            waves, rest = divmod(tile_count(m, n, tile), 132 * programs)
+            predicted = waves * tile_seconds(tile[:2], k, programs, H100, 132)
+            if rest:
+                predicted += tile_seconds(tile[:2], k, 1 + (rest > 132), H100, 132)
+            errors.append(abs(max(predicted, 2 * m * n * k / 760e12) / seconds - 1))
+    assert len(errors) == 80 and mean(errors) < error
+
+
+@pytest.mark.parametrize(
+    "op, published",
+    [
+        (GATHER, {2: 20.2, 8: 43.4, 32: 118.9, 128: 385.3}),
+        (SCATTER, {2: 18.6, 8: 47.0, 32: 112.6, 128: 377.2}),
+        (ALL_REDUCE, {0.5: 24, 1: 25, 2: 37, 4: 50, 8: 76, 16: 121, 32: 195, 64: 316, 128: 561}),
+    ],
+)
+def test_collectives_take_what_others_measured(op: str, published: dict[float, float]) -> None:
+    """Microseconds by MiB of the whole matrix, on 8 H100; sources in kernels/cost.py."""
+    errors = []
+    for mib, microseconds in published.items():
+        sizes = (int(mib * MIB) // 2048, 1024, 1024)  # rows of 2 KiB, gathered or reduced
+        errors.append(1e6 * collective_seconds(op, *sizes, 8, 2, H100) / microseconds - 1)
+    assert max(map(abs, errors)) < 0.17 and abs(mean(errors)) < 0.05, errors
+
+
+def test_a_reduce_scatter_by_hand() -> None:
+    """Llama-3 8B's down projection: 1024 tiles on 132 SMs, 8 of them in one program, each 4 us and its product."""
+    found = predict(Shape("8B", "down", SCATTER, 8192, 4096, 1792, 8), H200).fused
+    gemm = 8 * (4e-6 + 2 * 128 * 256 * 1792 / (0.875 * 989e12 / 132))
+    links = 7 / 8 * 8192 * 4096 * 2 / 380e9
+    early, late = (units * 9 * 8 * 256 * 2 / (4.3e12 / 132) for units in (14, 2))
+    flags = 3 * 0.6e-6 + 2e-6
+    # one wave travels behind the last tiles: as long as the early sums take, or longer
+    total = gemm + max(links / 8, early) + flags + late
+    assert (found.gemm, found.links, found.device) == pytest.approx((gemm, links, total))
+    assert found.seconds == max(total, HOST_SECONDS["fused"])
+
+
+def test_pieces_of_two_kinds_of_work() -> None:
+    assert staged_seconds(8.0, 4.0, 4) == staged_seconds(4.0, 8.0, 4) == 9.0
+    assert staged_seconds(3.0, 5.0, 1) == 8.0
+
+
+@cache
+def listed() -> dict[Shape, Prediction]:
+    return {shape: predict(shape, H200) for op in (GATHER, SCATTER, ALL_REDUCE) for shape in every_shape(op)}
+
+
+def of_ideal(shape: Shape, found: Prediction) -> float:
+    """max(GEMM, links) / the fused operation's time."""
+    sizes = (shape.m, shape.n, shape.k)
+    moved = communication_bytes(shape.op, *sizes, shape.t, 2)
+    return max(gemm_seconds(*sizes, 2, H200), moved / H200.link) / found.fused.device
+
+
+@pytest.mark.parametrize(
+    "op, least, below",
+    [
+        # q, k and v: the links take longer than the GEMM, and the last chunk's tiles add 26 to 86 us behind them
+        (GATHER, 0.90, {"8B qkv 8192", "8B qkv 16384", "70B qkv 8192", "70B qkv 16384"}),
+        (SCATTER, 0.85, set()),
+        (ALL_REDUCE, 0.80, set()),
+    ],
+)
+def test_predicted_share_of_the_ideal(op: str, least: float, below: set[str]) -> None:
+    """Of every layer of 8 ranks with 8192 rows or more; `below` are those that miss it."""
+    shares = {
+        str(shape).partition("x")[0]: of_ideal(shape, found)
+        for shape, found in listed().items()
+        if shape.op == op and shape.t == 8 and shape.m >= 8192
+    }
+    assert {name for name, share in shares.items() if share < least} == below, shares
+    assert min(shares.values()) > 0.77
+
+
+@pytest.mark.parametrize("t, least", [(2, 0.95), (4, 0.90), (8, 0.87)])
+def test_predicted_share_of_the_ideal_of_the_published_shape(t: int, least: float) -> None:
+    m, n, k = 8192, 8192, 29568 // t
+    found = predict(Shape("", "", SCATTER, m, n, k, t), H100).fused
+    ideal = max(gemm_seconds(m, n, k, 2, H100), communication_bytes(SCATTER, m, n, k, t, 2) / H100.link)
+    assert ideal / found.device > least
+
+
+def test_all_programs_finish_rows_of_a_reduce_scatter() -> None:
+    for shape in every_shape(SCATTER):
+        with as_if_on(H200) as device:
+            launch = planned_launch(SCATTER, (shape.m, shape.n, shape.k), shape.t, torch.bfloat16, device)
+        assert launch.exchange.units >= launch.programs or shape.m < 1024, shape
+
+
+def test_auto_takes_the_fastest_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every listed shape, and the reason has both times."""
+    monkeypatch.setattr(transport, "why_not_fused", lambda request: None)
+    monkeypatch.setattr(transport, "why_copied_flags", lambda group, device: None)
+    chosen = set()
+    for shape, (fused, sequential) in listed().items():
+        group = SimpleNamespace(size=lambda shape=shape: shape.t)
+        with as_if_on(H200) as device:
+            request = Request(shape.op, shape.m, shape.n, shape.k, torch.bfloat16, device, group)  # type: ignore[arg-type]
+            name, reason = transport.choose_transport(request)
+        best = "fused" if fused.seconds <= sequential.seconds else "sequential"
+        assert name == best, shape
+        assert f"fused {fused}, sequential {sequential}" in reason
+        chosen.add((shape.op, name))
+    assert {(op, name) for op in (GATHER, SCATTER) for name in ("fused", "sequential")} <= chosen
+
+
+@pytest.mark.parametrize(
+    "m, n, k, tile",
+    [
+        (8192, 768, 4096, "small"),
+        (8192, 1280, 8192, "medium"),
+        (16384, 1280, 8192, "large"),  # 80 tiles of a chunk are one wave of large ones, and two of medium ones
+        (8192, 3584, 4096, "large"),  # the GEMM takes longer than the links
+    ],
+)
+def test_a_gather_s_tile_is_the_fastest_for_the_last_chunk(m: int, n: int, k: int, tile: str) -> None:
+    with as_if_on(H200) as device:
+        assert select_gather_tile(device, torch.bfloat16, m // 8, [n], k, 8) == TILES[tile]

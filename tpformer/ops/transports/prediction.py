@@ -1,0 +1,139 @@
+"""How long a tensor-parallel linear takes by each transport, predicted: what "auto" compares and explain() prints.
+
+Belongs here: the model, which "auto", `python -m bench protocol` and the predictions of the benches share. Its
+constants stand in kernels/cost.py; what a launch does is counted by exchange.py. Nobody has run the fused kernels on
+several GPUs; tests/ops/test_prediction.py compares the model with what others have measured of theirs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tpformer.kernels.cost import (
+    HOST_SECONDS,
+    Machine,
+    collective_seconds,
+    gemm_seconds,
+    staged_seconds,
+    tile_seconds,
+    waves_seconds,
+)
+
+from .exchange import Launch, planned_launch, tile_count
+from .interface import ALL_REDUCE, GATHER
+
+
+class Times(NamedTuple):
+    """Seconds of one operation on one rank, and of its parts."""
+
+    gemm: float
+    links: float
+    """Of what travels between the ranks."""
+    device: float
+    """Of all, with what overlaps."""
+    host: float
+    """Until the host has launched it."""
+
+    @property
+    def seconds(self) -> float:
+        """The device waits for the host if that takes longer."""
+        return max(self.device, self.host)
+
+    def __str__(self) -> str:
+        parts = f"GEMM {1e6 * self.gemm:.0f}, links {1e6 * self.links:.0f}"
+        if self.host > self.device:
+            parts += f", host {1e6 * self.host:.0f}"
+        return f"{1e6 * self.seconds:.0f} us ({parts})"
+
+
+def sequential_times(
+    op: str, sizes: tuple[int, int, int], t: int, itemsize: int, machine: Machine, gemm: float | None = None
+) -> Times:
+    """A library's GEMM and its collective, one after the other. sizes: M of all ranks, N and K of this rank's GEMM.
+
+    gemm: measured seconds of the GEMM, where there are any.
+    """
+    gemm = gemm or gemm_seconds(*sizes, itemsize, machine)
+    links = collective_seconds(op, *sizes, t, itemsize, machine)
+    return Times(gemm, links, gemm + links, HOST_SECONDS["sequential"])
+
+
+def fused_times(
+    op: str,
+    sizes: tuple[int, int, int],
+    t: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    machine: Machine,
+    spare: int = 0,
+    gemm: float | None = None,
+) -> Times:
+    """The fused kernel that a CUDA device would launch, and which leaves `spare` SMs free. Otherwise as above.
+
+    Chunks of a gather arrive while others are multiplied; the tiles of the last one are multiplied alone. Tiles of a
+    reduction travel while others are multiplied, but the first is computed and the last travels alone. While it
+    travels, a reduce-scatter adds what came before, and the rest behind it. An all-reduce adds between its tiles. While
+    its last tile is on the first hop, it copies what the second hop has brought, and the rest behind the second hop.
+    Nothing hides the flags.
+    """
+    launch = planned_launch(op, sizes, t, dtype, device, spare)
+    found = launch.exchange
+    gemm = gemm or kernel_gemm_seconds(launch, sizes, dtype.itemsize, device, machine, spare)
+    if op == GATHER:
+        links, processors = gather_seconds(launch, t, machine), processors_of(device)
+        tiles, programs = tile_count(sizes[0] // t, sizes[1], launch.tile), launch.programs
+        last = waves_seconds(tiles, launch.tile[:2], sizes[2], programs, machine, processors)
+        return Times(gemm, links, max(gemm, links + last) + found.seconds, HOST_SECONDS["fused"])
+    links = found.sent / machine.link
+    between, meanwhile, behind = (
+        memory_seconds(launch, nbytes, machine) for nbytes in (found.between, found.meanwhile, found.behind)
+    )
+    last = links / found.tiles  # of the last tile
+    if op == ALL_REDUCE:
+        arrived = staged_seconds(gemm + between + found.seconds, links, found.tiles)
+        total = max(arrived, arrived - last / 2 + meanwhile) + behind
+    else:
+        arrived = staged_seconds(gemm, links, found.tiles)
+        total = max(arrived, arrived - last + meanwhile) + behind + found.seconds
+    return Times(gemm, links, total, HOST_SECONDS["fused"])
+
+
+def kernel_gemm_seconds(
+    launch: Launch, sizes: tuple[int, int, int], itemsize: int, device: torch.device, machine: Machine, spare: int
+) -> float:
+    """The waves of the launch's tiles, but at least what a good GEMM takes on the SMs that it has.
+
+    An SM is not taken to be faster where others are idle: a cautious assumption for a GPU that is limited by power.
+    """
+    from tpformer.kernels.launch import resident_programs
+
+    m, n, k = sizes
+    processors = processors_of(device)
+    programs = min(-(-launch.programs // processors), resident_programs(device, launch.tile) // processors)
+    waves = launch.exchange.tiles * tile_seconds(launch.tile[:2], k, programs, machine, processors)
+    usable = machine._replace(flops=machine.flops * (processors - spare) / processors)
+    return max(waves, gemm_seconds(m, n, k, itemsize, usable))
+
+
+def processors_of(device: torch.device) -> int:
+    """The SMs of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def gather_seconds(launch: Launch, t: int, machine: Machine) -> float:
+    """Of the shards, by pushers or by copy engines."""
+    from tpformer.kernels.all_gather_matmul.plan import copy_seconds, push_seconds
+
+    nbytes, pushers = launch.exchange.sent // (t - 1), launch.push.pushers
+    return push_seconds(nbytes, t, pushers, machine) if pushers else copy_seconds(nbytes, t, machine)
+
+
+def memory_seconds(launch: Launch, nbytes: int, machine: Machine) -> float:
+    """Of `nbytes` that each program loads and stores: by what it has in flight, and by its share of the memory."""
+    found = launch.exchange
+    if not nbytes:
+        return 0.0
+    share = machine.memory / min(launch.programs, found.units)
+    return nbytes / min(share, found.in_flight / machine.load_latency)
