@@ -1,7 +1,7 @@
-"""How often do the programs of a fused GEMM wait and publish, what do they send, and how long do their flags take?
+"""How often do the programs of a fused GEMM wait and publish, what do they send, and how long should that take?
 
-Belongs here: the shapes of the benches, and the gate, which compares the closed forms (ops/transports/exchange.py)
-with what compiled kernels do when the executor runs a small group.
+Belongs here: the table, and the gate, which compares the closed forms (ops/transports/exchange.py) with what compiled
+kernels do when the executor runs a small group.
 """
 
 from __future__ import annotations
@@ -14,28 +14,36 @@ from unittest import mock
 
 import torch
 
-from bench.predict import ITEMSIZE, predict, present_machine
+from bench.predict import DEFAULT_MACHINE, ITEMSIZE, as_if_on, predict
 from bench.ratios import Row, compared, draw_ratios, ratios
 from bench.runner import Bench, Report, columns
-from bench.shapes import Shape, operation_shapes
+from bench.shapes import RANKS, Shape, every_shape
 from checks.compile.compiler import unavailable
-from tpformer.kernels.cost import ONE_SHOT_BYTES, gemm_seconds
+from tpformer.kernels.cost import ONE_SHOT_BYTES, Machine, communication_bytes, gemm_seconds, machine_for
 from tpformer.ops.transports import exchange
-from tpformer.ops.transports.exchange import Exchange, shipped_exchange, tiled_exchange
+from tpformer.ops.transports.exchange import Exchange, Launch, is_one_shot, planned_launch, tiled_exchange
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 if TYPE_CHECKING:
     from tpformer.kernels.launch import Tile
 
-BARE, TOGETHER = "GEMM alone", "fused, with its flags"
-GATED_N, GATED_K, GATED_PROGRAMS = 35, 40, 3
+FUSED, IDEAL = "fused", "max(GEMM, links)"
+GATED_N, GATED_K, GATED_PROGRAMS, GATED_PIECE = 35, 40, 4, 256  # bytes of what a pusher sends at a time
+COUNTED = 4  # members of an Exchange that executions show, the first ones
+NUMBERS = (
+    "tile", "tiles", "waits", "releases", "chain", "units", "programs", "in flight, KiB", "sent, MiB", "sent / needed",
+    "GEMM, us", "links, us", "fused, us", "exposed, us", "of ideal", "sequential, us", "auto",
+)  # fmt: skip
 NOTE = (
-    "Predictions: no GPU has run them. waits, releases: flags that the program with the most to do acquires and sets, "
-    "one after another. sent: what a rank stores into its peers' memory. flags: waits and releases by the times in "
-    "ops/transports/exchange.py. exposed: kernels/cost.py's time of the fused operation and its flags, less the "
-    "GEMM's. The counts are exact: before the table is made, the compiled kernels are executed on small shapes, and "
-    "must count the same (of a reduce-scatter's releases, the mean). executed: the first of their programs that "
-    "multiplies; bytes of memory by its rank, 0 for the own; chain: atomics of system scope one after another."
+    f"Predictions for {DEFAULT_MACHINE}s: no GPU has run them. tiles, waits, releases: what the program with the "
+    "most to do multiplies, acquires and releases, one after another; chain: flags of both kinds. units: pieces in "
+    "which the rank's programs add sums. in flight: what a program asks for at a time to push or to add. needed: "
+    "what one rank must send. links: all that travels, by the model (ops/transports/prediction.py); fused: the "
+    "device's time. exposed: fused, less the GEMM alone. of ideal: max(GEMM, needed / link bandwidth) / fused. "
+    "auto: the transport that is predicted to be the faster one, with the host's time. The counts are exact: before "
+    "the table is made, the compiled kernels are executed on small shapes, and must count the same (of a "
+    "reduce-scatter's releases, the mean). executed: the first of their programs that multiplies, of a gather the "
+    "last; bytes of memory by its rank, 0 for the own; chain: atomics of system scope one after another."
 )
 
 
@@ -46,8 +54,8 @@ class Small(NamedTuple):
     op: str
     m: int
     t: int
-    push: bool = False
-    """Whether programs send the shards of a gather; otherwise copies do."""
+    joins: int = -1
+    """From which chunk on the two programs that send the shards of a gather take tiles; -1: copies send them."""
     one_shot_bytes: int = 0
 
     @property
@@ -57,28 +65,13 @@ class Small(NamedTuple):
 
 
 GATED = (
-    Small("gather", GATHER, 69, 3, push=True),
+    Small("gather", GATHER, 69, 3, joins=3),
+    Small("gather, pushers join", GATHER, 69, 3, joins=1),
     Small("gather, copies", GATHER, 46, 2),
     Small("scatter", SCATTER, 69, 3),
     Small("all-reduce, one shot", ALL_REDUCE, 41, 3, one_shot_bytes=ONE_SHOT_BYTES),
     Small("all-reduce, two shots", ALL_REDUCE, 41, 3),
 )
-
-
-class Processor(NamedTuple):
-    """What launchers ask of an H200."""
-
-    multi_processor_count: int = 132
-    shared_memory_per_multiprocessor: int = 228 * 1024
-
-
-def on_machine(shape: Shape) -> tuple[Tile, Exchange]:
-    """The tile that an H200 would have, and the closed form with its programs."""
-    with ExitStack() as stack:
-        for name, value in (("capability", (9, 0)), ("properties", Processor())):
-            stack.enter_context(mock.patch.object(torch.cuda, f"get_device_{name}", lambda _, value=value: value))
-        sizes = (shape.m, shape.n, shape.k)
-        return shipped_exchange(shape.op, sizes, shape.t, torch.bfloat16, torch.device("cuda"))
 
 
 def executed(shape: Shape, push: bool) -> tuple[Exchange, Counter[str]]:
@@ -96,7 +89,9 @@ def executed(shape: Shape, push: bool) -> tuple[Exchange, Counter[str]]:
         for rank, address in enumerate(gemm.channel.data[0].tolist()):
             for parity in (0, 1):
                 first = address + parity * gemm.channel.parity_stride - memory.data_ptr()
-                execution.share(memory[first:], rank=0 if rank == fused_gemm.RANK else rank + 1)  # 0: the own memory
+                execution.memory.add(
+                    memory[first:], rank=0 if rank == fused_gemm.RANK else rank + 1
+                )  # 0: the own memory
         fused_gemm.check(gemm, push=push, programs=GATED_PROGRAMS)
     assert not execution.log.reports, execution.log.reports
     programs = {
@@ -104,8 +99,9 @@ def executed(shape: Shape, push: bool) -> tuple[Exchange, Counter[str]]:
         for (name, _, program), counts in execution.log.counts.items()
         if name == f"{shape.op}_kernel" and counts["flops"]
     }
-    first = programs[min(programs)]
-    releases = first["release"]
+    # the programs that push are the first ones, and may multiply less
+    first = programs[max(programs) if shape.op == GATHER else min(programs)]
+    releases = first["release"] + first["fence"]
     if shape.op == SCATTER:  # whichever program completes a row block
         releases = -(-sum(counts["release"] for counts in programs.values()) // len(programs))
     sent = sum(
@@ -116,7 +112,8 @@ def executed(shape: Shape, push: bool) -> tuple[Exchange, Counter[str]]:
     )
     tile = gemm.tile
     per_tile = 2 * tile.m * tile.n * tile.k * -(-shape.k // tile.k)
-    return Exchange(first["flops"] // per_tile, first["acquire"], releases, sent), first
+    waits = max(counts["acquire"] for counts in programs.values())
+    return Exchange(first["flops"] // per_tile, waits, releases, sent), first
 
 
 def small_tile() -> Tile:
@@ -128,62 +125,99 @@ def small_tile() -> Tile:
 
 def gate() -> list[Counter[str]]:
     """What the first programs of the small shapes count. AssertionError unless it is as the closed forms say."""
-    from tpformer.kernels.all_gather_matmul.kernel import PUSHERS
+    from tpformer.kernels.all_gather_matmul import plan
     from tpformer.kernels.matmul_all_reduce import kernel
 
     counted = []
     for small in GATED:
+        push = plan.NO_PUSH if small.joins < 0 else plan.Push(GATED_PROGRAMS // 2, small.joins)
         with ExitStack() as stack:
+            for name, value in (("IN_FLIGHT", GATED_PIECE), ("plan_push", lambda *_, push=push: push)):
+                stack.enter_context(mock.patch.object(plan, name, value))
             for module in (kernel, exchange):
                 stack.enter_context(mock.patch.object(module, "ONE_SHOT_BYTES", small.one_shot_bytes))
-            found, counts = executed(small.shape, small.push)
-            sizes, signals = (small.m, GATED_N, GATED_K), PUSHERS if small.push else 1
-            form = tiled_exchange(small.op, sizes, small.t, ITEMSIZE, small_tile(), GATED_PROGRAMS, signals)
-        if small.op == GATHER and not small.push:
+            found, counts = executed(small.shape, push.pushers > 0)
+            sizes = (small.m, GATED_N, GATED_K)
+            form = tiled_exchange(small.op, sizes, small.t, ITEMSIZE, small_tile(), GATED_PROGRAMS, push)
+        if small.op == GATHER and not push.pushers:
             form = form._replace(sent=0)  # a copy engine sends
-        if found != form:
+        if found[:COUNTED] != form[:COUNTED]:
             raise AssertionError(f"{small}: executed {found}, but the closed form says {form}")
         counted.append(counts)
     return counted
 
 
-def rows_of(shape: Shape) -> tuple[list[str], list[Row]]:
-    """The cells of the table, and the predicted times."""
-    tile, found = on_machine(shape)
-    machine = present_machine()
-    bare = gemm_seconds(shape.m, shape.n, shape.k, ITEMSIZE, machine)
-    fused = predict(shape, machine).fused
-    seconds = {TOGETHER: [fused + found.seconds], BARE: [bare]}
-    exposed = fused + found.seconds - bare
-    cells = [
-        f"{tile.m}x{tile.n}", *map(str, (found.tiles, found.waits, found.releases)),
-        f"{found.sent / 2**20:.1f}", *(f"{1e6 * each:.0f}" for each in (found.seconds, exposed, bare)),
-    ]  # fmt: skip
-    label = f"prediction: {shape.op}, {shape.t} {machine.name}"
-    return [shape.op, str(shape), *cells], compared(label, shape, seconds, [(TOGETHER, BARE)])
+class Line(NamedTuple):
+    """A shape, what a machine would launch for it, and the predicted times."""
+
+    shape: Shape
+    launch: Launch
+    needed: int
+    """Bytes that a rank must send."""
+    ideal: float
+    """Seconds of the GEMM and of these bytes, if the shorter costs nothing."""
+    gemm: float
+    """Seconds of the GEMM alone."""
+    links: float
+    fused: float
+    sequential: float
+    auto: str
+
+    def cells(self) -> list[str]:
+        """As in NUMBERS."""
+        found = self.launch.exchange
+        times = (self.gemm, self.links, self.fused, self.fused - self.gemm)
+        return [
+            f"{self.launch.tile.m}x{self.launch.tile.n}", *map(str, (found.tiles, found.waits, found.releases)),
+            *map(str, (found.waits + found.releases, found.units, self.launch.programs)),
+            f"{found.in_flight / 1024:g}", f"{found.sent / 2**20:.1f}", f"{found.sent / self.needed:.2f}",
+            *(f"{1e6 * each:.0f}" for each in times), f"{self.ideal / self.fused:.3f}",
+            f"{1e6 * self.sequential:.0f}", self.auto,
+        ]  # fmt: skip
+
+
+def line_of(shape: Shape, machine: Machine) -> Line:
+    """What is predicted of a shape."""
+    sizes = (shape.m, shape.n, shape.k)
+    with as_if_on(machine) as device:
+        launch = planned_launch(shape.op, sizes, shape.t, torch.bfloat16, device)
+    fused, sequential = predict(shape, machine)
+    needed = communication_bytes(shape.op, *sizes, shape.t, ITEMSIZE)
+    if is_one_shot(shape.op, shape.m, shape.n, ITEMSIZE):
+        needed = (shape.t - 1) * shape.m * shape.n * ITEMSIZE
+    gemm = gemm_seconds(*sizes, ITEMSIZE, machine)
+    auto = "fused" if fused.seconds <= sequential.seconds else "sequential"
+    ideal = max(gemm, needed / machine.link)
+    return Line(shape, launch, needed, ideal, gemm, fused.links, fused.device, sequential.device, auto)
 
 
 def run(options: argparse.Namespace) -> Report:
-    """The counts of every shape of the fused benches, and their predicted times."""
-    numbers = ("tile", "tiles", "waits", "releases", "sent, MiB", "flags, us", "exposed, us", "GEMM, us")
-    table, found, lines = columns(("operation", "shape"), numbers), [], []
-    for op in (GATHER, SCATTER, ALL_REDUCE):
-        for shape in operation_shapes(op):
-            cells, rows = rows_of(shape)
-            table.add_row(*cells)
-            lines.append(cells)
-            found += rows
-    report = ratios(lambda quick: found)(argparse.Namespace(quick=False))
+    """The counts of every shape, and its predicted times."""
+    machine = machine_for(DEFAULT_MACHINE)
+    assert machine is not None
+    found = [line_of(shape, machine) for op in (GATHER, SCATTER, ALL_REDUCE) for shape in every_shape(op)]
+    table = columns(("operation", "t", "shape"), NUMBERS)
+    for line in found:
+        table.add_row(line.shape.op, str(line.shape.t), str(line.shape), *line.cells())
+    rows: list[Row] = []
+    for line in found:
+        if line.shape.t == RANKS:
+            label = f"prediction: {line.shape.op}, {RANKS} {machine.name}"
+            rows += compared(label, line.shape, {FUSED: [line.fused], IDEAL: [line.ideal]}, [(FUSED, IDEAL)])
+    report = ratios(lambda quick: rows)(argparse.Namespace(quick=False))
     counted = gate()
     executions = columns(("executed",), (small.name for small in GATED))
     for kind in sorted({kind for counts in counted for kind in counts}):
         executions.add_row(kind, *(str(counts[kind]) for counts in counted))
     content = {
         **report.content,
-        "counts": [dict(zip(("operation", "shape", *numbers), row, strict=True)) for row in lines],
+        "counts": {
+            "columns": ["operation", "t", "shape", *NUMBERS],
+            "lines": [[line.shape.op, line.shape.t, str(line.shape), *line.cells()] for line in found],
+        },
         "executed": {small.name: dict(counts) for small, counts in zip(GATED, counted, strict=True)},
     }
-    outcome = f"{len(GATED)} kernels were executed, and count as the closed forms of these {len(lines)} shapes do"
+    outcome = f"{len(GATED)} kernels were executed, and count as the closed forms of these {len(found)} shapes do"
     return report._replace(tables=[table, executions], content=content, outcome=outcome)
 
 
