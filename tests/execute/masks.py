@@ -196,8 +196,8 @@ def small_tiles(package: str) -> Iterator[None]:
     constants: dict[str, dict[str, Any]] = {
         "rows": {"SUM_ROWS": 2, "SUM_COLUMNS": 4},
         "tile": {
-            name: tl.constexpr(2) for name in ("DERIVATIVE_COLUMNS", "ACTIVATION_COLUMNS", "GROUP_M")
-        } | {"PACKED_ELEMENTS": tl.constexpr(8)},
+            name: tl.constexpr(2) for name in ("EPILOGUE_COLUMNS", "PLAIN_COLUMNS", "GROUP_M")
+        } | {"PACKED_BYTES": tl.constexpr(32)},
         "norm.kernel": {"row_tile": small_row_tile, "shares": several_shares, "WEIGHT_GRADIENT": tile},
         "dropout.kernel": {
             "FORWARD_COLUMNS": 4, "FORWARD_ELEMENTS": 16, "BACKWARD_COLUMNS": 4, "BACKWARD_ELEMENTS": 8,
