@@ -237,7 +237,9 @@ class GlobalMemory(Memory):
             self.note_read(access, cells)
         if name == "ld":
             return old
-        word[0] = COMBINE[name](old, *values)
+        new = COMBINE[name](old, *values)
+        if new != old:  # to write what was there would undo what another process writes meanwhile
+            word[0] = new
         self.record(access, cells, atomic=True)
         orders = order in ("release", "acq_rel")
         for fence, learnt in {scope: cta.known}.items() if orders else cta.fenced.items():
