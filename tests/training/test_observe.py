@@ -11,7 +11,7 @@ import pytest
 from tpformer.config import build_config, to_toml
 from tpformer.training.metrics import MetricsLog, read_metrics
 from tpformer.training.observe import WandbLog, check_wandb
-from tpformer.training.trainer import Trainer
+from tpformer.training.trainer import Trainer, pretrain
 
 
 def train(values: dict) -> Path:
@@ -51,6 +51,35 @@ def test_without_wandb_one_sentence_names_the_extra(monkeypatch):
     monkeypatch.setattr("tpformer.training.observe.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"log.wandb='gpt' needs the package wandb: pip install 'tpformer\[wandb\]'"):
         check_wandb("gpt")
+
+
+def refused_by_wandb(values: dict) -> str:
+    """What `pretrain` raises where Weights & Biases knows no user."""
+    error = type("Error", (Exception,), {})
+
+    def init(**given):
+        raise error("No API key configured. Use `wandb login` to log in.")
+
+    sys.modules["wandb"] = SimpleNamespace(init=init, Error=error)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tpformer.training.observe.find_spec", lambda name: True)
+            pretrain(build_config(values))
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    finally:
+        del sys.modules["wandb"]
+    return ""
+
+
+def test_what_wandb_refuses_is_one_sentence(ranks, tiny_values):
+    """It was the traceback of a failed step."""
+    values = {**tiny_values, "log": {**tiny_values["log"], "wandb": "gpt"}}
+    (said,) = ranks(1).run(refused_by_wandb, values)
+    assert said == (
+        "WandbError: log.wandb='gpt' cannot begin: No API key configured. Use `wandb login` to log in. "
+        "(WANDB_MODE=offline keeps the rows in the run directory, and without log.wandb there are none)"
+    )
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")

@@ -35,10 +35,14 @@ def check_wandb(project: str) -> None:
         )
 
 
+class WandbError(ValueError):
+    """Weights & Biases cannot begin, as without a key or a network."""
+
+
 class WandbLog:
     """A run of Weights & Biases that gets every row. The file wandb.id in the directory lets a resumed run go on in it.
 
-    WANDB_MODE=offline keeps everything in the directory's folder wandb.
+    WANDB_MODE=offline keeps everything in the directory's folder wandb. WandbError where it cannot begin.
     """
 
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
@@ -47,14 +51,20 @@ class WandbLog:
         path = directory / "wandb.id"
         if not path.exists():
             replace_file(path, secrets.token_hex(8))
-        self.run = wandb.init(
-            project=project,
-            id=path.read_text(),
-            name=directory.name,
-            dir=str(directory),
-            config=dict(config),
-            resume="allow",
-        )
+        try:
+            self.run = wandb.init(
+                project=project,
+                id=path.read_text(),
+                name=directory.name,
+                dir=str(directory),
+                config=dict(config),
+                resume="allow",
+            )
+        except wandb.Error as error:
+            raise WandbError(
+                f"log.wandb={project!r} cannot begin: {error} (WANDB_MODE=offline keeps the rows in the run directory, "
+                f"and without log.wandb there are none)"
+            ) from None
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step."""

@@ -28,7 +28,7 @@ from .checkpoint_files import remove_leftovers
 from .data import DataError
 from .metrics import ROWS, MetricsLog, Speed, cut_metrics, is_validated, plot_losses, read_metrics, rounded
 from .norms import NormWatch, batch_gradient_norm
-from .observe import WandbLog, check_wandb, profiled
+from .observe import WandbError, WandbLog, check_wandb, profiled
 from .optimizer import build_optimizer
 from .resolve import mask_notes, resolve, vocabulary_note
 from .results import Launched, Tally
@@ -385,13 +385,13 @@ def pretrain(config: RunConfig) -> bool:
     Returns whether the run has reached its last step. Otherwise it was stopped, after a checkpoint.
 
     Errors: before the first step those of Trainer. After that FloatingPointError for too many skipped steps, or if the
-    last one is skipped; RunLost; DataError for tokens outside of the vocabulary; and RuntimeError in place of any other
-    ValueError, FileNotFoundError or ImportError.
+    last one is skipped; RunLost; DataError for tokens outside of the vocabulary; WandbError; and RuntimeError in place
+    of any other ValueError, FileNotFoundError or ImportError.
     """
     trainer = Trainer(config)
     try:
         trainer.run()
-    except (RunLost, DataError):
+    except (RunLost, DataError, WandbError):
         raise  # what they say is the user's to mend
     except (ValueError, FileNotFoundError, ImportError) as error:
         # the command reports these as a user's mistake, in one line; once training runs, the traceback is needed
