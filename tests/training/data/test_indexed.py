@@ -90,6 +90,7 @@ def test_token_dtype_changes_at_65536() -> None:
         (idx_bytes([6]) + b"\x00", r"63 bytes.* multimodal"),
         (idx_bytes([4, 2], pointers=[0, 10]), r"sequence 1 starts at byte 10 .* end at byte 8"),
         (idx_bytes([4, 2], pointers=[2, 10]), r"sequence 0 starts at byte 2"),
+        (idx_bytes([7, -4, 3]), r"a\.idx has a sequence of -4 tokens; rebuild or recopy it"),
         (idx_bytes([6], documents=[1, 1]), r"must start with 0"),
         (idx_bytes([6], documents=[]), r"must start with 0"),
         (idx_bytes([7]), r"a\.bin is truncated: 12 bytes, but .*a\.idx describes 7 uint16 tokens, 14 bytes"),

@@ -125,6 +125,8 @@ def _check_index(path: Path, index: _Index) -> None:
     """ValueError unless the sequences lie end to end from byte 0, which makes the .bin one token stream."""
     if len(index.documents) == 0 or index.documents[0] != 0:
         raise ValueError(f"{path} has document indices {index.documents[:3].tolist()}...; they must start with 0")
+    if (least := index.lengths.min(initial=0)) < 0:
+        raise ValueError(f"{path} has a sequence of {least} tokens; rebuild or recopy it")
     ends = np.cumsum(index.lengths, dtype=np.int64) * index.dtype.itemsize
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
     wrong = np.flatnonzero(index.pointers != starts)
