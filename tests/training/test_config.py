@@ -90,12 +90,16 @@ def test_what_cannot_be_built_is_named(values, words):
         ({"log": {"timeline_step": 2}}, ["log.timeline_step=2", "pipeline_parallel=1", "log.profile_step"]),
         ({"data": {"train": []}}, ["data.train", "tpformer data build"]),
         ({"data": {"weights": [1.0, 2.0]}}, ["2 numbers", "1 datasets"]),
+        ({"model": {"n_layers": 2**40}}, ["n_layers=1099511627776 must be in [1, 1e5]"]),  # it took all memory
+        (
+            {"train": {"batch_size_start": 1, "global_batch_size": 2**40}},  # it took for ever
+            ["batch_size_start=1 ", "global_batch_size=1099511627776 ", "in 1099511627775 times", "at most 10000"],
+        ),
     ],
 )
 def test_impossible_runs_are_refused(tiny_values, changes, words):
-    config = build_config(tiny_values, changes)
     with pytest.raises(ValueError) as error:
-        check_config(config)
+        check_config(build_config(tiny_values, changes))
     for word in words:
         assert word in str(error.value)
 

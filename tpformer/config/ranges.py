@@ -14,7 +14,7 @@ RANGES = {
     "model.vocab_size": COUNT,
     "model.vocab_multiple": COUNT,
     "model.seq_length": COUNT,
-    "model.n_layers": COUNT,
+    "model.n_layers": "[1, 1e5]",  # each is an entry of several lists
     "model.hidden_size": COUNT,
     "model.n_heads": COUNT,
     "model.n_kv_heads": COUNT,

@@ -193,6 +193,7 @@ class RunConfig:
 
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+GROWTHS = 10_000  # of a batch, because every step goes through them
 Values = Mapping[str, Mapping[str, Any]]
 
 
@@ -327,6 +328,11 @@ def _check_batch(config: RunConfig) -> None:
         raise ValueError(
             f"train.global_batch_size={train.global_batch_size} is not a multiple of "
             f"train.batch_size_start={train.batch_size_start}, by which it grows: change either"
+        )
+    if (growths := len(batch_sizes(train)) - 1) > GROWTHS:
+        raise ValueError(
+            f"train.batch_size_start={train.batch_size_start} would grow to train.global_batch_size="
+            f"{train.global_batch_size} in {growths} times, of which there may be at most {GROWTHS}: raise it"
         )
     first, unit = batch_sizes(train)[0], 2 * data_parallel * samples
     if config.log.noise_interval and first % unit:
