@@ -212,6 +212,25 @@ def test_r5_a_run_that_crashed_before_its_first_checkpoint_begins_anew(ranks, ti
     assert [row["step"] for row in rows(values["run"]["dir"]) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
+def start_on_a_full_disk(values: dict) -> str:
+    """What ends a run whose start.json cannot be written."""
+    write = Path.write_text
+
+    def full(self, *arguments, **options):
+        if self.name == ".start.json.tmp":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, without a name
+        return write(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        return train(values)[1]
+
+
+def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence(ranks, tiny_values):
+    (error,) = ranks(1).run(start_on_a_full_disk, tiny_values)
+    assert error == f"ValueError: {tiny_values['run']['dir']}/start.json cannot be written: No space left on device"
+
+
 @pytest.mark.parametrize("how", [shutil.rmtree, lambda path: path.rename(path.with_name("elsewhere"))])
 def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_values, how):
     values = values_with(

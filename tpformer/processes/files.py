@@ -10,14 +10,15 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file as UTF-8, in place of one that exists. OSError where that fails.
+    """Write a file as UTF-8, in place of one that exists. OSError, which names it, where that fails.
 
     Readers find the old content or the new one, never a part: the text goes to a hidden file beside it, which is then
     renamed. Only one process may write a path at a time.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with naming(path):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
 
 @contextmanager

@@ -137,14 +137,17 @@ def check_steps(config: RunConfig, step: int) -> str | None:
 def write_run(start: Start) -> str | None:
     """Write the run's configuration, a copy of its tokenizer and what it found. Without config.toml no run resumes.
 
-    Returns a line if there is no tokenizer to keep. OSError where writing fails.
+    Returns a line if there is no tokenizer to keep. ValueError, which names the file, where writing fails.
     """
     directory, config = Path(start.config.run.dir), start.config
-    kept = keep_tokenizer(config.data.tokenizer, directory)
     record = {"dtype": start.dtype, "files": start.files}
-    replace_file(directory / START, json.dumps(record, indent=2) + "\n")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, changes=()))
-    replace_file(directory / "config.toml", to_toml(config))
+    stored = dataclasses.replace(config, run=dataclasses.replace(config.run, changes=()))
+    try:
+        kept = keep_tokenizer(config.data.tokenizer, directory)
+        replace_file(directory / START, json.dumps(record, indent=2) + "\n")
+        replace_file(directory / "config.toml", to_toml(stored))
+    except OSError as error:
+        raise ValueError(f"{error.filename or directory} cannot be written: {error.strerror or error}") from None
     if kept:
         return None
     what = "no dataset says what its tokenizer is" if config.data.tokenizer is None else config.data.tokenizer
