@@ -108,7 +108,8 @@ def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_
 def test_nothing_is_overwritten(commands, tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values, train={"steps": 1}))
     directory = Path(tiny_values["run"]["dir"])
-    assert commands.run("pretrain", toml)[0] == 0
+    code, out, _ = commands.run("pretrain", toml)
+    assert code == 0 and "M x N x K" not in out, "N9: one rank has no use for the table of its linears"
     before = (directory / "metrics.jsonl").read_bytes()
     code, _, err = commands.run("pretrain", toml)
     assert code == 2 and "already holds a run" in err and "--run.resume" in err
@@ -135,7 +136,7 @@ def test_overrides_reach_the_run(commands, tmp_path, tiny_values):
     toml = str(write_run(tmp_path, tiny_values))
     options = "--model.n-layers 3 --model.seq-length 8 --parallel.tensor-parallel 2 --train.steps=2".split()
     code, out, err = commands.run("pretrain", toml, *options, "--run.dir", str(tmp_path / "other"))
-    assert code == 0, err
+    assert code == 0 and "M x N x K" in out, err
     rows = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "loss", "step_loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
     assert [set(row) for row in rows] == [keys, keys, {"step", "val_loss"}]
