@@ -43,9 +43,9 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# what the tests of the adapter for lm-evaluation-harness need: the harness, and its own adapter for transformers
+# what tests of extras need: lm-evaluation-harness, with its own adapter for transformers, pyarrow, and wandb
 .venv/eval: .venv/ready
-	$(PIP) --editable '.[eval]' 'lm_eval[hf]'
+	$(PIP) --editable '.[eval,parquet,wandb]' 'lm_eval[hf]'
 	touch .venv/eval
 
 proofs: compile-check execute .venv/eval  ## the long checks: compiled and executed kernels, protocol model, every random kill, every README command
