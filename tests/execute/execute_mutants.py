@@ -9,12 +9,20 @@ import pytest
 
 pytest.importorskip("triton")
 
-from mutant_survivors import complaint
-from mutant_trials import CASES, judge, sample
+from mutant_survivors import complaint, stale
+from mutant_trials import CASES, judge, mutants, sample
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_mutants_are_caught(name: str) -> None:
     verdicts = [(mutant, judge(name, mutant)) for mutant in sample(seed=17)[name]]
     assert verdicts
-    assert [text for mutant, verdict in verdicts if verdict and (text := complaint(name, mutant, verdict))] == []
+    wrong = [text for mutant, verdict in verdicts if verdict and (text := complaint(name, mutant, verdict))]
+    wrong += stale(name, mutants(name))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", (name for name, case in CASES.items() if case.communicates))
+def test_waits_and_no_other_loops_fall_through(name: str) -> None:
+    places = [mutant.place for mutant in mutants(name) if mutant.kind == "wait falls through"]
+    assert places and all(place.startswith("`poll: while ") for place in places), places

@@ -3,78 +3,90 @@
 Belongs here: the list, and what is said where it and an execution disagree. Names are those that Triton 3.7 gives.
 """
 
+from collections.abc import Iterable
+
 from mutant_trials import Verdict
 from ptx_mutants import Mutant
 
+LIST = "tests/execute/mutant_survivors.py"
 REASONS = {
     "counter": "Equivalent: the barrier by which all warps get the counter's value stands between their stores and the "
     "release, and no warp stores into the slot after it.",
     "report": "Equivalent: one thread stores all words of the report, and the same thread releases the first of them.",
     "own round": "Equivalent: it is never run. The compiler makes a round for each of the ranks that the shard goes "
     "to; the last is the own one, where no flag is set.",
-    "first use": "Equivalent: a program that waits has not used shared memory before.",
-    "prologue": "Equivalent: it stands between copies into two different buffers. The barrier before the first of them "
-    "orders both behind the reads of the tile before.",
-    "publish": "Equivalent: the barrier of a publication stands between the reads of the tile before and these copies.",
-    "drain": "Equivalent: it stands behind the K loop, whose steps have waited for all copies.",
-    "one piece": "Equivalent with these shapes: a unit is one piece, so this loop, which does not poll, has one round.",
-    "first word": "Equivalent with this layout: the first thread overwrites a word of shared memory that, since the "
-    "barrier before, only its own warp has read.",
+    "first use": "Equivalent: the program has not used shared memory before.",
+    "end": "Equivalent: it stands behind the K loop, and the program ends there.",
+    "next barrier": "Equivalent: behind it stands a wait, which has a barrier before it uses shared memory.",
+    "last group": "Equivalent with this layout: the copies of the last group bring zeros to the second operand's "
+    "buffer, in which nothing is put after the K loop.",
+}
+BARRIER = 'barrier deleted, `barrier: tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, `'
+LOAD = "barrier deleted, `load_block: block = tl.load(source + rows.to(tl.int64)[:, No`"
+POLL = 'barrier deleted, `poll: seen = tl.atomic_add(flags, 0, sem="acquire", scope="s`'
+PUSH_ROWS = "for `push_rows(me, shard, reach(limit, WORLD), program, pushers, `"
+PUSH_TILES = "for `push_tiles(problem, (a0, a1, a2), (b0, b1, b2), me, program,`"
+LINEAR_TILES = "for `linear_tiles(problem, a, b0, b1, b2, 0, 0, tl.program_id(0),`"
+WAIT, WAIT_ALL = (
+    "for `limit = wait(me, own_flags, chunk, limit)`",
+    "for `limit = wait(me, own_flags + row_block, 0, limit, WORLD)`",
+)
+WAIT_TILE = "for `limit = wait(me, own_flags + tile, 0, limit, WORLD)`"
+WAIT_SUM = "for `limit = wait(me, own_flags + tiles + summed, owner, limit)`"
+K_LOOP = "for _ in range(tl.cdiv(end - begin, programs) "
+SCATTER = {
+    f"{BARRIER} {PUSH_TILES} in 1 loop #2": "counter",
+    f"barrier deleted, `push_tiles: {K_LOOP}* ` {PUSH_TILES} #1": "next barrier",
+    f"wait for one copy fewer, `push_tiles: {K_LOOP}* ` {PUSH_TILES} #1": "last group",
+    f"{BARRIER} {WAIT_ALL} in 1 loop #1": "report",
 }
 # by case: the mutant's name -> a key of REASONS
 SURVIVORS: dict[str, dict[str, str]] = {
-    "matmul_reduce_scatter": {
-        "wait for one copy fewer, `push_tiles: for _ in range(tl.cdiv(end - begin, programs) * ` #1": "drain",
-    },
-    "matmul_all_reduce, one shot": {
-        "wait falls through, `matmul_all_reduce_kernel: for piece in tl.range(begin, reach` #1": "one piece",
-        'barrier deleted, `poll: seen = tl.atomic_add(flag, 0, sem="acquire", scope="sy` #1': "first word",
-    },
     "matmul": {
-        **dict.fromkeys(
-            (
-                f"{edit}, `linear_tiles: for _ in range(tl.cdiv(end - begin, programs) ` #1"
-                for edit in ("barrier deleted", "wait for copies deleted", "wait for one copy fewer")
-            ),
-            "drain",
-        ),
-        "barrier deleted, `load_block: block = tl.load(source + rows.to(tl.int64)[:, No` #2": "prologue",
+        f"{LOAD} {LINEAR_TILES} #1": "first use",
+        **{
+            f"{edit}, `linear_tiles: {K_LOOP}` {LINEAR_TILES} #1": "end"
+            for edit in ("barrier deleted", "wait for copies deleted", "wait for one copy fewer")
+        },
     },
-    "matmul_reduce_scatter, finished": {},
-    "matmul_all_reduce, two shots": {
-        "barrier deleted, `load_block: block = tl.load(source + rows.to(tl.int64)[:, No` #1": "publish",
-        'barrier deleted, `poll: seen = tl.atomic_add(flag, 0, sem="acquire", scope="sy` #5': "first word",
-    },
+    "matmul_reduce_scatter": SCATTER,
+    "matmul_reduce_scatter, finished": SCATTER,
     "await_gathered": {
-        'barrier deleted, `barrier: tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, ` #1': "counter",
-        **dict.fromkeys(
-            (
-                "barrier deleted, `push_rows: tl.debug_barrier()  # so that the count covers al` #3",
-                *(
-                    f'{edit}, `push_rows: if tl.atomic_add(counter, 1, sem="acq_rel", scope` #3'
-                    for edit in (
-                        "acq_rel to relaxed",
-                        "acq_rel to acquire",
-                        "acq_rel to release",
-                        "scope gpu to cta",
-                        "barrier deleted",
-                    )
-                ),
-                'release to relaxed, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` #3',
-                'scope sys to gpu, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` #3',
-            ),
-            "own round",
-        ),
-        'barrier deleted, `poll: seen = tl.atomic_add(flag, 0, sem="acquire", scope="sy` #1': "first use",
+        f"{BARRIER} {PUSH_ROWS} #1": "counter",
+        f"{BARRIER} {PUSH_ROWS} #2": "counter",
+        f"{BARRIER} {PUSH_ROWS} #3": "own round",
+        f"{BARRIER} {WAIT} #1": "report",
+        f"{BARRIER} {WAIT} #2": "report",
+        f"{POLL} {WAIT} #1": "first use",
+        f"barrier deleted, `push_rows: tl.debug_barrier()  # so that the count covers al` {PUSH_ROWS} #3": "own round",
+        **{
+            f'{edit}, `push_rows: if tl.atomic_add(counter, 1, sem="acq_rel", scope` {PUSH_ROWS} #3': "own round"
+            for edit in (
+                "acq_rel to relaxed",
+                "acq_rel to acquire",
+                "acq_rel to release",
+                "scope gpu to cta",
+                "barrier deleted",
+            )
+        },
+        **{
+            f'{edit}, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` {PUSH_ROWS} #3': "own round"
+            for edit in ("release to relaxed", "scope sys to gpu")
+        },
     },
     "all_gather_matmul": {
-        'barrier deleted, `barrier: tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, ` #1': "counter",
-        'barrier deleted, `barrier: tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, ` #2': "counter",
-        'barrier deleted, `barrier: tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, ` #3': "report",
+        f"{BARRIER} {PUSH_ROWS} #1": "counter",
+        f"{BARRIER} {PUSH_ROWS} #2": "counter",
+        f"{BARRIER} {WAIT} in 1 loop #1": "report",
     },
     "all_gather_matmul, 3 weights": {
-        'barrier deleted, `barrier: tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, ` #1': "counter",
-        'barrier deleted, `barrier: tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, ` #2': "report",
+        f"{BARRIER} {PUSH_ROWS} #1": "counter",
+        f"{BARRIER} {WAIT} #1": "report",
+    },
+    "matmul_all_reduce, one shot": {f"{BARRIER} {WAIT_TILE} in 2 loops #1": "report"},
+    "matmul_all_reduce, two shots": {
+        f"{BARRIER} {WAIT_TILE} in 2 loops #1": "report",
+        f"{BARRIER} {WAIT_SUM} in 2 loops #1": "report",
     },
 }
 
@@ -85,10 +97,26 @@ def reason_of(name: str, mutant: Mutant) -> str | None:
 
 
 def complaint(name: str, mutant: Mutant, verdict: Verdict) -> str | None:
-    """A sentence if a mutant survives that is not listed, or one is caught that is."""
+    """A sentence if a mutant survives that is not listed, or one is caught that is: what it is, and what to do."""
     listed = reason_of(name, mutant)
     if verdict.executor and listed:
-        return f"{name}: {mutant.name} is listed as {listed}, and the executor finds: {verdict.message}"
+        return (
+            f"{name}: {mutant.name} ({mutant.where}) is listed as {listed!r}, and the executor finds: "
+            f"{verdict.message}. Remove it from SURVIVORS in {LIST}"
+        )
     if not verdict.executor and not listed:
-        return f"{name}: {mutant.name} ({mutant.where}) survives, and is not listed"
+        return (
+            f"{name}: {mutant.name} ({mutant.where}) survives, and is not listed. Find out why: either let CASES or "
+            f"TRIES in mutant_trials.py take a path that shows it, or, if it computes the same on every path, add its "
+            f"name with that reason to SURVIVORS in {LIST}"
+        )
     return None
+
+
+def stale(name: str, mutants: Iterable[Mutant]) -> list[str]:
+    """A sentence for each name that is listed, and that none of the case's mutants has."""
+    missing = SURVIVORS.get(name, {}).keys() - {mutant.name for mutant in mutants}
+    return [
+        f"{name}: {each} is listed, and there is no such mutant: rename or remove it in SURVIVORS in {LIST}"
+        for each in sorted(missing)
+    ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import execution  # noqa: F401  (puts the repository on the path)
 import torch
 import triton
-from mutant_survivors import REASONS, complaint, reason_of
+from mutant_survivors import REASONS, complaint, reason_of, stale
 from mutant_trials import CASES, Verdict, judge, mutants
 from ptx_mutants import Mutant
 
@@ -94,6 +94,7 @@ def shortfalls(results: Results) -> list[str]:
     every = [each for group in results.values() for each in group]
     caught = sum(verdict.caught for _, verdict in every)
     found = [text for name, group in results.items() for each in group if (text := complaint(name, *each))]
+    found += [text for name in results for text in stale(name, mutants(name))]
     return found + ([f"only {caught} of {len(every)} mutants are caught"] if caught < 0.95 * len(every) else [])
 
 

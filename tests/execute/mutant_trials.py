@@ -41,6 +41,7 @@ BF16 = torch.bfloat16
 # Partial tiles in rows and columns. K is three steps, and a multiple of 16, without which Triton copies nothing
 # asynchronously.
 SHAPE = (17, 23, 48)
+WIDE = (17, 39, 48)  # three tiles: a rank that gives up in an all-reduce has one to compute yet
 EPOCHS = 3  # the third writes into the slots of the first
 POLLS = 3  # of a wait that is to expire
 
@@ -109,20 +110,19 @@ class Case(NamedTuple):
 
 def multiply(run: Execution, way: Try, transposed: bool) -> None:
     """C = A W^T, or from transposed operands, with a tile of three stages."""
-    (m, n, k), tile = SHAPE, execution.TILE._replace(stages=3)
-    n += 16  # three tiles
+    (m, n, k), tile = WIDE, execution.TILE._replace(stages=3)
     a, w = matmuls.draw(1, BF16, "cpu", (k, m) if transposed else (m, k), (k, n) if transposed else (n, k))
     options = {"a_transposed": transposed, "b_transposed": transposed}
     matmuls.close(matmuls.matmul(a, [w], tile=tile, **options)[0], matmuls.matmul_reference, a, w, **options)
 
 
-def communicate(run: Execution, way: Try, gemm: gemms.Gemm, world: int) -> None:
+def communicate(run: Execution, way: Try, gemm: gemms.Gemm, world: int, shape: tuple[int, int, int] = SHAPE) -> None:
     """An operation on each rank, for each epoch."""
     if way.expires:
-        xs = gemms.cast(gemms.make_inputs(gemm, 0, world, SHAPE, False), BF16)
+        xs = gemms.cast(gemms.make_inputs(gemm, 0, world, shape, False), BF16)
         expire(run, lambda channel: gemm.launch(xs[channel.rank], channel, execution.TILE), world, way)
     else:
-        run_group(gemm, run, world, BF16, SHAPE, EPOCHS)
+        run_group(gemm, run, world, BF16, shape, EPOCHS)
 
 
 def gather(run: Execution, way: Try, world: int) -> None:
@@ -218,7 +218,7 @@ CASES = {
         (matmul_all_reduce.matmul_all_reduce_kernel,),
     ),
     "matmul_all_reduce, two shots": Case(
-        REDUCE, f"{REDUCE} two-shot", partial(communicate, gemm=TWO_SHOTS, world=3),
+        REDUCE, f"{REDUCE} two-shot", partial(communicate, gemm=TWO_SHOTS, world=3, shape=WIDE),
         (matmul_all_reduce.matmul_all_reduce_kernel,),
     ),
     "bump": Case(

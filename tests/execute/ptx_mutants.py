@@ -17,10 +17,14 @@ from mutations import Edit
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 WEAKER = {"acquire": ("relaxed",), "release": ("relaxed",), "acq_rel": ("relaxed", "acquire", "release")}
 SHORT = 60  # letters of a Python line in a mutant's name
+BLOCK = re.compile(r"(\$L__BB\w+):|// (%bb\.\d+):")
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 ORDERED = re.compile(r"(?:atom|red|ld|st)\.[\w.]*\.(?:acquire|release|acq_rel)\b[\w.]*")
 
 FENCE = "fence.acq_rel.sys;"
+BARRIER = re.compile(r"\s*bar\.sync\s")
+# instructions by which two barriers differ, if one stands between them
+TELLING = {"ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "fence", "bra", "ret"}
 
 
 class Mutant(NamedTuple):
@@ -29,10 +33,11 @@ class Mutant(NamedTuple):
     kind: str
     where: str
     """The Python line, as file.py:12, and of inlined code the line that calls it."""
-    text: str
-    """The Python line's own text, by which the mutant is known when lines have moved."""
+    place: str
+    """What the mutant is known by when lines have moved: the Python line's own text, and of PTX the text of the
+    kernel's line that calls it, and in how many loops it stands."""
     number: int
-    """Which of the mutants of this kind, and of a text that begins like this, it is, from 1 on."""
+    """Which of the mutants of this kind and place it is, from 1 on."""
     edit: Edit
     """Of the kernel's PTX, or of the source of `function`."""
     function: str = ""
@@ -41,28 +46,73 @@ class Mutant(NamedTuple):
     @property
     def name(self) -> str:
         """A text that no other mutant of the same kernel has, which stays the same when lines move."""
-        return f"{self.kind}, `{self.text[:SHORT]}` #{self.number}"
+        return f"{self.kind}, {self.place} #{self.number}"
+
+
+class Loop(NamedTuple):
+    """The innermost loop that a block of code stands in, as LLVM's comments give it."""
+
+    header: str = ""
+    """The label of its first block; empty if there is no loop."""
+    depth: int = 0
+    innermost: bool = False
+    """Whether it has no loop within. Only its header says so."""
 
 
 class Place(NamedTuple):
-    """A line of PTX and the Python line that it comes from."""
+    """A line of PTX, and the Python line that it comes from."""
 
     index: int
     line: str
     where: str
     text: str
+    caller: str
+    """The kernel's own line, where the code is of a function that it calls."""
+    block: str
+    """The label of its block, or what LLVM's comment has in place of one."""
+
+    def name(self, depth: int) -> str:
+        """As Mutant.place."""
+        called = f" for `{self.caller[:SHORT]}`" if self.caller else ""
+        return f"`{self.text[:SHORT]}`{called}" + (f" in {depth} loop{'s' * (depth > 1)}" if depth else "")
 
 
 def places(ptx: str) -> Iterator[Place]:
-    """The lines of the kernel's body."""
+    """The lines of the kernel's body. The file number 1 is the kernel's own."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M))
-    where, text = "?", "?"
-    for index, line in enumerate(ptx.split("\t.section\t.debug")[0].splitlines()):
-        if location := re.match(r"\s*\.loc\s+(\d+)\s+([1-9]\d*) \d+\s*(?:.*@\[ (\S+):\d+ )?", line):
+    where, text, caller, block = "?", "?", "", ""
+    for index, line in enumerate(body_of(ptx)):
+        if location := re.match(r"\s*\.loc\s+(\d+)\s+([1-9]\d*) \d+\s*(?:.*@\[ (\S+):(\d+):\d+ )?", line):
             path = Path(files[location[1]])
-            where = f"{path.name}:{location[2]}" + (f" in {location[3]}" if location[3] else "")
-            text = python_line(str(path), int(location[2]))
-        yield Place(index, line, where, text)
+            where, text, caller = f"{path.name}:{location[2]}", python_line(str(path), int(location[2])), ""
+            if location[3]:
+                assert Path(files["1"]).name == location[3], f"the kernel is in {files['1']}, which {line} is not"
+                where += f" in {location[3]}:{location[4]}"
+                caller = python_line(files["1"], int(location[4])).partition(": ")[2]
+        elif begun := BLOCK.match(line):
+            block = begun[1] or begun[2]
+        yield Place(index, line, where, text, caller, block)
+
+
+def body_of(ptx: str) -> list[str]:
+    """The lines of a kernel before its debugging information."""
+    return ptx.split("\t.section\t.debug")[0].splitlines()
+
+
+def loops_of(ptx: str) -> dict[str, Loop]:
+    """The innermost loop of each block, in their order."""
+    found, block = dict[str, Loop](), ""
+    for line in body_of(ptx):
+        if begun := BLOCK.match(line):
+            block = begun[1] or begun[2]
+            found[block] = Loop()
+        elif not line.lstrip().startswith("//"):
+            continue
+        if within := re.search(r"in Loop: Header=(\w+) Depth=(\d+)", line):
+            found[block] = Loop(f"$L__{within[1]}", int(within[2]))
+        elif head := re.search(r"=>\s*This (Inner )?Loop Header: Depth=(\d+)", line):
+            found[block] = Loop(block, int(head[2]), bool(head[1]))
+    return found
 
 
 @functools.cache
@@ -77,12 +127,14 @@ def python_line(path: str, number: int) -> str:
     return f"{around[-1].name}: {source.splitlines()[number - 1].strip()}"
 
 
-def change(index: int, new: str) -> Edit:
-    """Replace a line; the empty string deletes it."""
+def change(index: int, new: str, *deleted: int) -> Edit:
+    """Replace a line; the empty string deletes it. deleted: the indices of lines that go with it."""
 
     def edit(ptx: str) -> str:
         lines = ptx.splitlines()
         lines[index] = new
+        for other in deleted:
+            lines[other] = ""
         return "\n".join(lines) + "\n"
 
     return edit
@@ -90,22 +142,24 @@ def change(index: int, new: str) -> Edit:
 
 def ptx_mutants(ptx: str) -> list[Mutant]:
     """All of a kernel."""
-    found, seen = [], Counter[tuple[str, str]]()
+    found, seen, loops = [], Counter[tuple[str, str]](), loops_of(ptx)
     every = list(places(ptx))
-    polls = polling_branches(every)
+    exits, twins = exits_of_polls(every, loops), repeated_barriers(every)
     for place in every:
-        for kind, new in edits(place, polls):
-            seen[kind, place.text[:SHORT]] += 1
-            found.append(
-                Mutant(kind, place.where, place.text, seen[kind, place.text[:SHORT]], change(place.index, new))
-            )
+        if any(place.index in several for several in twins.values()):
+            continue
+        name = place.name(loops[place.block].depth) if place.block else ""
+        for kind, new in edits(place, exits):
+            seen[kind, name] += 1
+            edit = change(place.index, new, *twins.get(place.index, []))
+            found.append(Mutant(kind, place.where, name, seen[kind, name], edit))
     return found
 
 
-def edits(place: Place, polls: set[int]) -> Iterator[tuple[str, str]]:
+def edits(place: Place, exits: dict[int, str]) -> Iterator[tuple[str, str]]:
     """(kind, the new line) for each edit of one line."""
     line = place.line.split("//")[0]
-    if re.match(r"\s*bar\.sync\s", line):
+    if BARRIER.match(line):
         yield "barrier deleted", ""
     elif group := re.match(r"\s*cp\.async\.wait_group\s+(\d+);", line):
         yield "wait for copies deleted", ""
@@ -120,30 +174,50 @@ def edits(place: Place, polls: set[int]) -> Iterator[tuple[str, str]]:
                 yield f"{order} to {weaker}", line.replace(f".{order}", f".{weaker}")
         for scope in NARROWER.keys() & parts:
             yield f"scope {scope} to {NARROWER[scope]}", line.replace(f".{scope}.", f".{NARROWER[scope]}.")
-    elif place.index in polls:
-        yield "wait falls through", ""
+    elif place.index in exits:
+        yield "wait falls through", exits[place.index]
 
 
-def polling_branches(every: list[Place]) -> set[int]:
-    """The lines of branches that end a loop which polls: one that acquires and has no loop within. Not of a loop whose
-    last branch is unconditional, as a wait for several flags may have it.
+def repeated_barriers(every: list[Place]) -> dict[int, list[int]]:
+    """By the line of a barrier: those of others behind it with no memory access or branch between. They are deleted
+    together, because one of them does what all do."""
+    found, first, block = dict[int, list[int]](), -1, ""
+    for place in every:
+        line = place.line.split("//")[0]
+        if place.block != block or TELLING & {word.partition(".")[0] for word in line.split()}:
+            first, block = -1, place.block
+        if BARRIER.match(line):
+            if first < 0:
+                first = place.index
+            else:
+                found.setdefault(first, []).append(place.index)
+    return found
 
-    AssertionError if no wait, which acquires before its loop and in it, has such a branch.
+
+def exits_of_polls(every: list[Place], loops: dict[str, Loop]) -> dict[int, str]:
+    """The lines of the branches by which loops that poll may end, and with what in their place they end at once. A loop
+    polls if it acquires, and has no loop within.
+
+    AssertionError if a wait acquires, and no loop of its polls.
     """
-    labels = {place.line.split(":")[0]: place.index for place in every if place.line.startswith("$L__BB")}
     acquires = [place for place in every if ORDERED.search(place.line) and ".acquire" in place.line]
-    loops = [
-        (labels[branch[1]], place.index)
-        for place in every
-        if (branch := re.match(r"\s*@\S+ bra\s+(\$\w+);", place.line)) and labels[branch[1]] < place.index
-    ]
-    polling = {
-        last
-        for first, last in loops
-        if any(first < place.index < last for place in acquires)
-        and not any(first <= other and end < last for other, end in loops)
-    }
-    assert len(acquires) >= 2 * len(polling) >= 2 * bool(acquires), (
-        f"{len(polling)} loops poll, and {len(acquires)} instructions acquire"
-    )
-    return polling
+    polling = [place for place in acquires if loops[loops[place.block].header or place.block].innermost]
+    headers = {loops[place.block].header for place in polling}
+    blocks = list(loops)
+    exits, waits = dict[int, str](), set[str]()
+    for number, place in enumerate(every):
+        header = loops.get(place.block, Loop()).header
+        branch = re.match(r"\s*@\S+ bra\s+(\$\w+);", place.line)
+        if not branch or header not in headers:
+            continue
+        other = re.match(r"\s*bra(?:\.uni)?\s+(\$\w+);", every[number + 1].line)
+        behind = other[1] if other else blocks[blocks.index(place.block) + 1]
+        leaves = [loops[block].header != header for block in (branch[1], behind)]
+        if any(leaves):
+            assert not all(leaves), place
+            exits[place.index] = f"\tbra.uni \t{branch[1]};" if leaves[0] else ""
+            waits.add(header)
+    assert headers == waits, f"loops that poll have no end: {headers - waits}"
+    missing = {place.caller for place in acquires} - {place.caller for place in polling}
+    assert not missing, f"no loop polls in {missing}"
+    return exits

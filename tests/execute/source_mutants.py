@@ -69,9 +69,9 @@ def source_mutants(functions: Sequence[JITFunction]) -> list[Mutant]:
         file = function.fn.__code__.co_filename.rpartition("/")[2]
         above = first_line(function) - 1
         for kind, line, edit in edits(function):
-            text = f"{name}: {lines[line - 1].strip()}"
-            seen[kind, text[:SHORT]] += 1
-            found.append(Mutant(kind, f"{file}:{above + line}", text, seen[kind, text[:SHORT]], edit, name))
+            place = f"`{f'{name}: {lines[line - 1].strip()}'[:SHORT]}`"
+            seen[kind, place] += 1
+            found.append(Mutant(kind, f"{file}:{above + line}", place, seen[kind, place], edit, name))
     return found
 
 
