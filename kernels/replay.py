@@ -10,6 +10,7 @@ Belongs here: what is kept, for how long, and when it may not be used. Nothing a
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
@@ -26,7 +28,9 @@ from .finish import Dropout, signed
 from .launch import ALIGNMENT, Tile, is_interpreted
 
 PLANS = 256  # of a launcher, or of a Lasting; for one more the oldest is forgotten
+STREAM, HEAD = 3, 9  # of the arguments of Triton's launcher: the stream's index, and how many are not the kernel's
 MAPS = 512  # TMA descriptors of one argument of a plan, one for each address
+PLAIN = {bool, float, int, str, Tile, torch.dtype, type(None)}  # types of most values that a description holds as they are
 KEY = "key"  # the parameter of kernels that is new in every call: the key of dropout
 
 # What a launcher may do with tensors besides launching.
@@ -58,11 +62,8 @@ class Prepared(NamedTuple):
 
     run: Callable
     """Triton's launcher for these arguments."""
-    grid: tuple[int, ...]
-    function: Any
-    metadata: Any
     arguments: list
-    """What the kernel takes, without tuples; with gaps."""
+    """What it takes: HEAD arguments of its own, with a gap for the stream, and the kernel's without tuples, with gaps."""
     pointers: list[tuple[int, int, int]]
     """Of each gap for an address: its index, and the two members of a Place."""
     maps: list[tuple[int, int, int, Callable[[int], Any]]]
@@ -75,10 +76,10 @@ class Plan(NamedTuple):
     """What a launcher does in all calls of one description."""
 
     allocations: list[tuple]
-    """(shape, dtype, device) of each tensor that it allocates."""
+    """(shape, strides, dtype, device) of each tensor that it allocates."""
     launches: list[Prepared]
-    result: Any
-    """What it returns, with a Memory instead of each tensor."""
+    result: Callable[[list[Tensor]], Any]
+    """What it returns, of the tensors that it is given and allocates."""
 
 
 class Memory(int):
@@ -136,9 +137,9 @@ class Recording(TorchFunctionMode):
             if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
                 raise Unplanned("memory with gaps, or at an address that later memory does not have")
         return Plan(
-            [(x.shape, x.dtype, x.device) for x in allocated],
+            [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in allocated],
             [prepared(compiled, grid, values, self.places, keys) for compiled, grid, values in self.launches],
-            mapped(self.numbered, result),
+            maker(mapped(self.numbered, result)),
         )
 
     def numbered(self, value: Any) -> Any:
@@ -212,9 +213,9 @@ def device_of_launches() -> int | None:
     if JITFunction.run.__module__ != "triton.runtime.jit":
         return None
     knobs = triton.knobs.runtime
-    for hook in (knobs.launch_enter_hook, knobs.launch_exit_hook):
-        if getattr(hook, "calls", hook):
-            return None
+    enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        return None
     return triton.runtime.driver.active.get_current_device()
 
 
@@ -225,9 +226,10 @@ def describe(
     Returns the Lasting among the values."""
     lasting = None
     for value in values:
-        if value is None:
+        kind = type(value)
+        if kind in PLAIN:
             description.append(value)
-        elif isinstance(value, Tensor):
+        elif kind is Tensor or kind is Parameter or isinstance(value, Tensor):
             address = value.data_ptr()
             tensors.append(value)
             addresses.append(address)
@@ -235,10 +237,8 @@ def describe(
         elif isinstance(value, Dropout):
             keys.append(signed(value.key))
             describe((value.start, value.p), description, tensors, addresses, keys)
-        elif isinstance(value, Tile):
-            description.append(value)
-        elif isinstance(value, (tuple, list)):
-            description.append((type(value), len(value)))
+        elif isinstance(value, tuple | list):
+            description += (kind, len(value))
             lasting = describe(value, description, tensors, addresses, keys) or lasting
         elif isinstance(value, Lasting):
             lasting = value
@@ -285,6 +285,15 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
 
 
+def maker(result: Any) -> Callable[[list[Tensor]], Any]:
+    """The function that makes a result of a call's tensors. result: with a Memory instead of each tensor."""
+    if isinstance(result, tuple | list):
+        kind = type(result)._make if hasattr(result, "_fields") else type(result)
+        makers = [maker(member) for member in result]
+        return lambda memories: kind([make(memories) for make in makers])
+    return operator.itemgetter(result) if type(result) is Memory else lambda memories: result
+
+
 def shares_memory(x: Tensor, y: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
@@ -301,7 +310,7 @@ class Arguments:
     def add(self, value: Any, kind: Any, name: str = "") -> None:
         """Append an argument of this kind, as Triton's signatures name kinds."""
         pointers, maps, keys = self.gaps
-        at = len(self.values)
+        at = HEAD + len(self.values)
         if isinstance(kind, tuple | list):
             for member, of_member in zip(value, kind, strict=True):
                 self.add(member, of_member)
@@ -343,7 +352,8 @@ def prepared(
     for name, kind in compiled.src.signature.items():
         flat.add(named[name], kind, name)
     run = flat_launcher(compiled, tuple(flat.kinds))
-    return Prepared(run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata, flat.values, *flat.gaps)
+    head = (*(*grid, 1, 1)[:3], None, compiled.function, compiled.packed_metadata, None, None, None)
+    return Prepared(run, [*head, *flat.values], *flat.gaps)
 
 
 @functools.lru_cache(maxsize=PLANS)
@@ -373,17 +383,18 @@ def encoder(descriptor: Any, encoding: Any) -> Callable[[int], Any]:
 def replay(plan: Plan, memories: list[Tensor], addresses: list[int], keys: list[int], stream: Any) -> Any:
     """What the launcher of this plan does, and what it returns. memories: the tensors that it is given, to which those
     that it allocates are appended."""
-    for shape, dtype, device in plan.allocations:
-        allocated = torch.empty(shape, dtype=dtype, device=device)
+    for shape, strides, dtype, device in plan.allocations:
+        allocated = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # half of torch.empty's time
         memories.append(allocated)
         addresses.append(allocated.data_ptr())
-    for run, grid, function, metadata, arguments, pointers, maps, gaps in plan.launches:
+    for run, arguments, pointers, maps, gaps in plan.launches:
         arguments = arguments.copy()
+        arguments[STREAM] = stream
         for at, memory, offset in pointers:
             arguments[at] = addresses[memory] + offset
         for at, memory, offset, encode in maps:
             arguments[at] = encode(addresses[memory] + offset)
         for at in gaps:
             arguments[at] = keys[0]
-        run(*grid, stream, function, metadata, None, None, None, *arguments)
-    return mapped(lambda value: memories[value] if type(value) is Memory else value, plan.result)
+        run(*arguments)
+    return plan.result(memories)

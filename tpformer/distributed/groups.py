@@ -121,12 +121,16 @@ def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, 
     Raises RuntimeError with `why_no_kernels`'s reason if fused kernels cannot run, ValueError if the device is not the
     current one.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
-    state, device = kernel_state(group), indexed(device)
-    check_current_device(f"the {kind} workspace's tensors", device)
+    state = kernel_state(group)
     workspace = state.workspaces.get((kind, device))
     if workspace is None:
+        device = indexed(device)
+        workspace = state.workspaces.get((kind, device))
+    if workspace is None or workspace.on_cuda:
+        check_current_device(f"the {kind} workspace's tensors", device)
+    if workspace is None:
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the {kind} workspace does not exist yet and cannot be made while a CUDA graph is captured: run the "

@@ -6,6 +6,7 @@ Belongs here: the ring of a group's last operations, the search for the user's l
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 RING_SIZE = 64
+FILES = 4096  # names of files of which it is known whose they are
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 LIBRARIES = (PACKAGE, TORCH, contextlib.__file__, "<frozen", "<eval_with_key>")
@@ -74,12 +76,19 @@ def user_line() -> tuple[str, int]:
     found = frame
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(LIBRARIES):
+        library = library_of(file)
+        if library is None:
             return file, frame.f_lineno
-        if file.startswith(PACKAGE):
+        if library is PACKAGE:
             found = frame
         frame = frame.f_back  # type: ignore[assignment]
     return found.f_code.co_filename, found.f_lineno
+
+
+@functools.lru_cache(maxsize=FILES)  # every operation asks of each frame of its stack
+def library_of(file: str) -> str | None:
+    """The first of LIBRARIES that a file is of; None for a user's."""
+    return next((library for library in LIBRARIES if file.startswith(library)), None)
 
 
 @dataclass(frozen=True)

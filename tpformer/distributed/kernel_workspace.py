@@ -57,12 +57,13 @@ class KernelWorkspace:
         """Whether a CUDA graph holds operations of this workspace: its replays move the epoch without `begin`."""
         self.capacity = self.writer_flags = self._flag_bytes = 0
         self._group = weakref.ref(group)
-        on_cuda = device.type == "cuda"
+        self.on_cuda = on_cuda = device.type == "cuda"
+        self._copies_possible = os.environ.get(OVERLAPPING) != "1" if on_cuda else platform.machine() == "x86_64"
         with torch.inference_mode(False):
             self._epoch = torch.full((1,), epoch, dtype=torch.int32, device=device)
             self._stopped = torch.zeros(1, 2, dtype=torch.int32, device=device)
             self._error = torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
-        self._words = self._error.numpy()[0]  # host memory, read without synchronisation or dispatch
+        self._words = memoryview(self._error.numpy()[0])  # host memory, read without synchronisation or dispatch
         self._copy_stream = torch.cuda.Stream(device) if on_cuda else None
         self._copying = False
         self._memory: SymmetricMemory | None = None
@@ -89,12 +90,10 @@ class KernelWorkspace:
         It may not if ranks share a device: a copy within a device may need an SM, and a waiting grid can hold them all.
         It may not on a CPU that could store the flag before the payload.
         """
-        on_cuda = self.device.type == "cuda"
-        possible = os.environ.get(OVERLAPPING) != "1" if on_cuda else platform.machine() == "x86_64"
-        return possible and not self.captured and not self._capturing()
+        return self._copies_possible and not self.captured and not self._capturing()
 
     def _capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def begin(self, operation: str, nbytes: int, flags: int) -> Channel:
         """Begin the next operation: moves the epoch on the current stream. Launch the operation's kernel there next.
@@ -126,7 +125,7 @@ class KernelWorkspace:
         group = self._group()
         if group is None:
             raise RuntimeError(f"{operation}: the process group of this workspace is gone")
-        if self.device.type == "cuda":
+        if self.on_cuda:
             torch.cuda.synchronize(self.device)
             self.state.check()
         # After this exchange all ranks have finished all earlier operations, and nobody writes to the old memory.
@@ -234,11 +233,16 @@ class KernelWorkspace:
             torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)
         self._copying = False
 
+    def end(self) -> None:
+        """End a gather whose kernel has been launched: `join`, then `check`."""
+        self.join()
+        self.state.check()
+
     def expired(self) -> Expired | None:
         """What the error word says, without synchronisation: a kernel that still runs may set it later."""
         if not self._words[0]:
             return None
-        _, peer, seen, wanted = (int(word) for word in self._words)
+        _, peer, seen, wanted = self._words
         return Expired(self.kind, self.rank, peer, seen, wanted, self.limit, self.state.timeout)
 
     def check(self) -> None:

@@ -1,8 +1,7 @@
 """GEMMs fused with their communication in one Triton kernel over symmetric memory; imports triton."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,23 +45,11 @@ class Fused:
         self.group = group
         self.spare = spare_processors(group)
 
-    @contextmanager
-    def _gathering(self, x: Tensor, columns: int, keep: bool) -> Iterator[tuple[Channel, KernelWorkspace, bool]]:
-        """Gather x by the kernel that is launched in the context. The context gives (channel, workspace, push).
-
-        columns, keep: as in _begin_gather. push: the kernel has to push the rows, because no copy engine does.
-        """
-        record_transport(GATHER, self.name)
-        channel, workspace, sent = self._begin_gather("all_gather_matmul", x, columns, keep)
-        yield channel, workspace, sent is None
-        workspace.join()
-        workspace.check()
-
     def _begin_gather(
         self, operation: str, x: Tensor, columns: int | None, keep: bool
     ) -> tuple[Channel, KernelWorkspace, Tensor | None]:
         """(channel, workspace, rows that copies send). Keep the rows until the copies are joined. If they are None, the
-        kernel has to push.
+        kernel has to push. KernelWorkspace.end ends it.
 
         columns: of the GEMM's result; None if the gather runs under another kernel. keep: somebody reads all gathered
         rows from the slot, so the own ones, which no copy engine sends, have to be put there.
@@ -88,14 +75,19 @@ class Fused:
 
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         """Transport.gather_matmul: own rows first; a fourth weight and later ones get a GEMM of their own."""
-        if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
+        missing = [bias is None for bias in biases]
+        if any(missing) and not all(missing):
             biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
         more = len(weights) > MAXIMUM_WEIGHTS
-        with self._gathering(x, sum(map(len, weights[first])), keep=more) as (channel, workspace, push):
-            outputs = all_gather_matmul(
-                x, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
-            )
+        columns = sum([w.shape[0] for w in weights[first]])
+        record_transport(GATHER, self.name)
+        channel, workspace, sent = self._begin_gather("all_gather_matmul", x, columns, keep=more)
+        push = sent is None
+        outputs = all_gather_matmul(
+            x, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
+        )
+        workspace.end()
         if more:
             gathered = self._gathered(channel, workspace, x)
             outputs += [F.linear(gathered, w, bias) for w, bias in zip(weights[rest], biases[rest], strict=True)]
@@ -106,16 +98,17 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
         dy = dy.contiguous()
-        with self._gathering(dy, weight.shape[1], keep=True) as (channel, workspace, push):
-            options: dict = {"push": push, "keep": push, "spare": self.spare}
-            if activation is None:
-                (dx,) = all_gather_matmul(dy, [weight], channel, b_transposed=True, **options)
-                dgate, a = None, x
-            else:
-                rows = (x.contiguous(), None if gate is None else gate.contiguous())
-                dx, dgate, a = all_gather_matmul_derivative(
-                    dy, weight, channel, rows[0], activation, rows[1], **options
-                )
+        record_transport(GATHER, self.name)
+        channel, workspace, sent = self._begin_gather("all_gather_matmul", dy, weight.shape[1], keep=True)
+        push = sent is None
+        options: dict = {"push": push, "keep": push, "spare": self.spare}
+        if activation is None:
+            (dx,) = all_gather_matmul(dy, [weight], channel, b_transposed=True, **options)
+            dgate, a = None, x
+        else:
+            rows = (x.contiguous(), None if gate is None else gate.contiguous())
+            dx, dgate, a = all_gather_matmul_derivative(dy, weight, channel, rows[0], activation, rows[1], **options)
+        workspace.end()
         gathered = gathered_copy(channel, dy) if keep else self._gathered(channel, workspace, dy)
         return dx, dgate, a, gathered
 
@@ -139,7 +132,7 @@ class Fused:
         workspace = kernel_workspace(self.group, "reduce", x.device)
         tile, space = _reduction(scatter, m, n, world, x.dtype, x.device)
         residual = None if finish.residual is None else finish.residual.contiguous()
-        end = finish._replace(residual=residual, norm=None)
+        end = Finish(finish.bias, finish.dropout, residual)
         if scatter:
             channel = workspace.begin(SCATTER, *space)
             y = matmul_reduce_scatter(
@@ -151,7 +144,7 @@ class Fused:
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )
         workspace.check()
-        return finish_rows(y, Finish(norm=finish.norm))
+        return (y, None) if finish.norm is None else finish_rows(y, Finish(norm=finish.norm))
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Transport.start_gather: copy engines begin at once; shards that they would be slow with, the wait pushes."""
@@ -159,8 +152,7 @@ class Fused:
 
         def wait() -> Tensor:
             await_gathered(channel, x, push=sent is None)
-            workspace.join()
-            workspace.check()
+            workspace.end()
             return self._gathered(channel, workspace, x)
 
         return wait
