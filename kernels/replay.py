@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
@@ -30,7 +29,7 @@ from .launch import ALIGNMENT, Tile, is_interpreted
 PLANS = 256  # of a launcher, or of a Lasting; for one more the oldest is forgotten
 STREAM, HEAD = 3, 9  # of the arguments of Triton's launcher: the stream's index, and how many are not the kernel's
 MAPS = 512  # TMA descriptors of one argument of a plan, one for each address
-PLAIN = {bool, float, int, str, Tile, torch.dtype, type(None)}  # types of most values that a description holds as they are
+PLAIN = {bool, float, int, str, Tile, torch.dtype, type(None)}  # what a description holds as it is, for the most part
 KEY = "key"  # the parameter of kernels that is new in every call: the key of dropout
 
 # What a launcher may do with tensors besides launching.
@@ -63,7 +62,7 @@ class Prepared(NamedTuple):
     run: Callable
     """Triton's launcher for these arguments."""
     arguments: list
-    """What it takes: HEAD arguments of its own, with a gap for the stream, and the kernel's without tuples, with gaps."""
+    """What it takes: HEAD of its own, with a gap for the stream, then the kernel's, without tuples, with gaps."""
     pointers: list[tuple[int, int, int]]
     """Of each gap for an address: its index, and the two members of a Place."""
     maps: list[tuple[int, int, int, Callable[[int], Any]]]
@@ -229,7 +228,7 @@ def describe(
         kind = type(value)
         if kind in PLAIN:
             description.append(value)
-        elif kind is Tensor or kind is Parameter or isinstance(value, Tensor):
+        elif isinstance(value, Tensor):
             address = value.data_ptr()
             tensors.append(value)
             addresses.append(address)
@@ -237,7 +236,7 @@ def describe(
         elif isinstance(value, Dropout):
             keys.append(signed(value.key))
             describe((value.start, value.p), description, tensors, addresses, keys)
-        elif isinstance(value, tuple | list):
+        elif isinstance(value, (tuple, list)):
             description += (kind, len(value))
             lasting = describe(value, description, tensors, addresses, keys) or lasting
         elif isinstance(value, Lasting):
@@ -260,9 +259,8 @@ def record(
     aliases = [x.detach() for x in tensors]
     recording = Recording(aliases, lasting)
     following = iter(aliases)
-    arguments, values = mapped(
-        lambda value: next(following) if isinstance(value, Tensor) else value, (arguments, tuple(options.values()))
-    )
+    given = (arguments, tuple(options.values()))
+    arguments, values = mapped(lambda value: next(following) if isinstance(value, Tensor) else value, given)
     token = RECORDING.set(recording)
     try:
         with recording:

@@ -229,7 +229,7 @@ def edited(function: Callable, edit: Edit) -> Callable:
     return scope[function.__name__]
 
 
-PAYLOAD, FLAG = "targets[peer].copy_(", "self._memory.set_flag(peer"
+PAYLOAD, FLAG = "target.copy_(", "set_flag(peer"
 WAIT = "self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))"
 JOIN = "torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)"
 
@@ -237,7 +237,7 @@ JOIN = "torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)"
 @pytest.mark.parametrize(
     "method, edit, sides",
     [
-        ("copy_gather", move(PAYLOAD, FLAG), ("kernel_workspace.py", "tile.py")),
+        ("_send", move(PAYLOAD, FLAG), ("kernel_workspace.py", "tile.py")),
         ("copy_gather", replace(WAIT, "pass"), ("kernel_workspace.py", "reuse.py")),
         ("join", replace(JOIN, "pass"), ("kernel_workspace.py", "reuse.py")),
     ],

@@ -222,8 +222,10 @@ class KernelWorkspace:
             set_flag(peer, flag, self.epoch, self._epoch)
 
     def _targets_of(self, shape: torch.Size, dtype: torch.dtype, parity: int) -> list[torch.Tensor]:
-        """Where a shard of this rank lies in each rank's slot, in the order in which each rank receives from one peer at
-        a time: its own first, then those of rank - 1, rank - 2, ... The views for TARGETS kinds of shards are kept."""
+        """Where a shard of this rank lies in each rank's slot: in its own, then in those of rank - 1, rank - 2, ...
+
+        In this order each rank receives from one peer at a time. The views for TARGETS kinds of shards are kept.
+        """
         key = shape, dtype, parity
         if key not in self._targets:
             assert self._memory is not None
