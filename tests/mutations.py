@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from triton.runtime.jit import JITCallable
 
@@ -107,3 +109,17 @@ def mutated_kernels(folder: Path, mutations: Mapping[str, Mapping[str, list[Edit
         for file, changes in edits.items():
             (copy / file).write_text(chain(*changes)((copy / file).read_text()))
     return names
+
+
+def mutated_packages(name: str, mutations: Mapping[str, Mapping[str, list[Edit]]]) -> object:
+    """A fixture for a test module, to be assigned there to the name that its tests ask for: what mutated_kernels
+    returns, of packages that processes can import. name: what no other module's packages begin with."""
+
+    @pytest.fixture(scope="module")
+    def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+        folder = tmp_path_factory.mktemp(name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(folder)
+            yield mutated_kernels(folder, mutations)
+
+    return packages

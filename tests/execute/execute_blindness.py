@@ -6,7 +6,6 @@ reads as early as its waits allow. `make execute` names this file; `make test` d
 """
 
 import importlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -22,7 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import schedules
-from mutations import KERNELS, Edit, mutated_kernels, replace
+from mutations import KERNELS, Edit, mutated_packages, replace
 
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.reference import matmul_reference
@@ -101,13 +100,7 @@ RACES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """mutation -> the importable name of a copy of all kernels with it."""
-    folder = tmp_path_factory.mktemp("blindness")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield mutated_kernels(folder, MUTATIONS)
+packages = mutated_packages("blindness", MUTATIONS)
 
 
 def interpreted_verdicts(package: str, names: list[str]) -> set[str]:

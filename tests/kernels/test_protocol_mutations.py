@@ -6,14 +6,12 @@ does not see barriers, releases, fences and the place of waits: tests/checks/tes
 tests/execute/execute_blindness.py shows it.
 """
 
-from collections.abc import Iterator
-
 import pytest
 from pool import WorkerPool
 
 pytest.importorskip("triton")
 
-from mutations import Edit, move, mutated_kernels, replace
+from mutations import Edit, move, mutated_packages, replace
 from schedules import BEFORE, OPERATIONS, TWO_PHASES, run_all
 
 NAMES = set(OPERATIONS)
@@ -91,13 +89,7 @@ WATCHED = {"late": 1, "ahead": 1, "absent": 0}
 UNMUTATED = {"late": "right", "ahead": "right", "absent": REPORT}
 
 
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """mutation -> the importable name of a copy of all kernels with it."""
-    folder = tmp_path_factory.mktemp("mutated")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield mutated_kernels(folder, MUTATIONS)
+packages = mutated_packages("mutated", MUTATIONS)
 
 
 @pytest.mark.parametrize("schedule", WATCHED)
