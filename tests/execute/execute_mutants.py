@@ -22,7 +22,7 @@ def test_mutants_are_caught(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", (name for name, case in CASES.items() if case.communicates))
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.communicates])
 def test_waits_and_no_other_loops_fall_through(name: str) -> None:
     places = [mutant.place for mutant in mutants(name) if mutant.kind == "wait falls through"]
     assert places and all(place.startswith("`poll: while ") for place in places), places
