@@ -104,6 +104,8 @@ class LinearForm(NamedTuple):
     """Weights are stored as (k, n)."""
     world: int = 1
     """How many chunks a rank's output consists of."""
+    piece: int = 16
+    """Columns that the epilogue of a Derivative takes at a time."""
 
 
 class Pair(NamedTuple):

@@ -124,3 +124,13 @@ def resident_programs(device: torch.device, tile: Tile, spare: int = 0) -> int:
 def step_rows(tile: Tile, itemsize: int) -> int:
     """How many rows of a tile one step of a reduction adds: each thread takes ALIGNMENT bytes."""
     return min(tile.m, max(1, tile.warps * 32 * ALIGNMENT // itemsize // tile.n))
+
+
+def piece_columns(columns: int) -> int:
+    """Columns that the epilogue of a Derivative takes at a time, of matrices with so many columns.
+
+    Triton knows that rows begin at multiples of 16 bytes if they have a multiple of 16 elements. If it does not know,
+    each element needs an address and a predicate of its own, for up to five matrices: 16 columns would spill. Where it
+    knows, 8 columns of 16 bits would be stored 8 bytes at a time.
+    """
+    return 16 if columns % 16 == 0 else 8

@@ -290,17 +290,17 @@ def store_packed(target, block, stride: tl.constexpr, ROWS: tl.constexpr, COLUMN
 @triton.jit
 def store_derivative(
     accumulator, derivative, at, row, column, row_end, column_end,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store dx, dgate, and act(x) or act(gate) * x rebuilt; `accumulator` is the gradient of what is rebuilt.
 
-    at: how many elements lie before row 0 in each operand of `derivative`.
+    at: how many elements lie before row 0 in each operand of `derivative`. PIECE: columns at a time.
     """
-    if COLUMNS > EPILOGUE_COLUMNS:
+    if COLUMNS > PIECE:
         left, right = halves(accumulator, ROWS, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
-        store_derivative(left, derivative, at, row, column, row_end, column_end, ACTIVATION, ROWS, HALF)
-        store_derivative(right, derivative, at, row, column + HALF, row_end, column_end, ACTIVATION, ROWS, HALF)
+        store_derivative(left, derivative, at, row, column, row_end, column_end, ACTIVATION, PIECE, ROWS, HALF)
+        store_derivative(right, derivative, at, row, column + HALF, row_end, column_end, ACTIVATION, PIECE, ROWS, HALF)
     else:
         x = load_block(derivative.x + at, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
         x = x.to(tl.float32)
@@ -352,10 +352,10 @@ def place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM: tl.constexpr):
 def store_linear(problem, result, weight, chunk, row, column, rows, virtual, FORM: tl.constexpr):
     """The epilogue of a tile: bias and activation, or the derivative, and the stores."""
     TILE: tl.constexpr = FORM.tile
-    n = weight.n
+    n, derivative = weight.n, problem.derivative
     at = tl.cast(virtual * FORM.world + chunk, tl.int64) * rows * n
-    if problem.derivative.x is not None:
-        store_derivative(result, problem.derivative, at, row, column, rows, n, FORM.activation, TILE.m, TILE.n)
+    if derivative.x is not None:
+        store_derivative(result, derivative, at, row, column, rows, n, FORM.activation, FORM.piece, TILE.m, TILE.n)
     else:
         bias = weight.bias
         if bias is not None:

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from ..arguments import Derivative, LinearForm, Linears, three
 from ..cost import gemm_seconds
-from ..launch import ALIGNMENT, Tile, is_interpreted, launch_options, operand, packed, packed_width, padded
+from ..launch import (
+    ALIGNMENT,
+    Tile,
+    is_interpreted,
+    launch_options,
+    operand,
+    packed,
+    packed_width,
+    padded,
+    piece_columns,
+)
 from ..matmul.kernel import weight_arguments
 from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
 from ..replay import launch, replayed
@@ -301,7 +311,9 @@ def all_gather_matmul_derivative(
     tile = tile or plan.select_gather_tile(shard.device, shard.dtype, rows, x.shape[1:], k, channel.world, operands=3)
     launch_gather(
         shard, [weight], channel, None, [None], Derivative(x, gate, dx, dgate, rebuilt),
-        LinearForm(tile, activation or "", b_transposed=True, world=channel.world),
+        LinearForm(
+            tile, activation or "", b_transposed=True, world=channel.world, piece=piece_columns(x.shape[1])
+        ),
         push=push, keep=keep, programs=programs, spare=spare,
     )  # fmt: skip
     return dx, dgate, rebuilt

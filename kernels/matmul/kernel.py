@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..arguments import Derivative, LinearForm, Linears, Weight, three
 from ..configurations import select_tile
-from ..launch import Tile, launch_options, operand, padded, persistent_programs
+from ..launch import Tile, launch_options, operand, padded, persistent_programs, piece_columns
 from ..replay import launch, replayed
 from ..tile import column_blocks, linear_tiles
 
@@ -105,7 +105,7 @@ def matmul_derivative(
         matmul_kernel, (persistent_programs(a.device, tiles, tile, programs),),
         operand(a, (tile.m, tile.k), tile), *three([operand(b, (tile.k, tile.n), tile)]),
         Linears(k, a.stride(0), weight_arguments([b], [n], None, [None]), Derivative(x, gate, dx, dgate, rebuilt)),
-        m, LinearForm(tile, activation or "", b_transposed=True),
+        m, LinearForm(tile, activation or "", b_transposed=True, piece=piece_columns(n)),
         **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
     return dx, dgate, rebuilt

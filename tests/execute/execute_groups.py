@@ -27,6 +27,7 @@ GEMMS = {
     "reduce-scatter, finished": scatters.gemm(2, scatters.gemms.FINISH),
     "all-gather": gathers.linear(1),
     "all-gather, several": gathers.linear(3, "gelu"),
+    "all-gather, derivative": gathers.derivative("silu", True),  # of odd columns, in pieces of 8
     "all-reduce, one shot": all_reduces.gemm(1, False, True),
     "all-reduce, two shots": all_reduces.gemm(1, False, False),
 }
