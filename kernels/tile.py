@@ -268,8 +268,7 @@ def store_activated(
     else:
         if bias is not None:
             block = add_bias(block, bias, column, column_end, COLUMNS)
-        block = activate(block, ACTIVATION)
-        store_block(target, block, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
+        store_block(target, activate(block, ACTIVATION), row, column, row_end, column_end, column_end, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -377,23 +376,23 @@ def linear_tiles(
     TILE: tl.constexpr = FORM.tile
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
-    steps = tl.cdiv(problem.k, TILE.k)
-    tile, step = begin - programs, -1
+    k, steps = problem.k, tl.cdiv(problem.k, TILE.k)
+    tile, step, done, last = begin - programs, steps - 1, begin, steps - 1
     left = Operand(source, source_row, problem.a_stride)
     right, ahead, row, column = place_tile(problem, b0, b1, b2, 0, rows, virtual, FORM)
     result, part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(tl.cdiv(end - begin, programs) * steps):
+    for i in range(tl.cdiv(end - begin, programs) * steps):
         # All that the next loads need stands before the product, or they would not run ahead of it.
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            tile += programs
+        step += 1
+        if step == steps:
+            tile, step = tile + programs, 0
             right, ahead, row, column = place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM)
         result, part = multiply_step(
-            result, part, left, right, row, column, rows, ahead.n, problem.k, step,
-            FORM.a_transposed, FORM.b_transposed, TILE,
-        )  # fmt: skip
-        if step == steps - 1:
-            # placed again: the place would take registers for each step that loads run ahead
-            used, weight, m, at = place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM)
+            result, part, left, right, row, column, rows, ahead.n, k, step, FORM.a_transposed, FORM.b_transposed, TILE
+        )
+        # Products have a count of their own. That of the loads would be copied in each step, once for every step ahead.
+        if i == last:
+            used, weight, m, at = place_tile(problem, b0, b1, b2, done, rows, virtual, FORM)
             store_linear(problem, result, weight, chunk, m, at, rows, virtual, FORM)
             result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            done, last = done + programs, last + steps

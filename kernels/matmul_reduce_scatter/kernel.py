@@ -64,27 +64,29 @@ def push_tiles(problem, lefts, rights, me, begin, end, programs, rows, virtual, 
         steps += tl.cdiv(pairs[1].k, TILE.k)
     if PAIRS > 2:
         steps += tl.cdiv(pairs[2].k, TILE.k)
-    tile, pair, step = begin - programs, PAIRS - 1, -1
-    owner, row_block, column_block = tile_of(0, me.rank, tiles_m, tiles_n, FORM.world)
+    tile, pair, step, length = begin - programs, PAIRS - 1, -1, 0  # step and length: of the pair
     left, right, k = select_pair(pairs, lefts, rights, 0, virtual, n, FORM)
-    last = -1  # step of the pair
+    first, row, column = 0, 0, 0
+    done, last = begin, steps - 1
     result, part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(tl.cdiv(end - begin, programs) * steps):
-        # as in linear_tiles, what the next loads need stands before the product
-        step = tl.where(step == last, 0, step + 1)
-        if step == 0:
-            pair = tl.where(pair == PAIRS - 1, 0, pair + 1)
+    for i in range(tl.cdiv(end - begin, programs) * steps):
+        # as in linear_tiles, what the next loads need stands before the product, and products have a count of their own
+        step += 1
+        if step == length:
+            step, pair = 0, tl.where(pair == PAIRS - 1, 0, pair + 1)
             left, right, k = select_pair(pairs, lefts, rights, pair, virtual, n, FORM)
-            last = tl.cdiv(k, TILE.k) - 1
+            length = tl.cdiv(k, TILE.k)
             if pair == 0:
                 tile += programs
                 owner, row_block, column_block = tile_of(tile, me.rank, tiles_m, tiles_n, FORM.world)
-        a = Operand(left.source, (virtual * FORM.world + owner) * rows, left.stride)
-        row, column = row_block * BLOCK_M, column_block * BLOCK_N
+                first = (virtual * FORM.world + owner) * rows
+                row, column = row_block * BLOCK_M, column_block * BLOCK_N
+        a = Operand(left.source, first, left.stride)
         result, part = multiply_step(
             result, part, a, right, row, column, rows, n, k, step, False, FORM.b_transposed, TILE
         )
-        if (step == last) & (pair == PAIRS - 1):
+        if i == last:
+            owner, row_block, column_block = tile_of(done, me.rank, tiles_m, tiles_n, FORM.world)
             # Each tile is packed, so that stores are contiguous, unmasked and 16 bytes wide for any N.
             at = (me.rank.to(tl.int64) * tiles_m * tiles_n + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
             store_packed(slot_of(me, owner, FORM.partial) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
@@ -94,6 +96,7 @@ def push_tiles(problem, lefts, rights, me, begin, end, programs, rows, virtual, 
                 tl.store(counter, 0)
                 publish(flags_of(me, owner, me.rank) + row_block, me.epoch)
             result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            done, last = done + programs, last + steps
 
 
 @triton.jit(do_not_specialize=["rank", "rows", "early_blocks", "early_runs", "late_runs", "key"])

@@ -146,10 +146,13 @@ PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
 PLACES["loads that wait for the step before"] = (
     tile.linear_tiles,
     chain(
-        replace("tile, step = begin - programs, -1", "tile, step = begin - programs, 0"),
-        replace("step = tl.where(step == steps - 1, 0, step + 1)", "pass"),
+        replace("begin - programs, steps - 1, begin", "begin - programs, 0, begin"),
         replace(
-            "        if step == steps - 1:\n",
+            "        step += 1\n        if step == steps:\n            tile, step = tile + programs, 0\n",
+            "        if step == 0:\n            tile += programs\n",
+        ),
+        replace(
+            "        if i == last:\n",
             "        step = tl.where(step == steps - 1, 0, step + 1)\n        if step == 0:\n",
         ),
     ),
