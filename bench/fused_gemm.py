@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_space
 from tpformer.kernels.all_gather_matmul.plan import select_gather_tile
-from tpformer.kernels.configurations import select_tile
+from tpformer.kernels.configurations import select_local_tile, select_tile
 from tpformer.kernels.launch import Tile, resident_programs
 from tpformer.kernels.matmul.kernel import matmul
 from tpformer.kernels.matmul_all_reduce.kernel import (
@@ -223,7 +223,7 @@ def carved_rows(shape: Shape, effort: Effort) -> list[Row]:
     x = torch.randn(shape.m, shape.k, device=device, dtype=DTYPE)
     w = torch.randn(shape.n, shape.k, device=device, dtype=DTYPE) * shape.k**-0.5
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    each = resident_programs(device, select_tile(device, x.dtype, shape.m, shape.n)) // sms
+    each = resident_programs(device, select_local_tile(device, x.dtype, shape.m, shape.n)) // sms
 
     def call(fewer: int) -> Call:
         return Call(lambda: matmul(x, [w], programs=each * (sms - fewer)))

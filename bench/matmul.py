@@ -66,14 +66,17 @@ class Gemm(NamedTuple):
 
 
 def candidates(gemm: Gemm) -> tuple[str, list[str]]:
-    """(the name of the tile that select_tile picks, all names of this GPU)."""
-    from tpformer.kernels.configurations import TILES, select_tile, tile_names
+    """(the name of the tile that the kernel takes, all names of this GPU for so many rows)."""
+    from tpformer.kernels.configurations import FEW_ROWS, TILES, narrow_tile_names, select_local_tile, tile_names
 
     device, shape = torch.device(DEVICE), gemm.shape
     rows, columns = {DGRAD: (shape.m, shape.k), WGRAD: (shape.n, shape.k)}.get(gemm.case, (shape.m, shape.n))
     major, minor = torch.cuda.get_device_capability(device)
-    names = tile_names(10 * major + minor, DTYPE.itemsize)
-    picked = select_tile(device, DTYPE, rows, columns)
+    capability = 10 * major + minor
+    names = tile_names(capability, DTYPE.itemsize)
+    if rows <= FEW_ROWS:
+        names = (*names[:-1], *narrow_tile_names(capability, DTYPE.itemsize))
+    picked = select_local_tile(device, DTYPE, rows, columns)
     return next(name for name in names if TILES[name] == picked), list(names)
 
 

@@ -14,7 +14,7 @@ TILES = {
     "large": Tile(128, 256, 64, 3, 8, True),  # 144 KiB, 1 program per SM
     "medium": Tile(128, 128, 64, 4, 8, True),  # 128 KiB; also for epilogues with several outputs
     "small": Tile(64, 128, 64, 4, 4, True),  # 96 KiB, 2 programs per SM: for few rows
-    # the same, for an all-reduce of few rows, which waits for its weights: see select_narrow_tile
+    # the same, for few rows without a gather or a scatter: see select_narrow_tile
     "narrow": Tile(64, 64, 64, 6, 4, True),  # 96 KiB, 2 programs per SM
     "narrowest": Tile(64, 32, 64, 9, 4, True),  # 108 KiB, 2 programs per SM
     # sm_80, 16-bit: pointer loads through cp.async
@@ -87,7 +87,14 @@ def narrow_tile_names(capability: int, itemsize: int) -> tuple[str, ...]:
     )
 
 
-def select_narrow_tile(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Tile:
+def select_local_tile(device: torch.device, dtype: torch.dtype, rows: int, *columns: int) -> Tile:
+    """The configuration of a GEMM that does not communicate: select_narrow_tile's up to FEW_ROWS rows, else
+    select_tile's."""
+    select = select_narrow_tile if rows <= FEW_ROWS else select_tile
+    return select(device, dtype, rows, *columns)
+
+
+def select_narrow_tile(device: torch.device, dtype: torch.dtype, rows: int, *columns: int) -> Tile:
     """The widest tile of narrow_tile_names with which BUSY of the SMs have a program, or the narrowest.
 
     A GEMM of few rows takes as long as its weights take to arrive. Every SM must ask for some of them, and have about
@@ -99,5 +106,9 @@ def select_narrow_tile(device: torch.device, dtype: torch.dtype, rows: int, colu
     major, minor = torch.cuda.get_device_capability(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = [TILES[name] for name in narrow_tile_names(10 * major + minor, dtype.itemsize)]
-    busy = (t for t in tiles if triton.cdiv(rows, t.m) * triton.cdiv(columns, t.n) >= BUSY * processors)
+
+    def programs(tile: Tile) -> int:
+        return triton.cdiv(rows, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns)
+
+    busy = (tile for tile in tiles if programs(tile) >= BUSY * processors)
     return next(busy, tiles[-1])

@@ -86,6 +86,12 @@ def gemm(kernel: str, variants: Sequence[Variant], names: Names = tile_names, **
                     )
 
 
+def all_names(capability: int, itemsize: int) -> Sequence[str]:
+    """The names of all tiles, those for few rows, too."""
+    found = tile_names(capability, itemsize)
+    return (*found, *(name for name in narrow_tile_names(capability, itemsize) if name not in found))
+
+
 def weights(dtype: torch.dtype, *, transposed: bool = False, several: bool = False, columns: int = N) -> list[Tensor]:
     """One weight (columns, K), or three of which two are narrower; transposed: (K, columns)."""
     widths = (columns, columns // 4, columns // 4) if several else (columns,)
@@ -142,6 +148,7 @@ def matmul_cases() -> Iterator[Case]:
             ("dgrad", dgrad),
             ("wgrad", wgrad),
         ],
+        all_names,
     )
     yield from gemm(
         "matmul_kernel",
@@ -155,7 +162,7 @@ def matmul_cases() -> Iterator[Case]:
         ("plain, odd columns", partial(plain, columns=ODD)),
         ("3 weights, bias, gelu, odd columns", partial(forward, columns=ODD)),
     ]
-    yield from gemm("matmul_kernel", odd, waived=NARROW)
+    yield from gemm("matmul_kernel", odd, all_names, waived=NARROW)
     odd = [("gated derivative, odd columns", partial(derivative, gated=True, columns=ODD))]
     yield from gemm("matmul_kernel", odd, partial(tile_names, operands=3), waived=NARROW)
 
@@ -234,12 +241,6 @@ def matmul_reduce_scatter_cases() -> Iterator[Case]:
         # for tcgen05 the pipeliner takes the last step out of the loop, with an epilogue of its own
         peeled = case.capability == 100 and case.dtype.itemsize == 2
         yield replace(case, releases=3, local_atomics=2) if peeled else case
-
-
-def all_names(capability: int, itemsize: int) -> Sequence[str]:
-    """The names of all tiles, those for few rows, too."""
-    found = tile_names(capability, itemsize)
-    return (*found, *(name for name in narrow_tile_names(capability, itemsize) if name not in found))
 
 
 def matmul_all_reduce_cases() -> Iterator[Case]:

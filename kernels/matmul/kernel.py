@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import Derivative, LinearForm, Linears, Weight, three
-from ..configurations import select_tile
+from ..configurations import select_local_tile, select_tile
 from ..launch import Tile, launch_options, operand, padded, persistent_programs, piece_columns
 from ..replay import launch, replayed
 from ..tile import column_blocks, linear_tiles
@@ -58,7 +58,7 @@ def matmul(
     """
     m, k = a.shape[::-1] if a_transposed else a.shape
     columns = [w.shape[1] if b_transposed else w.shape[0] for w in weights]
-    tile = tile or select_tile(a.device, a.dtype, m, *columns)
+    tile = tile or select_local_tile(a.device, a.dtype, m, *columns)
     a_block = (tile.k, tile.m) if a_transposed else (tile.m, tile.k)
     b_block = (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
     a, stored = padded(a), [padded(w) for w in weights]

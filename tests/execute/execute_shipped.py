@@ -18,7 +18,7 @@ import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
 
-from tpformer.kernels.configurations import TILES, narrow_tile_names, tile_names
+from tpformer.kernels.configurations import TILES, narrow_tile_names, select_local_tile, tile_names
 from tpformer.kernels.matmul.kernel import matmul_derivative
 from tpformer.kernels.matmul.reference import matmul_derivative_reference
 from tpformer.kernels.matmul_all_reduce.kernel import select_all_reduce_tile
@@ -82,9 +82,12 @@ def test_groups(gemm, name) -> None:
 
 @pytest.mark.parametrize("name", FEW)
 def test_few_rows(name) -> None:
-    """The one-shot all-reduce takes the widest tile that gives every SM a program."""
+    """A GEMM and the one-shot all-reduce take the widest tile that gives every SM a program."""
     dtype, shape = FEW[name]
     one_shot = all_reduces.gemm(1, True, True)
     with executing_with(name) as execution:
         assert select_all_reduce_tile(torch.device("cuda"), dtype, *shape[:2], WORLD, one_shot=True) == TILES[name]
         run_group(one_shot, execution, WORLD, dtype, shape, 1, None, capacity=1 << 19, writer_flags=32)
+    with executing_with(name):
+        assert select_local_tile(torch.device("cuda"), dtype, *shape[:2]) == TILES[name]
+        matmuls.layouts(*shape, dtype, "cpu", None)

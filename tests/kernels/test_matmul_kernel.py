@@ -10,7 +10,14 @@ from testing import assert_kernel_close
 pytest.importorskip("triton")
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
-from tpformer.kernels.configurations import TILES, WAVES, narrow_tile_names, select_tile, tile_names
+from tpformer.kernels.configurations import (
+    TILES,
+    WAVES,
+    narrow_tile_names,
+    select_local_tile,
+    select_tile,
+    tile_names,
+)
 from tpformer.kernels.launch import Tile, resident_programs
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul.reference import (
@@ -95,7 +102,7 @@ def test_configurations_are_few_and_used(monkeypatch) -> None:
     assert len(TILES) <= 24
     kinds = [(capability, size) for capability in (80, 90, 100) for size in (2, 4)]
     used = {name for kind in kinds for name in tile_names(*kind)}
-    narrow = {name for kind in kinds for name in narrow_tile_names(*kind)}  # for all-reduces of few rows
+    narrow = {name for kind in kinds for name in narrow_tile_names(*kind)}  # for few rows
     assert used | narrow | {"interpreted"} == set(TILES) and used == set(WAVES)
     sm = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=228 << 10)  # of an H100
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sm)
@@ -123,6 +130,21 @@ def test_the_tile_with_the_shortest_waves_is_picked(monkeypatch, arguments, opti
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     assert select_tile(torch.device("cuda"), torch.bfloat16, *arguments, **options) == TILES[expected]
     assert select_tile(torch.device("cuda"), torch.float32, *arguments, **options) == TILES["exact"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((8, 13312), "narrow"),  # 208 programs; 104 of the small tile
+        ((8, 768, 128, 128), "narrowest"),  # 32 programs are all that there can be
+        ((128, 8192), "small"),
+        ((129, 13312), "large"),
+    ],
+)
+def test_a_gemm_of_few_rows_gives_each_sm_a_program(monkeypatch, arguments, expected) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    assert select_local_tile(torch.device("cuda"), torch.bfloat16, *arguments) == TILES[expected]
 
 
 def test_cost() -> None:
