@@ -5,7 +5,6 @@ Letters: M rows of all ranks together, N and K of one rank's GEMM, t ranks, s by
 B bytes/s of its links.
 """
 
-import math
 from typing import NamedTuple
 
 
@@ -120,12 +119,6 @@ def tile_seconds(tile: tuple[int, int], k: int, programs: int, machine: Machine,
     begin, shares = TILE_SPEEDS.get(tile, OTHER_TILES)
     share = shares[min(programs, len(shares)) - 1] * machine.peak_flops / processors
     return begin + 2 * tile[0] * tile[1] * k * programs / share
-
-
-def waves_seconds(tiles: int, tile: tuple[int, int], k: int, programs: int, machine: Machine, processors: int) -> float:
-    """Seconds in which so many programs compute tiles that are there at once, one after the other."""
-    together = math.ceil(min(tiles, programs) / processors)
-    return math.ceil(tiles / programs) * tile_seconds(tile, k, together, machine, processors)
 
 
 def collective_seconds(op: str, m: int, n: int, k: int, ranks: int, itemsize: int, machine: Machine) -> float:

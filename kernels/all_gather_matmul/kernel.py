@@ -27,6 +27,7 @@ from ..tile import column_blocks, linear_tiles
 from . import plan
 
 COPY_BLOCK = 4096  # elements that a program of copy_slot_kernel copies
+TURNS, TURN_PIECES = tl.constexpr(plan.TURNS), tl.constexpr(plan.TURN_PIECES)
 
 
 class Gather(NamedTuple):
@@ -46,6 +47,15 @@ class Gather(NamedTuple):
 
 
 @triton.jit
+def push_pieces(target, shard, begin, end, distance, BLOCK: tl.constexpr, numel):
+    """Store those pieces of a shard of `numel` elements that begin at begin, begin + distance, ... below `end`."""
+    offsets = tl.arange(0, BLOCK)
+    for first in range(begin, end, distance):
+        mask = first + offsets < numel
+        tl.store(target + first + offsets, tl.load(shard + first + offsets, mask=mask), mask=mask)
+
+
+@triton.jit
 def push_rows(me, shard, peers, program, pushers, numel, GATHER: tl.constexpr):
     """Store one pusher's share of the shard, which has `numel` elements, into every other rank's slot, and at the end
     into the own one if it is kept. The ranks follow in reverse ring order, so that each link carries one transfer at a
@@ -53,22 +63,32 @@ def push_rows(me, shard, peers, program, pushers, numel, GATHER: tl.constexpr):
     BLOCK: tl.constexpr = GATHER.block
     ALIGNED: tl.constexpr = GATHER.aligned
     WORLD: tl.constexpr = GATHER.world
-    offsets = tl.arange(0, BLOCK)
     numel = numel // ALIGNED * ALIGNED  # the same. But now the compiler knows that no mask ends within 16 bytes
     shard += tl.program_id(1).to(tl.int64) * numel
     at = me.rank.to(tl.int64) * numel
-    for step in range(1, peers + (1 if GATHER.keep else 0)):
+    begin, distance = program * BLOCK, pushers * BLOCK
+    # To count its share of a rank, a pusher waits until what it stored has arrived. If all did so at the same time, the
+    # links would be idle. So they do it in turns, when they have pushed 0, 2 or 4 pieces to the next rank. Nothing
+    # follows the last rank but the own copy, so there nobody puts it off.
+    turn = begin + program % TURNS * TURN_PIECES * distance
+    for step in range(1, peers + 1):
         peer = (me.rank + WORLD - step) % WORLD
         target = slot_of(me, peer, shard.dtype.element_ty) + at
-        for first in range(program * BLOCK, numel, pushers * BLOCK):
-            mask = first + offsets < numel
-            tl.store(target + first + offsets, tl.load(shard + first + offsets, mask=mask), mask=mask)
-        if peer != me.rank:
-            counter = me.counters + peer
+        end = numel
+        if step == WORLD:
+            turn = begin
+            if not GATHER.keep:
+                end = begin
+        turn = tl.minimum(turn, end)
+        push_pieces(target, shard, begin, turn, distance, BLOCK, numel)
+        if step > 1:
+            last = (me.rank + WORLD + 1 - step) % WORLD
+            counter = me.counters + last
             tl.debug_barrier()  # so that the count covers all warps' stores
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == pushers - 1:
                 tl.store(counter, 0)
-                publish(flags_of(me, peer, me.rank), me.epoch)
+                publish(flags_of(me, last, me.rank), me.epoch)
+        push_pieces(target, shard, turn, end, distance, BLOCK, numel)
 
 
 @triton.jit

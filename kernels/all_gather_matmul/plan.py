@@ -11,11 +11,15 @@ from typing import NamedTuple
 import torch
 
 from ..configurations import TILES, select_tile, tile_names
-from ..cost import MACHINES, RELEASE_SECONDS, Machine, machine_for, overlapped_seconds, waves_seconds
+from ..cost import MACHINES, RELEASE_SECONDS, Machine, machine_for, overlapped_seconds, tile_seconds
 from ..launch import Tile, is_interpreted, packed_width, persistent_programs, resident_programs
 
 # Bytes that a pusher has asked for before it stores the first of them: of each of 256 threads 8 loads of 16 bytes.
 IN_FLIGHT = 32 << 10
+# Pushers of so many groups wait one after the other until what they stored has arrived. A group's turn is as long as
+# two pieces take, which is as long as such a wait (RELEASE_SECONDS).
+TURNS = 3
+TURN_PIECES = 2
 INTERPRETED_PUSHERS = 2  # at most: a program takes about 10 ms
 
 
@@ -50,8 +54,9 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def filling_pushers(machine: Machine) -> int:
-    """How many pushers fill a GPU's links, by Little's law: bandwidth * latency / bytes that each has in flight."""
-    return math.ceil(machine.link * machine.load_latency / IN_FLIGHT)
+    """How many pushers fill a GPU's links while the others wait in their turn, by Little's law: bandwidth * latency /
+    bytes that each has in flight."""
+    return math.ceil(machine.link * machine.load_latency / IN_FLIGHT * TURNS / (TURNS - 1))
 
 
 def pushers_of(nbytes: int, machine: Machine) -> int:
@@ -60,10 +65,23 @@ def pushers_of(nbytes: int, machine: Machine) -> int:
     return min(most, math.ceil(nbytes / IN_FLIGHT))
 
 
+def push_arrivals(nbytes: int, world: int, pushers: int, machine: Machine) -> list[float]:
+    """Seconds until the chunks of a rank are there, the own one first, if each has so many pushers.
+
+    A peer takes as long as the links take for a shard, or as one pusher takes for its share and for the wait until that
+    has arrived. This assumes that the others fill the links while some wait, as they do so in turns, whose last group
+    sets the flag. With the last peer all wait at once.
+    """
+    pieces = math.ceil(nbytes / IN_FLIGHT / pushers)
+    peer = max(nbytes / machine.link, pieces * machine.load_latency + RELEASE_SECONDS)
+    put_off = min((TURNS - 1) * TURN_PIECES, pieces) * machine.load_latency
+    between = [step * peer + put_off + RELEASE_SECONDS for step in range(1, world - 1)]
+    return [0.0, *between, (world - 1) * peer + RELEASE_SECONDS][:world]
+
+
 def push_seconds(nbytes: int, world: int, pushers: int, machine: Machine) -> float:
-    """Seconds in which so many pushers send a shard to all peers, one after the other, each with a release."""
-    speed = min(machine.link, pushers * IN_FLIGHT / machine.load_latency)
-    return (world - 1) * (nbytes / speed + RELEASE_SECONDS) if pushers else 0.0
+    """Seconds in which so many pushers send a shard to all peers, one after the other."""
+    return push_arrivals(nbytes, world, pushers, machine)[-1] if pushers else 0.0
 
 
 def copy_seconds(nbytes: int, world: int, machine: Machine) -> float:
@@ -118,7 +136,9 @@ def select_gather_tile(
 
     def seconds(tile: Tile, chunks: int) -> float:
         tiles = chunks * math.ceil(rows / tile.m) * sum(math.ceil(n / tile.n) for n in columns)
-        return waves_seconds(tiles, tile[:2], k, resident_programs(device, tile), machine, processors)
+        programs = resident_programs(device, tile)
+        # beside the others on its SM: while the last chunk is multiplied, those of the one before still are
+        return math.ceil(tiles / programs) * tile_seconds(tile[:2], k, programs // processors, machine, processors)
 
     tiles = [TILES[name] for name in tile_names(10 * major + minor, dtype.itemsize, operands)]
     hidden = [tile for tile in (chosen, *tiles) if seconds(tile, world) <= links]

@@ -8,31 +8,44 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 from tpformer.kernels.all_gather_matmul import plan
 from tpformer.kernels.all_gather_matmul.plan import Push, Work
 from tpformer.kernels.configurations import TILES
-from tpformer.kernels.cost import MACHINES
+from tpformer.kernels.cost import MACHINES, RELEASE_SECONDS
 
 H200, _, A100, B200 = MACHINES
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("machine, pushers", [(H200, 12), (A100, 8), (B200, 24)])
+@pytest.mark.parametrize("machine, pushers", [(H200, 18), (A100, 12), (B200, 35)])
 def test_pushers_fill_the_links(machine, pushers):
-    """380 GB/s for 1 us are 12 times 32 KiB."""
-    assert plan.pushers_of(MIB, machine) == pushers
-    assert pushers * plan.IN_FLIGHT / machine.load_latency >= machine.link
+    """380 GB/s for 1 us are 11.6 times 32 KiB, and a third of the pushers may wait."""
+    assert plan.pushers_of(MIB, machine) == min(pushers, 32)
+    assert plan.pushers_of(2 * MIB, machine) == pushers
+    assert pushers * 2 // 3 * plan.IN_FLIGHT / machine.load_latency >= 0.99 * machine.link
     assert plan.pushers_of(3 * plan.IN_FLIGHT, machine) == 3  # a shard has no more pieces
     assert plan.pushers_of(3 * plan.IN_FLIGHT + 1, machine) == 4
 
 
+def test_the_turn_of_a_group_is_as_long_as_it_waits():
+    assert all(plan.TURN_PIECES * machine.load_latency >= RELEASE_SECONDS for machine in MACHINES)
+
+
 def test_seconds():
-    """Of 4 MiB to 7 peers: 11.0 us each at 380 GB/s. One pusher has 32.8 GB/s."""
-    assert plan.push_seconds(4 * MIB, 8, 12, H200) == pytest.approx(7 * (11.04e-6 + 2e-6), rel=1e-3)
-    assert plan.push_seconds(4 * MIB, 8, 1, H200) == pytest.approx(7 * (128e-6 + 2e-6))
+    """Of 4 MiB to 7 peers: 11.0 us each at 380 GB/s, in which a pusher of 18 has 8 us for its pieces, and waits 2 us.
+    A pusher of one has 32.8 GB/s, and one of 16 the 4 us of 2 pieces and a wait, while the links take 2.8 us."""
+    assert plan.push_seconds(4 * MIB, 8, 18, H200) == pytest.approx(7 * 11.04e-6 + 2e-6, rel=1e-3)
+    assert plan.push_seconds(4 * MIB, 8, 1, H200) == pytest.approx(7 * (128e-6 + 2e-6) + 2e-6)
+    assert plan.push_seconds(MIB, 8, 16, H200) == pytest.approx(7 * 4e-6 + 2e-6)
     assert plan.copy_seconds(4 * MIB, 8, H200) == pytest.approx(7 * (11.04e-6 + 6.4e-6), rel=1e-3)
-    assert plan.push_seconds(4 * MIB, 1, 12, H200) == plan.copy_seconds(4 * MIB, 1, H200) == 0
+    assert plan.push_seconds(4 * MIB, 1, 18, H200) == plan.copy_seconds(4 * MIB, 1, H200) == 0
+
+
+def test_all_flags_but_the_last_peer_s_come_when_every_group_had_its_turn():
+    assert plan.push_arrivals(4 * MIB, 4, 18, H200) == pytest.approx([0, 17.04e-6, 28.08e-6, 35.11e-6], rel=1e-3)
+    assert plan.push_arrivals(MIB, 3, 16, H200) == pytest.approx([0, 8e-6, 10e-6])  # a share has 2 pieces
+    assert plan.push_arrivals(MIB, 1, 16, H200) == [0]
 
 
 def test_pushers_join_with_the_first_chunk_that_begins_after_the_push():
-    """The push takes 91 us, a chunk 20 us, and 22 us without the pushers."""
+    """The push takes 79 us, a chunk 20 us, and 22 us without 12 pushers."""
     work = Work(4 * MIB, 8, 1000, 160e-6)
     assert plan.plan_push(work, 12, 132, H200) == Push(12, 5)
     assert plan.plan_push(work._replace(seconds=16e-6), 12, 132, H200) == Push(12, 8)  # never
@@ -44,18 +57,18 @@ def test_pushers_join_with_the_first_chunk_that_begins_after_the_push():
 def test_a_launch_has_all_resident_programs_if_there_are_tiles(monkeypatch):
     monkeypatch.setattr(plan, "persistent_programs", lambda device, tiles, tile, programs, *_: min(tiles, programs))
     work, cpu, tile = Work(4 * MIB, 8, 1000, 160e-6), torch.device("cpu"), TILES["large"]
-    assert plan.plan_launch(work, cpu, tile, True, 132, 1, 0) == (132, Push(12, 5))
-    assert plan.plan_launch(work._replace(tiles=56), cpu, tile, True, 132, 1, 0) == (68, Push(12, 8))
+    assert plan.plan_launch(work, cpu, tile, True, 132, 1, 0) == (132, Push(18, 4))
+    assert plan.plan_launch(work._replace(tiles=56), cpu, tile, True, 132, 1, 0) == (74, Push(18, 8))
     assert plan.plan_launch(work, cpu, tile, True, 16, 8, 0)[1].pushers == 8  # of few, half push
     assert plan.plan_launch(work, cpu, tile, False, 132, 1, 0) == (132, plan.NO_PUSH)
     assert plan.plan_launch(work._replace(world=1), cpu, tile, True, 132, 1, 0)[1].pushers == 0
 
 
 def test_copies_leave_the_processors_to_a_long_gemm_and_begin_late():
-    """A copy to a peer takes 4.4 us more than a push. It is hidden behind a long GEMM, which pushers would slow. Under
-    another kernel a push would come after that, so a copy is faster once its bytes take 4.4 us, from 1.7 MB on."""
+    """A copy to a peer begins 6.4 us late. That is hidden behind a long GEMM, which pushers would slow. Under another
+    kernel a push would come after that, so a copy is faster once the push to a peer takes as long, from 2.4 MB on."""
     for nbytes in (MIB, 4 * MIB, 32 * MIB):
         assert plan.copies_are_faster(nbytes, 8, 1e-2, 132, H200)
         assert not plan.copies_are_faster(nbytes, 8, 1e-6, 132, H200)
-    assert not plan.copies_are_faster(MIB, 8, None, 132, H200)
-    assert plan.copies_are_faster(2 * MIB, 8, None, 132, H200)
+    assert not plan.copies_are_faster(2 * MIB, 8, None, 132, H200)
+    assert plan.copies_are_faster(3 * MIB, 8, None, 132, H200)

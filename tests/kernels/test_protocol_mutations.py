@@ -21,7 +21,10 @@ REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 Mutation = dict[str, list[Edit]]  # by file
 # matmul_reduce_scatter then sets a flag with the first tile of a block of rows instead of the last
 EARLY_FLAGS: Mutation = {
-    "all_gather_matmul/kernel.py": [move("for first in range(program * BLOCK", "if peer != me.rank:")],
+    "all_gather_matmul/kernel.py": [
+        replace("if step > 1:", "if step < WORLD:"),
+        replace("last = (me.rank + WORLD + 1 - step) % WORLD", "last = peer"),
+    ],
     "matmul_reduce_scatter/kernel.py": [replace("== tiles_n - 1", "== 0")],
     "matmul_all_reduce/kernel.py": [
         move("for peer in tl.static_range(WORLD // CHUNKS)", "if ONE_SHOT:\n                announce("),

@@ -7,18 +7,19 @@ several GPUs; tests/ops/test_prediction.py compares the model with what others h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from tpformer.kernels.cost import (
     HOST_SECONDS,
+    POLL_SECONDS,
     Machine,
     collective_seconds,
     gemm_seconds,
     staged_seconds,
     tile_seconds,
-    waves_seconds,
 )
 
 from .exchange import Launch, planned_launch, tile_count
@@ -72,20 +73,19 @@ def fused_times(
 ) -> Times:
     """The fused kernel that a CUDA device would launch, and which leaves `spare` SMs free. Otherwise as above.
 
-    Chunks of a gather arrive while others are multiplied; the tiles of the last one are multiplied alone. Tiles of a
-    reduction travel while others are multiplied, but the first is computed and the last travels alone. While it
-    travels, a reduce-scatter adds what came before, and the rest behind it. An all-reduce adds between its tiles. While
-    its last tile is on the first hop, it copies what the second hop has brought, and the rest behind the second hop.
-    Nothing hides the flags.
+    Chunks of a gather arrive while others are multiplied (multiplied_seconds). Tiles of a reduction travel while others
+    are multiplied, but the first is computed and the last travels alone. While it travels, a reduce-scatter adds what
+    came before, and the rest behind it. An all-reduce adds between its tiles. While its last tile is on the first hop,
+    it copies what the second hop has brought, and the rest behind the second hop. Nothing hides the flags.
     """
     launch = planned_launch(op, sizes, t, dtype, device, spare)
     found = launch.exchange
     gemm = gemm or kernel_gemm_seconds(launch, sizes, dtype.itemsize, device, machine, spare)
     if op == GATHER:
-        links, processors = gather_seconds(launch, t, machine), processors_of(device)
-        tiles, programs = tile_count(sizes[0] // t, sizes[1], launch.tile), launch.programs
-        last = waves_seconds(tiles, launch.tile[:2], sizes[2], programs, machine, processors)
-        return Times(gemm, links, max(gemm, links + last) + found.seconds, HOST_SECONDS["fused"])
+        arrivals = gather_arrivals(launch, t, machine)
+        tiles = tile_count(sizes[0] // t, sizes[1], launch.tile)
+        total = multiplied_seconds(launch, arrivals, tiles, gemm / found.tiles)
+        return Times(gemm, arrivals[-1], total, HOST_SECONDS["fused"])
     links = found.sent / machine.link
     between, meanwhile, behind = (
         memory_seconds(launch, nbytes, machine) for nbytes in (found.between, found.meanwhile, found.behind)
@@ -122,12 +122,34 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def gather_seconds(launch: Launch, t: int, machine: Machine) -> float:
-    """Of the shards, by pushers or by copy engines."""
-    from tpformer.kernels.all_gather_matmul.plan import copy_seconds, push_seconds
+def gather_arrivals(launch: Launch, t: int, machine: Machine) -> list[float]:
+    """Seconds until the chunks of a rank are there, the own one first, by pushers or by copy engines."""
+    from tpformer.kernels.all_gather_matmul.plan import copy_seconds, push_arrivals
 
+    if t == 1:
+        return [0.0]
     nbytes, pushers = launch.exchange.sent // (t - 1), launch.push.pushers
-    return push_seconds(nbytes, t, pushers, machine) if pushers else copy_seconds(nbytes, t, machine)
+    if pushers:
+        return push_arrivals(nbytes, t, pushers, machine)
+    return [copy_seconds(nbytes, step + 1, machine) for step in range(t)]
+
+
+def multiplied_seconds(launch: Launch, arrivals: Sequence[float], tiles: int, seconds: float) -> float:
+    """Seconds until the last program of a gather is done, where a tile takes `seconds` and each chunk has `tiles`.
+
+    By the kernel's walk: a program waits for a chunk, then multiplies its tiles of it. So those of the last chunk are
+    late where their programs are still busy with the chunk before. Pushers begin when they have pushed.
+    """
+    from tpformer.kernels.all_gather_matmul.kernel import walk
+
+    programs, (pushers, joins) = launch.programs, launch.push
+    ends = [arrivals[-1] if program < pushers else 0.0 for program in range(programs)]
+    for step, arrival in enumerate(arrivals):
+        for program in range(pushers if step < joins else 0, programs):
+            first, distance = walk.fn(program, programs, pushers, joins, step, tiles)
+            begin = max(ends[program], arrival) + (POLL_SECONDS if step else 0)
+            ends[program] = begin + len(range(first, tiles, distance)) * seconds
+    return max(ends)
 
 
 def memory_seconds(launch: Launch, nbytes: int, machine: Machine) -> float:
