@@ -102,6 +102,11 @@ def leaves(value: Any) -> list:
     return [leaf for each in value for leaf in leaves(each)] if isinstance(value, tuple | list) else [value]
 
 
+def kinds(value: Any) -> Any:
+    """The types of nested tuples and lists; None for everything else."""
+    return [type(value).__name__, *map(kinds, value)] if isinstance(value, tuple | list) else None
+
+
 def geometry(x: Any, tensors: list[Tensor]) -> Any:
     """What a result must share with that of another call: its layout, and which of the call's tensors it is."""
     if not isinstance(x, Tensor):
@@ -121,12 +126,13 @@ def compared(stub: Stub, shelf: Shelf, recorded: Callable[[], Call], call: Calla
         attempt = stub.attempt(lambda: held.append(launcher(*arguments, **options)))
         results = [] if attempt["error"] else leaves(held[-1])
         own = [x for x in results if isinstance(x, Tensor) and not any(x is given for given in shelf.given)]
-        return attempt, [launches(attempt, shelf.given, own), [geometry(x, tensors) for x in results]]
+        said = launches(attempt, shelf.given, own)
+        return attempt, [said, [geometry(x, tensors) for x in results], attempt["error"] or kinds(held[-1])]
 
     first: list[Tensor] = []
     with in_tritons_way():
         plain, wanted = run(call, first)
-    _, (_, layouts) = run(recorded, [])
+    _, (_, layouts, _) = run(recorded, [])
     with counted() as done:
         _, found = run(call, first)
     same = wanted == found and wanted[1] == layouts
@@ -288,6 +294,14 @@ def of_own(first: Any, second: Any, served: int = 2, spoil: bool = False, zeroed
     return scratch
 
 
+@replay.replayed
+def of_many(x: Tensor, scale: float = 0.5) -> Any:
+    """A launcher whose result has what it is given, what it allocates, numbers, and tuples and lists of all kinds."""
+    wide, none = x.new_empty(4, 16), x.new_empty(0, 3)
+    replay.launch(bump_kernel, (1,), wide, x, 2, num_warps=1)
+    return Finish(x, None, [wide, (none,), [], ()], scale)  # type: ignore[arg-type]
+
+
 def own(shelf: Shelf) -> Iterator[Variant]:
     """The same of calls of a launcher that shows what those that ship do not."""
     word = partial(shelf, 64, dtype=torch.int32)
@@ -295,6 +309,8 @@ def own(shelf: Shelf) -> Iterator[Variant]:
     yield "a list of two, and one of none", True, lambda key: (of_own, ([word(), word()], []), {})
     yield "an option", True, lambda key: (of_own, ([word()], [word()]), {"served": 3})
     yield "another option of this value", True, lambda key: (of_own, ([word()], [word()]), {"zeroed": 3})
+    for scale in (0.5, 0.25):
+        yield f"results of all kinds, {scale}", True, lambda key, scale=scale: (of_many, (word(),), {"scale": scale})
     yield "memory is filled", False, lambda key: (of_own, ([word()], [word()]), {"spoil": True})
 
 
