@@ -286,7 +286,7 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 def maker(result: Any) -> Callable[[list[Tensor]], Any]:
     """The function that makes a result of a call's tensors. result: with a Memory instead of each tensor."""
     if isinstance(result, tuple | list):
-        kind = type(result)._make if hasattr(result, "_fields") else type(result)
+        kind: Callable = getattr(result, "_make", type(result))  # a named tuple takes its members one by one
         makers = [maker(member) for member in result]
         return lambda memories: kind([make(memories) for make in makers])
     return operator.itemgetter(result) if type(result) is Memory else lambda memories: result
