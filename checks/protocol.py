@@ -19,9 +19,9 @@ from bench.ratios import Row, compared, draw_ratios, ratios
 from bench.runner import Bench, Report, columns
 from bench.shapes import RANKS, Shape, every_shape
 from checks.compile.compiler import unavailable
-from tpformer.kernels.cost import ONE_SHOT_BYTES, Machine, communication_bytes, gemm_seconds, machine_for
-from tpformer.ops.transports import exchange
-from tpformer.ops.transports.exchange import Exchange, Launch, is_one_shot, planned_launch, tiled_exchange
+from tpformer.kernels import cost
+from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, is_one_shot, machine_for
+from tpformer.ops.transports.exchange import Exchange, Launch, planned_launch, tiled_exchange
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Small(NamedTuple):
     t: int
     joins: int = -1
     """From which chunk on the two programs that send the shards of a gather take tiles; -1: copies send them."""
-    one_shot_bytes: int = 0
+    one_shot: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -69,7 +69,7 @@ GATED = (
     Small("gather, pushers join", GATHER, 69, 3, joins=1),
     Small("gather, copies", GATHER, 46, 2),
     Small("scatter", SCATTER, 69, 3),
-    Small("all-reduce, one shot", ALL_REDUCE, 41, 3, one_shot_bytes=ONE_SHOT_BYTES),
+    Small("all-reduce, one shot", ALL_REDUCE, 41, 3, one_shot=True),
     Small("all-reduce, two shots", ALL_REDUCE, 41, 3),
 )
 
@@ -126,7 +126,6 @@ def small_tile() -> Tile:
 def gate() -> list[Counter[str]]:
     """What the first programs of the small shapes count. AssertionError unless it is as the closed forms say."""
     from tpformer.kernels.all_gather_matmul import plan
-    from tpformer.kernels.matmul_all_reduce import kernel
 
     counted = []
     for small in GATED:
@@ -134,8 +133,8 @@ def gate() -> list[Counter[str]]:
         with ExitStack() as stack:
             for name, value in (("IN_FLIGHT", GATED_PIECE), ("plan_push", lambda *_, push=push: push)):
                 stack.enter_context(mock.patch.object(plan, name, value))
-            for module in (kernel, exchange):
-                stack.enter_context(mock.patch.object(module, "ONE_SHOT_BYTES", small.one_shot_bytes))
+            if not small.one_shot:
+                stack.enter_context(mock.patch.multiple(cost, ONE_SHOT_BYTES=0, ONE_SHOT_ROWS=0))
             found, counts = executed(small.shape, push.pushers > 0)
             sizes = (small.m, GATED_N, GATED_K)
             form = tiled_exchange(small.op, sizes, small.t, ITEMSIZE, small_tile(), GATED_PROGRAMS, push)
@@ -183,7 +182,7 @@ def line_of(shape: Shape, machine: Machine) -> Line:
         launch = planned_launch(shape.op, sizes, shape.t, torch.bfloat16, device)
     fused, sequential = predict(shape, machine)
     needed = communication_bytes(shape.op, *sizes, shape.t, ITEMSIZE)
-    if is_one_shot(shape.op, shape.m, shape.n, ITEMSIZE):
+    if shape.op == ALL_REDUCE and is_one_shot(shape.m, shape.n, ITEMSIZE):
         needed = (shape.t - 1) * shape.m * shape.n * ITEMSIZE
     gemm = gemm_seconds(*sizes, ITEMSIZE, machine)
     auto = "fused" if fused.seconds <= sequential.seconds else "sequential"

@@ -20,6 +20,9 @@ class Cost(NamedTuple):
 # Up to so many bytes an all-reduce sends each partial sum to every rank in one hop. Its time is then mostly latency,
 # and the fused kernel has the least. Above, two hops with a share of the bytes each take less time.
 ONE_SHOT_BYTES = 256 * 1024
+# Up to so many rows it does as well: a tile has at least as many, and for two hops each rank's share of the rows would
+# take tiles of its own, which are as long under way.
+ONE_SHOT_ROWS = 64
 
 
 class Machine(NamedTuple):
@@ -93,6 +96,11 @@ COLLECTIVES = {
 # Seconds until the host has launched an operation, by transport: a kernel of ours takes it 146 us and torch.matmul 20
 # (measured beside an H100, docs/LOG.md); a collective about 30 (an estimate). In a CUDA graph it is 0.
 HOST_SECONDS = {"fused": 146e-6, "sequential": 50e-6}
+
+
+def is_one_shot(m: int, n: int, itemsize: int) -> bool:
+    """Whether an all-reduce of (m, n) partial sums has one hop."""
+    return m <= ONE_SHOT_ROWS or m * n * itemsize <= ONE_SHOT_BYTES
 
 
 def machine_for(device_name: str) -> Machine | None:

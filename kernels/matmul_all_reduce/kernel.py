@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arguments import ReductionForm
 from ..configurations import select_narrow_tile, select_tile
-from ..cost import ONE_SHOT_BYTES, POLL_SECONDS, RELEASE_SECONDS
+from ..cost import POLL_SECONDS, RELEASE_SECONDS, is_one_shot
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, padded, persistent_programs, step_rows
 from ..matmul_reduce_scatter.kernel import reduction_arguments, unit_rows
@@ -151,7 +151,7 @@ def second_area(slot, size, out, WORLD: tl.constexpr):
 def plan(m: int, n: int, world: int, partial: torch.dtype, one_shot: bool | None, tile: Tile) -> tuple[bool, int, int]:
     """(one-shot?, rows of a chunk, tiles of a chunk)."""
     if one_shot is None:
-        one_shot = m * n * partial.itemsize <= ONE_SHOT_BYTES
+        one_shot = is_one_shot(m, n, partial.itemsize)
     rows = m if one_shot else triton.cdiv(m, world)
     return one_shot, rows, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
 
@@ -161,7 +161,7 @@ def select_all_reduce_tile(
 ) -> Tile:
     """The tile for results of (m, n): one-shot with a program for every SM, two-shot for chunks of m / world rows."""
     if one_shot is None:
-        one_shot = m * n * dtype.itemsize <= ONE_SHOT_BYTES
+        one_shot = is_one_shot(m, n, dtype.itemsize)
     if one_shot:
         return select_narrow_tile(device, dtype, m, n)
     return select_tile(device, dtype, triton.cdiv(m, world), n, chunks=world)
@@ -217,8 +217,8 @@ def matmul_all_reduce(
               Any M >= 1. With virtual ranks every tensor is the stack of theirs along dim 0
     Numerics: as matmul_reduce_scatter; the result has the same bits on all ranks
     Traffic:  matmul_all_reduce_cost; this rank sends, in bytes of B = M * N * itemsize: one-shot (t - 1) B, two-shot
-              2 (t - 1) / t B, in tiles that have all columns, but no rows that do not exist. one_shot None: one-shot up
-              to ONE_SHOT_BYTES
+              2 (t - 1) / t B, in tiles that have all columns, but no rows that do not exist. one_shot None: as
+              cost.is_one_shot
     Order:    one-shot: a tile goes to every rank's slot, and every rank adds the sources in rank order. Two-shot: rank
               r adds chunk r of the rows and pushes the finished values to every rank. Each tile has a flag at the rank
               that adds it. Two-shot, each unit of band_rows has one at every rank, too, and all of them are set behind

@@ -143,7 +143,7 @@ def test_the_program_with_the_most_bands_has_the_least_to_do(rows: int, n: int, 
         (8, 12288, "narrow"),
         (32, 4096, "narrowest"),
         (8, 1024, "narrowest"),
-        (17, 8192, "small"),  # two-shot: 8 chunks of 3 rows
+        (65, 8192, "small"),  # two-shot: 8 chunks of 9 rows
         (4096, 8192, "large"),
     ],
 )
@@ -159,7 +159,9 @@ def test_one_shot_gives_every_sm_a_program(monkeypatch, m: int, n: int, expected
 
 def test_size_rule_and_cost() -> None:
     assert plan(16, 8192, 8, torch.bfloat16, None, gemms.TILE)[:2] == (True, 16)
-    assert plan(17, 8192, 8, torch.bfloat16, None, gemms.TILE)[:2] == (False, 3)
+    assert plan(64, 16384, 8, torch.bfloat16, None, gemms.TILE)[:2] == (True, 64)  # a tile's rows
+    assert plan(65, 8192, 8, torch.bfloat16, None, gemms.TILE)[:2] == (False, 9)
+    assert plan(65, 1024, 8, torch.bfloat16, None, gemms.TILE)[:2] == (True, 65)
     assert matmul_all_reduce_cost(8, 3, 5, 4, 2, one_shot=True) == (240 + 24, 2 * (40 + 15 + 24 + 192))
     assert matmul_all_reduce_cost(8, 3, 5, 4, 2, one_shot=False) == (240 + 24, 2 * (40 + 15 + 24 + 96))
 

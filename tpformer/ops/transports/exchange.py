@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpformer.config.transport_table import WAYS
-from tpformer.kernels.cost import ONE_SHOT_BYTES, POLL_SECONDS, RELEASE_SECONDS, gemm_seconds
+from tpformer.kernels.cost import POLL_SECONDS, RELEASE_SECONDS, gemm_seconds, is_one_shot
 
 from .interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER
 
@@ -127,11 +127,6 @@ def all_reduce_exchange(
     return Exchange(own, added + copied, own + added, sent, units, between, early, late, in_flight)
 
 
-def is_one_shot(op: str, m: int, n: int, itemsize: int) -> bool:
-    """Whether an operation is an all-reduce so small that it has one hop."""
-    return op == ALL_REDUCE and m * n * itemsize <= ONE_SHOT_BYTES
-
-
 def tiled_exchange(
     op: str, sizes: tuple[int, int, int], t: int, itemsize: int, tile: Tile, programs: int, push: Push,
     band: int | None = None,
@@ -143,7 +138,7 @@ def tiled_exchange(
 
     m, n, k = sizes
     if op == ALL_REDUCE:
-        one_shot = is_one_shot(op, m, n, itemsize)
+        one_shot = is_one_shot(m, n, itemsize)
         band = band or band_rows(m if one_shot else share(m, t), n, t, tile, itemsize, programs)
         return all_reduce_exchange(m, n, itemsize, t, tile, band, programs, one_shot)
     if op == SCATTER:
@@ -178,7 +173,8 @@ def planned_launch(
         tile = select_gather_tile(device, dtype, m // t, [n], k, t)
     else:
         tile = select_tile(device, dtype, m // t, n, chunks=t)
-    chunks, band = 1 if is_one_shot(op, m, n, dtype.itemsize) else t, None
+    one_shot = op == ALL_REDUCE and is_one_shot(m, n, dtype.itemsize)
+    chunks, band = 1 if one_shot else t, None
     tiles = chunks * tile_count(share(m, chunks), n, tile)
     if op == GATHER:
         seconds = gemm_seconds(m, n, k, dtype.itemsize, machine_of(device))
