@@ -25,9 +25,10 @@ MODEL = (
     "Prediction, run by nobody (ops/transports/prediction.py; constants and their sources: kernels/cost.py). "
     "sequential = GEMM + collective, by figures that others measured of NCCL. The fused kernel's GEMM: the waves of "
     "its tiles, by times measured on one H100, or as it is measured here. A gather: each program's waits and tiles, "
-    "chunk by chunk as they arrive. A reduction: the longer of GEMM and links, and of the shorter one wave of tiles, "
-    "+ flags + the pass over the received partial sums; of a two-shot all-reduce also the copy of what its second hop "
-    "brings. Times are of the device; a host that takes longer to launch would delay it."
+    "chunk by chunk as they arrive. A reduction: the longer of GEMM and links, and of the shorter what its first or "
+    "last tiles take, + flags + the pass over the received partial sums, of an all-reduce over those that the last "
+    "tiles bring, + the copy of what then travels on a second hop. Times are of the device; a host that takes longer "
+    "to launch would delay it."
 )
 
 

@@ -142,8 +142,6 @@ class ReductionForm(NamedTuple):
     """As in random_tile."""
     producers: int = 0
     """How many programs only multiply. 0: every program does everything in turn."""
-    reducers: int = 0
-    """All-reduce: how many of the other programs add. Those that are left copy the sums into the result."""
     one_shot: bool = False
     """Whether every rank of an all-reduce adds all rows, instead of its share."""
     band: int = 0

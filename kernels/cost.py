@@ -153,7 +153,7 @@ def overlapped_seconds(compute: float, communication: float, chunks: int, tail: 
     return max(compute, communication + compute / chunks) + tail
 
 
-def staged_seconds(first: float, second: float, pieces: int) -> float:
-    """Seconds of two kinds of work on as many pieces, where the second begins with a piece when the first has ended
-    with it: the longer of both, and one piece of the shorter."""
-    return max(first, second) + min(first, second) / pieces
+def staged_seconds(first: float, second: float, begin: float, end: float) -> float:
+    """Seconds of two kinds of work on the same pieces, where the second begins with a piece when the first has ended
+    with it. begin, end: the shares of the first and of the last pieces, by which both do not overlap."""
+    return max(first + end * second, begin * first + second)

@@ -1,15 +1,17 @@
 """matmul_all_reduce: the row-parallel GEMM without sequence parallelism; every rank ends with the same bits."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..all_gather_matmul.plan import machine_of
 from ..arguments import ReductionForm
 from ..configurations import select_narrow_tile, select_tile
-from ..cost import POLL_SECONDS, RELEASE_SECONDS, is_one_shot
+from ..cost import POLL_SECONDS, RELEASE_SECONDS, Machine, is_one_shot, tile_seconds
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, padded, persistent_programs, step_rows
 from ..matmul_reduce_scatter.kernel import reduction_arguments, unit_rows
@@ -20,6 +22,10 @@ from ..tile import finish_tile, load_packed, multiply_inputs, store_block, store
 # How long it takes to add a piece of a band: from its loads, of all sources at once, to its stores. An estimate, as
 # Machine.load_latency is.
 PIECE_SECONDS = 1e-6
+# Loads of a thread in flight while it adds numbers of 2 bytes: 64 KiB for 256 threads. Few programs add at the same
+# time, so that each has more than its share of the memory's bandwidth. float32, whose tiles leave fewer registers, has
+# half of them, as 72 bytes spilled on sm_100; a copy has those of a reduce-scatter.
+LOADS = 16
 
 
 @triton.jit
@@ -29,16 +35,20 @@ def tile_place(place, tiles_m, tiles_n, TILE: tl.constexpr):
     return row_block * tiles_n + column_block, row_block * TILE.m, column_block * TILE.n
 
 
-@triton.jit(do_not_specialize=["rank", "m", "key"])
-def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, key: tl.int64, FORM: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "m", "adders", "copiers", "late", "key"])
+def matmul_all_reduce_kernel(
+    links, rank, a0, a1, a2, b0, b1, b2, problem, m, adders, copiers, late, key: tl.int64, FORM: tl.constexpr
+):
     """Every program computes and pushes tiles, and in between adds units: some rows of a tile, from all ranks.
     Two-shot, it pushes the sums, too, and behind its tiles copies sums that have arrived to the result.
 
     One-shot: there is one chunk of all M rows, which every rank adds. Two-shot: rank r adds chunk r of WORLD. The tiles
-    at one place of all chunks follow one another, so that their sums travel while other places are computed. A unit's
-    turn comes when its program has computed one more tile than every program needs to for it, so that waits are short.
-    A copy's turn comes one later, when all programs have had the unit's: most copies are made while the last sums
-    travel. Programs never wait for one another in a circle, as each waits for what others do in earlier turns.
+    at one place of all chunks follow one another, so that their sums travel while other places are computed. The last
+    `adders` programs add, the very last ones the last units; the first `copiers` copy, and all copy the sums of the
+    last `late` units (Sharing). A unit's turn comes behind the tile of the turn after those in which all programs have
+    computed its tiles, so that waits are short. A copy's turn comes one later, and behind all tiles: copies are made
+    while the last tiles and sums travel.
+    Programs never wait for one another in a circle, as each waits for what others do in earlier turns.
     producers > 0: the first programs only compute, the next ones only add, and the last ones only copy.
     """
     TILE: tl.constexpr = FORM.tile
@@ -59,7 +69,6 @@ def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, ke
     TURNS: tl.constexpr = 3 if SECOND_HOP else 2  # behind those of the tiles
     MERGED: tl.constexpr = FORM.producers == 0
     PRODUCERS: tl.constexpr = FORM.producers
-    REDUCED: tl.constexpr = FORM.producers + FORM.reducers  # the first program that does not add
     virtual = tl.program_id(1)
     me, limit = serve(links, rank, WORLD)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -69,20 +78,20 @@ def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, ke
     tiles = tiles_m * tiles_n
     bands = tl.cdiv(tl.minimum(rows, BLOCK_M), BAND)  # units of a tile
     units = tiles * bands
-    others = units * PEERS
+    others, early = units * PEERS, (units - late) * PEERS
     size = tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)  # elements of a packed chunk
     own_flags, mine = flags_of(me, me.rank, 0), slot_of(me, me.rank, PARTIAL)
     rest = virtual.to(tl.int64) * m * n
     own_first = 0 if ONE_SHOT else me.rank * rows
     own_rows = tl.minimum(rows, m - own_first)
     computed = reach(limit, CHUNKS) * tiles
-    # the first tile, unit and copy of this program, and how many programs share them
-    first, unit, copy, stride, adders, copiers = program, program, program, programs, programs, programs
+    # the first tile of this program, how many share the tiles, and which one it is of those that add and that copy
+    first, stride, adder, copier = program, programs, program - (programs - adders), program
     if not MERGED:
-        stride, adders, copiers = PRODUCERS, FORM.reducers, programs - REDUCED
+        stride, adder, copier = PRODUCERS, program - PRODUCERS, program - PRODUCERS - adders
         first = program if program < PRODUCERS else CHUNKS * tiles + (TURNS - 1) * stride
-        unit = program - PRODUCERS if program >= PRODUCERS and program < REDUCED else units
-        copy = program - REDUCED if program >= REDUCED else others
+    unit = tl.where((adder >= 0) & (adder < adders), (adder + units) % adders, units)
+    copy = tl.where((copier >= 0) & (copier < copiers), copier, early + program)
     # What a unit needs would take registers from the GEMM if it were computed before this loop.
     for turn in tl.range(first, CHUNKS * tiles + TURNS * stride, stride, disable_licm=True):
         if turn < computed:
@@ -104,7 +113,8 @@ def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, ke
                 announce(me, tile, END)
             else:
                 publish(flag, me.epoch)
-        while (unit < units) & ((unit // bands + 1) * CHUNKS + stride <= turn):
+        begun = turn // stride * stride  # all tiles before this one have been computed in earlier turns
+        while (unit < units) & ((unit // bands + 1) * CHUNKS <= begun):
             tile, row, column = tile_place(unit // bands, tiles_m, tiles_n, TILE)
             limit = wait(me, own_flags + tile, 0, limit, WORLD)
             begin = row + unit % bands * BAND
@@ -127,7 +137,7 @@ def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, ke
                 announce(me, tiles + unit, END)
             unit += adders
         if SECOND_HOP and turn >= computed:
-            while (copy < others) & ((copy // PEERS // bands + 1) * CHUNKS + 2 * stride <= turn):
+            while (copy < others) & ((copy // PEERS // bands + 1) * CHUNKS + stride <= begun):
                 owner, summed = (me.rank + 1 + copy % PEERS) % WORLD, copy // PEERS
                 limit = wait(me, own_flags + tiles + summed, owner, limit)
                 tile, row, column = tile_place(summed // bands, tiles_m, tiles_n, TILE)
@@ -139,7 +149,7 @@ def matmul_all_reduce_kernel(links, rank, a0, a1, a2, b0, b1, b2, problem, m, ke
                 for piece in tl.range(begin, reach(limit, 1) * end, COPIED):
                     block = load_packed(arrived + piece * BLOCK_N, COPIED, BLOCK_N, end - piece)
                     store_block(target, block, piece, column, end, n, n, COPIED, BLOCK_N)
-                copy += copiers
+                copy += tl.where(copy < early, copiers, programs)
 
 
 @triton.jit
@@ -167,6 +177,16 @@ def select_all_reduce_tile(
     return select_tile(device, dtype, triton.cdiv(m, world), n, chunks=world)
 
 
+def added_rows(tile: Tile, itemsize: int, world: int) -> int:
+    """How many rows of a tile a program adds at a time."""
+    return unit_rows(tile, itemsize, world, 2 * LOADS // itemsize)
+
+
+def added_seconds(rows: int, tile: Tile, itemsize: int, world: int) -> float:
+    """Seconds in which a program adds so many rows of a tile."""
+    return triton.cdiv(rows, added_rows(tile, itemsize, world)) * PIECE_SECONDS
+
+
 def band_rows(rows: int, n: int, world: int, tile: Tile, itemsize: int, programs: int) -> int:
     """Rows of a unit, for chunks of (rows, n): those of a tile, or a half, a quarter and so on of them.
 
@@ -177,13 +197,57 @@ def band_rows(rows: int, n: int, world: int, tile: Tile, itemsize: int, programs
     flags = world * POLL_SECONDS + RELEASE_SECONDS
 
     def seconds(band: int) -> float:
-        pieces = triton.cdiv(min(band, present), min(band, unit_rows(tile, itemsize, world)))
-        return triton.cdiv(tiles * triton.cdiv(present, band), programs) * (flags + pieces * PIECE_SECONDS)
+        return triton.cdiv(tiles * triton.cdiv(present, band), programs) * (
+            flags + added_seconds(min(band, present), tile, itemsize, world)
+        )
 
     least, choices = step_rows(tile, itemsize), [tile.m]
     while choices[-1] > least:
         choices.append(choices[-1] // 2)
     return min(choices, key=seconds)
+
+
+class Sharing(NamedTuple):
+    """Which programs add, and which copy sums that have arrived."""
+
+    adders: int
+    """The last so many programs: those that have no tile in the last turn of tiles, if they can add all units in about
+    the time of that tile, else all programs."""
+    copiers: int
+    """The first so many: those that add no late unit, but at least half of all programs. The others, whose sums are
+    late, copy late sums alone."""
+    late: int
+    """Units with tiles of the last turn of tiles. They are added by the last programs, and all programs copy them."""
+
+
+def share_sums(tiles: int, chunks: int, bands: int, programs: int, adding: float, multiplying: float) -> Sharing:
+    """For chunks of so many tiles, each of `bands` units. adding, multiplying: seconds of a unit and of a tile."""
+    turns, units = triton.cdiv(chunks * tiles, programs), tiles * bands
+    idle, adders = turns * programs - chunks * tiles, programs
+    if idle and triton.cdiv(units, idle) * adding - multiplying <= triton.cdiv(units, programs) * adding:
+        adders = idle
+    late = units - (turns - 1) * programs // chunks * bands
+    return Sharing(adders, max(programs - min(late, adders), triton.cdiv(programs, 2)), late)
+
+
+def share_in_bands(units: int, producers: int, chunks: int) -> Sharing:
+    """The interpreter's: programs behind the producers, which only add or, if there is a second hop, only copy."""
+    adders = min(producers, units)
+    return Sharing(adders, adders if chunks > 1 else 0, 0)
+
+
+def plan_sums(
+    sizes: tuple[int, int, int], chunks: int, world: int, tile: Tile, itemsize: int, band: int, programs: int,
+    machine: Machine, served: int = 1,
+) -> Sharing:  # fmt: skip
+    """The sharing among so many programs of a rank, by the times in cost.py. sizes: rows and columns of a chunk, K."""
+    rows, n, k = sizes
+    present = min(rows, tile.m)
+    adding = POLL_SECONDS + added_seconds(min(band, present), tile, itemsize, world) + RELEASE_SECONDS
+    # as if each program had an SM of its own
+    multiplying = tile_seconds(tile[:2], k, 1, machine, served * programs)
+    tiles = triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
+    return share_sums(tiles, chunks, triton.cdiv(present, band), programs, adding, multiplying)
 
 
 def matmul_all_reduce_space(
@@ -222,37 +286,38 @@ def matmul_all_reduce(
     Order:    one-shot: a tile goes to every rank's slot, and every rank adds the sources in rank order. Two-shot: rank
               r adds chunk r of the rows and pushes the finished values to every rank. Each tile has a flag at the rank
               that adds it. Two-shot, each unit of band_rows has one at every rank, too, and all of them are set behind
-              one fence. All programs are resident; `spare` SMs stay free
+              one fence. Programs without a tile of the last turn add, if its time is enough for that, else all
+              (plan_sums). All programs are resident; `spare` SMs stay free
     Source:   one-shot and two-shot all-reduce of symmetric-memory recipes and Triton-distributed, own protocol
     Errors:   ValueError if the channel's slots or flags are too small (matmul_all_reduce_space), or for a norm in
               `finish`, which takes a pass of its own
     """
     served, world = channel.served, channel.world
-    m = len(inputs[0]) // served
+    m, dtype = len(inputs[0]) // served, inputs[0].dtype
     n = weights[0].shape[1] if b_transposed else len(weights[0]) // served
-    dtype = inputs[0].dtype
     partial = partial or dtype
     tile = tile or select_all_reduce_tile(inputs[0].device, dtype, m, n, world, one_shot)
     one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
     finish.require_no_norm("matmul_all_reduce")
     channel.require("matmul_all_reduce", *matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot))
     out = inputs[0].new_empty(served * m, n)
-    work = tiles if one_shot else tiles * world
+    chunks, sizes = 1 if one_shot else world, (rows, n, sum(a.shape[1] for a in inputs))
     # ranks may differ in `spare`, but not in what a unit is
-    every = persistent_programs(out.device, work, tile, programs, served)
+    every = persistent_programs(out.device, chunks * tiles, tile, programs, served)
     band = band_rows(rows, n, world, tile, dtype.itemsize, every)
-    programs = persistent_programs(out.device, work, tile, programs, served, spare=spare)
+    programs = persistent_programs(out.device, chunks * tiles, tile, programs, served, spare=spare)
+    sharing = plan_sums(sizes, chunks, world, tile, dtype.itemsize, band, programs, machine_of(out.device), served)
     producers = programs if is_interpreted() else 0
-    reducers = min(producers, tiles * triton.cdiv(min(rows, tile.m), band))
-    finishers = 0 if one_shot or world == 1 else reducers
-    added, copied = (min(band, unit_rows(tile, dtype.itemsize, sources)) for sources in (world, 1))
-    form = ReductionForm(
-        tile, b_transposed, world, DTYPES[partial], added, n % 4 == 0, producers, reducers, one_shot, band, copied
-    )
+    if producers:
+        sharing = share_in_bands(tiles * triton.cdiv(min(rows, tile.m), band), producers, chunks)
+        programs += sharing.adders + sharing.copiers
+    added, copied = min(band, added_rows(tile, dtype.itemsize, world)), min(band, unit_rows(tile, dtype.itemsize, 1))
+    kind, aligned = DTYPES[partial], n % 4 == 0
+    form = ReductionForm(tile, b_transposed, world, kind, added, aligned, producers, one_shot, band, copied)
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
     launch(
-        matmul_all_reduce_kernel, (programs + reducers + finishers, served),
+        matmul_all_reduce_kernel, (programs, served),
         channel.links, channel.rank, *reduction_arguments(lefts, rights, finish, out, tile, b_transposed), m,
-        finish.key, form, **launch_options(tile.warps, tile.stages, cooperative=True),
+        *sharing, finish.key, form, **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip
     return out

@@ -171,10 +171,10 @@ def reduction_arguments(
     )
 
 
-def unit_rows(tile: Tile, itemsize: int, world: int) -> int:
-    """How many rows of a column block a program adds at a time: each thread has about LOADS loads of ALIGNMENT bytes in
-    flight, from all sources together."""
-    return min(tile.m, step_rows(tile, itemsize) * max(1, LOADS // world))
+def unit_rows(tile: Tile, itemsize: int, world: int, loads: int | None = None) -> int:
+    """How many rows of a column block a program adds at a time: each thread has about `loads` loads of ALIGNMENT bytes
+    in flight, from all sources together; None: LOADS."""
+    return min(tile.m, step_rows(tile, itemsize) * max(1, (loads or LOADS) // world))
 
 
 class Finishing(NamedTuple):

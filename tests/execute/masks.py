@@ -211,7 +211,7 @@ def small_tiles(package: str) -> Iterator[None]:
         "all_gather_matmul.plan": {"IN_FLIGHT": 64},
         "matmul_reduce_scatter.kernel": {"unit_rows": lambda tile, itemsize, world: 2},
         "matmul_all_reduce.kernel": {
-            "step_rows": lambda tile, itemsize: 2, "unit_rows": lambda tile, itemsize, sources: 2,
+            "step_rows": lambda tile, itemsize: 2, "unit_rows": lambda tile, itemsize, sources, loads=None: 2,
         },
     }  # fmt: skip
     with contextlib.ExitStack() as stack:

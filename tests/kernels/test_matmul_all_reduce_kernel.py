@@ -16,7 +16,13 @@ from channels import virtual_channel
 from tpformer.kernels.configurations import BUSY, TILES
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul_all_reduce import kernel
-from tpformer.kernels.matmul_all_reduce.kernel import band_rows, matmul_all_reduce, plan, select_all_reduce_tile
+from tpformer.kernels.matmul_all_reduce.kernel import (
+    band_rows,
+    matmul_all_reduce,
+    plan,
+    select_all_reduce_tile,
+    share_sums,
+)
 from tpformer.kernels.matmul_all_reduce.reference import matmul_all_reduce_cost, matmul_all_reduce_reference
 from tpformer.kernels.protocol import bump
 
@@ -133,6 +139,23 @@ def test_on_virtual_ranks_with_equal_bits(interpreted: WorkerPool) -> None:
 )
 def test_the_program_with_the_most_bands_has_the_least_to_do(rows: int, n: int, world: int, expected: int) -> None:
     assert band_rows(rows, n, world, TILES["large"], 2, 132) == expected
+
+
+@pytest.mark.parametrize(
+    ("tiles", "programs", "multiplying", "expected"),
+    [
+        (128, 132, 40e-6, (32, 119, 13)),  # 8 turns, the last one of 100; 924 tiles have 115 places
+        (128, 132, 10e-6, (132, 119, 13)),  # a tile is too short for 4 units
+        (132, 132, 1.0, (132, 115, 17)),  # whole turns
+        (16, 128, 1.0, (128, 112, 16)),  # one turn: every unit is late
+        (16, 16, 1.0, (16, 14, 2)),
+        (1, 1, 1.0, (1, 1, 1)),
+    ],
+)
+def test_programs_without_a_last_tile_add(
+    tiles: int, programs: int, multiplying: float, expected: tuple[int, int, int]
+) -> None:
+    assert share_sums(tiles, 8, 1, programs, 11e-6, multiplying) == expected
 
 
 @pytest.mark.parametrize(

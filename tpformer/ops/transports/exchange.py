@@ -13,13 +13,46 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpformer.config.transport_table import WAYS
-from tpformer.kernels.cost import POLL_SECONDS, RELEASE_SECONDS, gemm_seconds, is_one_shot
+from tpformer.kernels.cost import MACHINES, POLL_SECONDS, RELEASE_SECONDS, Machine, gemm_seconds, is_one_shot
 
 from .interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER
 
 if TYPE_CHECKING:
     from tpformer.kernels.all_gather_matmul.plan import Push
     from tpformer.kernels.launch import Tile
+
+
+class Sums(NamedTuple):
+    """Who adds an all-reduce's units, who copies sums that have arrived, and when. Late units need the last tiles."""
+
+    idle: int
+    """Tiles that a program that adds has less than others."""
+    adders: int
+    """Programs that add the early units, and perhaps late ones."""
+    early: int
+    """Units that such a program adds before the last tiles arrive."""
+    late_adders: int
+    """Programs that add late units."""
+    late: int
+    """Units that such a program adds behind the last tiles."""
+    late_share: float
+    """Of late units among all, which is that of the second hop's bytes."""
+    copiers: int
+    """Programs that copy the sums of early units; all copy those of late ones. One-shot: 0."""
+    copied: int
+    """Units that such a program copies while the last tiles and sums travel."""
+    programs: int
+    """All of them, which copy the sums of late units."""
+    behind: int
+    """Late units that such a program copies behind that."""
+    pieces: int
+    """In which a unit is added."""
+    adding: int
+    """Bytes that a program loads and stores to add a unit."""
+    copying: int
+    """And to copy one."""
+    copy_in_flight: int
+    """Bytes that a program has asked for before it uses any of them, while it copies."""
 
 
 class Exchange(NamedTuple):
@@ -36,14 +69,16 @@ class Exchange(NamedTuple):
     """Bytes that all programs of the rank store into other ranks' memory. If ranks differ, the first's: the most."""
     units: int = 0
     """Pieces of work in which the rank's programs add what the ranks sent."""
-    between: int = 0
-    """Bytes that a program loads and stores to add sums between its tiles."""
+    last: float = 1.0
+    """The share of a reduction's tiles that programs compute as their last ones."""
     meanwhile: int = 0
-    """While its last tile travels: to add sums, or to copy sums that others have added."""
+    """Bytes that a program of a reduce-scatter loads and stores to add sums while the last tiles travel."""
     behind: int = 0
-    """And behind that: the rest of it."""
+    """And behind that: the rest of them."""
     in_flight: int = 0
     """Bytes that a program has asked for before it uses any of them, while it adds or pushes."""
+    sums: Sums | None = None
+    """Of an all-reduce."""
 
     @property
     def seconds(self) -> float:
@@ -54,6 +89,16 @@ class Exchange(NamedTuple):
 def share(work: int, programs: int) -> int:
     """How many pieces of work the first of some programs has."""
     return -(-work // programs)
+
+
+def last_share(tiles: int, programs: int) -> float:
+    """The share of some tiles that programs compute in their last turn."""
+    return ((tiles - 1) % programs + 1) / tiles
+
+
+def most_of(pieces: int, first: int, programs: int) -> int:
+    """How many of the pieces `first`, `first` + programs, ... there are."""
+    return max(0, share(pieces - first, programs))
 
 
 def tile_count(rows: int, n: int, tile: Tile) -> int:
@@ -98,7 +143,7 @@ def scatter_exchange(rows: int, n: int, itemsize: int, t: int, tile: Tile, progr
         share(t * blocks, programs),
         (t - 1) * tiles * tile.m * tile.n * itemsize,
         share(rows, step) * share(n, tile.n),
-        0,
+        last_share(t * tiles, programs),
         added[0],
         added[1],
         loaded,
@@ -106,30 +151,61 @@ def scatter_exchange(rows: int, n: int, itemsize: int, t: int, tile: Tile, progr
 
 
 def all_reduce_exchange(
-    m: int, n: int, itemsize: int, t: int, tile: Tile, band: int, programs: int, one_shot: bool
-) -> Exchange:
-    """matmul_all_reduce of (m, n), partial sums and result of one dtype. band: rows of a tile that it adds at once."""
+    sizes: tuple[int, int, int], itemsize: int, t: int, tile: Tile, band: int, programs: int, one_shot: bool,
+    machine: Machine,
+) -> Exchange:  # fmt: skip
+    """matmul_all_reduce, partial sums and result of one dtype. sizes: M, N, K. band: rows of a tile that it adds at
+    once."""
+    from tpformer.kernels.matmul_all_reduce.kernel import added_rows, plan_sums
     from tpformer.kernels.matmul_reduce_scatter.kernel import unit_rows
 
-    rows = m if one_shot else share(m, t)
-    tiles, row_bytes = tile_count(rows, n, tile), share(n, tile.n) * tile.n * itemsize
-    units = tiles * share(min(rows, tile.m), band)
-    added, unit = share(units, programs), min(rows, band) * tile.n * itemsize
-    between, in_flight = added * (t + 1) * unit, t * min(band, unit_rows(tile, itemsize, t)) * tile.n * itemsize
-    if one_shot:
-        own = share(tiles, programs)
-        return Exchange(own, added, own, (t - 1) * m * row_bytes, units, between, in_flight=in_flight)
-    own, copied = share(t * tiles, programs), share((t - 1) * units, programs)
-    last = share(copied, own)  # copies of what is added in the last turn
+    m, n, k = sizes
+    chunks, rows = (1, m) if one_shot else (t, share(m, t))
+    tiles, row_bytes, present = tile_count(rows, n, tile), share(n, tile.n) * tile.n * itemsize, min(rows, tile.m)
+    units, own = tiles * share(present, band), share(chunks * tiles, programs)
+    found = plan_sums((rows, n, k), chunks, t, tile, itemsize, band, programs, machine)
+    peers = 0 if one_shot else t - 1
+    early_copies, late_copies = peers * (units - found.late), peers * found.late
+    waits, releases = 0, 0
+    for program in range(programs):
+        adder = program - (programs - found.adders)
+        added = most_of(units, (adder + units) % found.adders, found.adders) if adder >= 0 else 0
+        copied = most_of(early_copies, program, found.copiers) if program < found.copiers else 0
+        # where that ends, the copiers go on; the others take turns behind them
+        behind = program + copied * found.copiers - early_copies if program < found.copiers else program
+        waits = max(waits, added + copied + most_of(late_copies, behind, programs))
+        multiplied = most_of(chunks * tiles, program, programs)
+        releases = max(releases, multiplied + (0 if one_shot else added))
+    late_adders, unit = min(found.late, found.adders), min(present, band) * tile.n * itemsize
+    step = min(band, added_rows(tile, itemsize, t))
+    copied_step = min(band, unit_rows(tile, itemsize, 1))
+    sums = Sums(
+        idle=own - chunks * tiles // programs if found.adders < programs else 0,
+        adders=min(found.adders, share(programs * share(present, band), chunks)),
+        early=share(units - found.late, found.adders),
+        late_adders=late_adders,
+        late=share(found.late, late_adders),
+        late_share=found.late / units,
+        copiers=0 if one_shot else found.copiers,
+        copied=share(early_copies, found.copiers),
+        programs=programs,
+        behind=share(late_copies, programs),
+        pieces=share(min(present, band), step),
+        adding=(t + 1) * unit,
+        copying=2 * unit,
+        copy_in_flight=copied_step * tile.n * itemsize,
+    )
     # partial sums of the others' rows to their owners, then the own rows' sums to all others
-    sent = (m - rows + (t - 1) * rows) * row_bytes
-    early, late = (2 * count * unit for count in (copied - last, last))
-    return Exchange(own, added + copied, own + added, sent, units, between, early, late, in_flight)
+    sent = ((t - 1) * m if one_shot else m - rows + (t - 1) * rows) * row_bytes
+    return Exchange(
+        own, waits, releases, sent, units, last_share(chunks * tiles, programs),
+        in_flight=t * step * tile.n * itemsize, sums=sums,
+    )  # fmt: skip
 
 
 def tiled_exchange(
     op: str, sizes: tuple[int, int, int], t: int, itemsize: int, tile: Tile, programs: int, push: Push,
-    band: int | None = None,
+    band: int | None = None, machine: Machine = MACHINES[0],
 ) -> Exchange:  # fmt: skip
     """The closed form of an operation; sizes: M of all ranks, N and K of this rank's GEMM. push: of a gather. band: of
     an all-reduce; None: what is best for these programs."""
@@ -140,7 +216,7 @@ def tiled_exchange(
     if op == ALL_REDUCE:
         one_shot = is_one_shot(m, n, itemsize)
         band = band or band_rows(m if one_shot else share(m, t), n, t, tile, itemsize, programs)
-        return all_reduce_exchange(m, n, itemsize, t, tile, band, programs, one_shot)
+        return all_reduce_exchange(sizes, itemsize, t, tile, band, programs, one_shot, machine)
     if op == SCATTER:
         return scatter_exchange(m // t, n, itemsize, t, tile, programs)
     return gather_exchange(m // t, n, m // t * packed_width(k, itemsize) * itemsize, t, tile, programs, *push)
@@ -186,7 +262,7 @@ def planned_launch(
     if op == ALL_REDUCE:
         every = persistent_programs(device, tiles, tile)
         band = band_rows(share(m, chunks), n, t, tile, dtype.itemsize, every)
-    found = tiled_exchange(op, sizes, t, dtype.itemsize, tile, programs, push, band)
+    found = tiled_exchange(op, sizes, t, dtype.itemsize, tile, programs, push, band, machine_of(device))
     return Launch(tile, programs, push, found)
 
 

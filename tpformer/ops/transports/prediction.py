@@ -15,6 +15,7 @@ import torch
 from tpformer.kernels.cost import (
     HOST_SECONDS,
     POLL_SECONDS,
+    RELEASE_SECONDS,
     Machine,
     collective_seconds,
     gemm_seconds,
@@ -22,8 +23,8 @@ from tpformer.kernels.cost import (
     tile_seconds,
 )
 
-from .exchange import Launch, planned_launch, tile_count
-from .interface import ALL_REDUCE, GATHER
+from .exchange import Exchange, Launch, Sums, planned_launch, tile_count
+from .interface import GATHER
 
 
 class Times(NamedTuple):
@@ -74,9 +75,8 @@ def fused_times(
     """The fused kernel that a CUDA device would launch, and which leaves `spare` SMs free. Otherwise as above.
 
     Chunks of a gather arrive while others are multiplied (multiplied_seconds). Tiles of a reduction travel while others
-    are multiplied, but the first is computed and the last travels alone. While it travels, a reduce-scatter adds what
-    came before, and the rest behind it. An all-reduce adds between its tiles. While its last tile is on the first hop,
-    it copies what the second hop has brought, and the rest behind the second hop. Nothing hides the flags.
+    are multiplied, but the first are computed and the last travel alone. While those travel, a reduce-scatter adds what
+    came before, and the rest behind them. Nothing hides the flags.
     """
     launch = planned_launch(op, sizes, t, dtype, device, spare)
     found = launch.exchange
@@ -87,17 +87,47 @@ def fused_times(
         total = multiplied_seconds(launch, arrivals, tiles, gemm / found.tiles)
         return Times(gemm, arrivals[-1], total, HOST_SECONDS["fused"])
     links = found.sent / machine.link
-    between, meanwhile, behind = (
-        memory_seconds(launch, nbytes, machine) for nbytes in (found.between, found.meanwhile, found.behind)
+    if found.sums is not None:
+        total = all_reduce_seconds(found, found.sums, gemm, links, machine)
+        return Times(gemm, links, total, HOST_SECONDS["fused"])
+    adding = min(launch.programs, found.units) * found.in_flight  # bytes
+    early, late = (
+        memory_seconds(nbytes, found.in_flight, adding, machine) for nbytes in (found.meanwhile, found.behind)
     )
-    last = links / found.tiles  # of the last tile
-    if op == ALL_REDUCE:
-        arrived = staged_seconds(gemm + between + found.seconds, links, found.tiles)
-        total = max(arrived, arrived - last / 2 + meanwhile) + behind
-    else:
-        arrived = staged_seconds(gemm, links, found.tiles)
-        total = max(arrived, arrived - last + meanwhile) + behind + found.seconds
+    arrived = staged_seconds(gemm, links, 1 / found.tiles, found.last)
+    total = max(arrived, arrived - found.last * links + early) + late + found.seconds
     return Times(gemm, links, total, HOST_SECONDS["fused"])
+
+
+def all_reduce_seconds(found: Exchange, sums: Sums, gemm: float, links: float, machine: Machine) -> float:
+    """Of a fused all-reduce, by the programs that take longest.
+
+    A program computes tiles, or a tile less and adds early units between them. Behind that the last tiles travel, then
+    late units are added and sent piece by piece, while other sums are copied, and those of late units are copied
+    behind. All links' work takes no less than it would alone behind the first tile, with one flag's turn between the
+    hops.
+    """
+    hops, in_flight = 2 if sums.copiers else 1, found.in_flight
+
+    def memory(nbytes: int, own: int, together: int) -> float:
+        return memory_seconds(nbytes, own, together, machine)
+
+    flags = POLL_SECONDS + (RELEASE_SECONDS if hops == 2 else 0.0)  # of a unit
+    early = memory(sums.adding, in_flight, sums.adders * in_flight) + flags
+    tile = gemm / found.tiles + RELEASE_SECONDS
+    computed = max(tile * found.tiles, tile * (found.tiles - sums.idle) + sums.early * early)
+    together = sums.late_adders * in_flight + sums.copiers * sums.copy_in_flight
+    late = sums.late * memory(sums.adding, in_flight, together)
+    if hops == 1:
+        return staged_seconds(computed, links, 1 / found.tiles, found.last) + late + sums.late * flags
+    piece = 1 / (sums.late * sums.pieces)
+    behind = found.last * links / 2 + staged_seconds(late, sums.late_share * links / 2, piece, piece)
+    arrived = max(computed + behind, computed / found.tiles + links + piece * late) + sums.late * flags
+    copy, last_copy = (
+        memory(sums.copying, sums.copy_in_flight, busy) + POLL_SECONDS
+        for busy in (together, sums.programs * sums.copy_in_flight)
+    )
+    return max(arrived, computed + sums.copied * copy) + sums.behind * last_copy
 
 
 def kernel_gemm_seconds(
@@ -152,10 +182,7 @@ def multiplied_seconds(launch: Launch, arrivals: Sequence[float], tiles: int, se
     return max(ends)
 
 
-def memory_seconds(launch: Launch, nbytes: int, machine: Machine) -> float:
-    """Of `nbytes` that each program loads and stores: by what it has in flight, and by its share of the memory."""
-    found = launch.exchange
-    if not nbytes:
-        return 0.0
-    share = machine.memory / min(launch.programs, found.units)
-    return nbytes / min(share, found.in_flight / machine.load_latency)
+def memory_seconds(nbytes: int, in_flight: int, together: int, machine: Machine) -> float:
+    """Of `nbytes` that a program loads and stores, by Little's law: what it has in flight comes in the latency, or in
+    the time that the memory takes for what all programs have in flight together."""
+    return nbytes / in_flight * max(machine.load_latency, together / machine.memory) if nbytes else 0.0
