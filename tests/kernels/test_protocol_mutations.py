@@ -64,8 +64,11 @@ MUTATIONS: dict[str, Mutation] = {
             replace("in range(second, WORLD):", "in range(second, WORLD - 1):"),
             replace("in range(1, WORLD):", "in range(1, WORLD - 1):"),
         ],
-        "matmul_reduce_scatter/kernel.py": [replace("limit, WORLD)", "limit, WORLD - 1)")],
-        "matmul_all_reduce/kernel.py": [replace("limit, WORLD)", "limit, WORLD - 1)")],
+        "matmul_reduce_scatter/kernel.py": [replace("0, limit, WORLD)", "0, limit, WORLD - 1)")],
+        "matmul_all_reduce/kernel.py": [
+            replace("0, limit, WORLD)", "0, limit, WORLD - 1)"),
+            replace("copy % PEERS)", "copy % (PEERS - 1))"),  # nor are its sums
+        ],
     },
     "a rank that gave up still pushes": {"protocol.py": [replace("tl.where(limit > 0, WORLD, 0)", "WORLD")]},
     "a rank forgets that it gave up": {
