@@ -33,6 +33,7 @@ from checks.execute.memory import Fault
 from tpformer.kernels import protocol
 from tpformer.kernels.all_gather_matmul import kernel as all_gather_matmul
 from tpformer.kernels.all_gather_matmul.kernel import await_gathered, gathered_copy
+from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul_all_reduce import kernel as matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter import kernel as matmul_reduce_scatter
 from tpformer.kernels.protocol import bump
@@ -41,7 +42,10 @@ BF16 = torch.bfloat16
 # Partial tiles in rows and columns. K is three steps, and a multiple of 16, without which Triton copies nothing
 # asynchronously.
 SHAPE = (17, 23, 48)
-WIDE = (17, 39, 48)  # three tiles: a rank that gives up in an all-reduce has one to compute yet
+WIDE = (17, 39, 48)  # three tiles
+# An all-reduce of two shots sends only the rows that exist, a third of all. With so many of 32 columns both warps store
+# some of a tile and of its sums. Three tiles: a rank that gives up has one to compute yet.
+BROAD, BROAD_TILE, ROOM = (35, 71, 48), execution.TILE._replace(n=32), 1 << 16
 EPOCHS = 3  # the third writes into the slots of the first
 POLLS = 3  # of a wait that is to expire
 
@@ -118,13 +122,16 @@ def multiply(run: Execution, way: Try, transposed: bool) -> None:
     matmuls.close(matmuls.matmul(a, [w], tile=tile, **options)[0], matmuls.matmul_reference, a, w, **options)
 
 
-def communicate(run: Execution, way: Try, gemm: gemms.Gemm, world: int, shape: tuple[int, int, int] = SHAPE) -> None:
-    """An operation on each rank, for each epoch."""
+def communicate(
+    run: Execution, way: Try, gemm: gemms.Gemm, world: int, shape: tuple[int, int, int] = SHAPE,
+    tile: Tile = execution.TILE, **room: int,
+) -> None:  # fmt: skip
+    """An operation on each rank, for each epoch. room: options of `group`."""
     if way.expires:
         xs = gemms.cast(gemms.make_inputs(gemm, 0, world, shape, False), BF16)
-        expire(run, lambda channel: gemm.launch(xs[channel.rank], channel, execution.TILE), world, way)
+        expire(run, lambda channel: gemm.launch(xs[channel.rank], channel, tile), world, way, **room)
     else:
-        run_group(gemm, run, world, BF16, shape, EPOCHS)
+        run_group(gemm, run, world, BF16, shape, EPOCHS, tile, **room)
 
 
 def gather(run: Execution, way: Try, world: int) -> None:
@@ -158,10 +165,10 @@ def read_report_kernel(error, copy):
         tl.store(copy + word, tl.load(error + word))
 
 
-def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: int, way: Try) -> None:
+def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: int, way: Try, **room: int) -> None:
     """Launch an operation on the ranks that are present, for each epoch. In the first their waits expire, and they
     report that; then they wait no more. The first absent rank reads the first one's report in place of the host."""
-    channels, report = group(world, limit=POLLS), torch.zeros(4, dtype=torch.int32)
+    channels, report = group(world, limit=POLLS, **room), torch.zeros(4, dtype=torch.int32)
     running = channels[way.present]
     (absent, *_) = (rank for rank in range(world) if channels[rank] not in running)
     run.memory.add(*channels[0].slots)
@@ -220,7 +227,8 @@ CASES = {
         (matmul_all_reduce.matmul_all_reduce_kernel,),
     ),
     "matmul_all_reduce, two shots": Case(
-        REDUCE, f"{REDUCE} two-shot", partial(communicate, gemm=TWO_SHOTS, world=3, shape=WIDE),
+        REDUCE, f"{REDUCE} two-shot",
+        partial(communicate, gemm=TWO_SHOTS, world=3, shape=BROAD, tile=BROAD_TILE, capacity=ROOM),
         (matmul_all_reduce.matmul_all_reduce_kernel,),
     ),
     "bump": Case(
