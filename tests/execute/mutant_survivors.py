@@ -13,8 +13,6 @@ REASONS = {
     "counter": "Equivalent: the barrier by which all warps get the counter's value stands between their stores and the "
     "release, and no warp stores into the slot after it.",
     "report": "Equivalent: one thread stores all words of the report, and the same thread releases the first of them.",
-    "own round": "Equivalent: it is never run. The compiler makes a round for each of the ranks that the shard goes "
-    "to; the last is the own one, where no flag is set.",
     "first use": "Equivalent: the program has not used shared memory before.",
     "end": "Equivalent: it stands behind the K loop, and the program ends there.",
     "next barrier": "Equivalent: behind it stands a wait, which has a barrier before it uses shared memory.",
@@ -54,25 +52,9 @@ SURVIVORS: dict[str, dict[str, str]] = {
     "await_gathered": {
         f"{BARRIER} {PUSH_ROWS} #1": "counter",
         f"{BARRIER} {PUSH_ROWS} #2": "counter",
-        f"{BARRIER} {PUSH_ROWS} #3": "own round",
         f"{BARRIER} {WAIT} #1": "report",
         f"{BARRIER} {WAIT} #2": "report",
         f"{POLL} {WAIT} #1": "first use",
-        f"barrier deleted, `push_rows: tl.debug_barrier()  # so that the count covers al` {PUSH_ROWS} #3": "own round",
-        **{
-            f'{edit}, `push_rows: if tl.atomic_add(counter, 1, sem="acq_rel", scope` {PUSH_ROWS} #3': "own round"
-            for edit in (
-                "acq_rel to relaxed",
-                "acq_rel to acquire",
-                "acq_rel to release",
-                "scope gpu to cta",
-                "barrier deleted",
-            )
-        },
-        **{
-            f'{edit}, `publish: tl.atomic_xchg(flag, epoch, sem="release", scope="s` {PUSH_ROWS} #3': "own round"
-            for edit in ("release to relaxed", "scope sys to gpu")
-        },
     },
     "all_gather_matmul": {
         f"{BARRIER} {PUSH_ROWS} #1": "counter",
