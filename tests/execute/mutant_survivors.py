@@ -31,7 +31,7 @@ WAIT, WAIT_ALL = (
 )
 WAIT_TILE = "for `limit = wait(me, own_flags + tile, 0, limit, WORLD)`"
 WAIT_SUM = "for `limit = wait(me, own_flags + tiles + summed, owner, limit)`"
-K_LOOP = "for _ in range(tl.cdiv(end - begin, programs) "
+K_LOOP = "for i in range(tl.cdiv(end - begin, programs) "
 SCATTER = {
     f"{BARRIER} {PUSH_TILES} in 1 loop #2": "counter",
     f"barrier deleted, `push_tiles: {K_LOOP}* ` {PUSH_TILES} #1": "next barrier",
