@@ -20,3 +20,4 @@ def test_lists_that_share_out_the_same_tensors_in_another_way_have_plans_of_thei
     x, y, z = torch.zeros(3, 16).unbind()
     assert description([x, y], [z]) == description([y, z], [x])
     assert description([x, y], [z]) != description([x], [y, z])
+    assert description([x, y]) != description([x], y)
