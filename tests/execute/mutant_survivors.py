@@ -15,6 +15,8 @@ REASONS = {
     "report": "Equivalent: one thread stores all words of the report, and the same thread releases the first of them.",
     "first use": "Equivalent: the program has not used shared memory before.",
     "end": "Equivalent: it stands behind the K loop, and the program ends there.",
+    "answer": "Equivalent with this layout: a barrier stands behind the last reads of shared memory, and of the copies "
+    "of zeros behind that one the same thread makes the one to the word in which the next poll puts its answer.",
     "next barrier": "Equivalent: behind it stands a wait, which has a barrier before it uses shared memory.",
     "last group": "Equivalent with this layout: the copies of the last group bring zeros to the second operand's "
     "buffer, in which nothing is put after the K loop.",
@@ -25,6 +27,8 @@ POLL = 'barrier deleted, `poll: seen = tl.atomic_add(flags, 0, sem="acquire", sc
 PUSH_ROWS = "for `push_rows(me, shard, reach(limit, WORLD), program, pushers, `"
 PUSH_TILES = "for `push_tiles(problem, (a0, a1, a2), (b0, b1, b2), me, program,`"
 LINEAR_TILES = "for `linear_tiles(problem, a, b0, b1, b2, 0, 0, tl.program_id(0),`"
+OWN_TILES = "for `linear_tiles(problem, a, b0, b1, b2, virtual * rows, me.rank`"
+GATHERED_TILES = "for `linear_tiles(problem, slot, b0, b1, b2, first, chunk, start,`"
 WAIT, WAIT_ALL = (
     "for `limit = wait(me, own_flags, chunk, limit)`",
     "for `limit = wait(me, own_flags + row_block, 0, limit, WORLD)`",
@@ -60,10 +64,17 @@ SURVIVORS: dict[str, dict[str, str]] = {
         f"{BARRIER} {PUSH_ROWS} #1": "counter",
         f"{BARRIER} {PUSH_ROWS} #2": "counter",
         f"{BARRIER} {WAIT} in 1 loop #1": "report",
+        f"barrier deleted, `linear_tiles: {K_LOOP}` {OWN_TILES} #1": "answer",
+        f"barrier deleted, `linear_tiles: {K_LOOP}` {GATHERED_TILES} in 1 loop #1": "answer",
     },
     "all_gather_matmul, 3 weights": {
         f"{BARRIER} {PUSH_ROWS} #1": "counter",
         f"{BARRIER} {WAIT} #1": "report",
+        f"barrier deleted, `linear_tiles: {K_LOOP}` {OWN_TILES} #1": "answer",
+        **{
+            f"{edit}, `linear_tiles: {K_LOOP}` {GATHERED_TILES} #1": "end"
+            for edit in ("barrier deleted", "wait for copies deleted", "wait for one copy fewer")
+        },
     },
     "matmul_all_reduce, one shot": {f"{BARRIER} {WAIT_TILE} in 2 loops #1": "report"},
     "matmul_all_reduce, two shots": {
