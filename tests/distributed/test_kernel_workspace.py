@@ -47,7 +47,7 @@ def exchange_kernel(links, rank, x, out, n, PUSH: tl.constexpr, WORLD: tl.conste
         tl.store(out + me.rank * n + i, tl.load(x + i))
     for step in range(1, WORLD):
         peer = (me.rank + step) % WORLD
-        limit = wait(me, flags_of(me, me.rank, peer), peer, limit)
+        limit = wait(me, flags_of(me, me.rank, 0), peer, limit)
         for i in range(n):
             tl.store(out + peer * n + i, tl.load(own + peer * n + i))
 

@@ -23,7 +23,7 @@ from tpformer.models import GPT, GPTConfig, preset_config
         ({"position": "alibi"}, "position='alibi': choose one of learned, rope"),
         ({"dropout": 1.0}, r"dropout=1.0 must be in \[0, 1\)"),
         ({"dropout": -0.1}, r"dropout=-0.1 must be in \[0, 1\)"),
-        ({"n_layers": 0}, "n_layers=0 must be at least 1"),
+        ({"n_layers": 0}, r"n_layers=0 must be in \[1, 1e5\]"),
         ({"seq_length": -5}, "seq_length=-5 must be at least 1"),
         ({"vocab_multiple": 0}, "vocab_multiple=0 must be at least 1"),
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),

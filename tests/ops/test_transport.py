@@ -208,16 +208,16 @@ def test_measured_times_override_the_model(node, table):
 
 
 def test_measured_times_say_who_sends_the_shards_of_a_gather(node, table):
-    """Where both ways are measured; else the model says it: here a copy of 2 MiB begins as late as it takes."""
+    """Where both ways are measured; else the model says it: here seven copies of 2 MiB begin as late as they take."""
 
     def by_copies(m=4096, n: int | None = 512, where=CUDA) -> bool:
         return send_by_copies((m, n, 2048), 8, BF16, where)
 
-    assert not by_copies() and by_copies(n=8192) and by_copies(n=None)
+    assert not by_copies() and by_copies(n=8192) and by_copies(m=8192, n=None)
     assert not by_copies(n=8192, where=CPU)
     shape = {"m": 4096, "n": 512, "k": 2048}
     ops.use_measured_table(table(row(**shape, copy_us=30, push_us=31.5)))
-    assert by_copies() and not by_copies(m=1024) and by_copies(n=None)
+    assert by_copies() and not by_copies(m=1024) and by_copies(m=8192, n=None)
     ops.use_measured_table(table(row(**shape, copy_us=31.5, push_us=30)))
     assert not by_copies() and not by_copies(n=1024) and by_copies(n=8192)
     ops.use_measured_table(table(row(**shape, copy_us=30), row(**{**shape, "n": 8192}, copy_us=None, push_us=1)))
