@@ -39,12 +39,12 @@ ACQUIRE_IN_K_LOOP: dict[str, list[Edit]] = {
         replace("linear_tiles(problem, slot,", "linear_tiles((problem, own_flags + chunk * me.writer_flags), slot,"),
     ],
     "tile.py": [
-        replace("    steps = tl.cdiv(problem.k,", "    problem, flags = problem\n    steps = tl.cdiv(problem.k,"),
+        replace("    k, steps = problem.k,", "    problem, flags = problem\n    k, steps = problem.k,"),
         replace(
-            "    for _ in range(tl.cdiv(end - begin, programs) * steps):\n"
+            "    for i in range(tl.cdiv(end - begin, programs) * steps):\n"
             "        # All that the next loads need stands before the product, or they would not run ahead of it.\n"
-            "        step = tl.where(step == steps - 1, 0, step + 1)\n        if step == 0:\n"
-            "            tile += programs\n            right",
+            "        step += 1\n        if step == steps:\n"
+            "            tile, step = tile + programs, 0\n            right",
             "    for tile in range(begin, end, programs):\n      right",
         ),
         replace(
@@ -54,7 +54,7 @@ ACQUIRE_IN_K_LOOP: dict[str, list[Edit]] = {
             "        result += (seen == -77).to(tl.float32)  # no epoch here; unused loads are left out\n"
             "        result, part = multiply_step(\n",
         ),
-        replace("        if step == steps - 1:\n", "      if True:\n"),
+        replace("        if i == last:\n", "      if True:\n"),
     ],
 }
 ROUNDED = "a sum that is rounded in each step"
