@@ -144,13 +144,12 @@ def break_even_width(ranks: int, machine: Machine, itemsize: int, moves: int = 1
     return moves * (ranks - 1) / ranks * itemsize * machine.flops / (2 * machine.link)
 
 
-def overlapped_seconds(compute: float, communication: float, chunks: int, tail: float = 0.0) -> float:
-    """Seconds of a GEMM and its communication, chunk by chunk: max(compute, communication + compute / chunks) + tail.
+def overlapped_seconds(compute: float, communication: float, chunks: int) -> float:
+    """Seconds of a GEMM and its gather, chunk by chunk: max(compute, communication + compute / chunks).
 
-    The GEMM of one chunk overlaps with no communication: of the last chunk that arrives, or of the first that is
-    reduced. tail: seconds of what starts after both, such as the sum over the received partial sums.
+    The GEMM of the chunk that arrives last overlaps with no communication.
     """
-    return max(compute, communication + compute / chunks) + tail
+    return max(compute, communication + compute / chunks)
 
 
 def staged_seconds(first: float, second: float, begin: float, end: float) -> float:
