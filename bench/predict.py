@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 
 from tpformer.kernels.cost import Machine, machine_for
-from tpformer.ops.transports.exchange import planned_launch
-from tpformer.ops.transports.prediction import Times, fused_times, sequential_times
+from tpformer.ops.transports.prediction import Times, chosen_launch, fused_times, sequential_times
 
 from .ratios import Row, compared
 from .shapes import Shape
@@ -64,8 +63,8 @@ def as_if_on(machine: Machine) -> Iterator[torch.device]:
     with ExitStack() as stack:
         for what, answer in {"capability": processor.capability, "properties": processor}.items():
             stack.enter_context(mock.patch.object(torch.cuda, f"get_device_{what}", lambda *_, answer=answer: answer))
-        planned_launch.cache_clear()
-        stack.callback(planned_launch.cache_clear)
+        chosen_launch.cache_clear()
+        stack.callback(chosen_launch.cache_clear)
         yield torch.device("cuda")
 
 

@@ -21,8 +21,9 @@ from bench.shapes import RANKS, Shape, every_shape
 from checks.compile.compiler import unavailable
 from tpformer.kernels import cost
 from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, is_one_shot, machine_for
-from tpformer.ops.transports.exchange import Exchange, Launch, planned_launch, tiled_exchange
+from tpformer.ops.transports.exchange import Exchange, Launch, tiled_exchange
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
+from tpformer.ops.transports.prediction import chosen_launch
 
 if TYPE_CHECKING:
     from tpformer.kernels.launch import Tile
@@ -182,7 +183,7 @@ def line_of(shape: Shape, machine: Machine) -> Line:
     """What is predicted of a shape."""
     sizes = (shape.m, shape.n, shape.k)
     with as_if_on(machine) as device:
-        launch = planned_launch(shape.op, sizes, shape.t, torch.bfloat16, device)
+        launch = chosen_launch(shape.op, sizes, shape.t, torch.bfloat16, device)
     fused, sequential = predict(shape, machine)
     needed = communication_bytes(shape.op, *sizes, shape.t, ITEMSIZE)
     if shape.op == ALL_REDUCE and is_one_shot(shape.m, shape.n, ITEMSIZE):

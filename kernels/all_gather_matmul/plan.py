@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..configurations import TILES, select_tile, tile_names
-from ..cost import MACHINES, RELEASE_SECONDS, Machine, machine_for, overlapped_seconds, tile_seconds
+from ..cost import MACHINES, RELEASE_SECONDS, Machine, machine_for, tile_seconds
 from ..launch import Tile, is_interpreted, packed_width, persistent_programs, resident_programs
 
 # Bytes that a pusher has asked for before it stores the first of them: of each of 256 threads 8 loads of 16 bytes.
@@ -145,17 +145,10 @@ def select_gather_tile(
     return min(hidden, key=lambda tile: seconds(tile, 1)) if chosen in hidden else chosen
 
 
-def copies_are_faster(nbytes: int, world: int, seconds: float | None, processors: int, machine: Machine) -> bool:
-    """Whether copy engines should send a shard of `nbytes`, rather than pushers.
+def copies_hide_more(nbytes: int, world: int, machine: Machine) -> bool:
+    """Whether copy engines, rather than pushers, should send a shard of `nbytes` while another kernel runs.
 
-    seconds: of the GEMM that takes the gathered rows, on all SMs; None for a gather that runs under another kernel.
-    A copy takes longer to begin, and pushers take SMs from the GEMM. Under another kernel no pusher runs, so a push
-    would begin after it. Copies then hide all but their beginnings, as that kernel reduces as many bytes.
+    Beside it no pusher runs, so a push would begin after it. Copies hide all but their beginnings, as that kernel
+    reduces as many bytes.
     """
-    pushers = pushers_of(nbytes, machine)
-    pushing, copying = push_seconds(nbytes, world, pushers, machine), copy_seconds(nbytes, world, machine)
-    if seconds is None:
-        return (world - 1) * machine.copy_start < pushing
-    share = pushers / processors
-    slowed = seconds + share * min(pushing, seconds / (1 - share))
-    return overlapped_seconds(seconds, copying, world) < overlapped_seconds(slowed, pushing, world)
+    return (world - 1) * machine.copy_start < push_seconds(nbytes, world, pushers_of(nbytes, machine), machine)

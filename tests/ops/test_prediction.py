@@ -31,9 +31,9 @@ from tpformer.kernels.cost import (  # noqa: E402
     tile_seconds,
 )
 from tpformer.ops import transport  # noqa: E402
-from tpformer.ops.transports.exchange import Exchange, Launch, planned_launch, tile_count  # noqa: E402
+from tpformer.ops.transports.exchange import Exchange, Launch, tile_count  # noqa: E402
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Request  # noqa: E402
-from tpformer.ops.transports.prediction import multiplied_seconds  # noqa: E402
+from tpformer.ops.transports.prediction import chosen_launch, multiplied_seconds  # noqa: E402
 
 MIB = 1 << 20
 
@@ -169,11 +169,12 @@ def test_the_last_chunk_s_tiles_begin_when_their_programs_are_free() -> None:
     """Four programs and chunks of three tiles, each longer than a chunk takes to come."""
     launch = Launch(TILES["medium"], 4, NO_PUSH, Exchange(3, 2, 0, 0))
     # the second and the third chunk's tiles: programs 3, 0, 1 and 2, 3, 0, of which 0 has three tiles
-    found = multiplied_seconds(launch, [0.0, 5.0, 6.0], 3, 10.0)
+    sizes, gemm = (3 * 3 * 128, 128, 64), 3 * 10.0
+    found = multiplied_seconds(launch, [0.0, 5.0, 6.0], sizes, gemm)
     assert found == pytest.approx(30.0, abs=2e-6)
-    assert multiplied_seconds(launch, [0.0, 5.0, 40.0], 3, 10.0) == pytest.approx(50.0, abs=1e-6)
+    assert multiplied_seconds(launch, [0.0, 5.0, 40.0], sizes, gemm) == pytest.approx(50.0, abs=1e-6)
     pushed = launch._replace(push=Push(1, 2))  # the first joins with the third chunk, and has a tile of it
-    assert multiplied_seconds(pushed, [0.0, 5.0, 40.0], 3, 10.0) == pytest.approx(50.0, abs=1e-6)
+    assert multiplied_seconds(pushed, [0.0, 5.0, 40.0], sizes, gemm) == pytest.approx(50.0, abs=1e-6)
 
 
 def test_pieces_of_two_kinds_of_work() -> None:
@@ -248,7 +249,7 @@ def test_predicted_share_of_the_ideal_of_the_published_shape(t: int, least: floa
 def test_all_programs_finish_rows_of_a_reduce_scatter() -> None:
     for shape in every_shape(SCATTER):
         with as_if_on(H200) as device:
-            launch = planned_launch(SCATTER, (shape.m, shape.n, shape.k), shape.t, torch.bfloat16, device)
+            launch = chosen_launch(SCATTER, (shape.m, shape.n, shape.k), shape.t, torch.bfloat16, device)
         assert launch.exchange.units >= launch.programs or shape.m < 1024, shape
 
 

@@ -15,10 +15,9 @@ from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.cost import Machine, break_even_width, machine_for
 
 from .implementation import KERNEL_DTYPES
-from .transports.exchange import planned_launch
 from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Request, Transport
 from .transports.pipelined import Pipelined
-from .transports.prediction import Times, fused_times, sequential_times
+from .transports.prediction import Times, chosen_launch, fused_times, sequential_times
 from .transports.sequential import Sequential
 from .transports.spare import spare_processors
 
@@ -156,7 +155,7 @@ def use_measured_table(path: str | Path | None) -> None:
     Errors: FileNotFoundError, or ValueError for a file that is not such a table.
     """
     REGISTRY.table = None if path is None else read_transport_table(path)
-    planned_launch.cache_clear()  # the table also says who sends a gather's shards
+    chosen_launch.cache_clear()  # the table also says who sends a gather's shards
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,21 +1,18 @@
 """What the flags of a fused GEMM cost: how often a program waits and publishes, and how long that takes.
 
 Belongs here: closed forms of the kernels' loops, which `python -m bench protocol` compares with what compiled code
-does, the times of their parts, and the choice who sends a gather's shards. "auto" (ops/transport.py) chooses with
-them. No tensors; triton where it is asked for the tile that ships.
+does. prediction.py makes times of them. No tensors; triton where it is asked for the tile that ships.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tpformer.config.transport_table import WAYS
 from tpformer.kernels.cost import MACHINES, POLL_SECONDS, RELEASE_SECONDS, Machine, gemm_seconds, is_one_shot
 
-from .interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER
+from .interface import ALL_REDUCE, GATHER, SCATTER
 
 if TYPE_CHECKING:
     from tpformer.kernels.all_gather_matmul.plan import Push
@@ -232,11 +229,13 @@ class Launch(NamedTuple):
     exchange: Exchange
 
 
-@functools.lru_cache(maxsize=1024)  # "auto" asks before each operation
 def planned_launch(
-    op: str, sizes: tuple[int, int, int], t: int, dtype: torch.dtype, device: torch.device, spare: int = 0
+    op: str, sizes: tuple[int, int, int], t: int, dtype: torch.dtype, device: torch.device, spare: int, copies: bool
 ) -> Launch:
-    """The tile and programs with which a CUDA device would run an operation, and the closed form for them."""
+    """The tile and programs with which a CUDA device would run an operation, and the closed form for them.
+
+    spare: SMs that stay free. copies: copy engines send the shards of a gather.
+    """
     from tpformer.kernels.all_gather_matmul.plan import NO_PUSH, Work, machine_of, plan_launch, select_gather_tile
     from tpformer.kernels.configurations import select_tile
     from tpformer.kernels.launch import packed_width, persistent_programs
@@ -255,8 +254,7 @@ def planned_launch(
     if op == GATHER:
         seconds = gemm_seconds(m, n, k, dtype.itemsize, machine_of(device))
         work = Work(m // t * packed_width(k, dtype.itemsize) * dtype.itemsize, t, tiles, seconds)
-        by_copies = send_by_copies(sizes, t, dtype, device)
-        programs, push = plan_launch(work, device, tile, not by_copies, None, 1, spare)
+        programs, push = plan_launch(work, device, tile, not copies, None, 1, spare)
     else:
         programs, push = persistent_programs(device, tiles, tile, spare=spare), NO_PUSH
     if op == ALL_REDUCE:
@@ -264,26 +262,3 @@ def planned_launch(
         band = band_rows(share(m, chunks), n, t, tile, dtype.itemsize, every)
     found = tiled_exchange(op, sizes, t, dtype.itemsize, tile, programs, push, band, machine_of(device))
     return Launch(tile, programs, push, found)
-
-
-def send_by_copies(sizes: tuple[int, int | None, int], t: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether copy engines should send the shards of a gather, rather than the kernel's own programs.
-
-    sizes: M of all ranks together, N and K of this rank's GEMM; N None for a gather that runs under another kernel.
-    The table that `use_measured_table` gave decides where it has measured both for a shape near this one, else the
-    model (kernels/all_gather_matmul/plan.py). On a CPU, where nobody asks for speed, the answer is no.
-    """
-    if device.type != "cuda":
-        return False
-    from tpformer.kernels.all_gather_matmul.plan import copies_are_faster, machine_of
-    from tpformer.kernels.launch import packed_width
-
-    m, n, k = sizes
-    if n is not None and REGISTRY.table is not None:
-        row = REGISTRY.table.nearest(GATHER, t, str(dtype).removeprefix("torch."), m, n, k)
-        if row is not None and len(row.ways) == len(WAYS):
-            return row.ways["copy"] < row.ways["push"]
-    machine, processors = machine_of(device), torch.cuda.get_device_properties(device).multi_processor_count
-    seconds = None if n is None else gemm_seconds(m, n, k, dtype.itemsize, machine)
-    nbytes = m // t * packed_width(k, dtype.itemsize) * dtype.itemsize
-    return copies_are_faster(nbytes, t, seconds, processors, machine)

@@ -27,8 +27,8 @@ from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter,
 from tpformer.kernels.protocol import Channel
 
 from ..norm import Normed
-from .exchange import send_by_copies
 from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
+from .prediction import send_by_copies
 from .spare import spare_processors
 
 

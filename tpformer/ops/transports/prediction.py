@@ -7,11 +7,13 @@ several GPUs; tests/ops/test_prediction.py compares the model with what others h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from tpformer.config.transport_table import WAYS
 from tpformer.kernels.cost import (
     HOST_SECONDS,
     POLL_SECONDS,
@@ -24,7 +26,7 @@ from tpformer.kernels.cost import (
 )
 
 from .exchange import Exchange, Launch, Sums, planned_launch, tile_count
-from .interface import GATHER
+from .interface import GATHER, REGISTRY
 
 
 class Times(NamedTuple):
@@ -78,13 +80,12 @@ def fused_times(
     are multiplied, but the first are computed and the last travel alone. While those travel, a reduce-scatter adds what
     came before, and the rest behind them. Nothing hides the flags.
     """
-    launch = planned_launch(op, sizes, t, dtype, device, spare)
+    launch = chosen_launch(op, sizes, t, dtype, device, spare)
     found = launch.exchange
     gemm = gemm or kernel_gemm_seconds(launch, sizes, dtype.itemsize, device, machine, spare)
     if op == GATHER:
         arrivals = gather_arrivals(launch, t, machine)
-        tiles = tile_count(sizes[0] // t, sizes[1], launch.tile)
-        total = multiplied_seconds(launch, arrivals, tiles, gemm / found.tiles)
+        total = multiplied_seconds(launch, arrivals, sizes, gemm)
         return Times(gemm, arrivals[-1], total, HOST_SECONDS["fused"])
     links = found.sent / machine.link
     if found.sums is not None:
@@ -147,6 +148,50 @@ def kernel_gemm_seconds(
     return max(waves, gemm_seconds(m, n, k, itemsize, usable))
 
 
+@functools.lru_cache(maxsize=1024)  # "auto" asks before each operation, and each gather
+def chosen_launch(
+    op: str, sizes: tuple[int, int, int], t: int, dtype: torch.dtype, device: torch.device, spare: int = 0
+) -> Launch:
+    """What a CUDA device launches for an operation. The shards of a gather are sent by copy engines, or pushed by the
+    kernel's own programs: as the table of `use_measured_table` says, if both are measured for a shape near this one,
+    else as is predicted to take less time.
+    """
+    from tpformer.kernels.all_gather_matmul.plan import machine_of
+
+    def launch(copies: bool) -> Launch:
+        return planned_launch(op, sizes, t, dtype, device, spare, copies)
+
+    if op != GATHER or t == 1:
+        return launch(False)
+    row = REGISTRY.table and REGISTRY.table.nearest(GATHER, t, str(dtype).removeprefix("torch."), *sizes)
+    if row is not None and len(row.ways) == len(WAYS):
+        return launch(row.ways["copy"] < row.ways["push"])
+    machine = machine_of(device)
+
+    def seconds(launch: Launch) -> float:
+        gemm = kernel_gemm_seconds(launch, sizes, dtype.itemsize, device, machine, spare)
+        return multiplied_seconds(launch, gather_arrivals(launch, t, machine), sizes, gemm)
+
+    return min(launch(False), launch(True), key=seconds)
+
+
+def send_by_copies(sizes: tuple[int, int | None, int], t: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether copy engines send the shards of a gather, rather than the kernel's own programs.
+
+    sizes: M of all ranks together, N and K of this rank's GEMM; N None for a gather that runs under another kernel.
+    On a CPU, where nobody asks for speed, the answer is no.
+    """
+    m, n, k = sizes
+    if device.type != "cuda" or t == 1 or 0 in sizes:
+        return False
+    if n is not None:
+        return not chosen_launch(GATHER, (m, n, k), t, dtype, device).push.pushers
+    from tpformer.kernels.all_gather_matmul.plan import copies_hide_more, machine_of
+    from tpformer.kernels.launch import packed_width
+
+    return copies_hide_more(m // t * packed_width(k, dtype.itemsize) * dtype.itemsize, t, machine_of(device))
+
+
 def processors_of(device: torch.device) -> int:
     """The SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -164,8 +209,8 @@ def gather_arrivals(launch: Launch, t: int, machine: Machine) -> list[float]:
     return [copy_seconds(nbytes, step + 1, machine) for step in range(t)]
 
 
-def multiplied_seconds(launch: Launch, arrivals: Sequence[float], tiles: int, seconds: float) -> float:
-    """Seconds until the last program of a gather is done, where a tile takes `seconds` and each chunk has `tiles`.
+def multiplied_seconds(launch: Launch, arrivals: Sequence[float], sizes: tuple[int, int, int], gemm: float) -> float:
+    """Seconds until the last program of a gather is done, if the GEMM alone takes `gemm` with the launch's tiles.
 
     By the kernel's walk: a program waits for a chunk, then multiplies its tiles of it. So those of the last chunk are
     late where their programs are still busy with the chunk before. Pushers begin when they have pushed.
@@ -173,6 +218,7 @@ def multiplied_seconds(launch: Launch, arrivals: Sequence[float], tiles: int, se
     from tpformer.kernels.all_gather_matmul.kernel import walk
 
     programs, (pushers, joins) = launch.programs, launch.push
+    tiles, seconds = tile_count(sizes[0] // len(arrivals), sizes[1], launch.tile), gemm / launch.exchange.tiles
     ends = [arrivals[-1] if program < pushers else 0.0 for program in range(programs)]
     for step, arrival in enumerate(arrivals):
         for program in range(pushers if step < joins else 0, programs):
