@@ -65,8 +65,9 @@ mutations: .venv/ready  ## a fixed sample of wrong edits, each against the tests
 compile-check: .venv/ready  ## every shipped kernel compiled for three GPU architectures, and its code checked; no GPU
 	$(BIN)/python -m checks.compile
 
+# the file that takes longest first
 execute: .venv/ready  ## compiled kernels executed on the CPU, against their references and for races; no GPU
-	$(PYTEST) tests/execute/test_executor.py tests/execute/execute_*.py
+	$(PYTEST) tests/execute/execute_mutants.py tests/execute/test_executor.py tests/execute/execute_*.py
 
 gpu:  ## the tests that need a GPU, and their report under bench/results/; PART=1/6: a sixth of them, some minutes
 	$(REPORTED) -m gpu
