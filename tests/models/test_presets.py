@@ -47,7 +47,16 @@ def test_published_counts(name):
 def test_megatron_rows_to_the_printed_digit():
     rows = [name for name in PRESETS if name.startswith("megatron-")]
     assert [f"{preset_config(name).n_parameters / 1e9:.1f}" for name in rows] == PRINTED
-    assert set(PRESETS) == set(EXACT) | set(rows)
+    assert set(PRESETS) == set(EXACT) | set(rows) | {"gpt3-175b"}
+
+
+def test_gpt3_differs_from_megatrons_175b_by_its_vocabulary():
+    """arXiv:2005.14165, appendix D: 174,600 million parameters. arXiv:2205.05198, table 3: 175 billion."""
+    config = preset_config("gpt3-175b")
+    assert f"{config.n_parameters / 1e6:.0f}"[:4] == "1746"
+    padded = preset_config("gpt3-175b", vocab_size=51200)
+    assert padded.n_parameters - config.n_parameters == (51200 - 50257) * config.hidden_size
+    assert f"{padded.n_parameters / 1e9:.0f}" == "175"
 
 
 FAMILIES = ["llama3.2-1b", "qwen2-0.5b", "qwen3-0.6b", "mistral-7b-v0.3"]

@@ -30,14 +30,20 @@ class Published(NamedTuple):
 # arXiv:2104.04473, table 1
 TABLE = {
     "gpt_1.7b": Published("1.7", 1, 32, 16, 512),
+    "gpt_3.6b": Published("3.6", 2, 64, 16, 512),
     "gpt_7.5b": Published("7.5", 4, 128, 16, 512),
     "gpt_18b": Published("18.4", 8, 256, 8, 1024),
     "gpt_39b": Published("39.1", 16, 512, 4, 1536),
+    "gpt_76b": Published("76.1", 32, 1024, 2, 1792),
     "gpt_145b": Published("145.6", 64, 1536, 2, 2304),
+    "gpt_310b": Published("310.1", 128, 1920, 1, 2160),
+    "gpt_530b": Published("529.6", 280, 2520, 1, 2520),
     "gpt_1t": Published("1008.0", 512, 3072, 1, 3072),
 }
+# GPUs, microbatch and batch: arXiv:2104.04473, section 5.1, and its authors' arXiv:2205.05198, table 3
+GPT3 = {"gpt3_175b": Published("174.6", 64, 1024, 1, 1536)}
 LLAMA = {"llama3_8b": Published("8.0", 1, 8, 1, 64), "llama3_70b": Published("70.6", 8, 64, 2, 512)}
-ALL = {**TABLE, **LLAMA}
+ALL = {**TABLE, **GPT3, **LLAMA}
 
 
 def example(name: str) -> RunConfig:

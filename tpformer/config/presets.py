@@ -1,4 +1,4 @@
-"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, Megatron's ten sizes, Llama, Qwen and Mistral.
+"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, GPT-3, Megatron's ten sizes, Llama, Qwen and Mistral.
 
 seq_length is the longest context that a model was published for. A training run may want a shorter one.
 """
@@ -34,6 +34,8 @@ PRESETS: dict[str, dict] = {
     "gpt2-355m": {**_GPT2, **_size(24, 1024, 16)},
     "gpt2-774m": {**_GPT2, **_size(36, 1280, 20)},
     "gpt2-1.5b": {**_GPT2, **_size(48, 1600, 25)},
+    # arXiv:2005.14165, table 2.1, but for its sparse attention
+    "gpt3-175b": {"vocab_size": 50257, "seq_length": 2048, **_size(96, 12288, 96)},
     # arXiv:2104.04473, table 1
     "megatron-1.7b": {**_MEGATRON, **_size(24, 2304, 24)},
     "megatron-3.6b": {**_MEGATRON, **_size(30, 3072, 32)},
