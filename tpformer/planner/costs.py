@@ -24,7 +24,7 @@ def flops_by_rule(parameters: float, tokens: float, *, recompute: bool = False) 
     """FLOPs of a training by the rule of thumb: 6 for each parameter and token, or 8 if forwards are computed twice.
 
     Attention's products over the sequence are left out. Sources: 6, arXiv:2001.08361, section 2.1; 8, arXiv:2104.04473,
-    equation 4. GPTConfig.flops_per_token is exact.
+    section 5.1. GPTConfig.flops_per_token is exact.
     """
     return (8 if recompute else 6) * parameters * tokens
 
@@ -32,7 +32,7 @@ def flops_by_rule(parameters: float, tokens: float, *, recompute: bool = False) 
 def model_flops_utilization(config: GPTConfig, tokens: float, seconds: float, devices: int, peak: float) -> float:
     """MFU: the share of the devices' peak FLOP/s that tokens in so many seconds need, recomputation not counted.
 
-    Source: arXiv:2204.02311, appendix B; FLOPs as in arXiv:2205.05198, equation 7.
+    Source: arXiv:2204.02311, appendix B; FLOPs as in arXiv:2205.05198, appendix A.
     """
     return config.flops_per_token * tokens / (seconds * devices * peak)
 
