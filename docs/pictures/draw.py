@@ -1,56 +1,24 @@
-"""Draws the two pictures of README.md: block.svg, where the tensors of a block live, and memory.svg, what it keeps.
+"""Draws the pictures of README.md and of docs/placement.md: where the tensors of a block live and what it keeps, where
+ranks are and how they share weights and data.
 
-`python docs/pictures/draw.py` writes both; tests/test_docs.py compares the committed pictures with what it draws.
-They are drawn for a phone: their 400 units are about 360 pixels there, and text of 13 units is over 11 pixels high.
+`python docs/pictures/draw.py` writes them; tests/test_docs.py compares the committed pictures with what it draws.
 """
 
 import json
-from html import escape
 from pathlib import Path
 
+from tpformer.config import RunConfig, build_config
+from tpformer.planner.drawing import MARGIN, WIDTH, Drawing
+from tpformer.planner.dry_run import plan_config
+from tpformer.planner.placement_pictures import placement_svg, splits_svg
+
 MEMORY = Path(__file__).parents[2] / "bench/results/cpu/memory.json"
-WIDTH, MARGIN = 400, 12
 RANKS = 4
 COLUMN = (WIDTH - 2 * MARGIN) / RANKS
-STYLE = """
-  .card { fill: #ffffff; stroke: #d0d7de }
-  text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
-  .title { font-size: 17px; font-weight: 600 }
-  .name { font-weight: 600 }
-  .soft { fill: #57606a }
-  .middle { text-anchor: middle }
-  .right { text-anchor: end }
-  .kernel { fill: #f1f4f8; stroke: #b6c0cc }
-  .whole { fill: #ffffff; stroke: #8c959f }
-  .held { stroke: none }
-  .both { fill: #8c959f }
-  .r0 { fill: #2f6fb3 } .r1 { fill: #d9822b } .r2 { fill: #2e9b6b } .r3 { fill: #b0529b }
-  .line { stroke: #8c959f; stroke-width: 1.5; fill: none }
-  @media (prefers-color-scheme: dark) {
-    .card { fill: #0d1117; stroke: #30363d }
-    text { fill: #e6edf3 }
-    .soft { fill: #9da7b3 }
-    .kernel { fill: #1b222c; stroke: #465160 }
-    .whole { fill: #0d1117; stroke: #7d8590 }
-    .both { fill: #8b949e }
-    .r0 { fill: #4f93dd } .r1 { fill: #e99b4a } .r2 { fill: #3fb37f } .r3 { fill: #cb74b8 }
-  }
-"""
 
 
-class Drawing:
-    """SVG elements, and the height down to which they reach."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-        self.y = 0.0
-
-    def rect(self, kind: str, x: float, y: float, width: float, height: float, radius: float = 0) -> None:
-        size = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-        self.parts.append(f'<rect class="{kind}" {size} rx="{radius:g}"/>')
-
-    def text(self, kind: str, x: float, y: float, words: str) -> None:
-        self.parts.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{escape(words)}</text>')
+class BlockDrawing(Drawing):
+    """A drawing with tensors on four ranks, and the kernels between them."""
 
     def arrow(self, x: float, y: float, length: float) -> None:
         self.parts.append(f'<path class="line" d="M{x:g} {y:g}v{length:g}m-4 -4l4 4l4 -4"/>')
@@ -107,25 +75,10 @@ class Drawing:
         self.text("soft", MARGIN, 96, "The coloured part of it is what the rank holds.")
         self.y = 110
 
-    def notes(self, lines: list[str]) -> None:
-        """Plain lines below what has been drawn."""
-        self.y -= 8
-        for line in lines:
-            self.y += 18
-            self.text("soft", MARGIN, self.y, line)
-
-    def svg(self, title: str) -> str:
-        """The whole file, with a background of its own, so that it reads on a light and on a dark page."""
-        height = self.y + 14
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="440" role="img">'
-        card = f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="8"/>'
-        body = [f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", card, *self.parts]
-        return "\n".join([head, *body, "</svg>", ""])
-
 
 def block() -> str:
     """The forward of one block with sequence parallelism, from the residual stream to the residual stream."""
-    drawing = Drawing()
+    drawing = BlockDrawing()
     drawing.legend()
     gather = ["The norm takes own tokens. The product starts on", "own rows while the others' rows arrive."]
     scatter = [
@@ -143,7 +96,9 @@ def block() -> str:
     drawing.row("MLP hidden", "own features", "columns", kept=8)
     drawing.kernel("activation, GEMM + reduce-scatter", ["As above; the weight is fc2's."])
     drawing.row("x", "own tokens", "rows", last=True)
-    drawing.notes(
+    drawing.y -= 8
+    drawing.lines(
+        "soft",
         [
             "Right of × is the part of the weight that a rank has.",
             "Norm weights and the biases of o_proj and fc2 are",
@@ -151,7 +106,7 @@ def block() -> str:
             "kept: bytes that wait for the backward, by token and",
             "hidden unit, shared by the ranks. 20 in all (16 bits).",
             "The backward runs both kernels the other way round.",
-        ]
+        ],
     )
     return drawing.svg("A transformer block on four ranks: where tensors live and what each kernel does")
 
@@ -189,7 +144,25 @@ def memory() -> str:
     return drawing.svg("Bytes that a GPT layer keeps for its backward, tpformer beside PyTorch and Megatron")
 
 
-PICTURES = {"block.svg": block, "memory.svg": memory}
+# the layout of the courses, two nodes of eight, with a model of arXiv:2104.04473 and a batch that fills the pipeline
+TWO_NODES: dict = {
+    "model": {"preset": "megatron-7.5b"},
+    "parallel": {"tensor_parallel": 2, "pipeline_parallel": 4, "data_parallel_replicate": 2},
+    "train": {"global_batch_size": 64, "device": "cuda", "dtype": "bfloat16"},
+}
+
+
+def two_nodes() -> RunConfig:
+    """The configuration of TWO_NODES."""
+    return plan_config(build_config(TWO_NODES))
+
+
+PICTURES = {
+    "block.svg": block,
+    "memory.svg": memory,
+    "placement.svg": lambda: placement_svg(two_nodes()),
+    "splits.svg": splits_svg,
+}
 
 if __name__ == "__main__":
     for name, picture in PICTURES.items():

@@ -116,14 +116,14 @@ def count_rank(config: RunConfig, rank: int) -> RankCount:
 
     RuntimeError in a process that has a process group; none is left behind.
     """
-    with _fake_world(rank, config.parallel.world_size), warnings.catch_warnings():
+    with fake_world(rank, config.parallel.world_size), warnings.catch_warnings():
         # FSDP2 warns that its outputs are views; nothing here changes them in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return _Rank(config).count(rank)
 
 
 @contextmanager
-def _fake_world(rank: int, size: int) -> Iterator[None]:
+def fake_world(rank: int, size: int) -> Iterator[None]:
     """Make this process a rank of a world without other processes, in which collectives return at once."""
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own: run it in a process that has none")

@@ -1,0 +1,210 @@
+"""Where the ranks of a layout are: which share a node, which belong together on each axis, and what each axis sends.
+
+Belongs here: arithmetic on a layout and its nodes. placement_pictures.py draws it; dry_run.py counts what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpformer.config import RunConfig
+from tpformer.distributed.mesh import AXES
+from tpformer.layers.embedding import padded_vocab
+from tpformer.parallel import Layout
+from tpformer.parallel.zero import uses_fsdp
+
+from .memory import boundary_bytes, microbatch_rows
+from .states import Precision, stage_elements
+
+# rows of a microbatch that tensor-parallel ranks gather or scatter for one layer, in forward and backward together. An
+# all-reduce, without sequence parallelism, sends as much as one of each. docs/layouts.md has the collectives
+TRANSFERS = {
+    True: {"none": 10, "mlp": 11, "full": 13},
+    False: {"none": 8, "mlp": 8, "full": 10},
+}
+OF_END = 2  # the same for the embedding, and for the head
+
+
+def rank_grid(layout: Layout) -> Tensor:
+    """The ranks by their coordinates on the axes (pp, dp_replicate, dp_shard, tp), as in distributed.build_mesh."""
+    sizes = (layout.pipeline_parallel, layout.data_parallel_replicate, layout.data_parallel_shard)
+    return torch.arange(layout.world_size).view(*sizes, layout.tensor_parallel)
+
+
+def axis_groups(layout: Layout) -> dict[str, list[list[int]]]:
+    """The groups of ranks that communicate on each axis, in order of their first rank."""
+    grid = rank_grid(layout)
+    return {axis: grid.movedim(dim, -1).flatten(0, -2).tolist() for dim, axis in enumerate(AXES)}
+
+
+def sent_bytes(operation: str, nbytes: float, ranks: int) -> float:
+    """Bytes that each rank sends in a ring. nbytes: of the whole tensor; of a message, if the operation is "send"."""
+    share = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "receive": 0}
+    return nbytes if operation == "send" else share[operation] * nbytes * (ranks - 1) / ranks
+
+
+def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
+    """Bytes that a rank at this place of the pipeline sends on each axis in a step. train.dtype must be set.
+
+    Left out are a few numbers for each token or step: statistics of the loss, norms, partial gradients of vectors
+    and of positions. A test compares them with what a dry run counts.
+    """
+    layout, m = config.parallel, config.n_microbatches
+    stages = layout.stages_of(pipeline_rank)
+    sent = {**dict.fromkeys(AXES, 0.0), **_data_parallel_bytes(config, pipeline_rank)}
+    neighbours = [other for stage in stages for other in (stage - 1, stage + 1) if other not in stages]
+    sent["pp"] = m * boundary_bytes(config) * sum(0 <= other < layout.n_stages for other in neighbours)
+    ends = (0 in stages) + (layout.n_stages - 1 in stages)
+    if config.model.tie_embeddings and ends == 1:  # both stages hold the table, and add up its gradients
+        sent["pp"] += sent_bytes("all_reduce", _table_bytes(config), 2)
+    layers = sum(size.n_layers for size in stage_elements(config, pipeline_rank).values())
+    transfers = layers * TRANSFERS[layout.sequence_parallel][layout.recompute] + ends * OF_END
+    sent["tp"] = m * transfers * sent_bytes("all_gather", gathered_bytes(config), layout.tensor_parallel)
+    return sent
+
+
+def gathered_bytes(config: RunConfig) -> int:
+    """Bytes of a microbatch's rows, all of them. train.dtype must be set."""
+    rows = microbatch_rows(config.model, Layout(), config.microbatch_size)
+    return rows * config.model.hidden_size * Precision.of(config).compute.itemsize
+
+
+def _table_bytes(config: RunConfig) -> float:
+    table = padded_vocab(config.model.vocab_size or 0, config.model.vocab_multiple) * config.model.hidden_size
+    return table / config.parallel.tensor_parallel * Precision.of(config).master.itemsize
+
+
+def _data_parallel_bytes(config: RunConfig, pipeline_rank: int) -> dict[str, float]:
+    """Bytes sent on dp_replicate and dp_shard: the table of collectives in docs/zero.md."""
+    layout, m, precision = config.parallel, config.n_microbatches, Precision.of(config)
+    sizes = stage_elements(config, pipeline_rank).values()
+    layers, rest = sum(size.layers for size in sizes), sum(size.rest for size in sizes)
+    if not uses_fsdp(layout, precision.compute):
+        return {}
+    shards, reduced = layout.data_parallel_shard, (layers + rest) * precision.reduce.itemsize
+    gathers = (2 * m * layers + m * rest) if layout.zero == 3 else layers + rest
+    reductions = m if layout.zero > 1 else 1
+    return {
+        "dp_replicate": sent_bytes("all_reduce", reduced / shards, layout.data_parallel_replicate),
+        "dp_shard": sent_bytes("all_gather", gathers * precision.compute.itemsize, shards)
+        + sent_bytes("reduce_scatter", reductions * reduced, shards),
+    }
+
+
+class AxisPlacement(NamedTuple):
+    """An axis of more than one rank. nodes: on how many a group is at most. sent: bytes of a rank in a step."""
+
+    axis: str
+    groups: Sequence[Sequence[int]]
+    nodes: int
+    sent: float
+
+    def __str__(self) -> str:
+        where = "in one node" if self.nodes == 1 else f"over {self.nodes} nodes"
+        return f"{self.axis}: {len(self.groups)} groups of {len(self.groups[0])} {where}, {self.sent / 1e9:.2f} GB"
+
+
+def placement(config: RunConfig, devices_of_node: int, pipeline_rank: int = 0) -> list[AxisPlacement]:
+    """The axes of more than one rank, outermost first. Ranks fill one node after the other.
+
+    pipeline_rank: whose bytes these are. ValueError unless devices_of_node is positive.
+    """
+    if devices_of_node < 1:
+        raise ValueError(f"a node of {devices_of_node} devices holds no rank: give at least 1")
+    groups, sent = axis_groups(config.parallel), axis_bytes(config, pipeline_rank)
+    return [
+        AxisPlacement(axis, of_axis, max(len({rank // devices_of_node for rank in g}) for g in of_axis), sent[axis])
+        for axis, of_axis in groups.items()
+        if len(of_axis[0]) > 1
+    ]
+
+
+class Cluster(NamedTuple):
+    """Rates of one device. flops: FLOP/s of large GEMMs. node, network: bytes/s within a node, and to other nodes."""
+
+    name: str
+    flops: float
+    node: float
+    network: float
+
+
+# as published or as users report, not measured here: NCCL's bus bandwidth in a node, a network card for each GPU
+CLUSTERS = (Cluster("A100", 250e12, 230e9, 21e9), Cluster("H100", 700e12, 370e9, 42e9))
+
+
+class TensorParallelTime(NamedTuple):
+    """Seconds that a layer takes for one microbatch: its GEMMs and attention, and its communication if exposed."""
+
+    tensor_parallel: int
+    nodes: int
+    compute: float
+    communication: float
+
+
+def tensor_parallel_times(
+    config: RunConfig, cluster: Cluster, sizes: Sequence[int] = (8, 16), devices_of_node: int = 8
+) -> list[TensorParallelTime]:
+    """Prediction: a layer with different numbers of tensor-parallel ranks, which share nodes as far as they fit.
+
+    A group that fills several nodes has as many rings as it has devices in a node, each through a network card of its
+    own, so its bandwidth is the smaller of that and a node's. Latency is left out, and so is what is lost besides: the
+    fused kernels need all ranks in one NVLink domain.
+    """
+    tokens = config.microbatch_size * config.model.seq_length
+    moved = TRANSFERS[True]["none"] * gathered_bytes(config)
+    found = []
+    for size in sizes:
+        nodes = -(-size // devices_of_node)
+        across = min(cluster.node, cluster.network * min(size, devices_of_node))
+        seconds = sent_bytes("all_gather", moved, size) / (cluster.node if nodes == 1 else across)
+        compute = config.model.layer_flops_per_token * tokens / size / cluster.flops
+        found.append(TensorParallelTime(size, nodes, compute, seconds))
+    return found
+
+
+def across_nodes_lines(config: RunConfig) -> Iterator[str]:
+    """What tensor parallelism over two nodes costs, in words, for each of CLUSTERS."""
+    for cluster in CLUSTERS:
+        for each in tensor_parallel_times(config, cluster):
+            where = "one node" if each.nodes == 1 else f"{each.nodes} nodes"
+            share = each.communication / each.compute
+            yield (
+                f"{cluster.name}, tp {each.tensor_parallel} on {where}: compute {each.compute * 1e3:.2f} ms a layer, "
+                f"communication {each.communication * 1e3:.2f} ms, {share:.0%} of it (predicted)"
+            )
+
+
+class Split(NamedTuple):
+    """A way to share a model and its batch among ranks. sizes: of its axes, outer to inner.
+
+    weights, data: the axes along which each is cut; along the others it is repeated.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    weights: tuple[str, ...]
+    data: tuple[str, ...]
+
+    def pieces(self, axes: Sequence[str]) -> list[int]:
+        """For each rank, the index of the piece that it holds of what is cut along some axes."""
+        index = torch.zeros([1] * len(self.sizes), dtype=torch.int64)
+        for dim, (axis, size) in enumerate(self.sizes.items()):
+            if axis in axes:
+                shape = [size if other == dim else 1 for other in range(len(self.sizes))]
+                index = index * size + torch.arange(size).view(shape)
+        return index.expand(*self.sizes.values()).flatten().tolist()
+
+
+# arXiv:2101.03961, figure 9. Experts are shared among the data-parallel ranks: each has other experts and other data
+SPLITS = (
+    Split("data parallel", {"data": 16}, (), ("data",)),
+    Split("model parallel", {"tensor": 16}, ("tensor",), ()),
+    Split("model + data parallel", {"data": 4, "tensor": 4}, ("tensor",), ("data",)),
+    Split("expert + data parallel", {"data": 16}, ("data",), ("data",)),
+    Split("expert + model + data parallel", {"data": 4, "tensor": 4}, ("data", "tensor"), ("data",)),
+)
+"""How 16 cores may share weights and data."""
