@@ -39,6 +39,7 @@ REACH = {
 
 WHOLE = "a whole block may take the path with a mask, too: it is slower, and the same"
 ROWS = "the rows of the last share that do not exist are masked: a step more is done in vain"
+TURN = "which pieces are pushed before the wait is a matter of time, and pieces beyond the shard are masked"
 PACKED = "packed memory has room for whole tiles: rows that do not exist are sent and read in vain"
 EQUIVALENT = {
     "tile.py store_packed: tl.store(target + offsets, block.to(target.dtype.element_ty), mask=mask)"
@@ -50,6 +51,8 @@ EQUIVALENT = {
     "matmul_all_reduce/kernel.py matmul_all_reduce_kernel: tl.minimum(rows, m - owner * rows)"
     " -> tl.minimum(m - owner * rows, m - owner * rows)":
         "the last tile of a chunk then multiplies rows of the next one, too, which no rank adds or stores",
+    "all_gather_matmul/kernel.py push_rows: tl.minimum(turn, end) -> tl.minimum(end, end)": TURN,
+    "all_gather_matmul/kernel.py push_rows: tl.minimum(turn, end) -> tl.minimum(turn, turn)": TURN,
     "cross_entropy/kernel.py slice_statistics_kernel: whole < valid -> whole < valid + 1":
         "a last block without valid columns adds nothing to any statistic",
     **dict.fromkeys(
