@@ -43,6 +43,8 @@ class Machine(NamedTuple):
     copy_start: float = 6.4e-6
     """Seconds that a copy to a peer takes beside its bytes / link. Fitted to copies of 4 and 16 MB that others measured
     on B300 (335 and 560 GB/s), it gives 672 GB/s at 64 MB, where they measured 695."""
+    reduces_in_switch: bool = True
+    """Whether NCCL's all-reduces let the switch add, as it can from H100 on."""
 
 
 # Seconds of one acquire of a flag in the GPU's own memory when nobody is late: 1.5 to 2 million polls a second
@@ -58,7 +60,7 @@ RELEASE_SECONDS = 2e-6
 MACHINES = (
     Machine("H200", 989e12, 700e12, 380e9, 4.3e12),
     Machine("H100", 989e12, 700e12, 380e9, 3.0e12),
-    Machine("A100", 312e12, 250e12, 250e9, 1.7e12),
+    Machine("A100", 312e12, 250e12, 250e9, 1.7e12, reduces_in_switch=False),
     Machine("B200", 2250e12, 1600e12, 760e9, 7.0e12),
 )
 
@@ -130,9 +132,13 @@ def tile_seconds(tile: tuple[int, int], k: int, programs: int, machine: Machine,
 
 
 def collective_seconds(op: str, m: int, n: int, k: int, ranks: int, itemsize: int, machine: Machine) -> float:
-    """Seconds of an operation's collective by a library, in the protocol that is the faster one for its bytes."""
+    """Seconds of an operation's collective by a library, in the protocol that is the faster one for its bytes.
+
+    An all-reduce that no switch adds up moves its bytes as fast as a gather.
+    """
     moved = communication_bytes(op, m, n, k, ranks, itemsize)
-    return min(latency + moved / (share * machine.link) for latency, share in COLLECTIVES[op])
+    protocols = COLLECTIVES[op] if machine.reduces_in_switch else MOVED
+    return min(latency + moved / (share * machine.link) for latency, share in protocols)
 
 
 def break_even_width(ranks: int, machine: Machine, itemsize: int, moves: int = 1) -> float:
