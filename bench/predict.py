@@ -1,23 +1,24 @@
 """What several GPUs should take by the model (ops/transports/prediction.py), from shapes alone or from measured GEMMs.
 
-Belongs here: the GPUs that need not be there, and the rows. Nobody has run the fused kernels on several GPUs.
+Belongs here: the rows. Nobody has run the fused kernels on several GPUs.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
 from tpformer.kernels.cost import Machine, machine_for
-from tpformer.ops.transports.prediction import Times, chosen_launch, fused_times, sequential_times
+from tpformer.ops.transports.prediction import Times, fused_times, sequential_times
+from tpformer.planner import devices
 
 from .ratios import Row, compared
 from .shapes import Shape
 
 ITEMSIZE = 2
 DEFAULT_MACHINE = "H200"
+DEVICES = {"H200": "h200", "H100": "h100", "A100": "a100-80", "B200": "b200"}  # the planner's, by their machines
 FUSED, SEQUENTIAL, PEAK = "predicted fused", "predicted sequential", "data-sheet peak"
 
 MODEL = (
@@ -38,34 +39,9 @@ class Prediction(NamedTuple):
     sequential: Times
 
 
-class Processor(NamedTuple):
-    """What launchers ask of a GPU."""
-
-    capability: tuple[int, int]
-    multi_processor_count: int
-    shared_memory_per_multiprocessor: int
-    name: str = ""
-
-
-HOPPER = Processor((9, 0), 132, 228 << 10)
-PROCESSORS = {
-    "H200": HOPPER,
-    "H100": HOPPER,
-    "A100": Processor((8, 0), 108, 164 << 10),
-    "B200": Processor((10, 0), 148, 228 << 10),
-}
-
-
-@contextmanager
-def as_if_on(machine: Machine) -> Iterator[torch.device]:
+def as_if_on(machine: Machine) -> AbstractContextManager[torch.device]:
     """Within, launchers plan for this GPU, whatever there is; the device that it seems to be."""
-    processor = PROCESSORS[machine.name]._replace(name=f"NVIDIA {machine.name}")
-    with ExitStack() as stack:
-        for what, answer in {"capability": processor.capability, "properties": processor}.items():
-            stack.enter_context(mock.patch.object(torch.cuda, f"get_device_{what}", lambda *_, answer=answer: answer))
-        chosen_launch.cache_clear()
-        stack.callback(chosen_launch.cache_clear)
-        yield torch.device("cuda")
+    return devices.as_if_on(devices.load_device(DEVICES[machine.name]))
 
 
 def present_machine() -> Machine:

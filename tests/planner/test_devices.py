@@ -1,0 +1,71 @@
+"""Files of devices: those that come with the package, users' own, and one sentence for each mistake."""
+
+import dataclasses
+import tomllib
+
+import pytest
+
+from tpformer.kernels.cost import MACHINES, Machine
+from tpformer.planner.devices import DIRECTORY, load_device, names, parse_device
+
+H100 = DIRECTORY / "h100.toml"
+
+
+def test_devices_have_the_machines_of_the_performance_model():
+    assert names() == ["a100-40", "a100-80", "b200", "h100", "h200"]
+    found = {name: load_device(name) for name in names()}
+    for name in ("a100-80", "b200", "h100", "h200"):
+        assert found[name].machine in MACHINES, "a rate has one place"
+    assert found["a100-40"].machine._replace(memory=0.0) == found["a100-80"].machine._replace(memory=0.0)
+    assert found["h100"].memory == 80e9 and found["h100"].network == 42e9
+    half = found["h100"].scaled(0.5)
+    assert half.machine.flops == 350e12 and half.attention_forward == 225e12 and half.machine.link == 380e9
+
+
+def test_a_users_file_is_read(tmp_path):
+    text = H100.read_text().replace(
+        'machine = "H100"', "peak_tflops = 10\ngemm_tflops = 8.5\nlink_gb_s = 20\nmemory_tb_s = 1"
+    )
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    device = load_device(path, gpus_per_node=4)
+    assert device.name == "mine" and device.gpus_per_node == 4
+    assert device.machine == Machine("mine", 10e12, 8.5e12, 20e9, 1e12)
+    assert dataclasses.replace(load_device(path), gpus_per_node=4) == device
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("memory_gb = 80.0", "memory_gbs = 80.0", "unknown key 'memory_gbs': did you mean 'memory_gb'"),
+        ("memory_gb = 80.0", "", "lacks memory_gb: give it"),
+        ("memory_gb = 80.0", "memory_gb = -1", "memory_gb = -1 must be a number above 0 and at most 10000"),
+        ("memory_gb = 80.0", "memory_gb = nan", "memory_gb = nan must be a number above 0"),
+        ("memory_gb = 80.0", "memory_gb = true", "memory_gb = True must be a number above 0"),
+        ("processors = 132", "processors = 1.5", "processors = 1.5 must be a whole number"),
+        ("capability = [9, 0]", "capability = 9", "capability = 9 must be two whole numbers"),
+        ('machine = "H100"', 'machine = "H1"', "machine = 'H1' must be one of H200"),
+        ('machine = "H100"', "peak_tflops = 1", "lacks gemm_tflops, link_gb_s, memory_tb_s: give either"),
+        ("[cluster]", "[clusters]", "unknown section 'clusters': did you mean 'cluster'"),
+        ("[cluster]", "", "has no section [cluster]"),
+        ("network_gb_s = 42.0", "", "lacks network_gb_s"),
+    ],
+)
+def test_mistakes_have_one_sentence(old, new, message):
+    text = H100.read_text()
+    assert old in text
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")) as error:
+        parse_device("x", tomllib.loads(text.replace(old, new)), "x.toml")
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_names_and_files(tmp_path):
+    with pytest.raises(ValueError, match="unknown device 'h1000': choose one of a100-40"):
+        load_device("h1000")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_device(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[gpu")
+    with pytest.raises(ValueError, match="is not valid TOML"):
+        load_device(tmp_path / "bad.toml")
+    with pytest.raises(ValueError, match="gpus_per_node = 0 must be a whole number above 0"):
+        load_device("h100", gpus_per_node=0)

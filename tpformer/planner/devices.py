@@ -1,0 +1,190 @@
+"""GPUs and their clusters: the files that describe them, and the checks of these files.
+
+Belongs here: reading device_files/NAME.toml or a user's own file, and launchers that plan for a GPU that is not there.
+What the numbers are used for is in the models of time and memory. A number that kernels/cost.py has stands there alone:
+a file names its machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tpformer.kernels.cost import MACHINES, Machine
+from tpformer.ops.transports.prediction import chosen_launch
+
+DIRECTORY = Path(__file__).parent / "device_files"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU and the cluster around it. Seconds, bytes, FLOP/s and bytes/s."""
+
+    name: str
+    machine: Machine
+    memory: float
+    """Bytes of one GPU."""
+    processors: int
+    """Streaming multiprocessors."""
+    capability: tuple[int, int]
+    shared_memory: int
+    """Bytes of one streaming multiprocessor."""
+    attention_forward: float
+    """FLOP/s of causal attention, of the half that is not masked."""
+    attention_backward: float
+    gpus_per_node: int
+    network: float
+    """Bytes/s of one GPU's network adapter."""
+    network_latency: float
+
+    def scaled(self, rate: float) -> Device:
+        """The same device with `rate` times its FLOP/s of GEMMs and attention, the one constant that is fitted."""
+        return dataclasses.replace(
+            self,
+            machine=self.machine._replace(flops=rate * self.machine.flops),
+            attention_forward=rate * self.attention_forward,
+            attention_backward=rate * self.attention_backward,
+        )
+
+
+# [gpu] and [cluster]: key -> (largest value, whole number). The smallest is above 0.
+NUMBERS = {
+    "memory_gb": (1e4, False),
+    "memory_tb_s": (1e3, False),
+    "peak_tflops": (1e6, False),
+    "gemm_tflops": (1e6, False),
+    "link_gb_s": (1e5, False),
+    "processors": (1e4, True),
+    "shared_memory_kib": (1e5, True),
+    "attention_forward_tflops": (1e6, False),
+    "attention_backward_tflops": (1e6, False),
+    "gpus_per_node": (1e4, True),
+    "network_gb_s": (1e5, False),
+    "network_latency_us": (1e6, False),
+}
+RATES = {"peak_tflops": ("peak_flops", 1e12), "gemm_tflops": ("flops", 1e12), "link_gb_s": ("link", 1e9),
+         "memory_tb_s": ("memory", 1e12)}  # fmt: skip
+CLUSTER = ("gpus_per_node", "network_gb_s", "network_latency_us")
+GPU = tuple(key for key in NUMBERS if key not in CLUSTER)
+OPTIONAL = tuple(RATES)  # where a machine gives them
+
+
+def names() -> list[str]:
+    """The devices that come with the package."""
+    return sorted(path.stem for path in DIRECTORY.glob("*.toml"))
+
+
+def load_device(name_or_path: str | Path, gpus_per_node: int | None = None) -> Device:
+    """A device by its name, or by the path of a TOML file. gpus_per_node: in place of the file's.
+
+    Errors: ValueError, in one sentence with the remedy, for an unknown name or key, a missing key or a wrong value.
+    """
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = DIRECTORY / f"{name_or_path}.toml"
+        if not path.is_file():
+            raise ValueError(
+                f"unknown device {str(name_or_path)!r}: choose one of {', '.join(names())}, or give the path of a TOML "
+                f"file like {DIRECTORY / 'h100.toml'}"
+            )
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; give the path of a device's TOML file") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    device = parse_device(path.stem, values, str(path))
+    if gpus_per_node is not None:
+        device = dataclasses.replace(device, gpus_per_node=_number(str(path), "gpus_per_node", gpus_per_node))
+    return device
+
+
+def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
+    """A Device from the sections of its file. where: what messages call the file."""
+    _known(where, values, ("gpu", "cluster"), "section")
+    for section in ("gpu", "cluster"):
+        if not isinstance(values.get(section), Mapping):
+            raise ValueError(f"{where} has no section [{section}]: copy it from {DIRECTORY / 'h100.toml'}")
+    gpu, cluster = values["gpu"], values["cluster"]
+    _known(f"[gpu] of {where}", gpu, ("machine", "capability", *GPU), "key")
+    _known(f"[cluster] of {where}", cluster, CLUSTER, "key")
+    machine = _machine(where, name, gpu)
+    required = [key for key in GPU if key not in OPTIONAL] + ["capability"]
+    for section, keys in ((gpu, required), (cluster, CLUSTER)):
+        for key in keys:
+            if key not in section:
+                raise ValueError(f"{where} lacks {key}: give it, as {DIRECTORY / 'h100.toml'} does")
+    capability = gpu["capability"]
+    if not (isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)):
+        raise ValueError(f"{where}: capability = {capability!r} must be two whole numbers, such as [9, 0]")
+    number = {key: _number(where, key, {**gpu, **cluster}[key]) for key in NUMBERS if key in gpu or key in cluster}
+    return Device(
+        name=name,
+        machine=machine,
+        memory=1e9 * number["memory_gb"],
+        processors=number["processors"],
+        capability=(capability[0], capability[1]),
+        shared_memory=number["shared_memory_kib"] << 10,
+        attention_forward=1e12 * number["attention_forward_tflops"],
+        attention_backward=1e12 * number["attention_backward_tflops"],
+        gpus_per_node=number["gpus_per_node"],
+        network=1e9 * number["network_gb_s"],
+        network_latency=1e-6 * number["network_latency_us"],
+    )
+
+
+def _machine(where: str, name: str, gpu: Mapping[str, Any]) -> Machine:
+    """That of kernels/cost.py which the file names, with the rates that the file gives; or one of its rates alone."""
+    rates = {field: scale * _number(where, key, gpu[key]) for key, (field, scale) in RATES.items() if key in gpu}
+    if "machine" in gpu:
+        known = {machine.name: machine for machine in MACHINES}
+        if gpu["machine"] not in known:
+            raise ValueError(f"{where}: machine = {gpu['machine']!r} must be one of {', '.join(known)}")
+        return known[gpu["machine"]]._replace(**rates)
+    missing = [key for key in RATES if key not in gpu]
+    if missing:
+        raise ValueError(f"{where} names no machine of kernels/cost.py and lacks {', '.join(missing)}: give either")
+    return Machine(name=name, **rates)
+
+
+def _known(where: str, values: Mapping[str, Any], names: tuple[str, ...], kind: str) -> None:
+    for name in values:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+            raise ValueError(f"{where}: unknown {kind} {name!r}: {hint}")
+
+
+def _number(where: str, key: str, value: Any) -> Any:
+    largest, whole = NUMBERS[key]
+    fits = type(value) is int or (type(value) is float and not whole)
+    if not fits or not 0 < value <= largest:
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"{where}: {key} = {value!r} must be {kind} above 0 and at most {largest:g}")
+    return value
+
+
+@contextmanager
+def as_if_on(device: Device) -> Iterator[torch.device]:
+    """Within, launchers plan for this GPU, whatever there is; the device that it seems to be."""
+    properties = SimpleNamespace(
+        name=f"NVIDIA {device.machine.name}",
+        multi_processor_count=device.processors,
+        shared_memory_per_multiprocessor=device.shared_memory,
+    )
+    answers = {"capability": device.capability, "properties": properties}
+    with ExitStack() as stack:
+        for what, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, f"get_device_{what}", lambda *_, answer=answer: answer))
+        chosen_launch.cache_clear()
+        stack.callback(chosen_launch.cache_clear)
+        yield torch.device("cuda")
