@@ -1,0 +1,130 @@
+"""All-reduce algorithms of data parallelism: what each sends, step by step, and the seconds that this takes.
+
+Belongs here: one cost function for each algorithm. No process groups and no tensors yet: what the planner needs.
+
+P ranks hold N values each and end with the sum. With P not a power of two, the butterfly and halving-doubling fold:
+P - 2^k ranks send theirs to a partner first, and get the sums last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Traffic(NamedTuple):
+    """What one all-reduce sends."""
+
+    steps: int
+    """Messages that wait for one another, one after the other."""
+    messages: int
+    """Of all ranks together."""
+    values: float
+    """In all messages together."""
+    busiest: float
+    """Values that the rank with the most to send sends."""
+
+
+class Link(NamedTuple):
+    """A way between ranks: seconds of an empty message, and bytes/s of each rank's sends."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, steps: float, nbytes: float) -> float:
+        """Alpha-beta: steps * latency + bytes / bandwidth."""
+        return steps * self.latency + nbytes / self.bandwidth
+
+
+def driver(ranks: int, values: float) -> Traffic:
+    """All send to one rank, which adds and sends the sum back, one message after the other: 2 (P-1) of N values."""
+    return Traffic(2 * (ranks - 1), 2 * (ranks - 1), 2 * (ranks - 1) * values, (ranks - 1) * values)
+
+
+def all_pairs(ranks: int, values: float) -> Traffic:
+    """Every rank sends all of its values to every other one: P (P-1) messages of N values."""
+    return Traffic(ranks - 1, ranks * (ranks - 1), ranks * (ranks - 1) * values, (ranks - 1) * values)
+
+
+def ring(ranks: int, values: float) -> Traffic:
+    """Reduce-scatter and all-gather around a ring: 2 (P-1) steps, in each of which every rank sends N / P values."""
+    steps = 2 * (ranks - 1)
+    return Traffic(steps, ranks * steps, steps * values, steps * values / ranks)
+
+
+def tree(ranks: int, values: float) -> Traffic:
+    """Sums go up a binary tree and come down: 2 (P-1) messages of N values, from a rank with children at most 3."""
+    steps, children = 2 * math.floor(math.log2(ranks)), min(2, ranks - 1)
+    inner = ranks > 3  # then a rank has a parent and two children
+    return Traffic(steps, 2 * (ranks - 1), 2 * (ranks - 1) * values, (children + inner) * values)
+
+
+def butterfly(ranks: int, values: float) -> Traffic:
+    """Recursive doubling: in log2 P steps every rank exchanges all of its values with a partner."""
+    levels, folded = _levels(ranks)
+    core = (ranks - folded) * levels
+    return Traffic(
+        levels + 2 * (folded > 0), core + 2 * folded, (core + 2 * folded) * values, (levels + (folded > 0)) * values
+    )
+
+
+def halving_doubling(ranks: int, values: float) -> Traffic:
+    """Recursive halving, then doubling: 2 log2 P steps, in which a rank sends 2 (P-1) / P of its values."""
+    levels, folded = _levels(ranks)
+    core = ranks - folded
+    each = 2 * (core - 1) / core * values
+    return Traffic(
+        2 * levels + 2 * (folded > 0),
+        2 * levels * core + 2 * folded,
+        core * each + 2 * folded * values,
+        each + (folded > 0) * values,
+    )
+
+
+def parameter_server(ranks: int, values: float) -> Traffic:
+    """Each rank serves 1 / P of the values, to which the others push gradients and from which they pull the sums."""
+    each = 2 * (ranks - 1) / ranks * values
+    return Traffic(2 * (ranks - 1), 2 * ranks * (ranks - 1), ranks * each, each)
+
+
+def _levels(ranks: int) -> tuple[int, int]:
+    """(log2 of the largest power of two among the ranks, how many ranks it leaves out)."""
+    levels = ranks.bit_length() - 1
+    return levels, ranks - (1 << levels)
+
+
+ALGORITHMS: dict[str, Callable[[int, float], Traffic]] = {
+    "driver": driver,
+    "all_pairs": all_pairs,
+    "ring": ring,
+    "tree": tree,
+    "butterfly": butterfly,
+    "halving_doubling": halving_doubling,
+    "parameter_server": parameter_server,
+}
+HIERARCHICAL = "hierarchical"
+NAMES = (*ALGORITHMS, HIERARCHICAL)
+
+
+def all_reduce_seconds(algorithm: str, nbytes: float, inside: int, nodes: int, fast: Link, slow: Link) -> float:
+    """Seconds of an all-reduce of `nbytes` over nodes of `inside` ranks each.
+
+    fast: between ranks of a node. slow: one rank's way to other nodes. A ring crosses nodes at one place for each of
+    its rings, of which there are as many as adapters. hierarchical: a ring in the node for each part of the bytes,
+    rings of these parts across nodes. Other algorithms send over the slow links as soon as there are several nodes.
+    """
+    ranks = inside * nodes
+    if ranks == 1:
+        return 0.0
+    if algorithm == HIERARCHICAL:
+        here, across = ring(inside, nbytes), ring(nodes, nbytes / inside)
+        return fast.seconds(here.steps, here.busiest) + slow.seconds(across.steps, across.busiest)
+    found = ALGORITHMS[algorithm](ranks, nbytes)
+    if nodes == 1:
+        return fast.seconds(found.steps, found.busiest)
+    if algorithm == "ring":
+        bandwidth, hops = min(fast.bandwidth, inside * slow.bandwidth), found.steps * nodes / ranks
+        latency = hops * slow.latency + (found.steps - hops) * fast.latency
+        return latency + found.busiest / bandwidth
+    return slow.seconds(found.steps, found.busiest)
