@@ -104,10 +104,11 @@ def _one_stage(stage: int, n_microbatches: int, ahead: int) -> list[tuple[Step, 
     return [(step,) for step in steps]
 
 
-def simulate(order: Order, seconds: Seconds) -> list[Action]:
-    """The timeline of an order if communication took no time. A step starts when its rank and its input are ready.
+def simulate(order: Order, seconds: Seconds, message: float = 0) -> list[Action]:
+    """The timeline of an order. A step starts when its rank and its input are ready; the first one starts at 0.
 
-    The first step starts at 0. ValueError for an order in which every rank waits for another.
+    message: seconds that a result is under way to another rank, while both compute.
+    ValueError for an order in which every rank waits for another.
     """
     rank_of = {step.stage: rank for rank, steps in enumerate(order) for together in steps for step in together}
     last = max(rank_of)
@@ -138,7 +139,7 @@ def simulate(order: Order, seconds: Seconds) -> list[Action]:
             time = start + seconds(step)
             made.append(Action(rank, step.stage, step.microbatch, step.kind, start, time))
             here[step._replace(kind="I") if step.kind == "B" else step] = time
-        sent.update({Step(a.stage, "I" if a.kind == "B" else a.kind, a.microbatch): time for a in made})
+        sent.update({Step(a.stage, "I" if a.kind == "B" else a.kind, a.microbatch): time + message for a in made})
         clock[rank] = time
         actions.extend(made)
         waiting[rank].popleft()

@@ -1,0 +1,101 @@
+"""The model of time: kernels by waves, what a transport exposes, a step's items, and its schedule."""
+
+import dataclasses
+
+import pytest
+
+from tpformer.config import SCHEDULES, build_config
+from tpformer.distributed.algorithms import Link, all_reduce_seconds
+from tpformer.planner import bubble_time
+from tpformer.planner.devices import load_device
+from tpformer.planner.layer_time import exposed_seconds
+from tpformer.planner.roofline import BEGIN, GAP, gemm_seconds
+from tpformer.planner.software import OURS, Software
+from tpformer.planner.step_time import StepModel
+
+H100 = load_device("h100")
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+MODEL = {"vocab_size": 32000, "seq_length": 2048, "n_layers": 24, "hidden_size": 4096, "n_heads": 32}
+
+
+def model(parallel, batch=64, microbatch=1, software=OURS, device=H100, **others):
+    train = {"global_batch_size": batch, "microbatch_size": microbatch, "dtype": "bfloat16", "device": "cuda"}
+    config = build_config({"model": {**MODEL, **others}, "parallel": parallel, "train": train})
+    return StepModel(config, device, software)
+
+
+def test_gemms_take_whole_waves():
+    wave = gemm_seconds(256, 128 * 132, 4096, H100)
+    assert gemm_seconds(256, 128 * 132 - 100, 4096, H100) == pytest.approx(wave, rel=0.02)
+    assert gemm_seconds(256, 128 * 133, 4096, H100) > 1.2 * wave, "one tile more begins another wave, of smaller tiles"
+    large = gemm_seconds(16384, 16896, 8192, H100)
+    assert 2 * 16384 * 16896 * 8192 / large == pytest.approx(700e12, rel=0.1)
+    assert gemm_seconds(16, 4096, 4096, H100) >= 2 * 4096 * 4096 / 3e12, "a thin product reads its weight"
+    assert gemm_seconds(1, 1, 1, H100) < 2 * (BEGIN + GAP)
+
+
+def test_transports():
+    sizes, gemm = (8192, 4096, 4096), 300e-6
+    exposed = {
+        each: exposed_seconds(GATHER, sizes, 8, each, H100, gemm) for each in ("sequential", "pipelined", "fused")
+    }
+    assert exposed["sequential"] > exposed["pipelined"] >= 0
+    assert exposed_seconds(GATHER, sizes, 8, "auto", H100, gemm) == min(exposed["sequential"], exposed["fused"])
+    assert exposed_seconds(GATHER, sizes, 1, "sequential", H100, gemm) == 0
+
+
+def test_the_items_of_a_step_are_its_seconds():
+    found = model({"tensor_parallel": 4, "pipeline_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1})
+    step = found.step()
+    assert all(each >= 0 for each in step) and step.seconds == sum(step)
+    assert step.compute + step.tp + step.pp + step.bubble + step.host == pytest.approx(found.span())
+    assert step.tp > 0 and step.dp > 0 and step.bubble > 0
+    alone = model({}).step()
+    assert (alone.tp, alone.pp, alone.dp) == (0, 0, 0) and alone.bubble == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_bubbles_are_those_of_the_closed_forms(schedule):
+    """With equal stages and messages that take no time."""
+    stages = 2 if SCHEDULES[schedule].stages_per_rank == 2 else 1
+    parallel = {"pipeline_parallel": 4, "pipeline_schedule": schedule}
+    device = dataclasses.replace(H100, network_latency=1e-30, network=1e30)
+    found = model(parallel, batch=16, device=device, vocab_size=128, software=Software(host_kernel=1.0, kernels=(1, 3)))
+    found.fast = found.slow = Link(0.0, 1e30)
+    # a host that launches for seconds makes F = I / 2 = W of all stages equal, as the loss is nothing beside it
+    seconds = {kind: found.stages[1].seconds(kind) for kind in "FIW"}
+    if schedule == "ZBVZeroBubble":
+        assert found.step().bubble < bubble_time("1F1B", 4, 16, seconds)
+    else:
+        assert found.step().bubble == pytest.approx(bubble_time(schedule, 4, 16, seconds), rel=1e-6), stages
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_many_microbatches_take_as_long_as_simulated(schedule):
+    found = model({"pipeline_parallel": 4, "pipeline_schedule": schedule}, batch=64)
+    assert found.span() == pytest.approx(max(action.end for action in found.timeline()), rel=1e-9)
+
+
+def test_what_makes_a_step_slower_or_faster():
+    pipeline = {"pipeline_parallel": 4}
+    plain = model(pipeline)
+    slow = dataclasses.replace(H100, network=1e9)
+    assert model(pipeline, device=slow).span() >= plain.span()
+    blocking = model(pipeline, device=slow, software=Software(blocking_pipeline=True)).step()
+    assert blocking.pp > 0 == plain.step().pp
+    full = model({**pipeline, "recompute": "full"}).step()
+    half = model({**pipeline, "recompute": "full", "recompute_layers": "::2"}).step()
+    assert plain.step().compute < half.compute < full.compute < 4 / 3 * plain.step().compute
+    many = {"data_parallel_shard": 16, "zero_stage": 1}
+    assert model({**many, "zero_stage": 3}, device=slow).step().dp > model(many, device=slow).step().dp > 0
+    assert model(many).step().optimizer == pytest.approx(model({}).step().optimizer / 16)
+    starved = model({}, device=H100, software=dataclasses.replace(OURS, host_kernel=1e-3)).step()
+    assert starved.host > 0 and starved.seconds > model({}).step().seconds
+
+
+def test_data_parallel_ranks_in_a_node_share_its_adapters():
+    parallel = {"tensor_parallel": 2, "data_parallel_replicate": 16}
+    found = model(parallel)
+    fast, slow = found.fast, found.slow
+    nbytes = 4 * found.elements(0)
+    assert found._collective(nbytes, replicas=True) == all_reduce_seconds("ring", nbytes, 4, 4, fast, slow)

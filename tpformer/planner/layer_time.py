@@ -1,0 +1,202 @@
+"""Seconds of one layer and of the loss on one rank, by kind of work: what a stage's forward and backward consist of.
+
+Belongs here: which kernels and collectives a layer runs, on a configuration alone. Single kernels are in roofline.py,
+tensor-parallel communication by transport in ops/transports/prediction.py, stages and steps in step_time.py.
+
+All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), recompute, logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from tpformer.config import RunConfig
+from tpformer.kernels.cost import overlapped_seconds
+from tpformer.layers.embedding import padded_vocab
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
+from tpformer.ops.transports.prediction import fused_times, sequential_times
+
+from .devices import Device, as_if_on
+from .roofline import attention_seconds, gemm_seconds, stream_seconds
+from .software import Software
+
+ITEMSIZE = 2
+Terms = Counter[str]
+"""Seconds by kind of work."""
+
+
+class Work(NamedTuple):
+    """Seconds of one microbatch in a layer or a stage: the forward, the input gradients and the weight gradients."""
+
+    forward: Terms
+    inputs: Terms
+    weights: Terms
+
+    def __add__(self, other: Work) -> Work:  # type: ignore[override]
+        return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, n: float) -> Work:
+        """n times this."""
+        return Work(*(Terms({name: n * seconds for name, seconds in terms.items()}) for terms in self))
+
+    def without(self, names: frozenset[str]) -> Work:
+        """All but the terms of these names."""
+        return Work(*(Terms({n: s for n, s in terms.items() if n not in names}) for terms in self))
+
+
+class Linear(NamedTuple):
+    """A linear on one rank: n output and k input features; column-parallel, or else row-parallel."""
+
+    name: str
+    n: int
+    k: int
+    column: bool
+
+
+@functools.lru_cache(maxsize=65536)
+def exposed_seconds(
+    op: str, sizes: tuple[int, int, int], t: int, transport: str, device: Device, gemm: float, itemsize: int = ITEMSIZE
+) -> float:
+    """Seconds that a linear's communication adds to its GEMM's `gemm`. sizes: M of all ranks, N and K of this rank."""
+    if t == 1:
+        return 0.0
+    if transport == "auto":
+        return min(exposed_seconds(op, sizes, t, each, device, gemm, itemsize) for each in ("sequential", "fused"))
+    if transport == "fused":
+        with as_if_on(device) as cuda:
+            found = fused_times(op, sizes, t, torch.bfloat16, cuda, device.machine)
+        return max(0.0, found.device - gemm)
+    found = sequential_times(op, sizes, t, itemsize, device.machine, gemm)
+    if transport == "pipelined":
+        return overlapped_seconds(gemm, found.links, t) - gemm
+    return found.links
+
+
+class LayerModel:
+    """The terms of one layer of a configuration. train.dtype's size is taken to be 2 bytes."""
+
+    def __init__(self, config: RunConfig, device: Device, software: Software) -> None:
+        model, layout = config.model, config.parallel
+        self.model, self.layout, self.device, self.software = model, layout, device, software
+        self.t, self.h = layout.tensor_parallel, model.hidden_size
+        self.tokens = config.microbatch_size * model.seq_length
+        self.rows = self.tokens / self.t if layout.sequence_parallel else self.tokens
+        q, kv = model.query_size // self.t, max(model.kv_size // self.t, model.head_size)
+        self.q, self.kv = q, kv
+        self.linears = (
+            Linear("qkv", q + 2 * kv, self.h, True),
+            Linear("o", self.h, q, False),
+            Linear("fc1", -(-model.hidden_features // self.t), self.h, True),
+            Linear("fc2", self.h, -(-model.ffn_size // self.t), False),
+        )
+
+    def _gemm(self, m: int, n: int, k: int, added: float = 0.0) -> float:
+        return gemm_seconds(m, n, k, self.device, added=added, speed=self.software.speed)
+
+    def _cast(self, linear: Linear, operands: int) -> float:
+        """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""
+        elements = linear.n * linear.k * (operands > 0) + self.tokens * (linear.n if operands > 1 else linear.k)
+        return stream_seconds(self.software.cast * elements, self.device)
+
+    def _exposed(self, op: str, linear: Linear, gemm: float, backward: bool) -> float:
+        """Of a linear's own collective, in the forward's shape, or in that of the input gradients."""
+        n, k = (linear.k, linear.n) if backward else (linear.n, linear.k)
+        transport = self.software.backward_transport if backward else self.software.forward_transport
+        itemsize = self.software.gathered_bytes if op == GATHER and not backward else ITEMSIZE
+        return exposed_seconds(op, (self.tokens, n, k), self.t, transport, self.device, gemm, itemsize)
+
+    def _links(self, op: str, linear: Linear) -> float:
+        """Seconds of a collective of rows as wide as the residual stream, if nothing hides it."""
+        sizes = (self.tokens, self.h, self.h)
+        return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0)
+
+    def linear_forward(self, linear: Linear) -> Terms:
+        """The forward of one linear."""
+        gemm = self._gemm(self.tokens, linear.n, linear.k)
+        found = Terms(gemm=gemm, cast=self._cast(linear, 1))
+        if self.layout.sequence_parallel:
+            found["tp"] = self._exposed(GATHER if linear.column else SCATTER, linear, gemm, False)
+        elif not linear.column:
+            found["tp"] = self._exposed(ALL_REDUCE, linear, gemm, False)
+        return found
+
+    def linear_backward(self, linear: Linear) -> tuple[Terms, Terms]:
+        """(input gradients, weight gradients) of one linear."""
+        dgrad = self._gemm(self.tokens, linear.k, linear.n)
+        wgrad = self._gemm(linear.n, linear.k, self.tokens, self.software.accumulation)
+        inputs = Terms(gemm=dgrad, cast=self._cast(linear, 2))
+        weights = Terms(gemm=wgrad)
+        sequence, beside = self.layout.sequence_parallel, self.software.backward_transport == "beside"
+        if linear.column:
+            op = SCATTER if sequence else ALL_REDUCE
+            if beside:
+                inputs["tp"] = max(0.0, self._links(op, linear) - wgrad)
+            else:
+                inputs["tp"] = self._exposed(op, linear, dgrad, True)
+            if sequence and self.software.regathers:
+                inputs["tp"] += max(0.0, self._links(GATHER, linear) - dgrad)
+        elif sequence:
+            inputs["tp"] = self._links(GATHER, linear) if beside else self._exposed(GATHER, linear, dgrad, True)
+        return inputs, weights
+
+    def attention(self, backward: bool) -> Terms:
+        """Attention without its linears: flash, or products with scores in main memory and the passes over them."""
+        model, seq = self.model, self.model.seq_length
+        if self.software.scores is None:
+            keys = min(seq, model.sliding_window or seq)
+            return Terms(attention=attention_seconds(self.tokens, keys, self.q, self.device, backward))
+        heads, d = self.tokens // seq * (model.n_heads // self.t), model.head_size
+        shapes = [(seq, seq, d), (seq, d, seq)] * (2 if backward else 1)
+        products = sum(gemm_seconds(*shape, self.device, batch=heads) for shape in shapes)
+        traffic = stream_seconds(heads * seq * seq * self.software.scores[backward], self.device)
+        return Terms(attention=products, scores=traffic)
+
+    def elementwise(self, backward: bool) -> dict[str, float]:
+        """Seconds of the kernels that only move memory: those of the activation, and all others."""
+        software, model = self.software, self.model
+        rest = self.rows * self.h * software.stream[backward]
+        rest += self.tokens * (self.q + 2 * self.kv) * software.heads[backward]
+        if model.position == "rope":
+            rest += self.tokens * (self.q + self.kv) * software.rotary[backward]
+        activation = self.tokens * model.hidden_features / self.t * software.hidden[backward]
+        return {"activation": stream_seconds(activation, self.device), "rest": stream_seconds(rest, self.device)}
+
+    def again(self) -> float:
+        """Seconds of what the backward of a layer computes again, with its communication."""
+        repeats = self.software.repeats.get(self.layout.recompute, {})
+        seconds = sum(repeats.get(each.name, 0.0) * sum(self.linear_forward(each).values()) for each in self.linears)
+        seconds += repeats.get("attention", 0.0) * sum(self.attention(False).values())
+        moved = self.elementwise(False)
+        every = repeats.get("elementwise", 0.0)
+        return seconds + max(every, repeats.get("activation", 0.0)) * moved["activation"] + every * moved["rest"]
+
+    def work(self, recomputes: bool = True) -> Work:
+        """The layer's. recomputes: whether it is one that the layout recomputes."""
+        forward, inputs, weights = Terms(), Terms(), Terms()
+        for linear in self.linears:
+            forward += self.linear_forward(linear)
+            of_inputs, of_weights = self.linear_backward(linear)
+            inputs += of_inputs
+            weights += of_weights
+        forward += self.attention(False) + Terms(elementwise=sum(self.elementwise(False).values()))
+        inputs += self.attention(True) + Terms(elementwise=sum(self.elementwise(True).values()))
+        if recomputes:
+            inputs["recompute"] += self.again()
+        return Work(forward, inputs, weights)
+
+    def head(self) -> Work:
+        """The last norm, the logits and the loss of one microbatch, and their gradients."""
+        width = padded_vocab(self.model.vocab_size or 0, self.model.vocab_multiple) // self.t
+        traffic = stream_seconds(self.tokens * width * self.software.logits / 2, self.device)
+        gather = self._links(GATHER, self.linears[0]) if self.layout.sequence_parallel else 0.0
+        reduce = self._links(SCATTER if self.layout.sequence_parallel else ALL_REDUCE, self.linears[0])
+        forward = gemm_seconds(self.tokens, width, self.h, self.device)
+        inputs = gemm_seconds(self.tokens, self.h, width, self.device)
+        weights = gemm_seconds(width, self.h, self.tokens, self.device, added=self.software.accumulation)
+        return Work(
+            Terms(logits=forward + traffic, tp=gather), Terms(logits=inputs + traffic, tp=reduce), Terms(logits=weights)
+        )
