@@ -1,0 +1,57 @@
+"""The model of time beside published runs: every gate is met, and missed as soon as a term of the model is left out."""
+
+import dataclasses
+
+import pytest
+
+from tpformer.planner.devices import load_device
+from tpformer.planner.published import TABLES, best_constant, changed, evaluate, predict, read_table, spearman
+from tpformer.planner.step_time import mfu
+
+# what a table needs: without one of these terms its gates are missed
+TEETH = {
+    "megatron_a100": ("attention", "scores", "recompute", "tp", "elementwise"),
+    "megatron_h100": ("attention", "logits", "bubble"),
+    "torchtitan": ("attention", "elementwise", "recompute", "bubble", "cast"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_gates_are_met(name):
+    found = evaluate(name)
+    assert not found.failures, found.failures
+    assert found.mean < found.constant, "better than the best constant, which has seen every row"
+    assert len(found.errors) == len(found.table.rows) - (found.table.fit is not None)
+    assert 0.7 < found.rate < 1.1
+
+
+@pytest.mark.parametrize("name, term", [(name, term) for name, terms in TEETH.items() for term in terms])
+def test_gates_are_missed_without_a_term(name, term):
+    assert evaluate(name, frozenset({term})).failures
+
+
+def test_the_model_cannot_see_what_was_published():
+    table = read_table("torchtitan")
+    blind = table._replace(published=dict.fromkeys(table.published, 0.0))
+    assert [predict(table, row) for row in table.rows] == [predict(blind, row) for row in table.rows]
+    renamed = table.rows[0]._replace(name="")
+    assert predict(table, renamed) == predict(table, table.rows[0])
+
+
+def test_formulas_of_parameters_and_flops_are_the_papers():
+    """Korthikanti et al.'s MFU from their times; the parameters in billions that name Megatron's rows."""
+    table, a100 = read_table("megatron_recompute"), load_device("a100-80")
+    shares = [100 * mfu(row.config, table.published[row.name], a100) for row in table.rows if "selective" in row.name]
+    assert [round(share, 2) for share in shares] == [41.65, 51.39, 56.05, 56.27]
+    for row in read_table("megatron_a100").rows:
+        assert round(row.config.model.architecture.n_parameters / 1e9, 1) == float(row.name[:-1])
+    assert round(read_table("megatron_a100").rows[-1].config.parallel.world_size) == 3072
+
+
+def test_statistics():
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == 1 and spearman([1, 2, 3], [3, 2, 1]) == -1
+    assert spearman([1, 1, 2], [1, 1, 2]) == 1
+    assert best_constant([100, 100, 200]) == pytest.approx(50 / 3)
+    row = read_table("megatron_a100").rows[0]
+    assert changed(row.config, {"train": {"microbatch_size": 8}}).n_microbatches == 2
+    assert dataclasses.asdict(row.software)["gradient_bytes"] == 2.0

@@ -1,0 +1,211 @@
+"""The model of time beside published measurements: what `tpformer plan --validate` prints, and its gates.
+
+Belongs here: reading published_tables/*.toml, the fit of one rate on one named row, errors of the rows that are held
+out. What was measured stands under "published" in a row, which nothing of the model reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tpformer.config import RunConfig, build_config
+
+from .devices import Device, load_device, names
+from .layer_time import LayerModel
+from .software import Software
+from .step_time import NOTHING, StepModel, mfu
+
+DIRECTORY = Path(__file__).parent / "published_tables"
+TABLES = ("megatron_a100", "megatron_recompute", "megatron_layer", "megatron_h100", "torchtitan")
+
+
+class Row(NamedTuple):
+    """One configuration as it was published, without what was measured."""
+
+    name: str
+    config: RunConfig
+    software: Software
+
+
+class Table(NamedTuple):
+    """A table of published rows, the one number that is fitted on it, and what its errors must be below."""
+
+    title: str
+    device: Device
+    unit: str
+    counts: str
+    """What a value is of: "seconds", a "layer" (milliseconds), "tokens" per second of a GPU, or TFLOP/s by "model" or
+    "hardware" FLOPs."""
+    fit: str | None
+    """The row on which the rate is fitted."""
+    rows: list[Row]
+    published: dict[str, float]
+    gates: Mapping[str, Any]
+    ratios: Sequence[Mapping[str, Any]]
+    scaling: Mapping[str, Any]
+
+
+@functools.cache
+def read_table(name: str) -> Table:
+    """One of TABLES."""
+    raw = tomllib.loads((DIRECTORY / f"{name}.toml").read_text(encoding="utf-8"))
+    stacks = {
+        key: Software(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        for key, values in raw["stacks"].items()
+    }
+    only = next(iter(stacks))
+    rows, published = [], {}
+    for row in raw["row"]:
+        train = {"dtype": "bfloat16", "device": "cuda", **row["train"]}
+        config = build_config({"model": row["model"], "parallel": row["parallel"], "train": train})
+        rows.append(Row(row["name"], config, stacks[row.get("stack", only)]))
+        published[row["name"]] = row["published"]
+    device = raw["device"] if raw["device"] in names() else DIRECTORY / f"{raw['device']}.toml"
+    return Table(
+        raw["title"],
+        load_device(device),
+        raw["unit"],
+        raw.get("counts", "seconds"),
+        raw.get("fit"),
+        rows,
+        published,
+        raw["gates"],
+        raw.get("ratios", []),
+        raw.get("scaling", {}),
+    )
+
+
+def hardware_flops(config: RunConfig) -> float:
+    """FLOPs of a step by arXiv:2104.04473, which counts a full recomputation: 96 B s l h^2 (1 + s/6h + V/16lh)."""
+    model, batch = config.model, config.train.global_batch_size
+    s, layers, h, vocabulary = model.seq_length, model.n_layers, model.hidden_size, model.vocab_size or 0
+    return 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
+
+
+def predict(table: Table, row: Row, rate: float = 1.0, without: frozenset[str] = NOTHING) -> float:
+    """The model's value of a row in the table's unit. rate: times the device's FLOP/s."""
+    config, device = row.config, table.device.scaled(rate)
+    if table.counts == "layer":
+        work = LayerModel(config, device, row.software).work().without(without)
+        return 1e3 * sum(sum(terms.values()) for terms in work)
+    seconds = StepModel(config, device, row.software, without).step().seconds
+    world, train = config.parallel.world_size, config.train
+    if table.counts == "tokens":
+        return train.global_batch_size * config.model.seq_length / world / seconds
+    if table.counts == "hardware":
+        return hardware_flops(config) / world / seconds / 1e12
+    if table.counts == "model":
+        return mfu(config, seconds, device) * device.machine.peak_flops / 1e12
+    return seconds
+
+
+def fitted_rate(table: Table, without: frozenset[str] = NOTHING) -> float:
+    """The rate with which the named row's value is the published one, by bisection; 1 for a table without a fit."""
+    if table.fit is None:
+        return 1.0
+    row = next(row for row in table.rows if row.name == table.fit)
+    low, high = 0.3, 3.0
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        faster = predict(table, row, middle, without) > table.published[row.name]
+        low, high = (low, middle) if faster else (middle, high)
+    return low
+
+
+class Outcome(NamedTuple):
+    """A table's predictions and errors. Errors are in percent of the published values."""
+
+    table: Table
+    rate: float
+    values: dict[str, float]
+    errors: dict[str, float]
+    """Of the rows that are held out."""
+    mean: float
+    largest: float
+    spearman: float
+    constant: float
+    """The mean error of the best constant, which sees all rows."""
+    failures: list[str]
+    """Gates that are missed; empty if all are met."""
+
+
+def evaluate(name: str, without: frozenset[str] = NOTHING) -> Outcome:
+    """Fit a table's one rate, predict the other rows, and compare. without: terms that the model leaves out."""
+    table = read_table(name)
+    rate = fitted_rate(table, without)
+    values = {row.name: predict(table, row, rate, without) for row in table.rows}
+    errors = {row: 100 * (value / table.published[row] - 1) for row, value in values.items() if row != table.fit}
+    mean = statistics.fmean(map(abs, errors.values()))
+    largest = max(map(abs, errors.values()))
+    published = list(table.published.values())
+    found = Outcome(
+        table, rate, values, errors, mean, largest, spearman(list(values.values()), published),
+        best_constant(published), [],
+    )  # fmt: skip
+    return found._replace(failures=list(_failures(found, without)))
+
+
+def _failures(found: Outcome, without: frozenset[str]) -> Iterator[str]:
+    gates, table = found.table.gates, found.table
+    if found.mean > gates.get("mean", float("inf")):
+        yield f"mean error {found.mean:.2f} % > {gates['mean']} %"
+    if found.largest > gates["largest"]:
+        yield f"largest error {found.largest:.1f} % > {gates['largest']} %"
+    if found.spearman < gates.get("spearman", -1):
+        yield f"Spearman {found.spearman:.2f} < {gates['spearman']}"
+    if gates.get("order") and found.spearman < 1:
+        yield "the rows are not in order"
+    for ratio in table.ratios:
+        predicted, published = (
+            values[ratio["rows"][0]] / values[ratio["rows"][1]] for values in (found.values, table.published)
+        )
+        if abs(predicted - published) > ratio["within"]:
+            yield f"{ratio['name']} {predicted:.3f}, published {published:.3f}, further than {ratio['within']}"
+    if table.scaling:
+        few, many = strong_scaling(table, found.rate, without)
+        low, high = table.scaling["ratio"]
+        if not low <= many / few <= high:
+            yield f"strong scaling {many / few:.3f} is outside of [{low}, {high}]"
+
+
+def strong_scaling(table: Table, rate: float, without: frozenset[str] = NOTHING) -> list[float]:
+    """MFU in percent of the scaling's row with its numbers of data-parallel ranks, at the same batch."""
+    row = next(row for row in table.rows if row.name == table.scaling["row"])
+    found = []
+    for ranks in table.scaling["data_parallel"]:
+        values = {
+            "parallel": {"data_parallel_shard": ranks},
+            "train": {"microbatch_size": table.scaling["microbatch_size"]},
+        }
+        config = changed(row.config, values)
+        seconds = StepModel(config, table.device.scaled(rate), row.software, without).step().seconds
+        found.append(100 * mfu(config, seconds, table.device))
+    return found
+
+
+def changed(config: RunConfig, values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The configuration with some values replaced, by section and key."""
+    sections = {name: dataclasses.replace(getattr(config, name), **given) for name, given in values.items()}
+    return dataclasses.replace(config, **sections)
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Correlation of the ranks of two lists; equal values share their mean rank."""
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """The mean place of each value in the sorted list."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def best_constant(values: Sequence[float]) -> float:
+    """The mean error, in percent, of the constant whose mean error is smallest."""
+    return min(100 * statistics.fmean(abs(constant / value - 1) for value in values) for constant in values)
