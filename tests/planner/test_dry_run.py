@@ -18,7 +18,7 @@ from tpformer.parallel import Layout
 from tpformer.planner.bubbles import schedule_order
 from tpformer.planner.counting import CollectiveCounter, StageCount
 from tpformer.planner.dry_run import count_parameters, count_rank, default_ranks, plan_config
-from tpformer.planner.memory import fused_workspaces, layer_workspace, schedule_peak
+from tpformer.planner.memory import fused_workspaces, layer_workspace, occupancies, schedule_peak
 from tpformer.planner.report import head, rank_lines, rank_plan, report
 from tpformer.planner.states import Precision
 from tpformer.planner.storages import nbytes, storages
@@ -277,7 +277,7 @@ def test_microbatches_in_flight(schedule, in_flight):
     order = schedule_order(schedule, 4, 8, layout.stages_per_rank)
     for rank, most in enumerate(in_flight):
         stages = [StageCount(stage, range(1), 10, 0, 1, 0) for stage in layout.stages_of(rank)]
-        peak = schedule_peak(order[rank], stages)
+        peak = schedule_peak(occupancies(order[rank], [stage.stage for stage in stages]), stages)
         assert peak.in_flight == most
         assert (peak.saved, peak.output) == (10 * most, most)
 

@@ -3,7 +3,7 @@
 from tpformer.models import GPTConfig
 from tpformer.planner import Step
 from tpformer.planner.counting import StageCount
-from tpformer.planner.memory import Peak, loss_workspace, schedule_peak
+from tpformer.planner.memory import Peak, loss_workspace, occupancies, schedule_peak
 
 STAGE = StageCount(0, range(1), saved=100, offloaded=30, output=10, queued=50)
 
@@ -18,11 +18,15 @@ def order(kinds: str) -> list[tuple[Step, ...]]:
     return steps
 
 
+def peak(steps: list[tuple[Step, ...]]) -> Peak:
+    return schedule_peak(occupancies(steps, [0]), [STAGE])
+
+
 def test_a_weight_gradient_that_is_done_is_no_longer_queued():
-    assert schedule_peak(order("FIWFIW"), [STAGE]) == Peak(70, 10, 0, in_flight=1)
-    assert schedule_peak(order("FFIIWW"), [STAGE]) == Peak(140, 20, 0, in_flight=2)
-    assert schedule_peak(order("FIFIFIWWW"), [STAGE]) == Peak(70, 10, 100, in_flight=1)
-    assert schedule_peak(order("FFBFBB"), [STAGE]) == Peak(140, 20, 0, in_flight=2)
+    assert peak(order("FIWFIW")) == Peak(70, 10, 0, in_flight=1)
+    assert peak(order("FFIIWW")) == Peak(140, 20, 0, in_flight=2)
+    assert peak(order("FIFIFIWWW")) == Peak(70, 10, 100, in_flight=1)
+    assert peak(order("FFBFBB")) == Peak(140, 20, 0, in_flight=2)
 
 
 def test_what_the_loss_needs_while_it_runs():

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tpformer.config import RunConfig
 from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIMUM
 from tpformer.distributed.sizes import slot_bytes
@@ -119,10 +121,20 @@ class Peak(NamedTuple):
     in_flight: int
 
 
-def schedule_peak(steps: Sequence[Sequence[Step]], stages: Sequence[StageCount]) -> Peak:
-    """The Peak of one rank. steps: its schedule, in groups that are executed together. stages: the rank's."""
-    forward, waiting = ({stage.stage: 0 for stage in stages} for _ in range(2))
-    best, most = Peak(0, 0, 0, 0), 0
+class Occupancies(NamedTuple):
+    """The different moments of a rank's schedule: how many microbatches of each of its stages wait, (moments, stages).
+
+    forward: for a backward. queued: for weight gradients.
+    """
+
+    forward: np.ndarray
+    queued: np.ndarray
+
+
+def occupancies(steps: Sequence[Sequence[Step]], stages: Sequence[int]) -> Occupancies:
+    """Those of a rank, in order. steps: its schedule, in groups that are executed together."""
+    forward, waiting = (dict.fromkeys(stages, 0) for _ in range(2))
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
     for step in (step for together in steps for step in together):
         if step.kind == "F":
             forward[step.stage] += 1
@@ -131,13 +143,16 @@ def schedule_peak(steps: Sequence[Sequence[Step]], stages: Sequence[StageCount])
             waiting[step.stage] += step.kind == "I"
         elif step.kind == "W":
             waiting[step.stage] -= 1
-        most = max(most, sum(forward.values()))
-        now = Peak(
-            sum(forward[stage.stage] * (stage.saved - stage.offloaded) for stage in stages),
-            sum(forward[stage.stage] * stage.output for stage in stages),
-            sum(waiting[stage.stage] * stage.queued for stage in stages),
-            0,
-        )
-        if sum(now[:3]) > sum(best[:3]):
-            best = now
-    return best._replace(in_flight=most)
+        found[tuple(forward.values()), tuple(waiting.values())] = None
+    return Occupancies(*(np.array(each) for each in zip(*found, strict=True)))
+
+
+def schedule_peak(moments: Occupancies, stages: Sequence[StageCount]) -> Peak:
+    """The Peak of one rank. moments: its schedule's. stages: the rank's, in the same order."""
+    saved, output, queued = (
+        np.array([weight(stage) for stage in stages])
+        for weight in (lambda stage: stage.saved - stage.offloaded, lambda s: s.output, lambda s: s.queued)
+    )
+    parts = moments.forward @ saved, moments.forward @ output, moments.queued @ queued
+    worst = int(sum(parts).argmax())
+    return Peak(*(int(part[worst]) for part in parts), int(moments.forward.sum(1).max()))

@@ -1,6 +1,6 @@
 """The dry run's report: what each rank holds and communicates, whether it fits, and what would make it fit.
 
-Belongs here: the sums of counts (dry_run.py) and of formulas (memory.py, states.py), and their tables.
+Belongs here: tables of counts (dry_run.py) and of the sums of both (rank_memory.py), and what would make a rank fit.
 """
 
 from __future__ import annotations
@@ -8,25 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from tpformer.config import RunConfig
 from tpformer.distributed.mesh import AXES
-from tpformer.layers.embedding import padded_vocab
-from tpformer.ops import VocabSlice, default_chunk_tokens
 
 from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank
-from .memory import (
-    Peak,
-    fused_workspaces,
-    layer_workspace,
-    loss_workspace,
-    pipeline_buffers,
-    reduction_workspace,
-    schedule_peak,
-)
-from .states import Elements, Precision, State, accumulates, elements, model_states, most_at_once
+from .memory import occupancies
+from .rank_memory import ALONE, Plan, rank_memory, stages_size
+from .states import Elements, Precision, accumulates, model_states, most_at_once
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 SHOWN_FIRST, SHOWN_LAST = 10, 4  # how many of a schedule's first and last actions are shown
@@ -41,82 +31,16 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-class Plan(NamedTuple):
-    """One rank's memory.
-
-    states: the model states by formula. peak: the schedule's Peak. parts: (name, bytes) of all that the device needs at
-    its peak. host: bytes of host memory.
-    """
-
-    states: list[State]
-    peak: Peak
-    parts: list[tuple[str, float]]
-    host: float
-
-    @property
-    def total(self) -> float:
-        """Bytes that the device needs at its peak."""
-        return sum(nbytes for _, nbytes in self.parts)
-
-
 def rank_size(config: RunConfig, count: RankCount) -> Elements:
     """The Elements of a rank's stages."""
-    return elements(config.model, [stage.layers for stage in count.stages], config.parallel.tensor_parallel)
+    return stages_size(config, count.stages)
 
 
 def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
-    """The memory that a rank needs. order: that of the pipeline's schedule, None without a pipeline."""
-    layout, precision, of_rank = config.parallel, Precision.of(config), rank_size(config, count)
-    states = model_states(of_rank, layout, precision, accumulates=accumulates(config))
+    """The memory that a counted rank needs. order: that of the pipeline's schedule, None without a pipeline."""
     indices = [stage.stage for stage in count.stages]
-    steps = [(Step(indices[0], "F", 0),)] if order is None else order[count.coordinates["pp"]]
-    peak = schedule_peak(steps, count.stages)
-    on_device, host = [(state.name, state.nbytes) for state in states], 0.0
-    if layout.cpu_offload:
-        host += sum(state.nbytes for state in states[:3])
-        on_device = on_device[3:]
-    elif len(states) == 5:  # accumulated gradients turn into shards unit by unit, so only the larger of the two counts
-        on_device.pop(1 if states[1].nbytes <= states[4].nbytes else 4)
-    if layout.offload_activations:
-        host += peak.in_flight * max(stage.offloaded for stage in count.stages)
-    parts = [*on_device, ("saved activations", float(peak.saved))]
-    if peak.queued:
-        parts.append(("queued weight gradients", float(peak.queued)))
-    if order is not None:
-        parts.append(("pipeline buffers", float(pipeline_buffers(config, indices, peak.output))))
-    if (workspaces := _workspaces(config)) > 0:
-        parts.append(("fused workspaces *", float(workspaces)))
-    parts.append(("temporaries *", _temporaries(config, count, of_rank, peak.saved)))
-    return Plan(states, peak, parts, host)
-
-
-def _tokens(config: RunConfig) -> int:
-    return config.microbatch_size * config.model.seq_length
-
-
-def _workspaces(config: RunConfig) -> int:
-    layout, item = config.parallel, Precision.of(config).compute.itemsize
-    fused = layout.transport in ("auto", "fused") and config.train.device == "cuda" and item == 2
-    if not fused or layout.tensor_parallel == 1:
-        return 0
-    return fused_workspaces(
-        _tokens(config), config.model.hidden_size, item, layout.tensor_parallel, layout.sequence_parallel
-    )
-
-
-def _temporaries(config: RunConfig, count: RankCount, of_rank: Elements, saved: int) -> float:
-    """Bytes of temporaries: the loss's, or those of a layer's backward and of reducing gradients if they are more."""
-    layout, precision, tokens = config.parallel, Precision.of(config), _tokens(config)
-    backward = layer_workspace(config.model, layout, tokens, of_rank.layer, precision)
-    at_end = layout.pipeline_parallel > 1 and layout.zero < 2  # then activations are freed already
-    reduction = reduction_workspace(of_rank, layout, precision, accumulates=accumulates(config), at_end=at_end)
-    most = max(backward, reduction - saved) if at_end else backward + reduction
-    if count.stages[-1].stage != layout.n_stages - 1:
-        return most
-    entries = config.model.vocab_size or 0
-    width = -(-padded_vocab(entries, config.model.vocab_multiple) // layout.tensor_parallel)
-    chunk = default_chunk_tokens(VocabSlice(0, width, entries), str(config.train.device))
-    return max(most, float(loss_workspace(config.model, tokens, width, chunk, precision.compute.itemsize)))
+    moments = ALONE if order is None else occupancies(order[count.coordinates["pp"]], indices)
+    return rank_memory(config, count.stages, moments)
 
 
 def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str, float]]:

@@ -1,0 +1,55 @@
+"""The memory model beside the dry run's counts: 16 layouts, every stage's bytes and the sum at the peak."""
+
+import pytest
+
+from tpformer.config import build_config
+from tpformer.planner.bubbles import schedule_order
+from tpformer.planner.dry_run import count_rank, plan_config
+from tpformer.planner.rank_memory import predicted_memory, predicted_stage
+from tpformer.planner.report import rank_plan
+
+GPT = {"vocab_size": 5000, "seq_length": 128, "n_layers": 8, "hidden_size": 256, "n_heads": 8}
+LLAMA = {
+    **GPT, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
+    "n_kv_heads": 2, "qk_norm": True,
+}  # fmt: skip
+ILV, ZB = {"pipeline_schedule": "Interleaved1F1B"}, {"pipeline_schedule": "InterleavedZeroBubble"}
+LAYOUTS = [
+    (GPT, {}),
+    (GPT, {"tensor_parallel": 2, "zero_stage": 2, "data_parallel_shard": 2}),
+    (GPT, {"tensor_parallel": 4, "sequence_parallel": False}),
+    (GPT, {"recompute": "mlp", "data_parallel_shard": 4, "zero_stage": 3}),
+    (GPT, {"recompute": "full", "recompute_interval": 2, "recompute_layers": "0:6"}),
+    (GPT, {"offload_activations": True}),
+    (GPT, {"data_parallel_replicate": 2, "tensor_parallel": 2}),
+    (GPT, {"cpu_offload": True, "data_parallel_shard": 2, "zero_stage": 3}),
+    (GPT, {"pipeline_parallel": 2}),
+    (GPT, {"pipeline_parallel": 4, "tensor_parallel": 2, "recompute": "full"}),
+    (GPT, {"pipeline_parallel": 2, **ILV, "pipeline_stages_per_rank": 4}),
+    (GPT, {"pipeline_parallel": 2, **ZB, "tensor_parallel": 2}),
+    (GPT, {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}),
+    (LLAMA, {"tensor_parallel": 4, "data_parallel_shard": 2}),
+    (LLAMA, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
+    (LLAMA, {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 2, **ILV}),
+]
+
+
+@pytest.mark.parametrize("model, parallel", LAYOUTS, ids=lambda value: ", ".join(map(str, value.values())))
+def test_predicted_bytes_are_the_dry_runs(model, parallel):
+    train = {"global_batch_size": 64, "microbatch_size": 2, "dtype": "bfloat16", "device": "cuda"}
+    config = plan_config(build_config({"model": model, "parallel": parallel, "train": train}))
+    layout = config.parallel
+    last = layout.pipeline_parallel - 1
+    order = None
+    if last:
+        order = schedule_order(
+            layout.pipeline_schedule, layout.pipeline_parallel, config.n_microbatches, layout.stages_per_rank
+        )
+    count = count_rank(config, last * layout.world_size // layout.pipeline_parallel)
+    for stage in count.stages:
+        assert predicted_stage(config, stage.stage) == stage, "to the byte"
+    counted, predicted = rank_plan(config, count, order), predicted_memory(config, last)
+    assert predicted.total == pytest.approx(counted.total, rel=0.02)
+    assert predicted.host == pytest.approx(counted.host, rel=0.02)
+    held = count.parameters + count.gradients + count.optimizer + count.copies + count.accumulated
+    assert sum(state.nbytes for state in predicted.states) == pytest.approx(held, rel=0.02)
