@@ -5,15 +5,8 @@ import dataclasses
 import pytest
 
 from tpformer.planner.devices import load_device
-from tpformer.planner.published import TABLES, best_constant, changed, evaluate, predict, read_table, spearman
+from tpformer.planner.published import TABLES, TEETH, best_constant, changed, evaluate, predict, read_table, spearman
 from tpformer.planner.step_time import mfu
-
-# what a table needs: without one of these terms its gates are missed
-TEETH = {
-    "megatron_a100": ("attention", "scores", "recompute", "tp", "elementwise"),
-    "megatron_h100": ("attention", "logits", "bubble"),
-    "torchtitan": ("attention", "elementwise", "recompute", "bubble", "cast"),
-}
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -42,6 +42,8 @@ class Device:
     """FLOP/s of causal attention, of the half that is not masked."""
     attention_backward: float
     gpus_per_node: int
+    host: float
+    """Bytes/s between one GPU and its host's memory, in one direction."""
     network: float
     """Bytes/s of one GPU's network adapter."""
     network_latency: float
@@ -68,12 +70,13 @@ NUMBERS = {
     "attention_forward_tflops": (1e6, False),
     "attention_backward_tflops": (1e6, False),
     "gpus_per_node": (1e4, True),
+    "host_gb_s": (1e5, False),
     "network_gb_s": (1e5, False),
     "network_latency_us": (1e6, False),
 }
 RATES = {"peak_tflops": ("peak_flops", 1e12), "gemm_tflops": ("flops", 1e12), "link_gb_s": ("link", 1e9),
          "memory_tb_s": ("memory", 1e12)}  # fmt: skip
-CLUSTER = ("gpus_per_node", "network_gb_s", "network_latency_us")
+CLUSTER = ("gpus_per_node", "host_gb_s", "network_gb_s", "network_latency_us")
 GPU = tuple(key for key in NUMBERS if key not in CLUSTER)
 OPTIONAL = tuple(RATES)  # where a machine gives them
 
@@ -137,6 +140,7 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
         attention_forward=1e12 * number["attention_forward_tflops"],
         attention_backward=1e12 * number["attention_backward_tflops"],
         gpus_per_node=number["gpus_per_node"],
+        host=1e9 * number["host_gb_s"],
         network=1e9 * number["network_gb_s"],
         network_latency=1e-6 * number["network_latency_us"],
     )

@@ -9,7 +9,7 @@ All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,8 +25,21 @@ from .roofline import attention_seconds, gemm_seconds, stream_seconds
 from .software import Software
 
 ITEMSIZE = 2
-Terms = Counter[str]
-"""Seconds by kind of work."""
+
+
+class Terms(dict[str, float]):
+    """Seconds by kind of work; 0 for kinds that are not there."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def __add__(self, other: Mapping[str, float]) -> Terms:
+        return Terms({name: self[name] + other.get(name, 0.0) for name in {**self, **other}})
+
+    @property
+    def seconds(self) -> float:
+        """Of all kinds together."""
+        return sum(self.values())
 
 
 class Work(NamedTuple):
@@ -45,6 +58,8 @@ class Work(NamedTuple):
 
     def without(self, names: frozenset[str]) -> Work:
         """All but the terms of these names."""
+        if not names:
+            return self
         return Work(*(Terms({n: s for n, s in terms.items() if n not in names}) for terms in self))
 
 
@@ -168,8 +183,8 @@ class LayerModel:
     def again(self) -> float:
         """Seconds of what the backward of a layer computes again, with its communication."""
         repeats = self.software.repeats.get(self.layout.recompute, {})
-        seconds = sum(repeats.get(each.name, 0.0) * sum(self.linear_forward(each).values()) for each in self.linears)
-        seconds += repeats.get("attention", 0.0) * sum(self.attention(False).values())
+        seconds = sum(repeats.get(each.name, 0.0) * self.linear_forward(each).seconds for each in self.linears)
+        seconds += repeats.get("attention", 0.0) * self.attention(False).seconds
         moved = self.elementwise(False)
         every = repeats.get("elementwise", 0.0)
         return seconds + max(every, repeats.get("activation", 0.0)) * moved["activation"] + every * moved["rest"]

@@ -5,6 +5,7 @@ Belongs here: how the work of layers (layer_time.py) becomes a step. All is a pr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,20 +13,18 @@ from typing import NamedTuple
 from tpformer.config import RunConfig, recomputed_layers
 from tpformer.distributed.algorithms import Link, all_reduce_seconds
 from tpformer.kernels.cost import MOVED, RELEASE_SECONDS
-from tpformer.models import GPTConfig
-from tpformer.parallel import Action, split_stages
+from tpformer.parallel import Action
 
-from .bubbles import Order, schedule_order, simulate
+from .bubbles import simulate
 from .devices import Device
 from .layer_time import LayerModel, Terms, Work
 from .memory import microbatch_rows
+from .rank_memory import cached_order, few_microbatches, predicted_stage, stage_ranges
 from .roofline import stream_seconds
 from .software import OURS, Software
 from .states import elements
 
 NOTHING: frozenset[str] = frozenset()
-COMMUNICATION = ("tp",)
-ROUNDS = 3  # of as many microbatches as ranks: then a schedule repeats itself, and more take proportionally longer
 
 
 class StepTime(NamedTuple):
@@ -41,7 +40,7 @@ class StepTime(NamedTuple):
     bubble: float
     optimizer: float
     host: float
-    """What the host needs longer than the device to launch kernels."""
+    """What the host needs longer than the device to launch kernels, and what moves to and from its memory."""
 
     @property
     def seconds(self) -> float:
@@ -49,19 +48,20 @@ class StepTime(NamedTuple):
         return sum(self)
 
 
-class StageTime(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class StageTime:
     """One microbatch in one stage."""
 
     work: Work
     host: dict[str, float]
-    """Seconds of launching F, I and W."""
+    """Seconds of launching F, I and W, or of moving what they save to the host and back if that takes longer."""
     sends: dict[str, float]
     """Seconds that F and I wait for their result to be sent."""
 
     def device(self, kind: str) -> float:
         """Seconds of computing and of exposed communication in the stage, of kind F, B, I or W."""
-        terms = {"F": self.work[:1], "B": self.work[1:], "I": self.work[1:2], "W": self.work[2:]}[kind]
-        return sum(sum(each.values()) for each in terms)
+        forward, inputs, weights = (terms.seconds for terms in self.work)
+        return {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}[kind]
 
     def launching(self, kind: str) -> float:
         """Seconds that the host takes longer."""
@@ -72,21 +72,14 @@ class StageTime(NamedTuple):
         """Seconds of a step's send."""
         return self.sends.get({"B": "I"}.get(kind, kind), 0.0)
 
+    @functools.cached_property
+    def durations(self) -> dict[str, float]:
+        """All of it, for F, B, I and W."""
+        return {kind: self.device(kind) + self.launching(kind) + self.sending(kind) for kind in "FBIW"}
+
     def seconds(self, kind: str) -> float:
-        """All of it."""
-        return self.device(kind) + self.launching(kind) + self.sending(kind)
-
-
-@functools.lru_cache(maxsize=4096)
-def stage_ranges(model: GPTConfig, by: str, n_stages: int) -> tuple[range, ...]:
-    """The layers of each stage."""
-    return tuple(split_stages(model.layer_costs(by), n_stages))
-
-
-@functools.lru_cache(maxsize=256)
-def cached_order(schedule: str, ranks: int, n_microbatches: int, stages_per_rank: int) -> Order:
-    """schedule_order, remembered."""
-    return schedule_order(schedule, ranks, n_microbatches, stages_per_rank)
+        """All of it, for one kind."""
+        return self.durations[kind]
 
 
 class StepModel:
@@ -103,34 +96,77 @@ class StepModel:
         without: frozenset[str] = NOTHING,
         all_reduce: str = "ring",
     ) -> None:
-        self.config, self.model, self.layout = config, config.model.architecture, config.parallel
+        self.config, self.model, self.layout = config, config.model, config.parallel
         self.device, self.software, self.without, self.all_reduce = device, software, without, all_reduce
         self.layer = LayerModel(config, device, software)
         self.m = config.n_microbatches
-        self.ranges = stage_ranges(self.model, self.layout.pipeline_split, self.layout.n_stages)
+        self.ranges = stage_ranges(config.model, self.layout.pipeline_split, self.layout.n_stages)
         self.fast = Link(RELEASE_SECONDS, MOVED[1][1] * device.machine.link)
         self.slow = Link(device.network_latency, device.network)
 
+    def variant(self, config: RunConfig) -> StepModel:
+        """The model of another ZeRO stage or offloading of the same shape and schedule, which shares what is equal."""
+        other = StepModel(config, self.device, self.software, self.without, self.all_reduce)
+        shared = {"_layers"}
+        if config.parallel.offload_activations == self.layout.offload_activations:
+            shared |= {"stages", "span", "least_span"}
+        other.__dict__.update({name: self.__dict__[name] for name in shared if name in self.__dict__})
+        return other
+
+    def least(self) -> float:
+        """A lower bound of the step's seconds, without a simulation."""
+        parts = self.data_parallel, self.optimizer, self.moving
+        return self.least_span + sum(max(map(part, self._ends())) for part in parts)
+
+    @functools.cached_property
+    def least_span(self) -> float:
+        """A lower bound of span: no rank begins before its first input is there,
+        and below it the gradients of its last microbatch have a way to go, unless weight gradients come last."""
+        layout, found, before = self.layout, 0.0, [0.0]
+        for stage in self.stages:
+            drain = 0.0 if layout.schedule.splits_backward else stage.seconds("B")
+            before.append(before[-1] + stage.seconds("F") + drain)
+        for rank in range(layout.pipeline_parallel):
+            found = max(found, before[min(layout.stages_of(rank))] + self.m * self.busy(rank))
+        return found
+
     @functools.cached_property
     def stages(self) -> list[StageTime]:
-        """The StageTime of every stage."""
-        layout, model, software = self.layout, self.model, self.software
-        chosen = recomputed_layers("full", layout.recompute_layers, 1, model.n_layers)
-        plain, again = self.layer.work(False), self.layer.work(True)
-        head = self.layer.head()
+        """The StageTime of every stage. Stages that are alike share one."""
+        chosen = recomputed_layers("full", self.layout.recompute_layers, 1, self.model.n_layers)
+        whole, last = len(chosen) == self.model.n_layers, len(self.ranges) - 1
+        different: dict[tuple, StageTime] = {}
         found = []
-        forward, backward = software.kernels
         for index, layers in enumerate(self.ranges):
-            repeated = len(chosen.intersection(layers))
-            work = again.times(repeated) + plain.times(len(layers) - repeated)
-            if layers.start == 0:
-                work = work + self._embedding()
-            if layers.stop == model.n_layers:
-                work = work + head
-            times = software.host_kernel * len(layers)
-            host = {"F": times * forward, "I": times * backward * 2 / 3, "W": times * backward / 3}
-            found.append(StageTime(work.without(self.without), host, self._sends(index)))
+            repeated = len(layers) if whole else len(chosen.intersection(layers))
+            key = len(layers), repeated, index == 0, index == last
+            if key not in different:
+                different[key] = self._stage(index, len(layers), repeated)
+            found.append(different[key])
         return found
+
+    def _stage(self, index: int, n_layers: int, repeated: int) -> StageTime:
+        software, layout = self.software, self.layout
+        work = self._layers[True].times(repeated) + self._layers[False].times(n_layers - repeated)
+        if index == 0:
+            work = work + self._embedding()
+        if index == layout.n_stages - 1:
+            work = work + self.layer.head()
+        launching, moved = software.host_kernel * n_layers, 0.0
+        if layout.offload_activations:
+            moved = predicted_stage(self.config, index).offloaded / self.device.host
+        forward, backward = software.kernels
+        host = {
+            "F": max(launching * forward, moved),
+            "I": max(launching * backward * 2 / 3, moved),
+            "W": launching * backward / 3,
+        }
+        return StageTime(work.without(self.without), host, self._sends(index))
+
+    @functools.cached_property
+    def _layers(self) -> dict[bool, Work]:
+        """A layer's work, by whether it is recomputed."""
+        return {again: self.layer.work(again) for again in (False, True)}
 
     def _embedding(self) -> Work:
         """Rows of the table, read and written; their gradients are added in float32."""
@@ -178,6 +214,7 @@ class StepModel:
                 clock = end
         return actions
 
+    @functools.cached_property
     def span(self) -> float:
         """Seconds from the first start to the last end on any rank.
 
@@ -185,13 +222,13 @@ class StepModel:
         many microbatches as ranks takes as long as the one before.
         """
         p, m = self.layout.pipeline_parallel, self.m
-        if p == 1:
-            return m * self.busy(0)
-        if m <= (ROUNDS + 1) * p or "bubble" in self.without:
-            return max(action.end for action in self._timeline(m)) if "bubble" not in self.without else self._most()
-        few = ROUNDS * p + m % p
-        ends = [max(action.end for action in self._timeline(n)) for n in (few - p, few)]
-        return ends[1] + (m - few) / p * (ends[1] - ends[0])
+        if p == 1 or "bubble" in self.without:
+            return self._most()
+        few = few_microbatches(self.layout.pipeline_schedule, p, m)
+        end = max(action.end for action in self._timeline(few))
+        if few == m:
+            return end
+        return end + (m - few) / p * (end - max(action.end for action in self._timeline(few - p)))
 
     def _most(self) -> float:
         return self.m * max(self.busy(rank) for rank in range(self.layout.pipeline_parallel))
@@ -205,18 +242,25 @@ class StepModel:
         rank = max(range(self.layout.pipeline_parallel), key=self.busy)
         stages = [self.stages[index] for index in self.layout.stages_of(rank)]
         terms = sum((sum(stage.work, Terms()) for stage in stages), Terms())
-        tp = self.m * sum(terms[name] for name in COMMUNICATION)
-        compute = self.m * sum(terms.values()) - tp
+        tp = self.m * terms["tp"]
+        compute = self.m * terms.seconds - tp
         pp = self.m * sum(stage.sending("F") + stage.sending("B") for stage in stages)
         host = self.m * sum(stage.launching("F") + stage.launching("B") for stage in stages)
-        bubble = self.span() - compute - tp - pp - host
-        ends = [self.data_parallel(index) for index in self._ends()]
-        return StepTime(compute, tp, pp, max(ends), bubble, max(map(self.optimizer, self._ends())), host)
+        bubble = max(0.0, self.span - compute - tp - pp - host)  # below 0 only by rounding
+        dp, optimizer, moving = (
+            max(map(part, self._ends())) for part in (self.data_parallel, self.optimizer, self.moving)
+        )
+        return StepTime(compute, tp, pp, dp, bubble, optimizer, host + moving)
 
     def _ends(self) -> Sequence[int]:
         """Pipeline ranks with most parameters: the first, the last, and one between them."""
         p = self.layout.pipeline_parallel
         return sorted({0, p // 2, p - 1})
+
+    @property
+    def layer_elements(self) -> float:
+        """Parameters of one layer on one tensor-parallel rank."""
+        return elements(self.model, [self.ranges[0]], self.layout.tensor_parallel).layer
 
     def elements(self, rank: int) -> float:
         """Parameters of a pipeline rank's stages on one tensor-parallel rank."""
@@ -227,10 +271,20 @@ class StepModel:
         """Seconds of the update of a rank's shard."""
         if "optimizer" in self.without:
             return 0.0
-        shards = self.layout.data_parallel_shard if self.layout.zero else 1
-        return stream_seconds(self.software.optimizer * self.elements(rank) / shards, self.device)
+        nbytes = self.software.optimizer * self.elements(rank) / self.layout.data_parallel_shard
+        if self.layout.cpu_offload:
+            return nbytes / self.device.host  # a guess: a GPU's share of its host's memory is as fast as the way to it
+        return stream_seconds(nbytes, self.device)
 
-    def _collective(self, nbytes: float, replicas: bool = False) -> float:
+    def moving(self, rank: int) -> float:
+        """Seconds in which cpu_offload moves float32 parameters to the device and gradients back, all exposed."""
+        layout = self.layout
+        if not layout.cpu_offload:
+            return 0.0
+        gathers = 2 * self.m if layout.zero == 3 else 1
+        return 4 * (gathers + 1) * self.elements(rank) / layout.data_parallel_shard / self.device.host
+
+    def collective(self, nbytes: float, replicas: bool = False) -> float:
         """Seconds of an all-reduce over dp_shard's ranks, or over its replicas; a gather or scatter takes half."""
         layout = self.layout
         ranks = layout.data_parallel_replicate if replicas else layout.data_parallel_shard
@@ -252,9 +306,10 @@ class StepModel:
         units = sum(len(self.ranges[index]) for index in layout.stages_of(rank)) + 1
         forward = sum(stage.seconds("F") for stage in stages)
         backward = sum(stage.seconds("B") for stage in stages)
-        gradients = self._collective(software.gradient_bytes * elements_) / 2
-        gathers = self._collective(2.0 * elements_) / 2 if layout.zero else 0.0
-        replicas = self._collective(software.gradient_bytes * elements_ / layout.data_parallel_shard, True)
+        unit = elements_ / units  # each layer is gathered and reduced on its own
+        gradients = units * self.collective(software.gradient_bytes * unit) / 2
+        gathers = units * self.collective(2.0 * unit) / 2 if layout.zero else 0.0
+        replicas = units * self.collective(software.gradient_bytes * unit / layout.data_parallel_shard, True)
         if not layout.zero:
             gradients *= 2
         window = self._window(len(stages))

@@ -75,11 +75,12 @@ def write_trace(actions: Sequence[Action], path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -> None:
+def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str, word: str = "measured") -> None:
     """Draw a lane for each rank, with a box for each action and its microbatch in it. Boxes of later stages are paler.
 
     A step of many actions is drawn in several bands, each of which continues the one above it.
     title: the first line. formula: what the bubble should be, shown below what it was. It may have several lines.
+    word: how the actions' times were found, measured or predicted.
     """
     ranks = 1 + max(action.rank for action in actions)
     origin, end = min(action.start for action in actions), max(action.end for action in actions)
@@ -89,7 +90,7 @@ def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -
     )  # up to a quarter of a band is squeezed in
     span = (end - origin) / bands
     share = bubble_share(actions, ranks)
-    lines = [f"bubble measured: {share:.1%} of the ranks' time, {share / (1 - share):.3f} of their computing time"]
+    lines = [f"bubble {word}: {share:.1%} of the ranks' time, {share / (1 - share):.3f} of their computing time"]
     lines = [part for line in (*lines, *formula.split("\n")) for part in textwrap.wrap(line, LETTERS) or [""]]
     titles = textwrap.wrap(title, TITLE) or [""]
     parts = [_text(10, 24 + 19 * index, line, font_size=15, font_weight="bold") for index, line in enumerate(titles)]
