@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tpformer.distributed import all_gather, build_mesh, initialize
-from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, machine_for
+from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, machine_for, overlapped_seconds
 from tpformer.layers import MLP, TensorParallel, explain
 
 
@@ -56,7 +56,7 @@ def main(tokens=2048, hidden=512, ffn=2048):
     machine = this_machine(x, width, moved, mesh)
     # six products, five of them with a collective of (tokens, hidden): after one another, or at the same time
     product, collective = gemm_seconds(tokens, width, hidden, dtype.itemsize, machine), moved / machine.link
-    apart, together = 6 * product + 5 * collective, product + 5 * max(product, collective + product / t)
+    apart, together = 6 * product + 5 * collective, product + 5 * overlapped_seconds(product, collective, t)
     say(f"{'transport':12} {'ms':>8} {'predicted':>10}   ({t} ranks on {kind}, {dtype}, {machine.name})")
     for transport in ("sequential", "pipelined", "fused"):
         pair = MLP(hidden, ffn_hidden_size=ffn, tp=TensorParallel(mesh, True, transport), device=kind, dtype=dtype)

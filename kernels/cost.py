@@ -150,6 +150,14 @@ def break_even_width(ranks: int, machine: Machine, itemsize: int, moves: int = 1
     return moves * (ranks - 1) / ranks * itemsize * machine.flops / (2 * machine.link)
 
 
+def overlapped_seconds(compute: float, communication: float, chunks: int) -> float:
+    """Seconds of a GEMM and its gather, chunk by chunk: max(compute, communication + compute / chunks).
+
+    The GEMM of the chunk that arrives last overlaps with no communication.
+    """
+    return max(compute, communication + compute / chunks)
+
+
 def staged_seconds(first: float, second: float, begin: float, end: float) -> float:
     """Seconds of two kinds of work on the same pieces, where the second begins with a piece when the first has ended
     with it. begin, end: the shares of the first and of the last pieces, by which both do not overlap."""

@@ -16,6 +16,7 @@ from tpformer.kernels.cost import (
     communication_bytes,
     gemm_seconds,
     machine_for,
+    overlapped_seconds,
 )
 from tpformer.ops import transport
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Request, record_transport
@@ -291,3 +292,5 @@ def test_performance_model():
     assert 2 * 8192 * width * 4096 / h100.flops == pytest.approx(
         communication_bytes(GATHER, *sizes, 8, 2) / h100.link, rel=1e-6
     )
+    assert overlapped_seconds(8.0, 2.0, 8) == 8.0
+    assert overlapped_seconds(8.0, 9.0, 8) == 10.0
