@@ -5,8 +5,19 @@ import dataclasses
 import pytest
 
 from tpformer.planner.devices import load_device
-from tpformer.planner.published import TABLES, TEETH, best_constant, changed, evaluate, predict, read_table, spearman
-from tpformer.planner.step_time import mfu
+from tpformer.planner.published import (
+    TABLES,
+    TEETH,
+    best_constant,
+    changed,
+    evaluate,
+    fitted_rate,
+    predict,
+    read_table,
+    spearman,
+)
+from tpformer.planner.rank_memory import predicted_memory
+from tpformer.planner.step_time import StepModel, mfu
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -39,6 +50,20 @@ def test_formulas_of_parameters_and_flops_are_the_papers():
     for row in read_table("megatron_a100").rows:
         assert round(row.config.model.architecture.n_parameters / 1e9, 1) == float(row.name[:-1])
     assert round(read_table("megatron_a100").rows[-1].config.parallel.world_size) == 3072
+
+
+def test_unpublished_microbatches_are_the_fastest_that_fit():
+    """The rule that megatron_h100.toml states; another engine does not keep what it sent, as torch's does."""
+    table = read_table("megatron_h100")
+    device = table.device.scaled(fitted_rate(table))
+    for row in table.rows:
+        software, seconds = dataclasses.replace(row.software, keeps_sent=False), {}
+        for size in (1, 2, 4):
+            config = changed(row.config, {"train": {"microbatch_size": size}})
+            ends = {0, config.parallel.pipeline_parallel - 1}
+            if max(predicted_memory(config, rank, software).total for rank in ends) <= 72e9:
+                seconds[size] = StepModel(config, device, row.software).step().seconds
+        assert min(seconds, key=seconds.__getitem__) == row.config.microbatch_size, row.name
 
 
 def test_statistics():

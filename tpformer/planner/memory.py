@@ -37,16 +37,17 @@ def boundary_bytes(config: RunConfig) -> int:
     return rows * config.model.hidden_size * Precision.of(config).compute.itemsize
 
 
-def pipeline_buffers(config: RunConfig, stages: Sequence[int], outputs: int) -> int:
+def pipeline_buffers(config: RunConfig, stages: Sequence[int], outputs: int, keeps_sent: bool = True) -> int:
     """Bytes that the pipeline holds for what a rank's stages receive and have sent.
 
     stages: the rank's. Each receives the rows of one microbatch and the gradient of another one at a time.
     outputs: bytes of the results in flight, which is what was sent if the rank has one stage. With several stages it is
     all rows and gradients of the step: for such schedules torch's engine frees what it sent only when the step ends.
+    keeps_sent: whether the engine does so.
     """
     layout, last = config.parallel, config.parallel.n_stages - 1
     received = sum((stage > 0) + (stage < last) for stage in stages) * boundary_bytes(config)
-    if layout.stages_per_rank == 1:
+    if layout.stages_per_rank == 1 or not keeps_sent:
         return received + outputs
     neighbours = [other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last]
     sent = sum(other not in stages for other in neighbours)
@@ -155,4 +156,5 @@ def schedule_peak(moments: Occupancies, stages: Sequence[StageCount]) -> Peak:
     )
     parts = moments.forward @ saved, moments.forward @ output, moments.queued @ queued
     worst = int(sum(parts).argmax())
-    return Peak(*(int(part[worst]) for part in parts), int(moments.forward.sum(1).max()))
+    kept, sent, waiting = (int(part[worst]) for part in parts)
+    return Peak(kept, sent, waiting, int(moments.forward.sum(1).max()))

@@ -58,7 +58,8 @@ class Table(NamedTuple):
 
 
 def _software(values: dict[str, Any]) -> Software:
-    return Software(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    fields: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
+    return Software(**fields)
 
 
 @functools.cache

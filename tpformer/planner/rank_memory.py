@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpformer.config import MLP_ACTIVATIONS, RunConfig, recomputed_layers
+from tpformer.config import MLP_ACTIVATIONS, SCHEDULES, RunConfig, recomputed_layers
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPTConfig
 from tpformer.ops import VocabSlice, default_chunk_tokens
@@ -33,6 +33,7 @@ from .memory import (
     reduction_workspace,
     schedule_peak,
 )
+from .software import OURS, Software
 from .states import Elements, Precision, State, accumulates, elements, model_states, most_at_once
 
 ROUNDS = 3  # of as many microbatches as ranks: then a rank has as many in flight as with any number of them
@@ -77,8 +78,9 @@ def cached_order(schedule: str, ranks: int, n_microbatches: int, stages_per_rank
 
 def few_microbatches(schedule: str, ranks: int, n_microbatches: int) -> int:
     """So many of the microbatches that the schedule repeats itself from there on."""
-    few = ROUNDS * ranks + n_microbatches % ranks
-    return n_microbatches if schedule in WHOLE or n_microbatches < few else few
+    few, rest = ROUNDS * ranks, n_microbatches % ranks
+    whole = schedule in WHOLE or (rest and SCHEDULES[schedule].looped)  # torch allows no other number of these
+    return n_microbatches if whole or n_microbatches < few + rest else few + rest
 
 
 @functools.lru_cache(maxsize=65536)
@@ -171,15 +173,25 @@ def _head_kept(config: RunConfig, stream: float, item: int) -> float:
     return 2 * stream + table / layout.tensor_parallel + statistics
 
 
-def predicted_memory(config: RunConfig, pipeline_rank: int) -> Plan:
-    """The memory that a pipeline rank needs, without building it. Errors: ValueError of an impossible schedule."""
+def predicted_memory(config: RunConfig, pipeline_rank: int, software: Software = OURS) -> Plan:
+    """The memory that a pipeline rank needs, without building it. Errors: ValueError of an impossible schedule.
+
+    software: adds what another stack holds besides, such as attention scores of a layer or all logits of a microbatch.
+    """
     layout = config.parallel
     indices = layout.stages_of(pipeline_rank)
     moments, kept = ALONE, layer_kept(config)
     if layout.pipeline_parallel > 1:
         sizes = layout.pipeline_parallel, config.n_microbatches, layout.stages_per_rank
         moments = cached_occupancies(layout.pipeline_schedule, *sizes, tuple(indices), pipeline_rank)
-    return rank_memory(config, [predicted_stage(config, stage, kept) for stage in indices], moments)
+    stages = [predicted_stage(config, stage, kept) for stage in indices]
+    plan = rank_memory(config, stages, moments, software)
+    tokens, model, t = config.microbatch_size * config.model.seq_length, config.model, layout.tensor_parallel
+    scores = software.held_scores * tokens * model.seq_length * model.n_heads / t
+    logits = software.held_logits * tokens * (model.vocab_size or 0) / t
+    held = scores if layout.n_stages - 1 not in indices else max(scores, logits)
+    held += software.held_parameters * stages_size(config, stages).total
+    return plan if held == 0 else plan._replace(parts=[*plan.parts, ("of this stack *", held)])
 
 
 def least_memory(config: RunConfig) -> float:
@@ -201,7 +213,9 @@ def least_memory(config: RunConfig) -> float:
     return held + kept
 
 
-def rank_memory(config: RunConfig, stages: Sequence[StageCount], moments: Occupancies) -> Plan:
+def rank_memory(
+    config: RunConfig, stages: Sequence[StageCount], moments: Occupancies, software: Software = OURS
+) -> Plan:
     """The memory that a rank needs. stages: its own, counted or predicted. moments: of its schedule.
 
     train.dtype, train.device and the vocabulary must be set.
@@ -222,7 +236,7 @@ def rank_memory(config: RunConfig, stages: Sequence[StageCount], moments: Occupa
     if peak.queued:
         parts.append(("queued weight gradients", float(peak.queued)))
     if layout.pipeline_parallel > 1:
-        parts.append(("pipeline buffers", float(pipeline_buffers(config, indices, peak.output))))
+        parts.append(("pipeline buffers", float(pipeline_buffers(config, indices, peak.output, software.keeps_sent))))
     if (workspaces := _workspaces(config)) > 0:
         parts.append(("fused workspaces *", float(workspaces)))
     parts.append(("temporaries *", _temporaries(config, stages[-1].stage, of_rank, peak.saved)))

@@ -25,6 +25,14 @@ class Software:
     """Bytes of each feature of queries and keys if the model has RoPE."""
     scores: tuple[float, float] | None = None
     """Bytes of each attention score beside its products: attention whose scores are in main memory. None: flash."""
+    held_parameters: float = 0.0
+    """Bytes of each parameter that a rank holds besides what the memory model counts."""
+    keeps_sent: bool = True
+    """With several stages on a rank, what was sent stays until the step ends, as torch's pipeline engine has it."""
+    held_scores: float = 0.0
+    """Bytes of each attention score that a layer holds in its backward, besides what the memory model counts."""
+    held_logits: float = 0.0
+    """Bytes of each logit of a microbatch that the loss holds, besides what the memory model counts."""
     logits: float = 8.0
     """Bytes of each logit in forward and backward of the loss, beside its GEMMs' operands."""
     accumulation: float = 6.0

@@ -1,0 +1,73 @@
+"""A layout as one line of text: what the planner prints, and what `--explain` reads.
+
+Belongs here: the text and the configuration that it stands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tpformer.config import RECOMPUTE, SCHEDULES, Layout, RunConfig, check_choice
+
+OFFLOADS = ("none", "activations", "states", "both")
+NUMBERS = ("tp", "pp", "dp", "zero", "microbatch", "stages")
+DEFAULTS: dict[str, Any] = {
+    "tp": 1, "pp": 1, "dp": 1, "zero": 0, "microbatch": 1, "stages": 1, "schedule": "1F1B", "recompute": "none",
+    "offload": "none",
+}  # fmt: skip
+WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOADS}
+
+
+def layout_text(config: RunConfig) -> str:
+    """A layout as one line that `--explain` reads."""
+    layout = config.parallel
+    parts = {"tp": layout.tensor_parallel, "pp": layout.pipeline_parallel, "dp": layout.data_parallel}
+    parts |= {"zero": layout.zero, "microbatch": config.microbatch_size}
+    if layout.pipeline_parallel > 1:
+        parts |= {"schedule": layout.pipeline_schedule, "stages": layout.stages_per_rank}
+    parts |= {"recompute": layout.recompute, "offload": offload_of(layout)}
+    return ",".join(f"{key}={value}" for key, value in parts.items())
+
+
+def offload_of(layout: Layout) -> str:
+    """One of OFFLOADS."""
+    return OFFLOADS[layout.offload_activations + 2 * layout.cpu_offload]
+
+
+def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration in the layout of layout_text's keys. Missing ones are as in DEFAULTS."""
+    stages, values = values.get("stages"), {**DEFAULTS, **values}  # unset: the schedule's own number
+    dp, zero, offload, schedule = (values[key] for key in ("dp", "zero", "offload", "schedule"))
+    layout = dataclasses.replace(
+        config.parallel,
+        tensor_parallel=values["tp"],
+        pipeline_parallel=values["pp"],
+        pipeline_schedule=schedule,
+        pipeline_stages_per_rank=stages if SCHEDULES[schedule].looped else None,
+        data_parallel_replicate=1 if zero else dp,
+        data_parallel_shard=dp if zero else 1,
+        zero_stage=zero,
+        recompute=values["recompute"],
+        cpu_offload=offload in ("states", "both"),
+        offload_activations=offload in ("activations", "both"),
+    )
+    train = dataclasses.replace(config.train, microbatch_size=values["microbatch"])
+    return dataclasses.replace(config, parallel=layout, train=train)
+
+
+def parse_layout(text: str) -> dict[str, Any]:
+    """The values of layout_text's keys in a text such as "tp=8,pp=4,dp=2". ValueError for another key or value."""
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        if key in NUMBERS:
+            if not value.isdigit() or (value == "0" and key != "zero"):
+                raise ValueError(f"layout {text!r}: {key}={value} must be a whole number")
+            values[key] = int(value)
+        else:
+            check_choice(f"a key of the layout {text!r}", key, (*NUMBERS, *WORDS))
+            check_choice(key, value, WORDS[key])
+            values[key] = value
+    return values

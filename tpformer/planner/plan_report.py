@@ -1,0 +1,147 @@
+"""Text of the planner: tables of layouts and of the validation, why the winner wins, and records for JSON and CSV.
+
+Belongs here: what is printed or written as data. The page with pictures is plan_page.py's. All figures of layouts are
+predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from .layouts import layout_text
+from .published import Outcome, strong_scaling
+from .report import size
+from .search import Choice, Found, Question
+from .step_time import StepTime
+
+ITEMS = {
+    "compute": "compute", "tp": "exposed TP", "pp": "PP", "dp": "exposed DP", "bubble": "bubble",
+    "optimizer": "optimizer", "host": "host",
+}  # fmt: skip
+DAY = 86400.0
+
+
+def shares(step: StepTime) -> dict[str, float]:
+    """Each item's share of the step."""
+    return {name: getattr(step, name) / step.seconds for name in ITEMS}
+
+
+def record(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, Any]:
+    """A layout as plain values: seconds, bytes, tokens/s, MFU, days for `tokens` tokens and their price."""
+    days = tokens / choice.tokens / DAY
+    found: dict[str, Any] = {
+        "layout": layout_text(choice.config),
+        "gpus": question.gpus,
+        "device": question.device.name,
+    }
+    found |= {"step_seconds": choice.step.seconds, "tokens_per_second": choice.tokens, "mfu": choice.mfu}
+    found |= {f"{name}_seconds": seconds for name, seconds in choice.step._asdict().items()}
+    found |= {"memory_bytes": choice.memory.total, "host_bytes": choice.memory.host, "days": days}
+    found |= {f"{name.strip(' *')} bytes": nbytes for name, nbytes in choice.memory.parts}
+    if price is not None:
+        found["price"] = days * 24 * question.gpus * price
+    return found
+
+
+def table(choices: Sequence[Choice], question: Question, tokens: float, price: float | None) -> Table:
+    """A row for each layout: its step by items, its memory, and what a training takes."""
+    found = Table(title=f"predicted, {question.gpus} x {question.device.name}", title_justify="left")
+    found.add_column("layout", overflow="fold", min_width=24)
+    names = ["tokens/s", "MFU", "step", *ITEMS.values(), "memory", "days"] + (["price"] if price is not None else [])
+    for name in names:
+        found.add_column(name, justify="right")
+    for choice in choices:
+        values = record(choice, question, tokens, price)
+        cells = [f"{choice.tokens:,.0f}", f"{choice.mfu:.1%}", f"{choice.step.seconds:.2f} s"]
+        cells += [f"{share:.1%}" for share in shares(choice.step).values()]
+        cells += [size(choice.memory.total), f"{values['days']:,.1f}"]
+        found.add_row(layout_text(choice.config), *cells, *([f"{values['price']:,.0f}"] if price is not None else []))
+    return found
+
+
+def memory_table(choice: Choice, question: Question) -> Table:
+    """What the fullest rank of a layout holds at its peak."""
+    found = Table(title=f"memory of the fullest rank, {question.device.name}: predicted", title_justify="left")
+    found.add_column("part")
+    found.add_column("bytes", justify="right")
+    for name, nbytes in choice.memory.parts:
+        found.add_row(name, size(nbytes))
+    found.add_row("together", size(choice.memory.total))
+    found.add_row("free beside context and margin", size(question.room))
+    if choice.memory.host:
+        found.add_row("in host memory", size(choice.memory.host))
+    return found
+
+
+def why(choices: Sequence[Choice]) -> str:
+    """One sentence: why the first layout is the fastest, and what limits it."""
+    first = choices[0]
+    lost = {name: share for name, share in shares(first.step).items() if name != "compute"}
+    worst = max(lost, key=lost.__getitem__)
+    limit = (
+        f"{1 - sum(lost.values()):.1%} of its step computes, and most of the rest is {ITEMS[worst]} ({lost[worst]:.1%})"
+    )
+    axes = ("tensor_parallel", "pipeline_parallel", "pipeline_schedule", "recompute")
+    for other in choices[1:]:
+        if any(getattr(other.config.parallel, axis) != getattr(first.config.parallel, axis) for axis in axes):
+            break
+    else:
+        return f"{layout_text(first.config)} is the fastest: {limit}."
+    gain = other.step.seconds / first.step.seconds - 1
+    more = {name: getattr(other.step, name) - getattr(first.step, name) for name in ITEMS}
+    what = max(more, key=more.__getitem__)
+    return (
+        f"{layout_text(first.config)} wins by {gain:.1%} over {layout_text(other.config)}, which spends "
+        f"{more[what]:.3g} s more of a step on {ITEMS[what]}; {limit}."
+    )
+
+
+def dropped_lines(found: Found) -> Iterator[str]:
+    """What was not ranked, by reason."""
+    for reason, count in found.dropped.most_common():
+        yield f"  {count:7,d}  {reason}"
+
+
+def validation_table(found: Outcome) -> Table:
+    """Predicted beside published values of one table of runs."""
+    source = found.table
+    result = Table(title=f"{source.title}: {source.unit}", title_justify="left")
+    for name in ("run", "published", "predicted", "error"):
+        result.add_column(name, justify="left" if name == "run" else "right")
+    for name, value in found.values.items():
+        error = "fitted" if name == source.fit else f"{found.errors[name]:+.1f} %"
+        result.add_row(name, f"{source.published[name]:.4g}", f"{value:.4g}", error)
+    return result
+
+
+def validation_lines(found: Outcome, teeth: Mapping[str, Sequence[str]] | None = None) -> Iterator[str]:
+    """The errors of a table, the constant that they must beat, what was fitted, and the gates."""
+    source = found.table
+    flops = source.device.machine.flops / 1e12
+    if source.fit is None:
+        yield f"  nothing fitted: {flops:.0f} TFLOP/s of large GEMMs ({source.device.name}), all rows held out"
+    else:
+        rate = f"{found.rate:.3f} x {flops:.0f} TFLOP/s of large GEMMs ({source.device.name})"
+        yield f"  fitted on {source.fit} alone: {rate}"
+    yield (
+        f"  held out: mean error {found.mean:.2f} %, largest {found.largest:.1f} %, Spearman {found.spearman:.2f}; the "
+        f"best constant, which has seen all rows: {found.constant:.1f} %"
+    )
+    for ratio in source.ratios:
+        predicted, published = (
+            values[ratio["rows"][0]] / values[ratio["rows"][1]] for values in (found.values, source.published)
+        )
+        yield f"  {ratio['name']}: predicted {predicted:.3f}, published {published:.3f}"
+    if source.scaling:
+        few, many = strong_scaling(source, found.rate)
+        low, high = source.scaling["published"]
+        yield (
+            f"  strong scaling of {source.scaling['row']}: MFU {few:.1f} -> {many:.1f} %, ratio {many / few:.3f}; "
+            f"published {low:.0f} -> {high:.0f} %, {high / low:.3f}"
+        )
+    yield "  gates: " + ("met" if not found.failures else "MISSED: " + "; ".join(found.failures))
+    for term, failures in (teeth or {}).items():
+        yield f"  without {term}: {'; '.join(failures) or 'the gates are still met'}"

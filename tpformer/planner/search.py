@@ -1,0 +1,288 @@
+"""The search for the fastest layout that fits: candidates, why some are dropped, and the ranking.
+
+Belongs here: what is searched and in which order. Times are step_time.py's, bytes rank_memory.py's; text is in
+plan_report.py. All figures are predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tpformer.config import SCHEDULES, Layout, RunConfig, check_config
+
+from .devices import Device
+from .layer_time import LayerModel
+from .layouts import DEFAULTS, OFFLOADS, layout_text, with_layout
+from .rank_memory import Plan, least_memory, predicted_memory
+from .software import OURS, Software
+from .step_time import StepModel, StepTime, mfu
+
+CONTEXT = 1e9  # bytes of the CUDA context and libraries, as docs/dry_run.md says
+MARGIN = 0.05  # the share of a device's memory that fragments and NCCL's buffers may take, apart from what is predicted
+# naive, GPipe and LoopedBFS idle as long as 1F1B and Interleaved1F1B, and keep more
+SEARCHED_SCHEDULES = tuple(name for name in SCHEDULES if name not in ("naive", "GPipe", "LoopedBFS"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is searched."""
+
+    schedules: tuple[str, ...] = SEARCHED_SCHEDULES
+    most_stages: int = 16
+    """Of stages on a rank."""
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    microbatches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    recompute: tuple[str, ...] = ("none", "mlp", "full")
+    offload: tuple[str, ...] = OFFLOADS
+
+
+class Question(NamedTuple):
+    """A model and batch (config), and what it is to run on."""
+
+    config: RunConfig
+    gpus: int
+    device: Device
+    software: Software = OURS
+    space: Space = Space()
+    all_reduce: str = "ring"
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a layout may be predicted to need."""
+        return self.device.memory * (1 - MARGIN) - CONTEXT
+
+
+class Choice(NamedTuple):
+    """One layout with its predicted step and the memory of the pipeline rank that needs most."""
+
+    config: RunConfig
+    step: StepTime
+    memory: Plan
+    tokens: float
+    """Tokens/s of all GPUs."""
+    mfu: float
+
+    @property
+    def key(self) -> tuple[float, str]:
+        """By which layouts are ranked."""
+        return self.step.seconds, layout_text(self.config)
+
+
+class Found(NamedTuple):
+    """The best layouts, fastest first, and how many others were dropped or not looked at, by reason."""
+
+    choices: list[Choice]
+    dropped: Counter[str]
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    return [each for each in range(1, n + 1) if n % each == 0]
+
+
+def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]]:
+    """tp, pp, dp, microbatch and recompute of all layouts that divide. Counts what does not."""
+    model, space, batch = question.config.model, question.space, question.config.train.global_batch_size
+    for t in divisors(question.gpus):
+        if t > question.device.gpus_per_node or question.device.gpus_per_node % t:
+            dropped["tp does not divide a node"] += 1
+            continue
+        if model.n_heads % t:
+            dropped["tp does not divide the heads"] += 1
+            continue
+        for p in divisors(question.gpus // t):
+            dp = question.gpus // (t * p)
+            if p > model.n_layers:
+                dropped["fewer layers than pipeline ranks"] += 1
+                continue
+            for b in space.microbatches:
+                if batch % (dp * b):
+                    dropped["dp x microbatch does not divide the batch"] += 1
+                    continue
+                for recompute in space.recompute:
+                    yield {"tp": t, "pp": p, "dp": dp, "microbatch": b, "recompute": recompute}
+
+
+def schedules(question: Question, pipeline: int, n_microbatches: int) -> Iterator[dict[str, Any]]:
+    """The schedules of a pipeline that its layers and microbatches allow."""
+    if pipeline == 1:
+        yield {}
+        return
+    n_layers = question.config.model.n_layers
+    for name in question.space.schedules:
+        kind = SCHEDULES[name]
+        sizes = [kind.stages_per_rank]
+        if kind.looped:
+            most = min(question.space.most_stages, n_layers // pipeline)
+            sizes = [v for v in range(2, most + 1) if n_layers % (pipeline * v) == 0 or v == 2]
+        for stages in sizes:
+            layout = Layout(pipeline_parallel=pipeline, pipeline_schedule=name)
+            layout = dataclasses.replace(layout, pipeline_stages_per_rank=stages if kind.looped else None)
+            try:
+                layout.check_pipeline(n_layers, n_microbatches)
+            except ValueError:
+                continue
+            yield {"schedule": name, "stages": stages}
+
+
+def variants(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """ZeRO stages and offloading of a shape with its schedule, in values that Layout allows."""
+    splits = SCHEDULES[shape.get("schedule", "1F1B")].splits_backward and shape["pp"] > 1
+    for zero in question.space.zero if shape["dp"] > 1 else (0,):
+        if zero > 1 and splits:
+            continue
+        for offload in question.space.offload:
+            yield {"zero": zero, "offload": offload}
+
+
+def evaluate(question: Question, config: RunConfig) -> Choice:
+    """A layout's Choice, whether it fits or not. ValueError for one that cannot work."""
+    check_config(config, trains=False)
+    return _choice(question, model_of(question, config), most_memory(question, config))
+
+
+def model_of(question: Question, config: RunConfig) -> StepModel:
+    """The model of a layout's time."""
+    return StepModel(config, question.device, question.software, all_reduce=question.all_reduce)
+
+
+def _choice(question: Question, model: StepModel, memory: Plan) -> Choice:
+    config, step = model.config, model.step()
+    tokens = config.train.global_batch_size * config.model.seq_length / step.seconds
+    return Choice(config, step, memory, tokens, mfu(config, step.seconds, question.device))
+
+
+def most_memory(question: Question, config: RunConfig) -> Plan:
+    """The memory of the pipeline rank that needs most: the first, the last, or one between them."""
+    p = config.parallel.pipeline_parallel
+    plans = (predicted_memory(config, rank, question.software) for rank in sorted({0, p // 2, p - 1}))
+    return max(plans, key=lambda plan: plan.total)
+
+
+def why_not(question: Question, config: RunConfig) -> str | None:
+    """Why a layout cannot work: a ValueError's sentence, or how much does not fit. None if it can."""
+    if config.parallel.world_size != question.gpus:
+        return f"the layout has {config.parallel.world_size} ranks for {question.gpus} GPUs"
+    if config.parallel.tensor_parallel > question.device.gpus_per_node:
+        return f"tp={config.parallel.tensor_parallel} needs more than a node's {question.device.gpus_per_node} GPUs"
+    try:
+        check_config(config, trains=False)
+    except ValueError as error:
+        return str(error)
+    need = most_memory(question, config).total
+    if need > question.room:
+        return (
+            f"it is predicted to need {need / 1e9:.1f} GB of a device, and {question.room / 1e9:.1f} are free beside "
+            f"{CONTEXT / 1e9:.0f} GB of the context and a margin of {MARGIN:.0%}"
+        )
+    return None
+
+
+def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) -> float:
+    """A lower bound of a step in any schedule: the mean rank's share of all layers and of the head."""
+    key = shape["tp"], shape["microbatch"], shape["recompute"]
+    if key not in layers:
+        model = LayerModel(with_layout(question.config, shape), question.device, question.software)
+        layer, head = model.work(shape["recompute"] != "none"), model.head()
+        layers[key] = [sum(terms.seconds for terms in work) for work in (layer, head)]
+    layer, head = layers[key]
+    n_microbatches = question.config.train.global_batch_size // (shape["dp"] * shape["microbatch"])
+    computing = n_microbatches * (question.config.model.n_layers * layer + head) / shape["pp"]
+    if shape["dp"] == 1:
+        return computing
+    # whatever the ZeRO stage, gradients are reduced once, at best beside all computing
+    sharded = model_of(question, with_layout(question.config, {**shape, "zero": 1}))
+    share = question.config.model.n_layers * sharded.layer_elements / shape["pp"]
+    return max(computing, sharded.collective(question.software.gradient_bytes * share) / 2)
+
+
+class _Entry(NamedTuple):
+    """A shape, or a layout with its model, by a lower bound of its seconds. number: the order of entries made."""
+
+    bound: float
+    number: int
+    shape: dict[str, Any]
+    model: StepModel | None
+
+
+def search(question: Question, top: int = 10) -> Found:
+    """The `top` fastest layouts that fit, as if all were evaluated.
+
+    Best first: a shape is opened, and a layout is simulated, only while its bound is below the slowest of the best.
+    """
+    dropped: Counter[str] = Counter()
+    best: list[tuple[tuple[float, str], Choice]] = []
+    layers: dict = {}
+    entries = [
+        _Entry(least_seconds(question, shape, layers), number, shape, None)
+        for number, shape in enumerate(shapes(question, dropped))
+    ]
+    heapq.heapify(entries)
+    number = len(entries)
+    while entries and not (len(best) == top and entries[0].bound > best[-1][0][0]):
+        entry = heapq.heappop(entries)
+        if entry.model is None:
+            for model in _layouts(question, entry.shape, dropped):
+                number += 1
+                heapq.heappush(entries, _Entry(model.least(), number, entry.shape, model))
+        elif (memory := most_memory(question, entry.model.config)).total > question.room:
+            dropped["does not fit"] += 1
+        else:
+            choice = _choice(question, entry.model, memory)
+            best.append((choice.key, choice))
+            best.sort(key=lambda pair: pair[0])
+            del best[top:]
+    if entries:
+        dropped["slower by a lower bound of their time"] += len(entries)
+    return Found([choice for _, choice in best], dropped)
+
+
+def _layouts(question: Question, shape: Mapping[str, Any], dropped: Counter[str]) -> Iterator[StepModel]:
+    """The models of all layouts of a shape that may fit."""
+    n_microbatches = question.config.train.global_batch_size // (shape["dp"] * shape["microbatch"])
+    found = list(schedules(question, shape["pp"], n_microbatches))
+    if not found:
+        dropped["no schedule has so few microbatches or layers"] += 1
+    for schedule in found:
+        model: StepModel | None = None
+        for variant in variants(question, {**shape, **schedule}):
+            config = with_layout(question.config, {**shape, **schedule, **variant})
+            if least_memory(config) > question.room:
+                dropped["does not fit"] += 1
+                continue
+            model = model_of(question, config) if model is None else model.variant(config)
+            yield model
+
+
+def every_layout(question: Question) -> Iterator[dict[str, Any]]:
+    """The settings of every layout that divides, one after the other."""
+    for shape in shapes(question, Counter()):
+        n_microbatches = question.config.train.global_batch_size // (shape["dp"] * shape["microbatch"])
+        for schedule in schedules(question, shape["pp"], n_microbatches):
+            for variant in variants(question, {**shape, **schedule}):
+                yield {**shape, **schedule, **variant}
+
+
+def brute_force(question: Question, top: int = 10) -> list[Choice]:
+    """The same as search, by evaluating everything: what tests compare it with."""
+    every = (evaluate(question, with_layout(question.config, values)) for values in every_layout(question))
+    return sorted((choice for choice in every if choice.memory.total <= question.room), key=lambda c: c.key)[:top]
+
+
+def nearest(question: Question, values: Mapping[str, Any]) -> Choice | None:
+    """The fastest working layout that differs from the given one in fewest settings; None if there is none."""
+    given = {**DEFAULTS, **values}
+    groups: dict[int, list[RunConfig]] = {}
+    for candidate in every_layout(question):
+        config = with_layout(question.config, candidate)
+        if least_memory(config) <= question.room:
+            groups.setdefault(sum(given.get(key) != value for key, value in candidate.items()), []).append(config)
+    for _, configs in sorted(groups.items(), key=lambda item: item[0]):
+        fitting = (config for config in configs if most_memory(question, config).total <= question.room)
+        if (found := min((evaluate(question, c) for c in fitting), key=lambda c: c.key, default=None)) is not None:
+            return found
+    return None
