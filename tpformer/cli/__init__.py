@@ -21,6 +21,7 @@ USAGE = """usage: tpformer COMMAND ...
   pretrain FILE.toml [--section.key value ...]   train a GPT; starts its own local ranks unless under torchrun
   verify FILE.toml [--section.key value ...]     compare two steps in the file's layout with two in one process
   dry-run FILE.toml [--section.key value ...] [--ranks 0,8]   show what ranks hold and send, without starting them
+  plan FILE.toml --gpus N [--device h100]        find the fastest layout that fits; --validate: beside published runs
   generate SOURCE --prompt TEXT      continue a text; SOURCE is a run, a Hugging Face directory or an export
   evaluate SOURCE [--data PREFIX ...] [--tasks FILE.jsonl]   a model's loss over datasets, its answers to tasks
   chat SOURCE                        talk with a model in the terminal
@@ -39,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pretrain": ("training", "pretrain_command"),
     "verify": ("training", "verify_command"),
     "dry-run": ("training", "dry_run_command"),
+    "plan": ("plan", "plan_command"),
     "generate": ("models", "generate_command"),
     "evaluate": ("models", "evaluate_command"),
     "chat": ("models", "chat_command"),

@@ -23,7 +23,7 @@ WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOA
 def layout_text(config: RunConfig) -> str:
     """A layout as one line that `--explain` reads."""
     layout = config.parallel
-    parts = {"tp": layout.tensor_parallel, "pp": layout.pipeline_parallel, "dp": layout.data_parallel}
+    parts: dict[str, Any] = {"tp": layout.tensor_parallel, "pp": layout.pipeline_parallel, "dp": layout.data_parallel}
     parts |= {"zero": layout.zero, "microbatch": config.microbatch_size}
     if layout.pipeline_parallel > 1:
         parts |= {"schedule": layout.pipeline_schedule, "stages": layout.stages_per_rank}

@@ -1,0 +1,283 @@
+"""`tpformer plan`: which layout for a model on so many GPUs, and the planner's model beside published runs."""
+
+import csv
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from tpformer.config import PRESETS, RunConfig, build_config, preset_config, read_toml, to_toml
+
+if TYPE_CHECKING:
+    from tpformer.planner.search import Choice, Question
+
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+BATCH_TOKENS = 4 << 20  # of a step, where no batch is given; GPT-3's order
+TOKENS_PER_PARAMETER = 20  # of a training, where none are given: arXiv:2203.15556
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Find the fastest layout that fits, by models of time and memory. Everything that it prints is a prediction.
+    Needs no GPU and no data. Layouts are written as in its table: tp=8,pp=4,dp=2,zero=1,microbatch=1."""
+
+    file: tyro.conf.Positional[str] = ""
+    """A run's TOML file: its model, batch and other settings."""
+    preset: str | None = None
+    """In place of a file: an architecture of `tpformer presets`."""
+    parameters: str | None = None
+    """In place of a file: a size such as 1.5B; the preset that is nearest to it is taken."""
+    gpus: int = 8
+    """How many GPUs."""
+    device: str = "h100"
+    """a100-40, a100-80, h100, h200, b200, or the path of a TOML file that describes another one."""
+    nodes_of: int | None = None
+    """GPUs of a node. Unset: the device's."""
+    batch: int | None = None
+    """Samples of a step. Unset: the file's, or about 4M tokens."""
+    tokens: str = "auto"
+    """Tokens of the training, such as 300B, for days and price. auto: 20 for each parameter."""
+    price: float | None = None
+    """Of one GPU for an hour."""
+    top: int = 10
+    """How many layouts to show."""
+    all_reduce: str = "ring"
+    """Algorithm of data-parallel reductions: ring, tree, butterfly, halving_doubling, parameter_server, hierarchical,
+    driver or all_pairs."""
+    explain: str | None = None
+    """A layout: its items and memory, or why it cannot work and the nearest that does."""
+    sweep: str | None = None
+    """KEY=VALUE,VALUE,...: the best layout for each value of gpus, batch, link_gb_s, network_gb_s, gemm_tflops or
+    memory_gb."""
+    out: str = ""
+    """Where to write the best layout as a run's TOML file. Empty: nowhere."""
+    json: str = ""
+    """A file for all figures."""
+    csv: str = ""
+    """A file with a row for each layout."""
+    html: str = ""
+    """A file for a report with pictures, which needs no network."""
+    calibrate: str = ""
+    """A folder of results of `python -m bench` on the device, such as bench/results/NAME, which correct its rates."""
+    validate: bool = False
+    """Compare the model of time with published runs, and leave terms out of it. Exit code 1 if a gate is missed."""
+
+
+def plan_command(arguments: Sequence[str]) -> None:
+    """`tpformer plan`: search, explain, sweep or validate. ValueError, in one sentence, for what cannot be planned."""
+    options = tyro.cli(Plan, prog="tpformer plan", args=list(arguments))
+    if options.validate:
+        sys.exit(0 if _validate() else 1)
+    question = _question(options)
+    for name, value in (("gpus", options.gpus), ("top", options.top)):
+        if value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if options.sweep is not None:
+        _sweep(options, question)
+    elif options.explain is not None:
+        _explain(options, question)
+    else:
+        _search(options, question)
+
+
+def _question(options: Plan) -> "Question":
+    """The model, batch and device of the options."""
+    from tpformer.distributed.algorithms import NAMES
+    from tpformer.planner.calibration import calibrated
+    from tpformer.planner.devices import load_device
+    from tpformer.planner.search import Question
+
+    if options.all_reduce not in NAMES:
+        raise ValueError(f"--all-reduce {options.all_reduce}: choose one of {', '.join(NAMES)}")
+    device = load_device(options.device, options.nodes_of)
+    if options.calibrate:
+        device = calibrated(device, Path(options.calibrate))
+    return Question(_config(options), options.gpus, device, all_reduce=options.all_reduce)
+
+
+def _config(options: Plan) -> RunConfig:
+    """The run that is laid out; its vocabulary, device and dtype are set, because the models need them."""
+    from tpformer.training.resolve import with_vocab_size
+
+    given = [name for name in ("file", "preset", "parameters") if getattr(options, name)]
+    if len(given) != 1:
+        raise ValueError("give one of FILE.toml, --preset NAME and --parameters SIZE")
+    values: dict[str, dict[str, Any]] = {"model": {"preset": options.preset}}
+    if options.file:
+        values = read_toml(options.file)
+    elif options.parameters:
+        values["model"]["preset"] = _nearest_preset(_number("--parameters", options.parameters))
+    config = build_config(values)
+    if config.model.vocab_size is None:
+        if config.model.known_vocab_size is None:
+            raise ValueError("model.vocab_size is unset: set it in the file, or name a preset")
+        config = with_vocab_size(config, config.model.known_vocab_size)
+    train: dict[str, Any] = {"device": config.train.device or "cuda", "dtype": config.train.dtype or "bfloat16"}
+    batch = options.batch
+    if batch is None and "global_batch_size" not in values.get("train", {}):
+        batch = max(options.gpus, 2 ** round(math.log2(max(1, BATCH_TOKENS / config.model.seq_length))))
+    train |= {"global_batch_size": batch} if batch is not None else {}
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+
+
+def _nearest_preset(parameters: float) -> str:
+    name = min(PRESETS, key=lambda name: abs(math.log(preset_config(name).n_parameters / parameters)))
+    print(f"the preset nearest to {parameters:.3g} parameters: {name}, {preset_config(name).n_parameters:.3g}")
+    return name
+
+
+def _number(option: str, text: str) -> float:
+    """A number with one of UNITS, such as 1.5B."""
+    try:
+        value = float(text[:-1]) * UNITS[text[-1].upper()] if text[-1:].upper() in UNITS else float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{option} {text}: write a number such as 1.5B")
+    return value
+
+
+def _tokens(options: Plan, config: RunConfig) -> float:
+    if options.tokens == "auto":
+        return float(TOKENS_PER_PARAMETER * config.model.n_parameters)
+    return _number("--tokens", options.tokens)
+
+
+def _print(*parts: Any) -> None:
+    """Print tables as wide as the terminal, or 160 columns into a file."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _search(options: Plan, question: "Question") -> None:
+    from tpformer.planner import plan_report
+    from tpformer.planner.search import search
+
+    found = search(question, options.top)
+    if not found.choices:
+        _print("no layout fits; what was dropped:", *plan_report.dropped_lines(found))
+        raise ValueError(f"nothing fits on {question.gpus} x {question.device.name}: take more GPUs, or larger ones")
+    tokens = _tokens(options, question.config)
+    _print(
+        plan_report.table(found.choices, question, tokens, options.price),
+        plan_report.memory_table(found.choices[0], question),
+        plan_report.why(found.choices),
+        "not shown:",
+        *plan_report.dropped_lines(found),
+        "All figures are predictions. Check the first layout: tpformer dry-run FILE.toml",
+    )
+    _write(options, question, found.choices, tokens)
+
+
+def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tokens: float) -> None:
+    """The files that were asked for."""
+    from tpformer.planner.plan_page import page
+    from tpformer.planner.plan_report import record
+
+    records = [record(choice, question, tokens, options.price) for choice in choices]
+    if options.out:
+        Path(options.out).write_text(run_file(options, choices[0]))
+    if options.json:
+        Path(options.json).write_text(json.dumps({"predictions": records}, indent=1) + "\n")
+    if options.csv:
+        columns = list(dict.fromkeys(key for each in records for key in each))
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval=0)
+            writer.writeheader()
+            writer.writerows(records)
+    if options.html:
+        Path(options.html).write_text(page(question, choices, tokens))
+    for path in filter(None, (options.out, options.json, options.csv, options.html)):
+        _print(f"written: {path}")
+
+
+def run_file(options: Plan, choice: "Choice") -> str:
+    """The layout as a run's TOML file. Device and dtype are left to the machine where the given file leaves them."""
+    given = read_toml(options.file).get("train", {}) if options.file else {}
+    unset: dict[str, Any] = {key: None for key in ("device", "dtype") if key not in given}
+    config = dataclasses.replace(choice.config, train=dataclasses.replace(choice.config.train, **unset))
+    head = "# Written by `tpformer plan`. Predictions: " + f"{choice.tokens:,.0f} tokens/s, "
+    return f"{head}{choice.memory.total / 1e9:.1f} GB of a device.\n\n{to_toml(config)}"
+
+
+def _explain(options: Plan, question: "Question") -> None:
+    from tpformer.planner import plan_report
+    from tpformer.planner.layouts import layout_text, parse_layout, with_layout
+    from tpformer.planner.search import evaluate, nearest, why_not
+
+    values = parse_layout(options.explain or "")
+    config = with_layout(question.config, values)
+    tokens = _tokens(options, question.config)
+    if (reason := why_not(question, config)) is None:
+        choice = evaluate(question, config)
+        _print(plan_report.table([choice], question, tokens, options.price), plan_report.memory_table(choice, question))
+        _write(options, question, [choice], tokens)
+        return
+    _print(f"{layout_text(config)} cannot work: {reason}.")
+    other = nearest(question, values)
+    if other is None:
+        raise ValueError(f"no layout works on {question.gpus} x {question.device.name}: take more GPUs, or larger ones")
+    _print("The nearest layout that works:", plan_report.table([other], question, tokens, options.price))
+
+
+def swept(question: "Question", key: str, text: str) -> "Question":
+    """The question with one value changed. ValueError for an unknown key."""
+    value = _number(f"--sweep {key}", text)
+    rates = {"link_gb_s": ("link", 1e9), "gemm_tflops": ("flops", 1e12)}
+    if key == "gpus":
+        return question._replace(gpus=int(value))
+    if key == "batch":
+        train = dataclasses.replace(question.config.train, global_batch_size=int(value))
+        return question._replace(config=dataclasses.replace(question.config, train=train))
+    device = question.device
+    if key in rates:
+        name, unit = rates[key]
+        rate: dict[str, Any] = {name: unit * value}
+        device = dataclasses.replace(device, machine=device.machine._replace(**rate))
+    elif key in ("network_gb_s", "memory_gb"):
+        size: dict[str, Any] = {key.split("_")[0]: 1e9 * value}
+        device = dataclasses.replace(device, **size)
+    else:
+        raise ValueError(
+            f"--sweep {key}: choose one of gpus, batch, link_gb_s, network_gb_s, gemm_tflops and memory_gb"
+        )
+    return question._replace(device=device)
+
+
+def _sweep(options: Plan, question: "Question") -> None:
+    from tpformer.planner import plan_report
+    from tpformer.planner.search import search
+
+    key, equals, values = (options.sweep or "").partition("=")
+    if not equals or not values:
+        raise ValueError(f"--sweep {options.sweep}: write KEY=VALUE,VALUE,...")
+    tokens = _tokens(options, question.config)
+    for text in values.split(","):
+        changed = swept(question, key, text)
+        found = search(changed, 1)
+        if found.choices:
+            _print(f"{key} = {text}", plan_report.table(found.choices, changed, tokens, options.price))
+        else:
+            _print(f"{key} = {text}: nothing fits")
+
+
+def _validate() -> bool:
+    """Print every table with its gates and what each term is worth. Whether all gates are met."""
+    from tpformer.planner.plan_report import validation_lines, validation_table
+    from tpformer.planner.published import TABLES, TEETH, evaluate
+
+    met = True
+    for name in TABLES:
+        found = evaluate(name)
+        teeth = {term: evaluate(name, frozenset({term})).failures for term in TEETH.get(name, ())}
+        _print(validation_table(found), *validation_lines(found, teeth))
+        met = met and not found.failures and all(teeth.values())
+    return met
