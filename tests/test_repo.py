@@ -56,7 +56,7 @@ ARROWS = {
     "tpformer/inference": [*RUN, "training"],
     # a dry run builds a run's ranks as training does; nothing but the command imports it
     "tpformer/planner": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "training"],
-    "tpformer/cli": ["config", "processes", "parallel", "training", "inference", "planner"],
+    "tpformer/cli": ["config", "distributed", "processes", "parallel", "training", "inference", "planner"],
     # the compile check reads compiled code alone; the other checks run training, and show it as a bench does
     "checks/compile": ["kernels"],
     "checks/execute": ["kernels", "checks/compile"],
