@@ -26,7 +26,7 @@ from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+COUNTED = [ROOT / "examples" / f"{name}.toml" for name in ("gpt_tiny", "gpt_7.5b", "gpt_145b", "llama3_8b")]
 MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4}
 LLAMA = {
     **MODEL,
@@ -364,9 +364,10 @@ def test_a_rank_that_does_not_exist_is_one_line_and_exit_code_2(commands):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_is_counted_and_fits(path):
-    """The dry run predicts for the first rank, which holds most, the GB in the example's comment within 3 %."""
+@pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
+def test_an_example_is_counted_and_fits(path):
+    """The dry run predicts for the first rank, which holds most, the GB in the example's comment within 3 %. The memory
+    model says so of all examples (test_rank_memory.py): a count takes half a minute, and is the same to the byte."""
     if path.stem == "gpt_tiny":
         config = build_config(read_toml(path), {"model": {"vocab_size": 257}})
     else:

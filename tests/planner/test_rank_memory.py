@@ -1,8 +1,11 @@
 """The memory model beside the dry run's counts: 16 layouts, every stage's bytes and the sum at the peak."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tpformer.config import build_config
+from tpformer.config import build_config, read_toml
 from tpformer.planner.bubbles import schedule_order
 from tpformer.planner.dry_run import count_rank, plan_config
 from tpformer.planner.rank_memory import predicted_memory, predicted_stage
@@ -53,3 +56,13 @@ def test_predicted_bytes_are_the_dry_runs(model, parallel):
     assert predicted.host == pytest.approx(counted.host, rel=0.02)
     held = count.parameters + count.gradients + count.optimizer + count.copies + count.accumulated
     assert sum(state.nbytes for state in predicted.states) == pytest.approx(held, rel=0.02)
+
+
+EXAMPLES = [path for path in Path(__file__).parents[2].glob("examples/*.toml") if path.stem != "gpt_tiny"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_fits_as_its_comment_says(path):
+    """The first rank holds most."""
+    predicted = predicted_memory(plan_config(build_config(read_toml(path))), 0).total / 1e9
+    assert predicted == pytest.approx(int(re.search(r"# predicted: (\d+) GB of 80,", path.read_text())[1]), rel=0.03)
