@@ -17,6 +17,7 @@ from bench.learning_rate import Case, cases, make_row, page, problems  # noqa: E
 RUN = """
 import bench.learning_rate as learning_rate
 from bench.runner import main
+from tpformer.models import GPTConfig
 from tpformer.training.data import build_split
 
 def build(folder, quiet):
@@ -26,6 +27,7 @@ def build(folder, quiet):
     return folder / "text_train", folder / "text_valid"
 
 learning_rate.build_stdlib = build
+learning_rate.MODEL = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=16, n_heads=2)
 learning_rate.SAMPLES, learning_rate.VALIDATION, learning_rate.RATES = 128, 4, (1e-3, 2e-3)
 learning_rate.SEEDS, learning_rate.WARM_UP = (1, 2), 0.5
 sys.exit(main(["learning_rate"], [learning_rate.BENCH], Path(sys.argv[1])))
