@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 BATCH_TOKENS = 4 << 20  # of a step, where no batch is given; GPT-3's order
-TOKENS_PER_PARAMETER = 20  # of a training, where none are given: arXiv:2203.15556
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +143,9 @@ def _number(option: str, text: str) -> float:
 
 def _tokens(options: Plan, config: RunConfig) -> float:
     if options.tokens == "auto":
-        return float(TOKENS_PER_PARAMETER * config.model.n_parameters)
+        from tpformer.planner.advice import chinchilla_tokens
+
+        return float(chinchilla_tokens(config.model.n_parameters).value)
     return _number("--tokens", options.tokens)
 
 

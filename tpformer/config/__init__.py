@@ -11,7 +11,7 @@ from .architecture import (
     check_rope_scaling,
     default_ffn_size,
 )
-from .checks import check_choice, check_positive
+from .checks import check_choice, check_known, check_positive
 from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, recomputed_layers, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .ranges import RANGES, check_range
@@ -54,6 +54,7 @@ __all__ = [
     "check_choice",
     "check_config",
     "check_heads",
+    "check_known",
     "check_positive",
     "check_range",
     "check_rope_scaling",

@@ -1,5 +1,6 @@
 """Checks of values that several sections, layers and operations share, so that each mistake has one message."""
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -15,3 +16,12 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     choices = tuple(choices)
     if value not in choices:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+
+
+def check_known(name: str, names: Iterable[str], kind: str, where: str = "") -> None:
+    """ValueError, with the nearest of the names, unless the name is one of them. where: the message's beginning."""
+    names = tuple(names)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+        raise ValueError(f"{where}unknown {kind} {name!r}: {hint}")

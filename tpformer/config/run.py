@@ -5,7 +5,6 @@ one's values. The dataclasses are built after that, so a value that none of them
 """
 
 import dataclasses
-import difflib
 import json
 import tomllib
 import types
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import GPTConfig
-from .checks import check_choice
+from .checks import check_choice, check_known
 from .layout import Layout, recomputed_layers
 from .presets import preset
 from .ranges import check_ranges
@@ -217,7 +216,7 @@ def build_config(*layers: Values) -> RunConfig:
     merged: dict[str, dict[str, Any]] = {}
     for layer in layers:
         for name, values in layer.items():
-            _known(name, sections, "section")
+            check_known(name, sections, "section")
             if not isinstance(values, Mapping):
                 raise ValueError(f"{name} is a section: write its keys under [{name}], not {name} = {values!r}")
             merged.setdefault(name, {}).update(values)
@@ -230,17 +229,10 @@ def build_config(*layers: Values) -> RunConfig:
     return RunConfig(**{name: _section(sections[name], name, values) for name, values in merged.items()})  # type: ignore[arg-type]
 
 
-def _known(name: str, names, kind: str) -> None:
-    if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
-        raise ValueError(f"unknown {kind} {name!r}: {hint}")
-
-
 def _section(cls: type, section: str, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(cls)
     for key in values:
-        _known(key, hints, f"key in [{section}]")
+        check_known(key, hints, f"key in [{section}]")
     return cls(**{key: _convert(f"{section}.{key}", value, hints[key]) for key, value in values.items()})
 
 

@@ -110,9 +110,9 @@ NAMES = (*ALGORITHMS, HIERARCHICAL)
 def all_reduce_seconds(algorithm: str, nbytes: float, inside: int, nodes: int, fast: Link, slow: Link) -> float:
     """Seconds of an all-reduce of `nbytes` over nodes of `inside` ranks each.
 
-    fast: between ranks of a node. slow: one rank's way to other nodes. A ring crosses nodes at one place for each of
-    its rings, of which there are as many as adapters. hierarchical: a ring in the node for each part of the bytes,
-    rings of these parts across nodes. Other algorithms send over the slow links as soon as there are several nodes.
+    fast: between ranks of a node. slow: one rank's way to other nodes. ring: each adapter of a node carries a ring of
+    its own. hierarchical: the ranks of a node reduce the bytes in a ring, and each rank's part goes around a ring
+    across the nodes. The others send over the slow links as soon as there are several nodes.
     """
     ranks = inside * nodes
     if ranks == 1:

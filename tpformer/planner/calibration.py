@@ -10,7 +10,7 @@ import json
 import statistics
 from pathlib import Path
 
-from .devices import Device
+from .devices import Device, fitted_rate
 from .roofline import gemm_seconds
 
 COPY = "copy"
@@ -19,8 +19,8 @@ COPY = "copy"
 def calibrated(device: Device, folder: Path) -> Device:
     """The device with the GEMM rate that `bench matmul` measured of the library, and the memory rate of copies.
 
-    The rate of GEMMs is the one with which the model is right in the median over the shapes, attention's rates change
-    with it; that of memory is the largest that a copy reached in `bench norm`. ValueError for a folder without either.
+    The rate of GEMMs is the one with which the model is right in the median over the shapes. Attention's rates change
+    with it. The memory rate is the largest that a copy reached in `bench norm`. ValueError for a folder without either.
     """
     products, memory = _rows(folder / "matmul.json"), _rows(folder / "norm.json")
     cases = ("forward", "dgrad", "wgrad")
@@ -44,13 +44,12 @@ def _rows(path: Path) -> list[dict]:
 def _rate(device: Device, measured: dict[str, float]) -> float:
     """Times the device's FLOP/s: then as many shapes are predicted to be slower as are predicted to be faster."""
     shapes = {shape: tuple(map(int, shape.split()[-1].split("x"))) for shape in measured}
-    low, high = 0.1, 3.0
-    for _ in range(30):
-        rate = (low * high) ** 0.5
-        scaled = device.scaled(rate)
-        ratios = []
+
+    def too_high(rate: float) -> bool:
+        scaled, ratios = device.scaled(rate), []
         for shape, (m, n, k) in shapes.items():
             seconds = 2 * m * n * k / (1e12 * measured[shape])
             ratios.append(gemm_seconds(m, n, k, scaled) / seconds)
-        low, high = (low, rate) if statistics.median(ratios) < 1 else (rate, high)
-    return low
+        return statistics.median(ratios) < 1
+
+    return fitted_rate(0.1, 3.0, too_high)

@@ -8,9 +8,8 @@ a file names its machine.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from tpformer.config import check_known
 from tpformer.kernels.cost import MACHINES, Machine
 from tpformer.ops.transports.prediction import chosen_launch
 
@@ -56,6 +56,14 @@ class Device:
             attention_forward=rate * self.attention_forward,
             attention_backward=rate * self.attention_backward,
         )
+
+
+def fitted_rate(low: float, high: float, too_high: Callable[[float], bool]) -> float:
+    """The rate between low and high, for Device.scaled, above which `too_high` is true. Found by bisection."""
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if too_high(middle) else (middle, high)
+    return low
 
 
 # [gpu] and [cluster]: key -> (largest value, whole number). The smallest is above 0.
@@ -113,13 +121,15 @@ def load_device(name_or_path: str | Path, gpus_per_node: int | None = None) -> D
 
 def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
     """A Device from the sections of its file. where: what messages call the file."""
-    _known(where, values, ("gpu", "cluster"), "section")
+    for section in values:
+        check_known(section, ("gpu", "cluster"), "section", f"{where}: ")
     for section in ("gpu", "cluster"):
         if not isinstance(values.get(section), Mapping):
             raise ValueError(f"{where} has no section [{section}]: copy it from {DIRECTORY / 'h100.toml'}")
     gpu, cluster = values["gpu"], values["cluster"]
-    _known(f"[gpu] of {where}", gpu, ("machine", "capability", *GPU), "key")
-    _known(f"[cluster] of {where}", cluster, CLUSTER, "key")
+    for section, given, known in (("gpu", gpu, ("machine", "capability", *GPU)), ("cluster", cluster, CLUSTER)):
+        for key in given:
+            check_known(key, known, "key", f"[{section}] of {where}: ")
     machine = _machine(where, name, gpu)
     required = [key for key in GPU if key not in OPTIONAL] + ["capability"]
     for section, keys in ((gpu, required), (cluster, CLUSTER)):
@@ -147,7 +157,7 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
 
 
 def _machine(where: str, name: str, gpu: Mapping[str, Any]) -> Machine:
-    """That of kernels/cost.py which the file names, with the rates that the file gives; or one of its rates alone."""
+    """The machine of kernels/cost.py that the file names, with the file's rates. A file that names none gives all."""
     rates = {field: scale * _number(where, key, gpu[key]) for key, (field, scale) in RATES.items() if key in gpu}
     if "machine" in gpu:
         known = {machine.name: machine for machine in MACHINES}
@@ -158,14 +168,6 @@ def _machine(where: str, name: str, gpu: Mapping[str, Any]) -> Machine:
     if missing:
         raise ValueError(f"{where} names no machine of kernels/cost.py and lacks {', '.join(missing)}: give either")
     return Machine(name=name, **rates)
-
-
-def _known(where: str, values: Mapping[str, Any], names: tuple[str, ...], kind: str) -> None:
-    for name in values:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
-            raise ValueError(f"{where}: unknown {kind} {name!r}: {hint}")
 
 
 def _number(where: str, key: str, value: Any) -> Any:

@@ -118,7 +118,7 @@ class LayerModel:
         return stream_seconds(self.software.cast * elements, self.device)
 
     def _exposed(self, op: str, linear: Linear, gemm: float, backward: bool) -> float:
-        """Of a linear's own collective, in the forward's shape, or in that of the input gradients."""
+        """Seconds that a linear's collective adds to its forward, or to the GEMM of its input gradients."""
         n, k = (linear.k, linear.n) if backward else (linear.n, linear.k)
         transport = self.software.backward_transport if backward else self.software.forward_transport
         itemsize = self.software.gathered_bytes if op == GATHER and not backward else ITEMSIZE
@@ -181,7 +181,7 @@ class LayerModel:
         return {"activation": stream_seconds(activation, self.device), "rest": stream_seconds(rest, self.device)}
 
     def again(self) -> float:
-        """Seconds of what the backward of a layer computes again, with its communication."""
+        """Seconds in which the backward of a layer computes parts of the forward again, and communicates for them."""
         repeats = self.software.repeats.get(self.layout.recompute, {})
         seconds = sum(repeats.get(each.name, 0.0) * self.linear_forward(each).seconds for each in self.linears)
         seconds += repeats.get("attention", 0.0) * self.attention(False).seconds

@@ -190,7 +190,7 @@ class Split(NamedTuple):
     data: tuple[str, ...]
 
     def pieces(self, axes: Sequence[str]) -> list[int]:
-        """For each rank, the index of the piece that it holds of what is cut along some axes."""
+        """The index of each rank's piece, if something is cut along these axes."""
         index = torch.zeros([1] * len(self.sizes), dtype=torch.int64)
         for dim, (axis, size) in enumerate(self.sizes.items()):
             if axis in axes:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from .layouts import layout_text
-from .plan_report import ITEMS, shares, why
+from .plan_report import ITEMS, cost_of, shares, why
 from .report import size
 from .search import Choice, Question, model_of, search
-from .timeline import write_svg
+from .timeline import svg_text, timeline_svg
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#bab0ac", "#79706e")
 WIDTH, ROW = 560, 34  # of a picture, in units that the page scales to its width
@@ -38,7 +36,7 @@ def page(question: Question, choices: Sequence[Choice], tokens: float) -> str:
     """The whole page. choices: fastest first. tokens: of the training."""
     title = f"Layouts for {question.gpus} x {question.device.name}"
     sections = [
-        ("The fastest layouts", _choices_table(choices, tokens)),
+        ("The fastest layouts", _choices_table(question, choices, tokens)),
         (
             "Where a step's time goes",
             bars([(_short(c), list(shares(c.step).values())) for c in choices], [*ITEMS.values()]),
@@ -61,20 +59,16 @@ def _short(choice: Choice) -> str:
     return layout_text(choice.config).replace(",offload=none", "").replace(",recompute=none", "")
 
 
-def _choices_table(choices: Sequence[Choice], tokens: float) -> str:
+def _choices_table(question: Question, choices: Sequence[Choice], tokens: float) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("layout", "tokens/s", "MFU", "step", "memory", "days"))
     rows = ""
     for choice in choices:
         cells = (
             layout_text(choice.config), f"{choice.tokens:,.0f}", f"{choice.mfu:.1%}", f"{choice.step.seconds:.2f} s",
-            size(choice.memory.total), f"{tokens / choice.tokens / 86400:,.1f}",
+            size(choice.memory.total), f"{cost_of(choice, question, tokens).days:,.1f}",
         )  # fmt: skip
         rows += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
     return f'<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>'
-
-
-def _text(x: float, y: float, content: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def _svg(height: float, parts: Sequence[str]) -> str:
@@ -90,7 +84,7 @@ def _legend(names: Sequence[str], y: float) -> tuple[list[str], float]:
         if x + 30 + 6.5 * len(name) > WIDTH:
             x, y = 0.0, y + 18
         parts.append(f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(x + 16, y, name))
+        parts.append(svg_text(x + 16, y, name))
         x += 32 + 6.5 * len(name)
     return parts, y + 16
 
@@ -100,7 +94,7 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], limi
     most = max([sum(values) for _, values in rows] + [limit or 0.0])
     parts, y = _legend(names, 12)
     for label, values in rows:
-        parts.append(_text(0, y + 8, label))
+        parts.append(svg_text(0, y + 8, label))
         x = 0.0
         for value, name, colour in zip(values, names, COLOURS, strict=False):
             width = WIDTH * value / most
@@ -137,12 +131,8 @@ def _timeline(question: Question, choice: Choice) -> str:
         return f"<p>It has {layout.pipeline_parallel} pipeline ranks, too many to draw.</p>"
     n = min(choice.config.n_microbatches, SHOWN_ROUNDS * layout.pipeline_parallel)
     actions = model_of(question, choice.config).timeline(n)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "timeline.svg"
-        note = f"predicted; {n} of a step's {choice.config.n_microbatches} microbatches"
-        write_svg(actions, path, layout.pipeline_schedule, note, word="predicted")
-        drawn = path.read_text()
-    return drawn
+    note = f"predicted; {n} of a step's {choice.config.n_microbatches} microbatches"
+    return timeline_svg(actions, layout.pipeline_schedule, note, word="predicted")
 
 
 def frontier(choices: Sequence[Choice]) -> str:
@@ -165,11 +155,11 @@ def frontier(choices: Sequence[Choice]) -> str:
         parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="#4e79a7">{title}</circle>')
     parts.insert(0, f'<path d="M{" L".join(line)}" fill="none" stroke="#f28e2b" stroke-width="2"/>')
     parts += [
-        _text(60, height - 20, f"{min(x_of):.1f} GB"),
-        _text(WIDTH - 10, height - 20, f"{max(x_of):.1f} GB", "end"),
+        svg_text(60, height - 20, f"{min(x_of):.1f} GB"),
+        svg_text(WIDTH - 10, height - 20, f"{max(x_of):.1f} GB", "end"),
     ]
-    parts += [_text(0, 24, f"{max(y_of):,.0f}"), _text(0, height - 40, f"{min(y_of):,.0f}")]
-    parts.append(_text(WIDTH / 2, height - 4, "memory of the fullest rank; up: tokens/s", "middle"))
+    parts += [svg_text(0, 24, f"{max(y_of):,.0f}"), svg_text(0, height - 40, f"{min(y_of):,.0f}")]
+    parts.append(svg_text(WIDTH / 2, height - 4, "memory of the fullest rank; up: tokens/s", "middle"))
     return _svg(height, parts)
 
 

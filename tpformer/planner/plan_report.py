@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from .costs import Cost
 from .layouts import layout_text
 from .published import Outcome, strong_scaling
 from .report import size
@@ -21,7 +22,6 @@ ITEMS = {
     "compute": "compute", "tp": "exposed TP", "pp": "PP", "dp": "exposed DP", "bubble": "bubble",
     "optimizer": "optimizer", "host": "host",
 }  # fmt: skip
-DAY = 86400.0
 
 
 def shares(step: StepTime) -> dict[str, float]:
@@ -29,9 +29,15 @@ def shares(step: StepTime) -> dict[str, float]:
     return {name: getattr(step, name) / step.seconds for name in ITEMS}
 
 
+def cost_of(choice: Choice, question: Question, tokens: float, price: float | None = None) -> Cost:
+    """What a training of so many tokens costs in a layout. price: of one GPU for an hour."""
+    flops = question.config.model.flops_per_token * tokens
+    return Cost(flops, question.gpus, tokens / choice.tokens, price)
+
+
 def record(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, Any]:
     """A layout as plain values: seconds, bytes, tokens/s, MFU, days for `tokens` tokens and their price."""
-    days = tokens / choice.tokens / DAY
+    cost = cost_of(choice, question, tokens, price)
     found: dict[str, Any] = {
         "layout": layout_text(choice.config),
         "gpus": question.gpus,
@@ -39,10 +45,10 @@ def record(choice: Choice, question: Question, tokens: float, price: float | Non
     }
     found |= {"step_seconds": choice.step.seconds, "tokens_per_second": choice.tokens, "mfu": choice.mfu}
     found |= {f"{name}_seconds": seconds for name, seconds in choice.step._asdict().items()}
-    found |= {"memory_bytes": choice.memory.total, "host_bytes": choice.memory.host, "days": days}
+    found |= {"memory_bytes": choice.memory.total, "host_bytes": choice.memory.host, "days": cost.days}
     found |= {f"{name.strip(' *')} bytes": nbytes for name, nbytes in choice.memory.parts}
     if price is not None:
-        found["price"] = days * 24 * question.gpus * price
+        found["price"] = cost.price
     return found
 
 
@@ -130,11 +136,8 @@ def validation_lines(found: Outcome, teeth: Mapping[str, Sequence[str]] | None =
         f"  held out: mean error {found.mean:.2f} %, largest {found.largest:.1f} %, Spearman {found.spearman:.2f}; the "
         f"best constant, which has seen all rows: {found.constant:.1f} %"
     )
-    for ratio in source.ratios:
-        predicted, published = (
-            values[ratio["rows"][0]] / values[ratio["rows"][1]] for values in (found.values, source.published)
-        )
-        yield f"  {ratio['name']}: predicted {predicted:.3f}, published {published:.3f}"
+    for name, predicted, published, _ in found.ratios():
+        yield f"  {name}: predicted {predicted:.3f}, published {published:.3f}"
     if source.scaling:
         few, many = strong_scaling(source, found.rate)
         low, high = source.scaling["published"]

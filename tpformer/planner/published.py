@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from tpformer.config import RunConfig, build_config
 
-from .devices import Device, load_device, names
+from . import devices
+from .devices import Device
 from .layer_time import LayerModel
 from .software import Software
 from .step_time import NOTHING, StepModel, mfu
@@ -57,16 +58,27 @@ class Table(NamedTuple):
     scaling: Mapping[str, Any]
 
 
-def _software(values: dict[str, Any]) -> Software:
-    fields: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
-    return Software(**fields)
+def _raw(name: str) -> dict[str, Any]:
+    return tomllib.loads((DIRECTORY / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def _stacks(raw: Mapping[str, Any]) -> dict[str, Software]:
+    """A file's stacks, or those of the table that it names. A stack may be `like` one above it but for its own keys."""
+    given = _raw(raw["stacks_of"])["stacks"] if "stacks_of" in raw else raw["stacks"]
+    whole: dict[str, dict[str, Any]] = {}
+    for name, own in given.items():
+        values = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in own.items() if key != "like"
+        }
+        whole[name] = {**whole.get(own.get("like", ""), {}), **values}
+    return {name: Software(**fields) for name, fields in whole.items()}
 
 
 @functools.cache
 def read_table(name: str) -> Table:
     """One of TABLES."""
-    raw = tomllib.loads((DIRECTORY / f"{name}.toml").read_text(encoding="utf-8"))
-    stacks = {key: _software(values) for key, values in raw["stacks"].items()}
+    raw = _raw(name)
+    stacks = _stacks(raw)
     only = next(iter(stacks))
     rows, published = [], {}
     for row in raw["row"]:
@@ -74,10 +86,10 @@ def read_table(name: str) -> Table:
         config = build_config({"model": row["model"], "parallel": row["parallel"], "train": train})
         rows.append(Row(row["name"], config, stacks[row.get("stack", only)]))
         published[row["name"]] = row["published"]
-    device = raw["device"] if raw["device"] in names() else DIRECTORY / f"{raw['device']}.toml"
+    device = raw["device"] if raw["device"] in devices.names() else DIRECTORY / f"{raw['device']}.toml"
     return Table(
         raw["title"],
-        load_device(device),
+        devices.load_device(device),
         raw["unit"],
         raw.get("counts", "seconds"),
         raw.get("fit"),
@@ -118,12 +130,8 @@ def fitted_rate(table: Table, without: frozenset[str] = NOTHING) -> float:
     if table.fit is None:
         return 1.0
     row = next(row for row in table.rows if row.name == table.fit)
-    low, high = 0.3, 3.0
-    for _ in range(30):
-        middle = (low * high) ** 0.5
-        faster = predict(table, row, middle, without) > table.published[row.name]
-        low, high = (low, middle) if faster else (middle, high)
-    return low
+    published = table.published[row.name]
+    return devices.fitted_rate(0.3, 3.0, lambda rate: predict(table, row, rate, without) > published)
 
 
 class Outcome(NamedTuple):
@@ -141,6 +149,13 @@ class Outcome(NamedTuple):
     """The mean error of the best constant, which sees all rows."""
     failures: list[str]
     """Gates that are missed; empty if all are met."""
+
+    def ratios(self) -> Iterator[tuple[str, float, float, float]]:
+        """(name, predicted, published, how far apart they may be) of the ratios of two rows that the table names."""
+        for ratio in self.table.ratios:
+            first, second = ratio["rows"]
+            predicted, published = (values[first] / values[second] for values in (self.values, self.table.published))
+            yield ratio["name"], predicted, published, ratio["within"]
 
 
 def evaluate(name: str, without: frozenset[str] = NOTHING) -> Outcome:
@@ -169,12 +184,9 @@ def _failures(found: Outcome, without: frozenset[str]) -> Iterator[str]:
         yield f"Spearman {found.spearman:.2f} < {gates['spearman']}"
     if gates.get("order") and found.spearman < 1:
         yield "the rows are not in order"
-    for ratio in table.ratios:
-        predicted, published = (
-            values[ratio["rows"][0]] / values[ratio["rows"][1]] for values in (found.values, table.published)
-        )
-        if abs(predicted - published) > ratio["within"]:
-            yield f"{ratio['name']} {predicted:.3f}, published {published:.3f}, further than {ratio['within']}"
+    for name, predicted, published, within in found.ratios():
+        if abs(predicted - published) > within:
+            yield f"{name} {predicted:.3f}, published {published:.3f}, further than {within}"
     if table.scaling:
         few, many = strong_scaling(table, found.rate, without)
         low, high = table.scaling["ratio"]

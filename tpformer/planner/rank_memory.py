@@ -195,7 +195,7 @@ def predicted_memory(config: RunConfig, pipeline_rank: int, software: Software =
 
 
 def least_memory(config: RunConfig) -> float:
-    """A lower bound of what the first pipeline rank needs, in any schedule: its states, and what its layers keep.
+    """A lower bound of the first pipeline rank's bytes in any schedule: its states, and what its layers keep.
 
     In a pipeline of p ranks at least p microbatches, or all, wait on the first rank at once, in one of its stages each.
     """

@@ -16,7 +16,7 @@ from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank
 from .memory import occupancies
 from .rank_memory import ALONE, Plan, rank_memory, stages_size
-from .states import Elements, Precision, accumulates, model_states, most_at_once
+from .states import Precision, accumulates, model_states, most_at_once
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 SHOWN_FIRST, SHOWN_LAST = 10, 4  # how many of a schedule's first and last actions are shown
@@ -31,13 +31,8 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def rank_size(config: RunConfig, count: RankCount) -> Elements:
-    """The Elements of a rank's stages."""
-    return stages_size(config, count.stages)
-
-
 def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
-    """The memory that a counted rank needs. order: that of the pipeline's schedule, None without a pipeline."""
+    """The memory that a counted rank needs. order: the pipeline's schedule, or None without a pipeline."""
     indices = [stage.stage for stage in count.stages]
     moments = ALONE if order is None else occupancies(order[count.coordinates["pp"]], indices)
     return rank_memory(config, count.stages, moments)
@@ -45,7 +40,7 @@ def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
 
 def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str, float]]:
     """(change of the configuration, bytes that it saves on this rank by formula), largest first."""
-    layout, model, of_rank = config.parallel, config.model, rank_size(config, count)
+    layout, model, of_rank = config.parallel, config.model, stages_size(config, count.stages)
     found: list[tuple[str, float]] = []
     ranks, replicated = layout.data_parallel, layout.data_parallel_replicate > 1
     for stage in range(1, 4) if ranks > 1 else ():
@@ -114,7 +109,7 @@ def head(config: RunConfig) -> Iterator[str]:
 
 def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_memory: float) -> Iterator[str]:
     """The lines about one rank."""
-    plan, of_rank = rank_plan(config, count, order), rank_size(config, count)
+    plan, of_rank = rank_plan(config, count, order), stages_size(config, count.stages)
     where = ", ".join(f"{axis} {index}" for axis, index in count.coordinates.items())
     stages = ", ".join(f"stage {s.stage}: layers {s.layers.start} to {s.layers.stop - 1}" for s in count.stages)
     yield ""

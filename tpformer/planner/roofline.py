@@ -22,9 +22,7 @@ class LibraryTile(NamedTuple):
 
 # cuBLAS's common shapes. The shares of the smaller ones are guesses from what they load for each product.
 TILES = (LibraryTile(256, 128, 1.0), LibraryTile(128, 256, 1.0), LibraryTile(128, 128, 0.93), LibraryTile(128, 64, 0.8))
-BEGIN = (
-    1e-6  # seconds until a tile's first loads have arrived: POLL_SECONDS' order, as of TileSpeed.begin without stores
-)
+BEGIN = 1e-6  # seconds until a tile's first loads have arrived: as TileSpeed.begin of kernels/cost.py without stores
 GAP = 1.5e-6  # seconds between two kernels of a stream: 1 to 2 us, as profilers show
 
 

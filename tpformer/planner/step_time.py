@@ -16,6 +16,7 @@ from tpformer.kernels.cost import MOVED, RELEASE_SECONDS
 from tpformer.parallel import Action
 
 from .bubbles import simulate
+from .costs import model_flops_utilization
 from .devices import Device
 from .layer_time import LayerModel, Terms, Work
 from .memory import microbatch_rows
@@ -346,6 +347,6 @@ def _exposed(communication: float, window: float, units: int) -> float:
 
 
 def mfu(config: RunConfig, seconds: float, device: Device) -> float:
-    """Model FLOPs of a step over what the ranks could do by the data sheet."""
-    tokens = config.train.global_batch_size * config.model.seq_length
-    return config.model.flops_per_token * tokens / (seconds * config.parallel.world_size * device.machine.peak_flops)
+    """model_flops_utilization of a step of so many seconds, by the data sheet's peak."""
+    tokens, peak = config.train.global_batch_size * config.model.seq_length, device.machine.peak_flops
+    return model_flops_utilization(config.model.architecture, tokens, seconds, config.parallel.world_size, peak)

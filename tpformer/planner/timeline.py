@@ -75,8 +75,14 @@ def write_trace(actions: Sequence[Action], path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str, word: str = "measured") -> None:
-    """Draw a lane for each rank, with a box for each action and its microbatch in it. Boxes of later stages are paler.
+def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -> None:
+    """Write timeline_svg of measured actions to a file."""
+    path.write_text(timeline_svg(actions, title, formula))
+
+
+def timeline_svg(actions: Sequence[Action], title: str, formula: str, word: str = "measured") -> str:
+    """A picture with a lane for each rank, and a box for each action, which shows its microbatch. Boxes of later stages
+    are paler.
 
     A step of many actions is drawn in several bands, each of which continues the one above it.
     title: the first line. formula: what the bubble should be, shown below what it was. It may have several lines.
@@ -93,15 +99,15 @@ def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str, w
     lines = [f"bubble {word}: {share:.1%} of the ranks' time, {share / (1 - share):.3f} of their computing time"]
     lines = [part for line in (*lines, *formula.split("\n")) for part in textwrap.wrap(line, LETTERS) or [""]]
     titles = textwrap.wrap(title, TITLE) or [""]
-    parts = [_text(10, 24 + 19 * index, line, font_size=15, font_weight="bold") for index, line in enumerate(titles)]
+    parts = [svg_text(10, 24 + 19 * index, line, font_size=15, font_weight="bold") for index, line in enumerate(titles)]
     top = 25 + 19 * len(titles)
-    parts += [_text(10, top + 17 * index, line, fill="#333") for index, line in enumerate(lines)]
+    parts += [svg_text(10, top + 17 * index, line, fill="#333") for index, line in enumerate(lines)]
     visible = [action.kind for action in actions if (action.end - action.start) * WIDTH > span]
     legend, y = _legend(visible, top + 17 * len(lines))
     parts += legend
     for start in (origin + span * band for band in range(bands)):
         for rank in range(ranks):
-            parts.append(_text(LEFT - 8, y + LANE / 2 + 4, f"rank {rank}", "end"))
+            parts.append(svg_text(LEFT - 8, y + LANE / 2 + 4, f"rank {rank}", "end"))
             parts += _lane([action for action in actions if action.rank == rank], y, origin, start, span)
             y += LANE + GAP
         parts += _axis(y, start - origin, span)
@@ -109,10 +115,11 @@ def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str, w
     size = f'width="{LEFT + WIDTH + RIGHT}" height="{y:.0f}"'
     box = f'viewBox="0 0 {LEFT + WIDTH + RIGHT} {y:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box} font-family="sans-serif" font-size="12">'
-    path.write_text("\n".join([head, PATTERN, f'<rect {size} fill="white"/>', *parts, "</svg>"]) + "\n")
+    return "\n".join([head, PATTERN, f'<rect {size} fill="white"/>', *parts, "</svg>"]) + "\n"
 
 
-def _text(x: float, y: float, content: str, anchor: str = "start", **attributes: object) -> str:
+def svg_text(x: float, y: float, content: str, anchor: str = "start", **attributes: object) -> str:
+    """A line of text in SVG. attributes: others of the element, with _ for -."""
     more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(content)}</text>'
 
@@ -144,10 +151,10 @@ def _legend(kinds: Sequence[str], y: float) -> tuple[list[str], float]:
         if x + 25 + 6.5 * len(name) > LEFT + WIDTH:
             x, y = 10.0, y + 20
         parts.append(f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="14" height="14" fill="{colour}"/>')
-        parts.append(_text(x + 19, y + 2, name))
+        parts.append(svg_text(x + 19, y + 2, name))
         x += 38 + 6.5 * len(name)
     note = "numbers in boxes: microbatches; paler boxes: a rank's later stages"
-    return [*parts, _text(10, y + 22, note, fill="#777")], y + 36
+    return [*parts, svg_text(10, y + 22, note, fill="#777")], y + 36
 
 
 def _lane(actions: list[Action], y: float, origin: float, start: float, span: float) -> list[str]:
@@ -170,7 +177,7 @@ def _lane(actions: list[Action], y: float, origin: float, start: float, span: fl
         number = str(action.microbatch)
         if action.kind in COMPUTE and right - left >= MARGIN + DIGIT * len(number):
             fill = "#222" if paler > PALER / 2 else "white"
-            parts.append(_text((left + right) / 2, y + LANE / 2 + 4, number, "middle", font_size=11, fill=fill))
+            parts.append(svg_text((left + right) / 2, y + LANE / 2 + 4, number, "middle", font_size=11, fill=fill))
     return parts
 
 
@@ -184,7 +191,7 @@ def _axis(y: float, start: float, span: float) -> list[str]:
     for index in range(math.ceil(start / tick - 1e-9), int((start + span) / tick + 1e-9) + 1):
         x = LEFT + (index * tick - start) * WIDTH / span
         parts.append(f'<path d="M{x:.1f} {y:.0f}v5" stroke="#666"/>')
-        parts.append(_text(x, y + 19, f"{index * tick / unit:g} {name}", "middle", fill="#666", font_size=11))
+        parts.append(svg_text(x, y + 19, f"{index * tick / unit:g} {name}", "middle", fill="#666", font_size=11))
     return parts
 
 
