@@ -45,8 +45,9 @@ ESTIMATES = 32  # of the noise scale in a run of the small batch
 LEARNED = 0.8  # the small batch's loss must be below this share of the best loss without context
 RULES = ("unscaled", "square root", "linear")
 NOTE = (
-    "Validation loss after as many samples, in the same order, for every row; mean and range of three seeds, each of "
-    "which has its own weights and data. Cosine schedule down to a tenth; warm-up: a tenth of the steps."
+    "All rows train on as many samples in the same order. They show the validation loss after that: the mean and the "
+    "range of three seeds, which differ in weights and data. The schedule is a cosine down to a tenth, and a warm-up "
+    "takes a tenth of the steps."
 )
 Row = dict[str, Any]
 
