@@ -32,7 +32,7 @@ from .faulty_run import Command, Fault
 EACH, QUICK_EACH = 10, 2
 TIMEOUT = 10.0  # run.timeout, seconds
 MARGIN = 30.0  # seconds beyond it, in which a job has to end: 4 ranks start and stop on the cores that there are
-STEPS, INTERVAL = 20, 3
+STEPS, INTERVAL = 20, 4
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "TP2 PP2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "TP2 DP2 ZeRO-3": {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3},
@@ -57,7 +57,7 @@ KINDS: Mapping[str, tuple[str, int | None]] = {
 AT_REST = ("EIO on a read", "truncated file", "flipped bit")  # what happens to the files of a run that was stopped
 RESTARTED = ("kill -9", "raise", "SIGSTOP")
 NOTE = (
-    "Each run has 4 processes, a layout drawn at random, a checkpoint every 3 steps, and a fault at a random moment. "
+    "Each run has 4 processes, a layout drawn at random, a checkpoint every 4 steps, and a fault at a random moment. "
     "seconds: until the job has ended, or its ranks have started again, and the most. lost: completed checkpoints that "
     "are gone or not good at the end. hung: jobs that took longer than run.timeout and 30 s. unnamed: faults whose "
     "rank or file was not named, or whose exit code was another. different: runs whose losses and norms, after "
@@ -126,7 +126,7 @@ def disturb(job: Job, chance: random.Random) -> tuple[int | None, float, Fault]:
         return _damage(job, chance)
     command = job.start(fault)
     if fault.kind == "SIGTERM during a save":
-        job.wait_for(lambda: any(job.run.glob("checkpoints/.saving-*")) and job.step() >= fault.step - 3, command)
+        job.wait_for(lambda: any(job.run.glob("checkpoints/.saving-*")) and job.step() >= fault.step - INTERVAL, command)
     else:
         job.wait_for(lambda: job.step() >= fault.step - 2 * (fault.kind == "raise"), command)
     time.sleep(chance.random() * 0.05)  # so that a signal comes anywhere in a step
