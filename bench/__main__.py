@@ -7,14 +7,23 @@ import sys
 
 from checks import faults, host, layouts, observe, protocol, zero
 
-from . import bubbles, cpu, fused, generate, in_place, layer, learning_rate, matmul, memory, nvlink, pretrain
+from . import bubbles, cpu, fused, generate, in_place, layer, learning_rate, matmul, memory, nvlink, planner, pretrain
 from .families import matrix as families
 from .memory_bound import benches as memory_bound
 from .runner import Bench, main
 
 BENCHES: tuple[Bench, ...] = (
     *(cpu.BENCH, generate.BENCH, memory.BENCH, pretrain.BENCH, bubbles.BENCH, layouts.BENCH, zero.BENCH),
-    *(families.BENCH, learning_rate.BENCH, in_place.BENCH, faults.BENCH, observe.BENCH, protocol.BENCH, host.BENCH),
+    *(
+        families.BENCH,
+        learning_rate.BENCH,
+        in_place.BENCH,
+        planner.BENCH,
+        faults.BENCH,
+        observe.BENCH,
+        protocol.BENCH,
+        host.BENCH,
+    ),
     *(matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
 )
 

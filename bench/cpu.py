@@ -34,7 +34,8 @@ OPTIONS = OptimizerSection()
 # the same model in plain PyTorch; with one projection for q, k and v; with tpformer's allocator settings
 PLAIN, PLAIN_FUSED, PLAIN_PREPARED = "PyTorch", "PyTorch, fused qkv", "PyTorch, keep_freed_memory"
 OURS, OURS_MESH = "tpformer", "tpformer, mesh of 1"  # DTensor parameters on a mesh, as the trainer builds it
-TP2 = "tpformer, 2 ranks"
+TP2, TP2_SINGLE = "tpformer, 2 ranks", "2 ranks, 1 sample at a time"
+SINGLE = "one sample at a time"
 NORMS, ACTIVATIONS = "norm outputs", "activation outputs"
 SHARED, GLOO = "shared memory", "gloo"
 STEP, REBUILD, TP = "training step", "step if not rebuilt", "tensor parallel"
@@ -72,11 +73,14 @@ SIZES = {2**12: 1000, 2**16: 500, 2**20: 100, 2**24: 10}
 COLLECTIVES = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
 
-def ours(shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32) -> Callable[[], StepResult]:
+def ours(
+    shape: Shape, tp: int | None, dtype: torch.dtype = torch.float32, microbatches: int = 1
+) -> Callable[[], StepResult]:
     """tpformer's training step, which returns loss and gradient norm; tp None: without a mesh."""
     mesh = None if tp is None else build_mesh("cpu", tensor_parallel=tp)
     model = GPT(shape.config, tp=None if mesh is None else mesh["tp"], dtype=dtype)
-    whole = ModelParts([model], mesh=mesh, microbatch_size=shape.samples, dtype=dtype)
+    size = shape.samples // microbatches
+    whole = ModelParts([model], mesh=mesh, microbatch_size=size, n_microbatches=microbatches, dtype=dtype)
     optimizers, batch = [build_optimizer(model, OPTIONS)], shape.batch()
     options: dict = {"first_sample": 0, "step": 1, "lr": OPTIONS.lr, "clip_norm": OPTIONS.clip_norm}
     return partial(train_step, whole, optimizers, batch, **options)
@@ -89,14 +93,17 @@ def plain(shape: Shape, fused_qkv: bool) -> Callable[[], Tensor]:
 
 
 def training_calls(shape: Shape, tp: int) -> Calls:
-    """A rank's timed training steps, set up as the trainer does. A single rank also times the model without a mesh.
+    """A rank's timed training steps, set up as the trainer does.
 
-    It times apart from them what a step's backward computes again: norms and activations, as many as in a step.
+    A single rank also times the model without a mesh, and two ranks with one sample in a microbatch. A rank times
+    apart from them what a step's backward computes again: norms and activations, as many as in a step.
     """
     keep_freed_memory()
     steps: dict[str, Callable[[], object]] = {OURS_MESH: ours(shape, tp)}
     if tp == 1:
         steps |= {OURS: ours(shape, None)}
+    else:
+        steps |= {SINGLE: ours(shape, tp, microbatches=shape.samples)}
     config = shape.config
     rows = torch.randn(shape.samples * config.seq_length, config.hidden_size)
     hidden = torch.randn(len(rows), config.ffn_size)
@@ -169,6 +176,7 @@ def step_rows(shape: Shape, rounds: int) -> list[Row]:
         one = interleave({name: partial(ranks.sample, name) for name, ranks in where.items()}, rounds, shape.steps)
         again = interleave({name: partial(alone.sample, name) for name in (NORMS, ACTIVATIONS)}, rounds, shape.steps)
         pairs = {OURS_MESH: partial(alone.sample, OURS_MESH), TP2: partial(pair.sample, OURS_MESH)}
+        pairs[TP2_SINGLE] = partial(pair.sample, SINGLE)
         two = interleave(pairs, rounds, shape.steps)
     without = {
         name: [step - rebuilt for step, rebuilt in zip(one[OURS], seconds, strict=True)]
@@ -180,7 +188,7 @@ def step_rows(shape: Shape, rounds: int) -> list[Row]:
     return [
         *compared(STEP, shape, one, providers, **options),
         *compared(REBUILD, shape, one | without, rebuilds, **options),
-        *compared(TP, shape, two, [(TP2, OURS_MESH, 0.8)], **options),
+        *compared(TP, shape, two, [(TP2, OURS_MESH, 0.8), (TP2_SINGLE, TP2)], **options),
     ]
 
 

@@ -126,7 +126,9 @@ def disturb(job: Job, chance: random.Random) -> tuple[int | None, float, Fault]:
         return _damage(job, chance)
     command = job.start(fault)
     if fault.kind == "SIGTERM during a save":
-        job.wait_for(lambda: any(job.run.glob("checkpoints/.saving-*")) and job.step() >= fault.step - INTERVAL, command)
+        job.wait_for(
+            lambda: any(job.run.glob("checkpoints/.saving-*")) and job.step() >= fault.step - INTERVAL, command
+        )
     else:
         job.wait_for(lambda: job.step() >= fault.step - 2 * (fault.kind == "raise"), command)
     time.sleep(chance.random() * 0.05)  # so that a signal comes anywhere in a step

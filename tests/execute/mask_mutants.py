@@ -29,7 +29,10 @@ ENDS = {
     "multiply_inputs": ("m_end", "n_end"),
 }  # fmt: skip
 # comparisons that are no bounds: roles of programs, polls, dropout's threshold, an activation's sign
-NO_BOUNDS = {"program", "place", "step", "polls", "limit", "drop.threshold", "0.0", "lane", "turn", "unit", "copy"}
+NO_BOUNDS = {
+    "program", "place", "step", "polls", "limit", "drop.threshold", "0.0", "lane", "turn", "unit", "copy", "copier",
+    "begun",
+}  # fmt: skip
 
 
 class Mutant(NamedTuple):

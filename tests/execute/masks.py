@@ -115,16 +115,22 @@ def matmul(module: Callable[[str], ModuleType], shape: Shape, tile: Tile = TILE)
         matmuls.epilogues(*shape, FLOAT, "cpu", tile)
 
 
-def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, tile: Tile = TILE) -> None:
-    """Run a communicating GEMM on the virtual ranks of a group."""
+def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: int = gemms.WRITER_FLAGS) -> None:
+    """Run a communicating GEMM on the virtual ranks of a group. flags: of a writer, that the launcher asks for. No
+    others may be set: in a channel without them they are those of the next writer."""
+    made = []
 
     def channel(*sizes: int, **options: Any):
-        made = virtual_channel(*sizes, **options, limit=LIMIT)
-        watch.shared[:] = [storage_of(made.slots[0])]
-        return made
+        made.append(virtual_channel(*sizes, **options, limit=LIMIT))
+        watch.shared[:] = [storage_of(made[0].slots[0])]
+        return made[0]
 
     with mock.patch.object(gemms, "virtual_channel", channel):
-        gemms.run_on_virtual_ranks(gemm, world, tile, FLOAT, [shape])
+        gemms.run_on_virtual_ranks(gemm, world, TILE, FLOAT, [shape])
+    words = storage_of(made[0].slots[0]).view(torch.int32)[-world * world * gemms.WRITER_FLAGS :]
+    assert (words.view(-1, gemms.WRITER_FLAGS)[:, flags:] == gemms.BEFORE_WRAP).all(), (
+        "flags are set beyond those asked"
+    )
 
 
 def all_gather_matmul(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
@@ -157,9 +163,11 @@ def matmul_reduce_scatter(module: Callable[[str], ModuleType], shape: Shape, wat
 
 
 def matmul_all_reduce(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
-    with mock.patch.object(all_reduces, "matmul_all_reduce", module("matmul_all_reduce").matmul_all_reduce):
+    kernel = module("matmul_all_reduce")
+    with mock.patch.object(all_reduces, "matmul_all_reduce", kernel.matmul_all_reduce):
         for one_shot in (True, False):
-            on_ranks(all_reduces.gemm(1, True, one_shot), 3, shape, watch)
+            _, flags = kernel.matmul_all_reduce_space(*shape[:2], 3, FLOAT, FLOAT, TILE, one_shot)
+            on_ranks(all_reduces.gemm(1, True, one_shot), 3, shape, watch, flags)
 
 
 # the check, whether it takes the watch, and the shapes: those of mutants, then those that leave every remainder
@@ -174,7 +182,7 @@ CASES: dict[str, tuple[Callable[..., None], bool, list[Shape]]] = {
     "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), False, [(6, 12, 4), *every_remainder(4, 8, 4)]),
     "all-gather matmul": (all_gather_matmul, True, [(5, 6, 8), (5, 6, 7), *every_remainder(4, 4, 4)]),
     "gather": (gather, True, [(5,), *[(n,) for n in range(1, 9)]]),
-    "reduce-scatter": (matmul_reduce_scatter, True, [(5, 6, 7), *every_remainder(4, 4, 4)]),
+    "reduce-scatter": (matmul_reduce_scatter, True, [(11, 6, 7), *every_remainder(4, 4, 4)]),
     "all-reduce": (matmul_all_reduce, True, [(13, 6, 7), *every_remainder(4, 4, 4)]),
 }  # fmt: skip
 
@@ -187,6 +195,12 @@ def several_shares(m: int, rows: int, device: Any, warps: int, programs: None, b
 def small_row_tile(n: int, widest: int, elements: int = 0) -> tuple:
     """rows.row_tile for tiles of two rows."""
     return importlib.import_module("tpformer.kernels.rows").RowTile(2, min(triton.next_power_of_2(n), widest), 4)
+
+
+def uneven_finishing(rows: int, n: int, tile: Tile, *rest: int) -> tuple[int, int, int]:
+    """Early blocks in more runs than late ones, and than their units fill: the last run of a block has none, and one
+    unit too many would be written behind the unit that it spoils."""
+    return min(2, -(-rows // tile.m) - 1), 3, 1
 
 
 @contextlib.contextmanager
@@ -209,9 +223,12 @@ def small_tiles(package: str) -> Iterator[None]:
             "COMBINE_TOKENS": 4, "block_options": lambda logits: {"LANES": 4, "VECTOR": 2, "num_warps": 4},
         },
         "all_gather_matmul.plan": {"IN_FLIGHT": 64},
-        "matmul_reduce_scatter.kernel": {"unit_rows": lambda tile, itemsize, world: 2},
+        "matmul_reduce_scatter.kernel": {
+            "unit_rows": lambda tile, itemsize, world: 2, "plan_finishing": uneven_finishing,
+        },
         "matmul_all_reduce.kernel": {
             "step_rows": lambda tile, itemsize: 2, "unit_rows": lambda tile, itemsize, sources, loads=None: 2,
+            "band_rows": lambda *sizes: 2,
         },
     }  # fmt: skip
     with contextlib.ExitStack() as stack:

@@ -36,6 +36,7 @@ OF_ONE_FUNCTION = {
         (COUNT, "== pushers - 1", "== pushers"),
         (COUNT, "tl.store(counter, 0)", "tl.store(counter, 1)"),
     ],
+    "matmul_all_reduce_kernel": [(COUNT, "copier < copiers", "copier < copiers + 1")],
     "push_tiles": [
         (COUNT, "== tiles_n - 1", "== tiles_n - 2"),
         (COUNT, "== tiles_n - 1", "== tiles_n"),

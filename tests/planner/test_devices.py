@@ -1,18 +1,27 @@
 """Files of devices: those that come with the package, users' own, and one sentence for each mistake."""
 
 import dataclasses
+import json
+import statistics
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from tpformer.config import build_config
 from tpformer.kernels.cost import MACHINES, Machine
+from tpformer.planner.calibration import calibrated
 from tpformer.planner.devices import DIRECTORY, load_device, names, parse_device
+from tpformer.planner.layouts import with_layout
+from tpformer.planner.search import Question, evaluate
+from tpformer.planner.software import ON_CPU
 
 H100 = DIRECTORY / "h100.toml"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def test_devices_have_the_machines_of_the_performance_model():
-    assert names() == ["a100-40", "a100-80", "b200", "h100", "h200"]
+    assert names() == ["a100-40", "a100-80", "b200", "cpu", "h100", "h200"]
     found = {name: load_device(name) for name in names()}
     for name in ("a100-80", "b200", "h100", "h200"):
         assert found[name].machine in MACHINES, "a rate has one place"
@@ -49,6 +58,9 @@ def test_a_users_file_is_read(tmp_path):
         ("[cluster]", "[clusters]", "unknown section 'clusters': did you mean 'cluster'"),
         ("[cluster]", "", "has no section [cluster]"),
         ("network_gb_s = 42.0", "", "lacks network_gb_s"),
+        ("network_gb_s = 42.0", "network_gb_s = 42.0\nnode_gb_s = 100", "lacks node_latency_us"),
+        ("capability = [9, 0]", "", "lacks capability"),
+        ("processors = 132", 'processors = 132\ndtype = "int8"', "dtype"),
     ],
 )
 def test_mistakes_have_one_sentence(old, new, message):
@@ -69,3 +81,27 @@ def test_unknown_names_and_files(tmp_path):
         load_device(tmp_path / "bad.toml")
     with pytest.raises(ValueError, match="gpus_per_node = 0 must be a whole number above 0"):
         load_device("h100", gpus_per_node=0)
+
+
+@pytest.mark.parametrize("name, folder", [("h100", "nvidia-h100-80gb-hbm3"), ("cpu", "cpu")])
+def test_results_of_the_bench_correct_a_device(name, folder, tmp_path):
+    given, found = load_device(name), calibrated(load_device(name), RESULTS / folder)
+    assert found.machine != given.machine and found.attention_forward != given.attention_forward
+    for rate in ("flops", "memory", "link"):
+        assert 0.3 < getattr(found.machine, rate) / getattr(given.machine, rate) < 3, rate
+    with pytest.raises(ValueError, match="has no results of `bench"):
+        calibrated(given, tmp_path)
+
+
+def test_steps_of_a_core_are_predicted_as_they_were_measured():
+    core = calibrated(load_device("cpu"), RESULTS / "cpu")
+    rows = json.loads((RESULTS / "cpu" / "cpu.json").read_text())["rows"]
+    steps = {row["shape"]: row["value"] for row in rows if row["case"] == "tensor parallel"}
+    found = []
+    for layers, hidden, samples in ((4, 256, 8), (6, 512, 4)):
+        model = {"n_layers": layers, "hidden_size": hidden, "n_heads": 4, "vocab_size": 257, "seq_length": 256}
+        train = {"global_batch_size": samples, "device": "cpu", "dtype": "float32"}
+        config = with_layout(build_config({"model": model, "train": train}), {"tp": 2, "microbatch": samples})
+        choice = evaluate(Question(config, 2, core, ON_CPU), config)
+        found.append(choice.tokens / steps[f"{layers} layers of {hidden}, {samples} x 256"])
+    assert statistics.mean(found) == pytest.approx(1, abs=1e-3) and max(found) < 1.1

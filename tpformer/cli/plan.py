@@ -14,6 +14,7 @@ import tyro
 from tpformer.config import PRESETS, RunConfig, build_config, preset_config, read_toml, to_toml
 
 if TYPE_CHECKING:
+    from tpformer.planner.devices import Device
     from tpformer.planner.search import Choice, Question
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -90,17 +91,20 @@ def _question(options: Plan) -> "Question":
     from tpformer.planner.calibration import calibrated
     from tpformer.planner.devices import load_device
     from tpformer.planner.search import Question
+    from tpformer.planner.software import ON_CPU, OURS
 
     if options.all_reduce not in NAMES:
         raise ValueError(f"--all-reduce {options.all_reduce}: choose one of {', '.join(NAMES)}")
     device = load_device(options.device, options.nodes_of)
     if options.calibrate:
         device = calibrated(device, Path(options.calibrate))
-    return Question(_config(options), options.gpus, device, all_reduce=options.all_reduce)
+    software = OURS if device.capability else ON_CPU
+    return Question(_config(options, device), options.gpus, device, software, all_reduce=options.all_reduce)
 
 
-def _config(options: Plan) -> RunConfig:
+def _config(options: Plan, device: "Device") -> RunConfig:
     """The run that is laid out; its vocabulary, device and dtype are set, because the models need them."""
+    from tpformer.planner.devices import DTYPES
     from tpformer.training.resolve import with_vocab_size
 
     given = [name for name in ("file", "preset", "parameters") if getattr(options, name)]
@@ -116,7 +120,13 @@ def _config(options: Plan) -> RunConfig:
         if config.model.known_vocab_size is None:
             raise ValueError("model.vocab_size is unset: set it in the file, or name a preset")
         config = with_vocab_size(config, config.model.known_vocab_size)
-    train: dict[str, Any] = {"device": config.train.device or "cuda", "dtype": config.train.dtype or "bfloat16"}
+    dtype = config.train.dtype or ("bfloat16" if device.itemsize == 2 else "float32")
+    if DTYPES[dtype] != device.itemsize:
+        raise ValueError(
+            f"train.dtype = {dtype}, and the rates of {device.name} are those of {8 * device.itemsize} bits: unset it, "
+            f"or give a device's file with the rates and the dtype"
+        )
+    train: dict[str, Any] = {"device": "cuda" if device.capability else "cpu", "dtype": dtype}
     batch = options.batch
     if batch is None and "global_batch_size" not in values.get("train", {}):
         batch = max(options.gpus, 2 ** round(math.log2(max(1, BATCH_TOKENS / config.model.seq_length))))

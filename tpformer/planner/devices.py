@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from tpformer.config import check_known
+from tpformer.config import check_choice, check_known
 from tpformer.kernels.cost import MACHINES, Machine
 from tpformer.ops.transports.prediction import chosen_launch
 
@@ -35,9 +35,14 @@ class Device:
     """Bytes of one GPU."""
     processors: int
     """Streaming multiprocessors."""
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None
+    """None for a processor that runs no CUDA: products have no tiles there, and no kernel is fused."""
     shared_memory: int
     """Bytes of one streaming multiprocessor."""
+    itemsize: int = 2
+    """Bytes of the numbers that all rates are of."""
+    launch: float = 0.0
+    """Seconds that the processor itself spends on each kernel besides: 0 where a host launches them ahead."""
     attention_forward: float
     """FLOP/s of causal attention, of the half that is not masked."""
     attention_backward: float
@@ -47,6 +52,8 @@ class Device:
     network: float
     """Bytes/s of one GPU's network adapter."""
     network_latency: float
+    node: tuple[float, float] | None = None
+    """Seconds and bytes/s of a library's message inside of a node. None: as kernels/cost.py has it for NCCL."""
 
     def scaled(self, rate: float) -> Device:
         """The same device with `rate` times its FLOP/s of GEMMs and attention, the one constant that is fitted."""
@@ -81,12 +88,17 @@ NUMBERS = {
     "host_gb_s": (1e5, False),
     "network_gb_s": (1e5, False),
     "network_latency_us": (1e6, False),
+    "node_gb_s": (1e5, False),
+    "node_latency_us": (1e6, False),
 }
 RATES = {"peak_tflops": ("peak_flops", 1e12), "gemm_tflops": ("flops", 1e12), "link_gb_s": ("link", 1e9),
          "memory_tb_s": ("memory", 1e12)}  # fmt: skip
-CLUSTER = ("gpus_per_node", "host_gb_s", "network_gb_s", "network_latency_us")
+NODE = ("node_latency_us", "node_gb_s")  # both, or neither
+CLUSTER = ("gpus_per_node", "host_gb_s", "network_gb_s", "network_latency_us", *NODE)
 GPU = tuple(key for key in NUMBERS if key not in CLUSTER)
-OPTIONAL = tuple(RATES)  # where a machine gives them
+CUDA = ("capability", "shared_memory_kib")  # both, or, for a processor that runs no CUDA, neither
+OPTIONAL = (*RATES, *NODE, *CUDA)  # rates: where a machine gives them
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def names() -> list[str]:
@@ -127,32 +139,41 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
         if not isinstance(values.get(section), Mapping):
             raise ValueError(f"{where} has no section [{section}]: copy it from {DIRECTORY / 'h100.toml'}")
     gpu, cluster = values["gpu"], values["cluster"]
-    for section, given, known in (("gpu", gpu, ("machine", "capability", *GPU)), ("cluster", cluster, CLUSTER)):
+    for section, given, known in (
+        ("gpu", gpu, ("machine", "capability", "dtype", *GPU)),
+        ("cluster", cluster, CLUSTER),
+    ):
         for key in given:
             check_known(key, known, "key", f"[{section}] of {where}: ")
     machine = _machine(where, name, gpu)
-    required = [key for key in GPU if key not in OPTIONAL] + ["capability"]
-    for section, keys in ((gpu, required), (cluster, CLUSTER)):
-        for key in keys:
-            if key not in section:
-                raise ValueError(f"{where} lacks {key}: give it, as {DIRECTORY / 'h100.toml'} does")
-    capability = gpu["capability"]
-    if not (isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)):
+    required = [(section, key) for section, keys in ((gpu, GPU), (cluster, CLUSTER)) for key in keys]
+    required = [(section, key) for section, key in required if key not in OPTIONAL]
+    for section, pair in ((gpu, CUDA), (cluster, NODE)):
+        required += [(section, key) for key in pair if any(other in section for other in pair)]
+    for section, key in required:
+        if key not in section:
+            raise ValueError(f"{where} lacks {key}: give it, as {DIRECTORY / 'h100.toml'} does")
+    capability, dtype = gpu.get("capability"), gpu.get("dtype", "bfloat16")
+    numbers = isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)
+    if capability is not None and not numbers:
         raise ValueError(f"{where}: capability = {capability!r} must be two whole numbers, such as [9, 0]")
+    check_choice(f"{where}: dtype", dtype, DTYPES)
     number = {key: _number(where, key, {**gpu, **cluster}[key]) for key in NUMBERS if key in gpu or key in cluster}
     return Device(
         name=name,
         machine=machine,
         memory=1e9 * number["memory_gb"],
         processors=number["processors"],
-        capability=(capability[0], capability[1]),
-        shared_memory=number["shared_memory_kib"] << 10,
+        capability=tuple(capability) if capability else None,
+        shared_memory=number.get("shared_memory_kib", 0) << 10,
+        itemsize=DTYPES[dtype],
         attention_forward=1e12 * number["attention_forward_tflops"],
         attention_backward=1e12 * number["attention_backward_tflops"],
         gpus_per_node=number["gpus_per_node"],
         host=1e9 * number["host_gb_s"],
         network=1e9 * number["network_gb_s"],
         network_latency=1e-6 * number["network_latency_us"],
+        node=(1e-6 * number[NODE[0]], 1e9 * number[NODE[1]]) if NODE[0] in number else None,
     )
 
 

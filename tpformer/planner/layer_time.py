@@ -3,7 +3,8 @@
 Belongs here: which kernels and collectives a layer runs, on a configuration alone. Single kernels are in roofline.py,
 tensor-parallel communication by transport in ops/transports/prediction.py, stages and steps in step_time.py.
 
-All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), recompute, logits.
+All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), recompute, logits,
+launch (on a CPU).
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 from tpformer.ops.transports.prediction import fused_times, sequential_times
 
 from .devices import Device, as_if_on
-from .roofline import attention_seconds, gemm_seconds, stream_seconds
+from .roofline import activation_seconds, attention_seconds, gemm_seconds
 from .software import Software
-
-ITEMSIZE = 2
 
 
 class Terms(dict[str, float]):
@@ -74,13 +73,14 @@ class Linear(NamedTuple):
 
 @functools.lru_cache(maxsize=65536)
 def exposed_seconds(
-    op: str, sizes: tuple[int, int, int], t: int, transport: str, device: Device, gemm: float, itemsize: int = ITEMSIZE
+    op: str, sizes: tuple[int, int, int], t: int, transport: str, device: Device, gemm: float, itemsize: int
 ) -> float:
     """Seconds that a linear's communication adds to its GEMM's `gemm`. sizes: M of all ranks, N and K of this rank."""
     if t == 1:
         return 0.0
     if transport == "auto":
-        return min(exposed_seconds(op, sizes, t, each, device, gemm, itemsize) for each in ("sequential", "fused"))
+        ways = ("sequential", "fused") if device.capability else ("sequential",)
+        return min(exposed_seconds(op, sizes, t, each, device, gemm, itemsize) for each in ways)
     if transport == "fused":
         with as_if_on(device) as cuda:
             found = fused_times(op, sizes, t, torch.bfloat16, cuda, device.machine)
@@ -92,7 +92,7 @@ def exposed_seconds(
 
 
 class LayerModel:
-    """The terms of one layer of a configuration. train.dtype's size is taken to be 2 bytes."""
+    """The terms of one layer of a configuration. train.dtype's size is taken to be that of the device's rates."""
 
     def __init__(self, config: RunConfig, device: Device, software: Software) -> None:
         model, layout = config.model, config.parallel
@@ -115,19 +115,21 @@ class LayerModel:
     def _cast(self, linear: Linear, operands: int) -> float:
         """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""
         elements = linear.n * linear.k * (operands > 0) + self.tokens * (linear.n if operands > 1 else linear.k)
-        return stream_seconds(self.software.cast * elements, self.device)
+        return activation_seconds(self.software.cast * elements, self.device)
 
     def _exposed(self, op: str, linear: Linear, gemm: float, backward: bool) -> float:
         """Seconds that a linear's collective adds to its forward, or to the GEMM of its input gradients."""
         n, k = (linear.k, linear.n) if backward else (linear.n, linear.k)
         transport = self.software.backward_transport if backward else self.software.forward_transport
-        itemsize = self.software.gathered_bytes if op == GATHER and not backward else ITEMSIZE
+        itemsize = self.device.itemsize
+        if op == GATHER and not backward and self.software.gathered_bytes:
+            itemsize = self.software.gathered_bytes
         return exposed_seconds(op, (self.tokens, n, k), self.t, transport, self.device, gemm, itemsize)
 
     def _links(self, op: str, linear: Linear) -> float:
         """Seconds of a collective of rows as wide as the residual stream, if nothing hides it."""
         sizes = (self.tokens, self.h, self.h)
-        return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0)
+        return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0, self.device.itemsize)
 
     def linear_forward(self, linear: Linear) -> Terms:
         """The forward of one linear."""
@@ -167,7 +169,7 @@ class LayerModel:
         heads, d = self.tokens // seq * (model.n_heads // self.t), model.head_size
         shapes = [(seq, seq, d), (seq, d, seq)] * (2 if backward else 1)
         products = sum(gemm_seconds(*shape, self.device, batch=heads) for shape in shapes)
-        traffic = stream_seconds(heads * seq * seq * self.software.scores[backward], self.device)
+        traffic = activation_seconds(heads * seq * seq * self.software.scores[backward], self.device)
         return Terms(attention=products, scores=traffic)
 
     def elementwise(self, backward: bool) -> dict[str, float]:
@@ -178,7 +180,10 @@ class LayerModel:
         if model.position == "rope":
             rest += self.tokens * (self.q + self.kv) * software.rotary[backward]
         activation = self.tokens * model.hidden_features / self.t * software.hidden[backward]
-        return {"activation": stream_seconds(activation, self.device), "rest": stream_seconds(rest, self.device)}
+        return {
+            "activation": activation_seconds(activation, self.device),
+            "rest": activation_seconds(rest, self.device),
+        }
 
     def again(self) -> float:
         """Seconds in which the backward of a layer computes parts of the forward again, and communicates for them."""
@@ -201,12 +206,15 @@ class LayerModel:
         inputs += self.attention(True) + Terms(elementwise=sum(self.elementwise(True).values()))
         if recomputes:
             inputs["recompute"] += self.again()
+        if self.device.launch:
+            kernels = [self.device.launch * n for n in self.software.kernels]
+            forward["launch"], inputs["launch"], weights["launch"] = kernels[0], kernels[1] * 2 / 3, kernels[1] / 3
         return Work(forward, inputs, weights)
 
     def head(self) -> Work:
         """The last norm, the logits and the loss of one microbatch, and their gradients."""
         width = padded_vocab(self.model.vocab_size or 0, self.model.vocab_multiple) // self.t
-        traffic = stream_seconds(self.tokens * width * self.software.logits / 2, self.device)
+        traffic = activation_seconds(self.tokens * width * self.software.logits / 2, self.device)
         gather = self._links(GATHER, self.linears[0]) if self.layout.sequence_parallel else 0.0
         reduce = self._links(SCATTER if self.layout.sequence_parallel else ALL_REDUCE, self.linears[0])
         forward = gemm_seconds(self.tokens, width, self.h, self.device)

@@ -30,22 +30,25 @@ GAP = 1.5e-6  # seconds between two kernels of a stream: 1 to 2 us, as profilers
 def gemm_seconds(
     m: int, n: int, k: int, device: Device, *, batch: int = 1, added: float = 0.0, speed: float = 1.0
 ) -> float:
-    """Seconds of `batch` products (m, k) x (k, n) of 16-bit operands by a library, in the tile that is best.
+    """Seconds of `batch` products (m, k) x (k, n) by a library, in the tile that is best.
 
     Waves of tiles fill the GPU; a wave that is not full takes as long as a full one. A tile computes, loads its first
-    operands and stores its result. The operands take at least their bytes / memory bandwidth.
-    added: bytes of an element of the result beside its 2, such as those of a float32 sum that it is added to.
-    speed: FLOP/s over those of 16 bits.
+    operands and stores its result. A processor without CUDA has no tiles: FLOPs over their rate. The operands take at
+    least their bytes / memory bandwidth.
+    added: bytes of an element of the result beside its own, such as those of a float32 sum that it is added to.
+    speed: FLOP/s over those of the device's dtype.
     """
-    machine, processors = device.machine, device.processors
+    machine, processors, size = device.machine, device.processors, device.itemsize
     best = float("inf")
-    for tile in TILES:
+    if device.capability is None:
+        best = 2 * m * n * k * batch / (machine.flops * speed)
+    for tile in TILES if device.capability else ():
         tiles = -(-m // tile.rows) * -(-n // tile.columns) * batch
         waves = -(-tiles // processors)
         compute = 2 * tile.rows * tile.columns * k * processors / (machine.flops * speed * tile.share)
-        stores = tile.rows * tile.columns * (2 + added) * processors / machine.memory
+        stores = tile.rows * tile.columns * (size + added) * processors / machine.memory
         best = min(best, waves * (BEGIN + compute + stores))
-    moved = batch * (2 * (m * k + k * n) + (2 + added) * m * n)
+    moved = batch * (size * (m * k + k * n) + (size + added) * m * n)
     return max(best, moved / machine.memory) + GAP
 
 
@@ -61,3 +64,8 @@ def attention_seconds(tokens: int, keys: int, features: int, device: Device, bac
 def stream_seconds(nbytes: float, device: Device) -> float:
     """Seconds of kernels that read and write so many bytes, and compute little."""
     return nbytes / device.machine.memory
+
+
+def activation_seconds(nbytes: float, device: Device) -> float:
+    """stream_seconds of activations that are `nbytes` large in 16 bits, in the device's dtype."""
+    return stream_seconds(nbytes * device.itemsize / 2, device)

@@ -21,7 +21,7 @@ from .devices import Device
 from .layer_time import LayerModel, Terms, Work
 from .memory import microbatch_rows
 from .rank_memory import cached_order, few_microbatches, predicted_stage, stage_ranges
-from .roofline import stream_seconds
+from .roofline import activation_seconds, stream_seconds
 from .software import OURS, Software
 from .states import elements
 
@@ -102,7 +102,7 @@ class StepModel:
         self.layer = LayerModel(config, device, software)
         self.m = config.n_microbatches
         self.ranges = stage_ranges(config.model, self.layout.pipeline_split, self.layout.n_stages)
-        self.fast = Link(RELEASE_SECONDS, MOVED[1][1] * device.machine.link)
+        self.fast = Link(*(device.node or (RELEASE_SECONDS, MOVED[1][1] * device.machine.link)))
         self.slow = Link(device.network_latency, device.network)
 
     def variant(self, config: RunConfig) -> StepModel:
@@ -171,7 +171,7 @@ class StepModel:
 
     def _embedding(self) -> Work:
         """Rows of the table, read and written; their gradients are added in float32."""
-        read = stream_seconds(self.layer.rows * self.model.hidden_size * 4, self.device)
+        read = activation_seconds(self.layer.rows * self.model.hidden_size * 4, self.device)
         return Work(Terms(elementwise=read), Terms(), Terms(elementwise=3 * read))
 
     def _far(self, distance: int) -> bool:
@@ -183,7 +183,7 @@ class StepModel:
         layout = self.layout
         rows = microbatch_rows(self.model, layout, self.config.microbatch_size)
         scattered = self.software.scattered_pipeline and not layout.sequence_parallel
-        nbytes = 2 * rows * self.model.hidden_size / (layout.tensor_parallel if scattered else 1)
+        nbytes = self.device.itemsize * rows * self.model.hidden_size / (layout.tensor_parallel if scattered else 1)
         link = self.slow if self._far(layout.data_parallel * layout.tensor_parallel) else self.fast
         seconds = link.seconds(1, nbytes)
         if scattered and layout.tensor_parallel > 1:
@@ -309,13 +309,15 @@ class StepModel:
         backward = sum(stage.seconds("B") for stage in stages)
         unit = elements_ / units  # each layer is gathered and reduced on its own
         gradients = units * self.collective(software.gradient_bytes * unit) / 2
-        gathers = units * self.collective(2.0 * unit) / 2 if layout.zero else 0.0
+        gathers = units * self.collective(self.device.itemsize * unit) / 2 if layout.zero else 0.0
         replicas = units * self.collective(software.gradient_bytes * unit / layout.data_parallel_shard, True)
         if not layout.zero:
             gradients *= 2
         window = self._window(len(stages))
         of_forward = self.m if layout.zero == 3 else 1
         of_backward = self.m if layout.zero > 1 else 1
+        if software.data_overlap == "none":
+            forward = backward = 0.0
         if layout.zero == 3:  # gathered in the forward and again in the backward
             seconds += of_forward * _exposed(gathers, forward, units)
             return seconds + of_backward * _exposed(gathers + gradients, backward, units) + replicas
@@ -327,7 +329,7 @@ class StepModel:
     def _window(self, stages: int) -> float:
         """Microbatches beside whose computing a step's only reduction runs."""
         p = self.layout.pipeline_parallel
-        if self.software.data_overlap == "none" or (self.software.data_overlap == "backward" and p > 1):
+        if self.software.data_overlap == "backward" and p > 1:
             return 0.0
         return 1.0 if p == 1 else min(self.m, p) * (1 - 1 / stages)
 
