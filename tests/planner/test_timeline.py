@@ -71,7 +71,7 @@ def test_svg_has_every_action_where_it_was(tmp_path):
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[:4] == [
         "two <ranks>",
-        "bubble measured: 50.0% of the ranks' time, 1.000 of their computing time",
+        "bubble measured: 50.0% of ranks' time, 1.000 of computing time",
         "formula one",
         "and two",
     ]

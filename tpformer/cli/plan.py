@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,9 +163,16 @@ def _print(*parts: Any) -> None:
     """Print tables as wide as the terminal, or 160 columns into a file."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _parts(parts: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Headings, each with its lines below it."""
+    for heading, lines in parts.items():
+        yield f"{heading}:"
+        yield from (f"  {line}" for line in lines)
 
 
 def _search(options: Plan, question: "Question") -> None:
@@ -178,9 +185,10 @@ def _search(options: Plan, question: "Question") -> None:
         raise ValueError(f"nothing fits on {question.gpus} x {question.device.name}: take more GPUs, or larger ones")
     tokens = _tokens(options, question.config)
     _print(
-        plan_report.table(found.choices, question, tokens, options.price),
+        plan_report.table(found.choices, question),
         plan_report.memory_table(found.choices[0], question),
         plan_report.why(found.choices),
+        *_parts(plan_report.parts(found.choices[0], question, tokens, options.price)),
         "not shown:",
         *plan_report.dropped_lines(found),
         "All figures are predictions. Check the first layout: tpformer dry-run FILE.toml",
@@ -205,7 +213,7 @@ def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tok
             writer.writeheader()
             writer.writerows(records)
     if options.html:
-        Path(options.html).write_text(page(question, choices, tokens))
+        Path(options.html).write_text(page(question, choices, tokens, options.price))
     for path in filter(None, (options.out, options.json, options.csv, options.html)):
         _print(f"written: {path}")
 
@@ -229,14 +237,18 @@ def _explain(options: Plan, question: "Question") -> None:
     tokens = _tokens(options, question.config)
     if (reason := why_not(question, config)) is None:
         choice = evaluate(question, config)
-        _print(plan_report.table([choice], question, tokens, options.price), plan_report.memory_table(choice, question))
+        _print(
+            plan_report.table([choice], question),
+            plan_report.memory_table(choice, question),
+            *_parts(plan_report.parts(choice, question, tokens, options.price)),
+        )
         _write(options, question, [choice], tokens)
         return
     _print(f"{layout_text(config)} cannot work: {reason}.")
     other = nearest(question, values)
     if other is None:
         raise ValueError(f"no layout works on {question.gpus} x {question.device.name}: take more GPUs, or larger ones")
-    _print("The nearest layout that works:", plan_report.table([other], question, tokens, options.price))
+    _print("The nearest layout that works:", plan_report.table([other], question))
 
 
 def swept(question: "Question", key: str, text: str) -> "Question":
@@ -275,7 +287,8 @@ def _sweep(options: Plan, question: "Question") -> None:
         changed = swept(question, key, text)
         found = search(changed, 1)
         if found.choices:
-            _print(f"{key} = {text}", plan_report.table(found.choices, changed, tokens, options.price))
+            cost = plan_report.cost_part(found.choices[0], changed, tokens, options.price)
+            _print(f"{key} = {text}", plan_report.table(found.choices, changed), *_parts(dict([cost])))
         else:
             _print(f"{key} = {text}: nothing fits")
 

@@ -105,7 +105,8 @@ class AxisPlacement(NamedTuple):
 
     def __str__(self) -> str:
         where = "in one node" if self.nodes == 1 else f"over {self.nodes} nodes"
-        return f"{self.axis}: {len(self.groups)} groups of {len(self.groups[0])} {where}, {self.sent / 1e9:.2f} GB"
+        groups = f"{len(self.groups)} group{'s' if len(self.groups) > 1 else ''} of {len(self.groups[0])}"
+        return f"{self.axis}: {groups} {where}, {self.sent / 1e9:.2f} GB"
 
 
 def placement(config: RunConfig, devices_of_node: int, pipeline_rank: int = 0) -> list[AxisPlacement]:

@@ -1,7 +1,7 @@
 """Text of the planner: tables of layouts and of the validation, why the winner wins, and records for JSON and CSV.
 
 Belongs here: what is printed or written as data. The page with pictures is plan_page.py's. All figures of layouts are
-predictions.
+predictions, and the advice is none.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
-from .costs import Cost
+from .advice import advice
+from .costs import Cost, cost_lines
 from .layouts import layout_text
+from .placement import placement
 from .published import Outcome, strong_scaling
 from .report import size
 from .search import Choice, Found, Question
@@ -52,19 +54,16 @@ def record(choice: Choice, question: Question, tokens: float, price: float | Non
     return found
 
 
-def table(choices: Sequence[Choice], question: Question, tokens: float, price: float | None) -> Table:
-    """A row for each layout: its step by items, its memory, and what a training takes."""
+def table(choices: Sequence[Choice], question: Question) -> Table:
+    """A row for each layout: its step by items, and its memory."""
     found = Table(title=f"predicted, {question.gpus} x {question.device.name}", title_justify="left")
     found.add_column("layout", overflow="fold", min_width=24)
-    names = ["tokens/s", "MFU", "step", *ITEMS.values(), "memory", "days"] + (["price"] if price is not None else [])
-    for name in names:
+    for name in ("tokens/s", "MFU", "step", *ITEMS.values(), "memory"):
         found.add_column(name, justify="right")
     for choice in choices:
-        values = record(choice, question, tokens, price)
         cells = [f"{choice.tokens:,.0f}", f"{choice.mfu:.1%}", f"{choice.step.seconds:.2f} s"]
         cells += [f"{share:.1%}" for share in shares(choice.step).values()]
-        cells += [size(choice.memory.total), f"{values['days']:,.1f}"]
-        found.add_row(layout_text(choice.config), *cells, *([f"{values['price']:,.0f}"] if price is not None else []))
+        found.add_row(layout_text(choice.config), *cells, size(choice.memory.total))
     return found
 
 
@@ -82,14 +81,32 @@ def memory_table(choice: Choice, question: Question) -> Table:
     return found
 
 
+def cost_part(choice: Choice, question: Question, tokens: float, price: float | None) -> tuple[str, list[str]]:
+    """A heading, and the lines on what a training in a layout costs."""
+    lines = cost_lines(cost_of(choice, question, tokens, price))
+    return f"Cost of training on {tokens / 1e9:,.4g}B tokens", list(lines)
+
+
+def parts(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, list[str]]:
+    """{heading: lines} of what else is to be known of a layout: its placement, its cost, and advice on its training."""
+    of_node, layout = question.device.gpus_per_node, choice.config.parallel
+    axes = placement(choice.config, of_node, layout.pipeline_parallel // 2)
+    sender = "a rank in the middle of the pipeline" if layout.pipeline_parallel > 1 else "a rank"
+    return {
+        f"Placement on nodes of {of_node}, and what {sender} sends in a step": [*map(str, axes)] or ["one rank"],
+        **dict([cost_part(choice, question, tokens, price)]),
+        "Advice: published rules, no predictions": [*map(str, advice(question.config.model, tokens))],
+    }
+
+
 def why(choices: Sequence[Choice]) -> str:
     """One sentence: why the first layout is the fastest, and what limits it."""
     first = choices[0]
     lost = {name: share for name, share in shares(first.step).items() if name != "compute"}
     worst = max(lost, key=lost.__getitem__)
-    limit = (
-        f"{1 - sum(lost.values()):.1%} of its step computes, and most of the rest is {ITEMS[worst]} ({lost[worst]:.1%})"
-    )
+    limit = f"{1 - sum(lost.values()):.1%} of its step computes"
+    if lost[worst] >= 0.0005:  # less is 0.0%
+        limit += f", and most of the rest is {ITEMS[worst]} ({lost[worst]:.1%})"
     axes = ("tensor_parallel", "pipeline_parallel", "pipeline_schedule", "recompute")
     for other in choices[1:]:
         if any(getattr(other.config.parallel, axis) != getattr(first.config.parallel, axis) for axis in axes):

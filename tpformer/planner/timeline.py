@@ -30,9 +30,16 @@ PATTERN = (
     '<defs><pattern id="bubble" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="6" height="6" fill="#fdeceb"/><rect width="2" height="6" fill="#f3a6a3"/></pattern></defs>'
 )
+STYLE = """<style>
+.timeline .page { fill: #ffffff } .timeline text { fill: #1f2328 } .timeline .soft { fill: #57606a }
+@media (prefers-color-scheme: dark) {
+.timeline .page { fill: #0d1117 } .timeline text { fill: #e6edf3 } .timeline .soft { fill: #9da7b3 } }
+.timeline .on { fill: #1f2328 } .timeline .in { fill: #ffffff }
+</style>"""
 LEFT, RIGHT, LANE, GAP = 58, 18, 30, 6  # pixels
 WIDTH, BANDS = 560, 10  # pixels of a lane, few enough for a phone; the most bands that a step is drawn in
-LETTERS, TITLE = 96, 66  # letters in a line of text, and of the title
+LEGEND = 350  # pixels of a line of the legend
+LETTERS, TITLE = 64, 40  # letters in a line of text, and of the title: a phone shows these without scrolling
 SHORT = 17  # pixels: bands are added until three quarters of the boxes are at least this wide
 MARGIN, DIGIT = 2, 7  # pixels that a number in a box needs: around it, and for each digit
 PALER = 0.55  # how far a rank's last stage is faded from the first one's colour to white
@@ -88,25 +95,25 @@ def timeline_svg(actions: Sequence[Action], title: str, formula: str, word: str 
     title: the first line. formula: what the bubble should be, shown below what it was. It may have several lines.
     word: how the actions' times were found, measured or predicted.
     """
-    ranks = 1 + max(action.rank for action in actions)
+    ranks = sorted({action.rank for action in actions})
     origin, end = min(action.start for action in actions), max(action.end for action in actions)
     short = statistics.quantiles((action.end - action.start for action in actions if action.kind in COMPUTE), n=4)[0]
     bands = min(
         BANDS, max(1, math.ceil(SHORT * (end - origin) / short / WIDTH - 0.25))
     )  # up to a quarter of a band is squeezed in
     span = (end - origin) / bands
-    share = bubble_share(actions, ranks)
-    lines = [f"bubble {word}: {share:.1%} of the ranks' time, {share / (1 - share):.3f} of their computing time"]
+    share = bubble_share(actions, len(ranks))
+    lines = [f"bubble {word}: {share:.1%} of ranks' time, {share / (1 - share):.3f} of computing time"]
     lines = [part for line in (*lines, *formula.split("\n")) for part in textwrap.wrap(line, LETTERS) or [""]]
     titles = textwrap.wrap(title, TITLE) or [""]
     parts = [svg_text(10, 24 + 19 * index, line, font_size=15, font_weight="bold") for index, line in enumerate(titles)]
     top = 25 + 19 * len(titles)
-    parts += [svg_text(10, top + 17 * index, line, fill="#333") for index, line in enumerate(lines)]
+    parts += [svg_text(10, top + 17 * index, line) for index, line in enumerate(lines)]
     visible = [action.kind for action in actions if (action.end - action.start) * WIDTH > span]
     legend, y = _legend(visible, top + 17 * len(lines))
     parts += legend
     for start in (origin + span * band for band in range(bands)):
-        for rank in range(ranks):
+        for rank in ranks:
             parts.append(svg_text(LEFT - 8, y + LANE / 2 + 4, f"rank {rank}", "end"))
             parts += _lane([action for action in actions if action.rank == rank], y, origin, start, span)
             y += LANE + GAP
@@ -114,8 +121,9 @@ def timeline_svg(actions: Sequence[Action], title: str, formula: str, word: str 
         y += 36
     size = f'width="{LEFT + WIDTH + RIGHT}" height="{y:.0f}"'
     box = f'viewBox="0 0 {LEFT + WIDTH + RIGHT} {y:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box} font-family="sans-serif" font-size="12">'
-    return "\n".join([head, PATTERN, f'<rect {size} fill="white"/>', *parts, "</svg>"]) + "\n"
+    font = 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" {size} {box} {font}>'
+    return "\n".join([head, STYLE, PATTERN, f'<rect class="page" {size}/>', *parts, "</svg>"]) + "\n"
 
 
 def svg_text(x: float, y: float, content: str, anchor: str = "start", **attributes: object) -> str:
@@ -135,6 +143,12 @@ def _paler(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(channel + share * (255 - channel)):02x}" for channel in channels)
 
 
+def _light(colour: str) -> bool:
+    """Whether dark text on this colour is easier to read than white text."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 120
+
+
 def _label(action: Action) -> str:
     return f"{action.kind}{action.microbatch}" if action.kind in COMPUTE else action.kind
 
@@ -148,13 +162,13 @@ def _legend(kinds: Sequence[str], y: float) -> tuple[list[str], float]:
     entries = [(name, colour) for kind, (name, colour) in KINDS.items() if kind in kinds] + [("bubble", BUBBLE)]
     parts, x = [], 10.0
     for name, colour in entries:
-        if x + 25 + 6.5 * len(name) > LEFT + WIDTH:
+        if x + 25 + 6.5 * len(name) > LEGEND:
             x, y = 10.0, y + 20
         parts.append(f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="14" height="14" fill="{colour}"/>')
         parts.append(svg_text(x + 19, y + 2, name))
         x += 38 + 6.5 * len(name)
-    note = "numbers in boxes: microbatches; paler boxes: a rank's later stages"
-    return [*parts, svg_text(10, y + 22, note, fill="#777")], y + 36
+    note = "numbers: microbatches; paler boxes: a rank's later stages"
+    return [*parts, svg_text(10, y + 22, note, **{"class": "soft"})], y + 36
 
 
 def _lane(actions: list[Action], y: float, origin: float, start: float, span: float) -> list[str]:
@@ -176,8 +190,8 @@ def _lane(actions: list[Action], y: float, origin: float, start: float, span: fl
         parts.append(_box(left, y, right - left, colour, what, stroke="white", stroke_width=0.7))
         number = str(action.microbatch)
         if action.kind in COMPUTE and right - left >= MARGIN + DIGIT * len(number):
-            fill = "#222" if paler > PALER / 2 else "white"
-            parts.append(svg_text((left + right) / 2, y + LANE / 2 + 4, number, "middle", font_size=11, fill=fill))
+            kind = {"class": "on" if _light(colour) else "in"}
+            parts.append(svg_text((left + right) / 2, y + LANE / 2 + 4, number, "middle", font_size=11, **kind))
     return parts
 
 
@@ -191,7 +205,8 @@ def _axis(y: float, start: float, span: float) -> list[str]:
     for index in range(math.ceil(start / tick - 1e-9), int((start + span) / tick + 1e-9) + 1):
         x = LEFT + (index * tick - start) * WIDTH / span
         parts.append(f'<path d="M{x:.1f} {y:.0f}v5" stroke="#666"/>')
-        parts.append(svg_text(x, y + 19, f"{index * tick / unit:g} {name}", "middle", fill="#666", font_size=11))
+        label = f"{index * tick / unit:g} {name}"
+        parts.append(svg_text(x, y + 19, label, "middle", font_size=11, **{"class": "soft"}))
     return parts
 
 
