@@ -288,7 +288,7 @@ def _sweep(options: Plan, question: "Question") -> None:
         found = search(changed, 1)
         if found.choices:
             cost = plan_report.cost_part(found.choices[0], changed, tokens, options.price)
-            _print(f"{key} = {text}", plan_report.table(found.choices, changed), *_parts(dict([cost])))
+            _print(f"{key} = {text}", plan_report.table(found.choices, changed), *_parts(cost))
         else:
             _print(f"{key} = {text}: nothing fits")
 

@@ -76,7 +76,8 @@ def cost_lines(cost: Cost) -> Iterator[str]:
     """The cost in words. It is a prediction unless its speed was measured."""
     speed = cost.flops / cost.devices / cost.seconds / 1e12
     yield f"{cost.flops:.3g} FLOPs on {cost.devices} devices, {speed:.1f} TFLOP/s each"
-    yield f"predicted: {cost.days:,.1f} days, {cost.device_years:,.1f} device-years"
+    days, years = (f"{each:,.1f}" if each >= 1 else f"{each:.2g}" for each in (cost.days, cost.device_years))
+    yield f"predicted: {days} days, {years} device-years"
     if cost.price is not None:
         yield f"predicted: ${cost.price:,.0f} at ${cost.price_per_hour:.2f} an hour for each"
 

@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 
 from .layouts import layout_text
-from .plan_report import ITEMS, parts, why
+from .plan_report import ITEMS, count_text, parts, why
 from .report import size
 from .search import Choice, Question, model_of, search
 from .timeline import timeline_svg
@@ -21,6 +21,7 @@ from .timeline import timeline_svg
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#bab0ac", "#79706e")
 SHOWN_ROUNDS = 3  # microbatches of a timeline, in rounds of as many as pipeline ranks
 SHOWN_RANKS = 8  # the most pipeline ranks of which a timeline is drawn
+SHOWN_BANDS = 4  # in which a timeline goes on below
 LEAST_SHOWN = 4  # microbatches, where there are so many
 VISIBLE = 1e-4  # of a bar's width: smaller parts are not drawn
 FACTORS = (0.5, 0.75, 1.5, 2.0)
@@ -35,9 +36,9 @@ h1 { font-size: 1.5rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin: 2.2
 .note { color: var(--soft); font-size: 0.85rem; margin: 0.5rem 0 } ul { padding-left: 1.2rem }
 p, li { overflow-wrap: anywhere } .wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: 0.85rem; width: 100%; font-variant-numeric: tabular-nums }
-td, th { padding: 0.25rem 0 0.25rem 0.75rem; text-align: right; border-bottom: 1px solid var(--line);
+td, th { padding: 0.25rem 0 0.25rem 0.5rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; vertical-align: top }
-td:first-child, th:first-child { text-align: left; white-space: normal; padding-left: 0; min-width: 5.5rem }
+td:first-child, th:first-child { text-align: left; white-space: normal; padding-left: 0; min-width: 5rem }
 small { color: var(--soft) }
 @media (max-width: 40rem) { .layouts tr { display: grid; grid-template-columns: repeat(4, 1fr) }
   .layouts td:first-child, .layouts th:first-child { grid-column: 1 / -1; border: 0; padding-top: 0.5rem } }
@@ -58,15 +59,15 @@ small { color: var(--soft) }
 def page(question: Question, choices: Sequence[Choice], tokens: float, price: float | None = None) -> str:
     """The whole page. choices: fastest first. tokens: of the training. price: of one GPU for an hour."""
     model, train, device = question.config.model, question.config.train, question.device
-    name = model.preset or f"{model.n_parameters / 1e9:.3g}B parameters"
-    title = f"Layouts of {name} on {question.gpus} x {device.name}: predicted"
+    parameters = f"{count_text(model.n_parameters)} parameters"
+    title = f"Layouts of {model.preset or parameters} on {question.gpus} x {device.name}: predicted"
     asked = (
-        f"All figures are predictions of models of time and memory, for {model.n_parameters / 1e9:,.3g}B parameters, "
+        f"All figures are predictions of models of time and memory, for {parameters}, "
         f"steps of {train.global_batch_size:,} samples of {model.seq_length:,} tokens, and nodes of "
         f"{device.gpus_per_node} GPUs with {size(device.memory)} each."
     )
     sections = {
-        "The fastest layouts": _choices_table(choices),
+        "Layouts, fastest first": _choices_table(choices),
         "Where a step's time goes": _step(choices),
         "Memory of the fullest rank": _memory(question, choices),
         "Timeline of the first layout's step": _timeline(question, choices[0]),
@@ -150,15 +151,16 @@ def _timeline(question: Question, choice: Choice) -> str:
     p = layout.pipeline_parallel
     n = min(m, max(LEAST_SHOWN, SHOWN_ROUNDS * p))
     actions = model_of(question, choice.config).timeline(n)
-    note = f"{n} of a step's {m} microbatches" + (", so more bubble than in the whole step" if 1 < p and n < m else "")
+    note = "all microbatches of a step" if n == m else f"{n} of a step's {m} microbatches"
+    note += ": the whole has less bubble" if p > 1 and n < m else ""
     if p > SHOWN_RANKS:
         shown = {round(index * (p - 1) / (SHOWN_RANKS - 1)) for index in range(SHOWN_RANKS)}
         actions = [action for action in actions if action.rank in shown]
         note += f"\n{len(shown)} of {p} pipeline ranks"
     after = ", ".join(f"{ITEMS[name]} {_seconds(getattr(choice.step, name))}" for name in ("dp", "optimizer"))
-    note += f"\nnot drawn, at the step's end: {after}"
+    note += f"\nnot drawn at the end: {after}"
     title = layout.pipeline_schedule if p > 1 else "one pipeline rank"
-    return f'<div class="wide">{timeline_svg(actions, title, note, word="predicted")}</div>'
+    return f'<div class="wide">{timeline_svg(actions, title, note, "predicted", SHOWN_BANDS)}</div>'
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -202,13 +204,13 @@ def frontier(choices: Sequence[Choice]) -> str:
         drawn.append(f'<circle{kind} cx="{cx}" cy="{cy}" r="9">{title}</circle>')
         drawn.append(f'<text class="number" x="{cx}" y="{cy}" dy="0.35em" text-anchor="middle">{index + 1}</text>')
     note = "Numbers are layouts; none of them is both faster and smaller than an orange one."
-    return f'<div class="plot"><svg role="img">{"".join(drawn)}</svg></div>{_note(note)}'
+    return f'<div class="plot"><svg role="img" aria-label="speed and memory">{"".join(drawn)}</svg></div>{_note(note)}'
 
 
 def _sensitivity(question: Question, choices: Sequence[Choice]) -> str:
     device, machine = question.device, question.device.machine
     numbers = {choice.key[1]: str(number) for number, choice in enumerate(choices, 1)}
-    rows, others = "", {}
+    rows, others = "", dict[str, str]()
     for name, change in (
         ("links in a node", lambda f: dataclasses.replace(device, machine=machine._replace(link=f * machine.link))),
         ("network", lambda f: dataclasses.replace(device, network=f * device.network)),
@@ -220,7 +222,8 @@ def _sensitivity(question: Question, choices: Sequence[Choice]) -> str:
                 text = best.key[1]
                 if text not in numbers:
                     others[text] = numbers[text] = "ABCDEFGHIJKL"[len(others)]
-                cells += f"<td>{best.tokens / choices[0].tokens - 1:+.1%}<br><small>layout {numbers[text]}</small></td>"
+                change_of = round(best.tokens / choices[0].tokens - 1, 3) + 0.0  # no -0.0
+                cells += f"<td>{change_of:+.1%}<br><small>layout {numbers[text]}</small></td>"
         rows += f"<tr><td>{name}</td>{cells}</tr>"
     head = "".join(f"<th>x {factor:g}</th>" for factor in FACTORS)
     notes = ["Tokens/s against layout 1 as it is, and the layout that is then the best."]

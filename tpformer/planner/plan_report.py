@@ -81,10 +81,15 @@ def memory_table(choice: Choice, question: Question) -> Table:
     return found
 
 
-def cost_part(choice: Choice, question: Question, tokens: float, price: float | None) -> tuple[str, list[str]]:
-    """A heading, and the lines on what a training in a layout costs."""
+def count_text(n: float) -> str:
+    """A number of parameters or tokens, such as 8.03B or 124.4M."""
+    return f"{n / 1e9:,.4g}B" if n >= 1e9 else f"{n / 1e6:,.4g}M"
+
+
+def cost_part(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, list[str]]:
+    """{heading: lines} of what a training in a layout costs."""
     lines = cost_lines(cost_of(choice, question, tokens, price))
-    return f"Cost of training on {tokens / 1e9:,.4g}B tokens", list(lines)
+    return {f"Cost of training on {count_text(tokens)} tokens": list(lines)}
 
 
 def parts(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, list[str]]:
@@ -93,8 +98,8 @@ def parts(choice: Choice, question: Question, tokens: float, price: float | None
     axes = placement(choice.config, of_node, layout.pipeline_parallel // 2)
     sender = "a rank in the middle of the pipeline" if layout.pipeline_parallel > 1 else "a rank"
     return {
-        f"Placement on nodes of {of_node}, and what {sender} sends in a step": [*map(str, axes)] or ["one rank"],
-        **dict([cost_part(choice, question, tokens, price)]),
+        f"Placement on nodes of {of_node}, and what {sender} sends in a step": [*map(str, axes)] or ["nothing"],
+        **cost_part(choice, question, tokens, price),
         "Advice: published rules, no predictions": [*map(str, advice(question.config.model, tokens))],
     }
 
@@ -107,6 +112,8 @@ def why(choices: Sequence[Choice]) -> str:
     limit = f"{1 - sum(lost.values()):.1%} of its step computes"
     if lost[worst] >= 0.0005:  # less is 0.0%
         limit += f", and most of the rest is {ITEMS[worst]} ({lost[worst]:.1%})"
+    if len(choices) == 1:
+        return f"{layout_text(first.config)} is the only layout shown: {limit}."
     axes = ("tensor_parallel", "pipeline_parallel", "pipeline_schedule", "recompute")
     for other in choices[1:]:
         if any(getattr(other.config.parallel, axis) != getattr(first.config.parallel, axis) for axis in axes):

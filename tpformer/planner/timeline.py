@@ -37,9 +37,9 @@ STYLE = """<style>
 .timeline .on { fill: #1f2328 } .timeline .in { fill: #ffffff }
 </style>"""
 LEFT, RIGHT, LANE, GAP = 58, 18, 30, 6  # pixels
-WIDTH, BANDS = 560, 10  # pixels of a lane, few enough for a phone; the most bands that a step is drawn in
+WIDTH, BANDS = 560, 10  # pixels of a lane, which a phone scrolls; the most bands of a step
 LEGEND = 350  # pixels of a line of the legend
-LETTERS, TITLE = 64, 40  # letters in a line of text, and of the title: a phone shows these without scrolling
+LETTERS, TITLE = 64, 52  # letters in a line of text, and of the title: a phone shows these without scrolling
 SHORT = 17  # pixels: bands are added until three quarters of the boxes are at least this wide
 MARGIN, DIGIT = 2, 7  # pixels that a number in a box needs: around it, and for each digit
 PALER = 0.55  # how far a rank's last stage is faded from the first one's colour to white
@@ -87,26 +87,28 @@ def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -
     path.write_text(timeline_svg(actions, title, formula))
 
 
-def timeline_svg(actions: Sequence[Action], title: str, formula: str, word: str = "measured") -> str:
+def timeline_svg(
+    actions: Sequence[Action], title: str, formula: str, word: str = "measured", most_bands: int = BANDS
+) -> str:
     """A picture with a lane for each rank, and a box for each action, which shows its microbatch. Boxes of later stages
     are paler.
 
     A step of many actions is drawn in several bands, each of which continues the one above it.
     title: the first line. formula: what the bubble should be, shown below what it was. It may have several lines.
-    word: how the actions' times were found, measured or predicted.
+    word: how the actions' times were found, measured or predicted. most_bands: beyond them boxes get narrower.
     """
     ranks = sorted({action.rank for action in actions})
     origin, end = min(action.start for action in actions), max(action.end for action in actions)
     short = statistics.quantiles((action.end - action.start for action in actions if action.kind in COMPUTE), n=4)[0]
     bands = min(
-        BANDS, max(1, math.ceil(SHORT * (end - origin) / short / WIDTH - 0.25))
+        most_bands, max(1, math.ceil(SHORT * (end - origin) / short / WIDTH - 0.25))
     )  # up to a quarter of a band is squeezed in
     span = (end - origin) / bands
     share = bubble_share(actions, len(ranks))
     lines = [f"bubble {word}: {share:.1%} of ranks' time, {share / (1 - share):.3f} of computing time"]
     lines = [part for line in (*lines, *formula.split("\n")) for part in textwrap.wrap(line, LETTERS) or [""]]
     titles = textwrap.wrap(title, TITLE) or [""]
-    parts = [svg_text(10, 24 + 19 * index, line, font_size=15, font_weight="bold") for index, line in enumerate(titles)]
+    parts = [svg_text(10, 24 + 19 * index, line, font_size=13, font_weight="bold") for index, line in enumerate(titles)]
     top = 25 + 19 * len(titles)
     parts += [svg_text(10, top + 17 * index, line) for index, line in enumerate(lines)]
     visible = [action.kind for action in actions if (action.end - action.start) * WIDTH > span]
@@ -187,7 +189,11 @@ def _lane(actions: list[Action], y: float, origin: float, start: float, span: fl
         what += f": {_milliseconds(action.end - action.start)} from {_milliseconds(action.start - origin)} on"
         left, right = x(action.start), x(action.end)
         colour = _paler(KINDS[action.kind][1], paler)
-        parts.append(_box(left, y, right - left, colour, what, stroke="white", stroke_width=0.7))
+        parts.append(
+            _box(
+                left, y, right - left, colour, what, stroke="white", stroke_width=round(min(0.7, (right - left) / 8), 2)
+            )
+        )
         number = str(action.microbatch)
         if action.kind in COMPUTE and right - left >= MARGIN + DIGIT * len(number):
             kind = {"class": "on" if _light(colour) else "in"}
