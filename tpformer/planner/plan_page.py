@@ -141,9 +141,8 @@ def _step(choices: Sequence[Choice]) -> str:
 
 def _memory(question: Question, choices: Sequence[Choice]) -> str:
     rows = [{name.strip(" *"): nbytes for name, nbytes in choice.memory.parts} for choice in choices]
-    most = max([question.room, *(choice.memory.total for choice in choices)])
-    note = f"The whole width is {size(most)}, what context and margin leave of {size(question.device.memory)}."
-    return bars(choices, rows, most, size) + _note(note)
+    note = f"The whole width is {size(question.room)}, what context and margin leave of {size(question.device.memory)}."
+    return bars(choices, rows, question.room, size) + _note(note)
 
 
 def _timeline(question: Question, choice: Choice) -> str:
