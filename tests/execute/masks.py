@@ -223,6 +223,7 @@ def small_tiles(package: str) -> Iterator[None]:
             "COMBINE_TOKENS": 4, "block_options": lambda logits: {"LANES": 4, "VECTOR": 2, "num_warps": 4},
         },
         "all_gather_matmul.plan": {"IN_FLIGHT": 64},
+        **{f"{name}.kernel": {"piece_columns": lambda columns: 2} for name in ("matmul", "all_gather_matmul")},
         "matmul_reduce_scatter.kernel": {
             "unit_rows": lambda tile, itemsize, world: 2, "plan_finishing": uneven_finishing,
         },

@@ -37,11 +37,11 @@ def test_gemms_take_whole_waves():
 def test_transports():
     sizes, gemm = (8192, 4096, 4096), 300e-6
     exposed = {
-        each: exposed_seconds(GATHER, sizes, 8, each, H100, gemm) for each in ("sequential", "pipelined", "fused")
+        each: exposed_seconds(GATHER, sizes, 8, each, H100, gemm, 2) for each in ("sequential", "pipelined", "fused")
     }
     assert exposed["sequential"] > exposed["pipelined"] >= 0
-    assert exposed_seconds(GATHER, sizes, 8, "auto", H100, gemm) == min(exposed["sequential"], exposed["fused"])
-    assert exposed_seconds(GATHER, sizes, 1, "sequential", H100, gemm) == 0
+    assert exposed_seconds(GATHER, sizes, 8, "auto", H100, gemm, 2) == min(exposed["sequential"], exposed["fused"])
+    assert exposed_seconds(GATHER, sizes, 1, "sequential", H100, gemm, 2) == 0
 
 
 def test_the_items_of_a_step_are_its_seconds():
