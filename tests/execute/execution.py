@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]  # the repository is not installed as a whole
+# the repository is not installed as a whole
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/kernels")]
 
 import gemms  # noqa: E402
 import torch  # noqa: E402
