@@ -13,10 +13,12 @@ from torch import Tensor
 
 from tpformer.config import RunConfig
 from tpformer.distributed.mesh import AXES
+from tpformer.kernels.cost import MOVED
 from tpformer.layers.embedding import padded_vocab
 from tpformer.parallel import Layout
 from tpformer.parallel.zero import uses_fsdp
 
+from .devices import Device, load_device
 from .memory import boundary_bytes, microbatch_rows
 from .states import Precision, stage_elements
 
@@ -124,19 +126,6 @@ def placement(config: RunConfig, devices_of_node: int, pipeline_rank: int = 0) -
     ]
 
 
-class Cluster(NamedTuple):
-    """Rates of one device. flops: FLOP/s of large GEMMs. node, network: bytes/s within a node, and to other nodes."""
-
-    name: str
-    flops: float
-    node: float
-    network: float
-
-
-# as published or as users report, not measured here: NCCL's bus bandwidth in a node, a network card for each GPU
-CLUSTERS = (Cluster("A100", 250e12, 230e9, 21e9), Cluster("H100", 700e12, 370e9, 42e9))
-
-
 class TensorParallelTime(NamedTuple):
     """Seconds that a layer takes for one microbatch: its GEMMs and attention, and its communication if exposed."""
 
@@ -147,7 +136,7 @@ class TensorParallelTime(NamedTuple):
 
 
 def tensor_parallel_times(
-    config: RunConfig, cluster: Cluster, sizes: Sequence[int] = (8, 16), devices_of_node: int = 8
+    config: RunConfig, device: Device, sizes: Sequence[int] = (8, 16)
 ) -> list[TensorParallelTime]:
     """Prediction: a layer with different numbers of tensor-parallel ranks, which share nodes as far as they fit.
 
@@ -157,24 +146,26 @@ def tensor_parallel_times(
     """
     tokens = config.microbatch_size * config.model.seq_length
     moved = TRANSFERS[True]["none"] * gathered_bytes(config)
+    node = MOVED[1][1] * device.machine.link
     found = []
     for size in sizes:
-        nodes = -(-size // devices_of_node)
-        across = min(cluster.node, cluster.network * min(size, devices_of_node))
-        seconds = sent_bytes("all_gather", moved, size) / (cluster.node if nodes == 1 else across)
-        compute = config.model.layer_flops_per_token * tokens / size / cluster.flops
+        nodes = -(-size // device.gpus_per_node)
+        across = min(node, device.network * min(size, device.gpus_per_node))
+        seconds = sent_bytes("all_gather", moved, size) / (node if nodes == 1 else across)
+        compute = config.model.layer_flops_per_token * tokens / size / device.machine.flops
         found.append(TensorParallelTime(size, nodes, compute, seconds))
     return found
 
 
 def across_nodes_lines(config: RunConfig) -> Iterator[str]:
-    """What tensor parallelism over two nodes costs, in words, for each of CLUSTERS."""
-    for cluster in CLUSTERS:
-        for each in tensor_parallel_times(config, cluster):
+    """What tensor parallelism over two nodes costs, in words, for two kinds of GPUs."""
+    for device in map(load_device, ("a100-80", "h100")):
+        for each in tensor_parallel_times(config, device):
             where = "one node" if each.nodes == 1 else f"{each.nodes} nodes"
             share = each.communication / each.compute
             yield (
-                f"{cluster.name}, tp {each.tensor_parallel} on {where}: compute {each.compute * 1e3:.2f} ms a layer, "
+                f"{device.machine.name}, tp {each.tensor_parallel} on {where}: "
+                f"compute {each.compute * 1e3:.2f} ms a layer, "
                 f"communication {each.communication * 1e3:.2f} ms, {share:.0%} of it (predicted)"
             )
 
