@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -32,13 +33,13 @@ def test_devices_have_the_machines_of_the_performance_model():
 
 def test_a_users_file_is_read(tmp_path):
     text = H100.read_text().replace(
-        'machine = "H100"', "peak_tflops = 10\ngemm_tflops = 8.5\nlink_gb_s = 20\nmemory_tb_s = 1"
+        'machine = "H100"', "peak_tflops = 1000\ngemm_tflops = 850\nlink_gb_s = 20\nmemory_tb_s = 1"
     )
     path = tmp_path / "mine.toml"
     path.write_text(text)
     device = load_device(path, gpus_per_node=4)
     assert device.name == "mine" and device.gpus_per_node == 4
-    assert device.machine == Machine("mine", 10e12, 8.5e12, 20e9, 1e12)
+    assert device.machine == Machine("mine", 1000e12, 850e12, 20e9, 1e12)
     assert dataclasses.replace(load_device(path), gpus_per_node=4) == device
 
 
@@ -54,6 +55,11 @@ def test_a_users_file_is_read(tmp_path):
         ("capability = [9, 0]", "capability = 9", "capability = 9 must be two whole numbers"),
         ('machine = "H100"', 'machine = "H1"', "machine = 'H1' must be one of H200"),
         ('machine = "H100"', "peak_tflops = 1", "lacks gemm_tflops, link_gb_s, memory_tb_s: give either"),
+        ('machine = "H100"', 'machine = ["H100"]', "machine = ['H100'] must be one of H200"),
+        ("capability = [9, 0]", "capability = [-9, 0]", "capability = [-9, 0] must be two whole numbers"),
+        ("memory_gb = 80.0", "memory_gb = 80\ngemm_tflops = 3000", "gemm_tflops = 3000 is above the 989 TFLOP/s"),
+        ("_forward_tflops = 450.0", "_forward_tflops = 4500", "attention_forward_tflops = 4500 is above the 989"),
+        ("host_gb_s = 50.0", "host_gb_s = 50000", "host_gb_s = 50000 exceeds the 3000 GB/s"),
         ("[cluster]", "[clusters]", "unknown section 'clusters': did you mean 'cluster'"),
         ("[cluster]", "", "has no section [cluster]"),
         ("network_gb_s = 42.0", "", "lacks network_gb_s"),
@@ -65,7 +71,7 @@ def test_a_users_file_is_read(tmp_path):
 def test_mistakes_have_one_sentence(old, new, message):
     text = H100.read_text()
     assert old in text
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         parse_device("x", tomllib.loads(text.replace(old, new)), "x.toml")
     assert "\n" not in str(error.value)
 
@@ -105,3 +111,28 @@ def test_steps_of_a_core_are_predicted_as_they_were_measured(provider, at_a_time
         )
         choice = evaluate(Question(config, 2, core, ON_CPU), config)
         assert choice.tokens == pytest.approx(steps[f"{layers} layers of {hidden}, {samples} x 256"], rel=0.1)
+
+
+ROW = {"case": "forward", "baseline": "torch.matmul", "shape": "x 8192x8192x8192", "unit": "TFLOP/s"}
+ON_H100 = {"machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "rows": [{**ROW, "baseline_value": 600.0}]}
+
+
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        (None, "has no results of `bench matmul`"),
+        ("{", "is no result of `python -m bench`"),
+        ([], "is no result of `python -m bench`"),
+        ({**ON_H100, "rows": [ROW]}, "is no result of `python -m bench`"),
+        ({**ON_H100, "rows": [{**ROW, "baseline_value": 0}]}, "is no result of `python -m bench`"),
+        ({**ON_H100, "rows": [{**ROW, "baseline_value": 1, "shape": "8x8"}]}, "is no result of `python -m bench`"),
+        (ON_H100, "was measured on NVIDIA H100 80GB HBM3, which is no A100"),
+    ],
+)
+def test_calibration_with_other_files_or_of_other_gpus(result, message, tmp_path):
+    if result is not None:
+        (tmp_path / "matmul.json").write_text(result if isinstance(result, str) else json.dumps(result))
+    with pytest.raises(ValueError, match=message):
+        calibrated(load_device("a100-80"), tmp_path)
+    if result == ON_H100:
+        assert calibrated(load_device("h100"), tmp_path).machine.flops == pytest.approx(650e12, rel=0.1)

@@ -7,37 +7,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import re
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tpformer.config import build_config
-from tpformer.kernels.cost import MOVED
+from tpformer.kernels.cost import MACHINES
 
+from .core_calibration import calibrated_core
 from .devices import Device, fitted_rate
 from .roofline import gemm_seconds
-from .software import ON_CPU
-from .step_time import StepModel
 
 COPY = "copy"
+CASES = ("forward", "dgrad", "wgrad")
 
 
 def calibrated(device: Device, folder: Path) -> Device:
     """The device with rates of its own in place of the file's. ValueError for a folder without results for it."""
-    return _calibrated_gpu(device, folder) if device.capability else _calibrated_cpu(device, folder)
+    return _calibrated_gpu(device, folder) if device.capability else calibrated_core(device, folder)
 
 
 def _calibrated_gpu(device: Device, folder: Path) -> Device:
     """The device with the GEMM rate that `bench matmul` measured of the library, and the memory rate of copies.
 
     The rate of GEMMs is the one with which the model is right in the median over the shapes. Attention's rates change
-    with it. The memory rate is the largest that a copy reached in `bench norm`.
+    with it. The memory rate is the largest that a copy reached in `bench norm`. ValueError for a folder without either,
+    a file of another kind, and results of another GPU.
     """
-    products, memory = _rows(folder / "matmul.json"), _rows(folder / "norm.json")
-    cases = ("forward", "dgrad", "wgrad")
-    measured = {row["shape"]: row["baseline_value"] for row in products if row["case"] in cases}
-    copies = [row["baseline_value"] for row in memory if row["baseline"] == COPY and row["unit"] == "GB/s"]
+    products, memory = _rows(folder / "matmul.json", device), _rows(folder / "norm.json", device)
+    measured = {row.shape: row for row in products if row.sizes}
+    copies = [row.value for row in memory if row.baseline == COPY]
     if not measured and not copies:
         raise ValueError(
             f"{folder} has no results of `bench matmul` or `bench norm`: give a folder like bench/results/NAME"
@@ -49,110 +48,50 @@ def _calibrated_gpu(device: Device, folder: Path) -> Device:
     return device
 
 
-SINGLE = "1 sample at a time"  # as `bench cpu` says it
-CORES = 2  # of `bench cpu`, which has a rank on each, or one process on both
-STEP = re.compile(r"(\d+) layers of (\d+), (\d+) x (\d+)")  # how it writes a model and a batch
-SIZE = re.compile(r"(\d+) (KiB|MiB)")
+class Row(NamedTuple):
+    """A rate that the bench measured of a baseline. sizes: M, N and K of a product in CASES, or nothing."""
+
+    baseline: str
+    shape: str
+    sizes: tuple[int, ...]
+    value: float
 
 
-def _calibrated_cpu(device: Device, folder: Path) -> Device:
-    """The core with what `bench cpu` measured: memory by the norms and activations that a step's backward rebuilds,
-    links by collectives in shared memory, messages by gloo's, and products by steps of two tensor-parallel ranks."""
-    rows = _rows(folder / "cpu.json")
-    if not rows:
-        raise ValueError(f"{folder} has no results of `bench cpu`: give a folder like bench/results/cpu")
-    rebuilt = [_rebuilt(row) for row in rows if row["case"] == "step if not rebuilt"]
-    memory = sum(nbytes for nbytes, _ in rebuilt) / sum(seconds for _, seconds in rebuilt) / CORES
-    shared, gloo = _collectives(rows, "value"), _collectives(rows, "baseline_value")
-    device = dataclasses.replace(
-        device, machine=device.machine._replace(memory=memory, link=shared[1] / MOVED[1][1]), node=gloo
-    )
-    steps = [row for row in rows if row["case"] == "tensor parallel"]
-    whole, single = ([row for row in steps if (SINGLE in row["provider"]) is one] for one in (False, True))
-
-    def too_high(rate: float) -> bool:
-        scaled = device.scaled(rate)
-        return statistics.median(_step_seconds(row, scaled) / _measured(row) for row in whole) < 1
-
-    for _ in range(3):  # products are a part of what one sample at a time costs, and launches of a whole step
-        device = device.scaled(fitted_rate(0.1, 10.0, too_high))
-        device = dataclasses.replace(device, launch=statistics.median(_launch(row, device) for row in single))
-    return device
+def _rows(path: Path, device: Device) -> list[Row]:
+    """The rates in a result of the bench, if it is there. ValueError for another file, or another GPU's result."""
+    if not path.is_file():
+        return []
+    try:
+        result = json.loads(path.read_text())
+        gpu = str(result["machine"]["gpu"])
+        rows = [_row(row) for row in result["rows"] if row["unit"].endswith("/s")]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise ValueError(f"{path} is no result of `python -m bench`: give a folder like bench/results/NAME") from None
+    names = [machine.name for machine in MACHINES]
+    if device.machine.name in names and any(name in gpu for name in names if name != device.machine.name):
+        raise ValueError(f"{path} was measured on {gpu}, which is no {device.machine.name}: give its --device")
+    return rows
 
 
-def _launch(row: dict, device: Device) -> float:
-    """Seconds of a kernel's launch, by what steps of one sample at a time take longer than whole ones."""
-    n_layers, _, samples, _ = _sizes(row)
-    device = dataclasses.replace(device, launch=0.0)
-    longer = (_measured(row) - _tokens(row) / row["baseline_value"]) - (
-        _step_seconds(row, device, 1) - _step_seconds(row, device)
-    )
-    return max(0.0, longer / ((samples - 1) * n_layers * sum(ON_CPU.kernels)))
+def _row(row: Mapping[str, Any]) -> Row:
+    value = float(row["baseline_value"])
+    sizes: tuple[int, ...] = ()
+    if row["case"] in CASES:
+        m, n, k = map(int, row["shape"].split()[-1].split("x"))
+        sizes = m, n, k
+    if not value > 0:
+        raise ValueError("a rate is above 0")
+    return Row(row["baseline"], row["shape"], sizes, value)
 
 
-def _sizes(row: dict) -> list[int]:
-    """Layers, hidden size, samples and their length."""
-    return [int(size) for size in STEP.fullmatch(row["shape"]).groups()]  # type: ignore[union-attr]
-
-
-def _tokens(row: dict) -> int:
-    return math.prod(_sizes(row)[2:])
-
-
-def _measured(row: dict) -> float:
-    """Seconds of a step."""
-    return _tokens(row) / row["value"]
-
-
-def _step_seconds(row: dict, device: Device, microbatch: int | None = None) -> float:
-    """Predicted seconds of a step of two tensor-parallel ranks. microbatch: samples of one; None: all of them."""
-    n_layers, hidden_size, samples, seq_length = _sizes(row)
-    model = {"n_layers": n_layers, "hidden_size": hidden_size, "seq_length": seq_length, "n_heads": 4}
-    train = {
-        "global_batch_size": samples,
-        "microbatch_size": microbatch or samples,
-        "device": "cpu",
-        "dtype": "float32",
-    }
-    config = build_config(
-        {"model": {**model, "vocab_size": 257}, "train": train, "parallel": {"tensor_parallel": CORES}}
-    )
-    return StepModel(config, device, ON_CPU).step().seconds
-
-
-def _rebuilt(row: dict) -> tuple[float, float]:
-    """Bytes and seconds of a step's norms or activations, by how much faster a step is without them."""
-    n_layers, hidden_size, _, _ = _sizes(row)
-    tokens = _tokens(row)
-    numbers = (2 * n_layers + 1) * hidden_size if row["provider"] == "norm outputs" else 4 * n_layers * hidden_size
-    seconds = tokens / row["baseline_value"] - tokens / row["value"]
-    return 2 * 4 * tokens * numbers, seconds  # float32, read and written
-
-
-def _collectives(rows: list[dict], column: str) -> tuple[float, float]:
-    """(seconds of a small message, bytes/s) of gathers and scatters between two ranks, each of half of the bytes."""
-    found: dict[int, list[float]] = {}
-    for row in rows:
-        if row["case"].startswith(("all_gather", "reduce_scatter")):
-            number, unit = SIZE.fullmatch(row["shape"]).groups()  # type: ignore[union-attr]
-            found.setdefault(int(number) * (1024 if unit == "KiB" else 2**20) // 2, []).append(1e-6 * row[column])
-    seconds = {nbytes: statistics.mean(each) for nbytes, each in sorted(found.items())}
-    (least, small), *_, (most, large) = seconds.items()
-    return small, (most - least) / (large - small)
-
-
-def _rows(path: Path) -> list[dict]:
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
-
-
-def _rate(device: Device, measured: dict[str, float]) -> float:
+def _rate(device: Device, measured: Mapping[str, Row]) -> float:
     """Times the device's FLOP/s: then as many shapes are predicted to be slower as are predicted to be faster."""
-    shapes = {shape: tuple(map(int, shape.split()[-1].split("x"))) for shape in measured}
 
     def too_high(rate: float) -> bool:
         scaled, ratios = device.scaled(rate), []
-        for shape, (m, n, k) in shapes.items():
-            seconds = 2 * m * n * k / (1e12 * measured[shape])
+        for row in measured.values():
+            m, n, k = row.sizes
+            seconds = 2 * m * n * k / (1e12 * row.value)
             ratios.append(gemm_seconds(m, n, k, scaled) / seconds)
         return statistics.median(ratios) < 1
 

@@ -127,7 +127,7 @@ def load_device(name_or_path: str | Path, gpus_per_node: int | None = None) -> D
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     device = parse_device(path.stem, values, str(path))
     if gpus_per_node is not None:
-        device = dataclasses.replace(device, gpus_per_node=_number(str(path), "gpus_per_node", gpus_per_node))
+        device = dataclasses.replace(device, gpus_per_node=check_number("--nodes-of", "gpus_per_node", gpus_per_node))
     return device
 
 
@@ -155,11 +155,11 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
             raise ValueError(f"{where} lacks {key}: give it, as {DIRECTORY / 'h100.toml'} does")
     capability, dtype = gpu.get("capability"), gpu.get("dtype", "bfloat16")
     numbers = isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)
-    if capability is not None and not numbers:
+    if capability is not None and (not numbers or min(capability) < 0):
         raise ValueError(f"{where}: capability = {capability!r} must be two whole numbers, such as [9, 0]")
     check_choice(f"{where}: dtype", dtype, DTYPES)
-    number = {key: _number(where, key, {**gpu, **cluster}[key]) for key in NUMBERS if key in gpu or key in cluster}
-    return Device(
+    number = {key: check_number(where, key, {**gpu, **cluster}[key]) for key in NUMBERS if key in gpu or key in cluster}
+    device = Device(
         name=name,
         machine=machine,
         memory=1e9 * number["memory_gb"],
@@ -175,14 +175,37 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
         network_latency=1e-6 * number["network_latency_us"],
         node=(1e-6 * number[NODE[0]], 1e9 * number[NODE[1]]) if NODE[0] in number else None,
     )
+    check_rates(device, where)
+    return device
+
+
+def check_rates(device: Device, where: str) -> None:
+    """ValueError for rates that contradict each other: of kernels above the peak, of the host above the memory."""
+    peak = device.machine.peak_flops
+    rates = {
+        "gemm_tflops": device.machine.flops,
+        "attention_forward_tflops": device.attention_forward,
+        "attention_backward_tflops": device.attention_backward,
+    }
+    for key, rate in rates.items():
+        if rate > peak:
+            raise ValueError(
+                f"{where}: {key} = {rate / 1e12:g} is above the {peak / 1e12:g} TFLOP/s of its peak: give what kernels "
+                f"sustain in 16 bits"
+            )
+    if device.host > device.machine.memory:
+        raise ValueError(
+            f"{where}: host_gb_s = {device.host / 1e9:g} exceeds the {device.machine.memory / 1e9:g} GB/s of memory: "
+            f"give what one GPU's way to its host sustains"
+        )
 
 
 def _machine(where: str, name: str, gpu: Mapping[str, Any]) -> Machine:
     """The machine of kernels/cost.py that the file names, with the file's rates. A file that names none gives all."""
-    rates = {field: scale * _number(where, key, gpu[key]) for key, (field, scale) in RATES.items() if key in gpu}
+    rates = {field: scale * check_number(where, key, gpu[key]) for key, (field, scale) in RATES.items() if key in gpu}
     if "machine" in gpu:
         known = {machine.name: machine for machine in MACHINES}
-        if gpu["machine"] not in known:
+        if gpu["machine"] not in [*known]:  # any type, so no look-up by its hash
             raise ValueError(f"{where}: machine = {gpu['machine']!r} must be one of {', '.join(known)}")
         return known[gpu["machine"]]._replace(**rates)
     missing = [key for key in RATES if key not in gpu]
@@ -191,7 +214,8 @@ def _machine(where: str, name: str, gpu: Mapping[str, Any]) -> Machine:
     return Machine(name=name, **rates)
 
 
-def _number(where: str, key: str, value: Any) -> Any:
+def check_number(where: str, key: str, value: Any) -> Any:
+    """The value of one of NUMBERS. ValueError if it is out of range."""
     largest, whole = NUMBERS[key]
     fits = type(value) is int or (type(value) is float and not whole)
     if not fits or not 0 < value <= largest:
