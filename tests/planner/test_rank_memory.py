@@ -1,4 +1,4 @@
-"""The memory model beside the dry run's counts: 16 layouts, every stage's bytes and the sum at the peak."""
+"""The memory model beside the dry run's counts: 20 layouts, every stage's bytes and the sum at the peak."""
 
 import re
 from pathlib import Path
@@ -32,6 +32,13 @@ LAYOUTS = [
     (GPT, {"pipeline_parallel": 2, **ZB, "tensor_parallel": 2}),
     (GPT, {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}),
     (LLAMA, {"tensor_parallel": 4, "data_parallel_shard": 2}),
+    (
+        {**LLAMA, "n_heads": 6, "head_dim": 32, "n_kv_heads": 3, "seq_length": 96},
+        {"tensor_parallel": 3, "pipeline_parallel": 2, **ZB},
+    ),
+    (GPT, {"recompute": "full", "recompute_interval": 2, "recompute_layers": "::3,6"}),
+    ({**GPT, "seq_length": 2048}, {"recompute": "mlp", "recompute_layers": "-1", "offload_activations": True}),
+    (GPT, {"dtype": "float16"}),
     (LLAMA, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
     (LLAMA, {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 2, **ILV}),
 ]
@@ -39,7 +46,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("model, parallel", LAYOUTS, ids=lambda value: ", ".join(map(str, value.values())))
 def test_predicted_bytes_are_the_dry_runs(model, parallel):
-    train = {"global_batch_size": 64, "microbatch_size": 2, "dtype": "bfloat16", "device": "cuda"}
+    train = {"global_batch_size": 64, "microbatch_size": 2, "device": "cuda"}
+    train["dtype"], parallel = parallel.get("dtype", "bfloat16"), {k: v for k, v in parallel.items() if k != "dtype"}
     config = plan_config(build_config({"model": model, "parallel": parallel, "train": train}))
     layout = config.parallel
     last = layout.pipeline_parallel - 1

@@ -94,6 +94,22 @@ def test_what_makes_a_step_slower_or_faster():
     assert starved.host > 0 and starved.seconds > model({}).step().seconds
 
 
+@pytest.mark.parametrize("ranks, slow", [(4, False), (8, False), (16, True)])
+def test_a_pipeline_over_several_nodes_sends_over_the_network(ranks, slow):
+    """Even if most neighbours are in the same node."""
+    found = model({"pipeline_parallel": ranks // 2, "data_parallel_replicate": 2}, batch=64, tie_embeddings=True)
+    link = found.slow if slow else found.fast
+    assert found.message() == link.seconds(1, 2 * 2048 * 4096)
+    nbytes = 4 * 32000 * 4096
+    assert found._tied(0) == pytest.approx(link.seconds(2, nbytes), rel=0.01)
+
+
+def test_the_rank_with_most_parameters_counts():
+    """With 23 layers on 6 ranks those between the ends have different numbers of them."""
+    found = model({"pipeline_parallel": 6, "cpu_offload": True}, batch=6, n_layers=23, vocab_size=128)
+    assert found.step().optimizer == max(map(found.optimizer, range(6)))
+
+
 def test_data_parallel_ranks_in_a_node_share_its_adapters():
     parallel = {"tensor_parallel": 2, "data_parallel_replicate": 16}
     found = model(parallel)

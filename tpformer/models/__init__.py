@@ -3,6 +3,6 @@
 from tpformer.config import PRESETS, GPTConfig, preset, preset_config
 
 from .cache import KVCache
-from .gpt import GPT
+from .gpt import GPT, regions
 
-__all__ = ["GPT", "GPTConfig", "KVCache", "PRESETS", "preset", "preset_config"]
+__all__ = ["GPT", "GPTConfig", "KVCache", "PRESETS", "preset", "preset_config", "regions"]

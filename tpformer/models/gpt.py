@@ -75,14 +75,14 @@ def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
         )
 
 
-def _regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]:
+def regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]:
     """{name of a recomputed layer: index of the first layer of its region}. A region has at most `interval` layers."""
-    regions: dict[str, int] = {}
+    found: dict[str, int] = {}
     for index in part:
-        first = regions.get(str(index - 1))
+        first = found.get(str(index - 1))
         if index in recomputed:
-            regions[str(index)] = index if first is None or index - first == interval else first
-    return regions
+            found[str(index)] = index if first is None or index - first == interval else first
+    return found
 
 
 class GPT(ParallelModule):
@@ -134,7 +134,7 @@ class GPT(ParallelModule):
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         recomputed = recomputed_layers(recompute, recompute_layers, recompute_interval, config.n_layers)
         part = range(config.n_layers) if part is None else part
-        self.regions = _regions(part, recomputed, recompute_interval) if recompute_interval > 1 else {}
+        self.regions = regions(part, recomputed, recompute_interval) if recompute_interval > 1 else {}
         self.is_first, self.is_last = part.start == 0, part.stop == config.n_layers
         tied, std = config.tie_embeddings, config.init_std
         # built on meta: init_weights makes the values, so that nothing is initialized twice

@@ -14,10 +14,10 @@ import numpy as np
 
 from tpformer.config import MLP_ACTIVATIONS, SCHEDULES, RunConfig, recomputed_layers
 from tpformer.layers.embedding import padded_vocab
-from tpformer.models import GPTConfig
+from tpformer.models import GPTConfig, regions
 from tpformer.ops import VocabSlice, default_chunk_tokens
 from tpformer.ops.offload import SMALLEST
-from tpformer.parallel import split_stages
+from tpformer.parallel import Layout, split_stages
 
 from .bubbles import Order, schedule_order
 from .counting import StageCount
@@ -68,6 +68,20 @@ def stages_size(config: RunConfig, stages: Sequence[StageCount]) -> Elements:
 def stage_ranges(model: GPTConfig, by: str, n_stages: int) -> tuple[range, ...]:
     """The layers of each stage. by: parameters or time."""
     return tuple(split_stages(model.layer_costs(by), n_stages))
+
+
+@functools.lru_cache(maxsize=4096)
+def different_ranks(model: GPTConfig, layout: Layout) -> tuple[int, ...]:
+    """The pipeline ranks that may need most memory or time: the ends, and of ranks that are alike the first and last.
+
+    Ranks are alike if their stages have as many layers.
+    """
+    last = layout.pipeline_parallel - 1
+    ranges = stage_ranges(model, layout.pipeline_split, layout.n_stages)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(1, last):
+        alike.setdefault(tuple(len(ranges[stage]) for stage in layout.stages_of(rank)), []).append(rank)
+    return tuple(sorted({0, last, *(rank for ranks in alike.values() for rank in (ranks[0], ranks[-1]))}))
 
 
 @functools.lru_cache(maxsize=256)
@@ -125,7 +139,7 @@ def layer_kept(config: RunConfig) -> Kept:
     q, kv = model.query_size // t, max(model.kv_size // t, model.head_size)
     features = [q, kv, kv, q] + ([q, kv] if model.qk_norm else [])
     per_head = q // model.head_size + ((q + kv) // model.head_size if model.qk_norm else 0)
-    hidden = [model.ffn_size // t] * (2 if MLP_ACTIVATIONS[model.activation][1] else 1)
+    hidden = [-(-model.ffn_size // t)] * (2 if MLP_ACTIVATIONS[model.activation][1] else 1)  # the first rank's
     return Kept(
         rows * model.hidden_size * item,
         tuple(tokens * each * item for each in features),
@@ -141,13 +155,13 @@ def predicted_stage(config: RunConfig, stage: int, kept: Kept | None = None) -> 
     layers = stage_ranges(model, layout.pipeline_split, layout.n_stages)[stage]
     kept, item = kept or layer_kept(config), Precision.of(config).compute.itemsize
     tokens, t = config.microbatch_size * model.seq_length, layout.tensor_parallel
-    again = 0
+    again: dict[str, int] = {}
     if layout.recompute != "none":
-        pattern = layout.recompute_layers
-        again = len(recomputed_layers(layout.recompute, pattern, layout.recompute_interval, model.n_layers) & {*layers})
+        pattern, interval = layout.recompute_layers, layout.recompute_interval
+        again = regions(layers, recomputed_layers(layout.recompute, pattern, interval, model.n_layers), interval)
+    repeated, whole = kept.storages(layout.recompute), kept.storages("none")
     # a region of several layers keeps the input of its first one
-    units = [kept.storages(layout.recompute)] * -(-again // layout.recompute_interval)
-    units += [kept.storages("none")] * (len(layers) - again)
+    units = [repeated if str(i) in again else whole for i in layers if again.get(str(i), i) == i]
     saved = sum(map(sum, units))
     moved = 0.0
     if layout.offload_activations:
@@ -159,18 +173,24 @@ def predicted_stage(config: RunConfig, stage: int, kept: Kept | None = None) -> 
     queued = 0.0
     if layout.pipeline_parallel > 1 and layout.schedule.splits_backward:
         q, kv = model.query_size / t, max(model.kv_size // t, model.head_size)
-        whole = 2 * model.hidden_size + 2 * (q + kv) + (model.hidden_features + model.ffn_size) / t
-        queued = len(layers) * (tokens * whole * item + 2 * kept.stream) + (2 * kept.stream if stage else 0)
+        features = 2 * model.hidden_size + 2 * (q + kv) + sum(kept.hidden) / tokens / item + -(-model.ffn_size // t)
+        queued = len(layers) * (tokens * features * item + 2 * kept.stream) + (2 * kept.stream if stage else 0)
+        if model.position == "rope":  # positions, and their cosines and sines in float32
+            queued += 8 * tokens + 4 * model.seq_length * model.head_size
     output = 0 if last else round(kept.stream)
     return StageCount(stage, layers, round(saved), round(moved), output, round(queued))
 
 
 def _head_kept(config: RunConfig, stream: float, item: int) -> float:
-    """Bytes that the fused loss keeps: its input, the gradients of this and of the table, the norm's statistics."""
+    """Bytes that the fused loss keeps: its input, the gradients of this and of the table, the norm's statistics.
+
+    In float16 the table's gradient waits in float32.
+    """
     model, layout = config.model, config.parallel
-    table = padded_vocab(model.vocab_size or 0, model.vocab_multiple) * model.hidden_size * item
+    rows = -(-padded_vocab(model.vocab_size or 0, model.vocab_multiple) // layout.tensor_parallel)
+    table = rows * model.hidden_size * (4 if config.train.dtype == "float16" else item)
     statistics = stream / model.hidden_size / item * max(4, item) * (2 if model.norm == "layernorm" else 1)
-    return 2 * stream + table / layout.tensor_parallel + statistics
+    return 2 * stream + table + statistics
 
 
 def predicted_memory(config: RunConfig, pipeline_rank: int, software: Software = OURS) -> Plan:

@@ -20,7 +20,7 @@ from .costs import model_flops_utilization
 from .devices import Device
 from .layer_time import LayerModel, Terms, Work
 from .memory import microbatch_rows
-from .rank_memory import cached_order, few_microbatches, predicted_stage, stage_ranges
+from .rank_memory import cached_order, different_ranks, few_microbatches, predicted_stage, stage_ranges
 from .roofline import activation_seconds, stream_seconds
 from .software import OURS, Software
 from .states import elements
@@ -117,7 +117,7 @@ class StepModel:
     def least(self) -> float:
         """A lower bound of the step's seconds, without a simulation."""
         parts = self.data_parallel, self.optimizer, self.moving
-        return self.least_span + sum(max(map(part, self._ends())) for part in parts)
+        return self.least_span + sum(max(map(part, self._ranks())) for part in parts)
 
     @functools.cached_property
     def least_span(self) -> float:
@@ -174,9 +174,10 @@ class StepModel:
         read = activation_seconds(self.layer.rows * self.model.hidden_size * 4, self.device)
         return Work(Terms(elementwise=read), Terms(), Terms(elementwise=3 * read))
 
-    def _far(self, distance: int) -> bool:
-        """Whether ranks that are so many apart are in different nodes."""
-        return distance >= self.device.gpus_per_node
+    @property
+    def _between(self) -> Link:
+        """The slowest link between stages: pipelines reach from the first rank to the last, over all nodes."""
+        return self.slow if self.layout.world_size > self.device.gpus_per_node else self.fast
 
     def message(self) -> float:
         """Seconds of one microbatch's rows from a stage to the next."""
@@ -184,8 +185,7 @@ class StepModel:
         rows = microbatch_rows(self.model, layout, self.config.microbatch_size)
         scattered = self.software.scattered_pipeline and not layout.sequence_parallel
         nbytes = self.device.itemsize * rows * self.model.hidden_size / (layout.tensor_parallel if scattered else 1)
-        link = self.slow if self._far(layout.data_parallel * layout.tensor_parallel) else self.fast
-        seconds = link.seconds(1, nbytes)
+        seconds = self._between.seconds(1, nbytes)
         if scattered and layout.tensor_parallel > 1:
             seconds += self.fast.seconds(1, nbytes * (layout.tensor_parallel - 1))
         return seconds
@@ -249,14 +249,13 @@ class StepModel:
         host = self.m * sum(stage.launching("F") + stage.launching("B") for stage in stages)
         bubble = max(0.0, self.span - compute - tp - pp - host)  # below 0 only by rounding
         dp, optimizer, moving = (
-            max(map(part, self._ends())) for part in (self.data_parallel, self.optimizer, self.moving)
+            max(map(part, self._ranks())) for part in (self.data_parallel, self.optimizer, self.moving)
         )
         return StepTime(compute, tp, pp, dp, bubble, optimizer, host + moving)
 
-    def _ends(self) -> Sequence[int]:
-        """Pipeline ranks with most parameters: the first, the last, and one between them."""
-        p = self.layout.pipeline_parallel
-        return sorted({0, p // 2, p - 1})
+    def _ranks(self) -> Sequence[int]:
+        """Pipeline ranks among which is the one with most parameters."""
+        return different_ranks(self.model, self.layout)
 
     @property
     def layer_elements(self) -> float:
@@ -339,8 +338,7 @@ class StepModel:
         if p == 1 or not self.model.tie_embeddings or rank not in (0, p - 1):
             return 0.0
         table = (self.model.vocab_size or 0) * self.model.hidden_size / layout.tensor_parallel
-        link = self.slow if self._far((p - 1) * layout.data_parallel * layout.tensor_parallel) else self.fast
-        return link.seconds(2, self.software.gradient_bytes * table / (layout.data_parallel_shard or 1))
+        return self._between.seconds(2, self.software.gradient_bytes * table / (layout.data_parallel_shard or 1))
 
 
 def _exposed(communication: float, window: float, units: int) -> float:
