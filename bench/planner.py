@@ -21,7 +21,7 @@ from tpformer.planner.calibration import calibrated
 from tpformer.planner.devices import load_device
 from tpformer.planner.layouts import parse_layout, with_layout
 from tpformer.planner.search import Question, evaluate
-from tpformer.planner.software import ON_CPU
+from tpformer.planner.software import ours
 from tpformer.processes.cpu import keep_freed_memory
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> Report:
             }
             seconds = interleave(samples, rounds, TURNS)
         for layout, each in seconds.items():
-            question = Question(configs[layout], 2, device, ON_CPU)
+            question = Question(configs[layout], 2, device, ours(configs[layout].parallel, device))
             predicted = evaluate(question, configs[layout]).step.seconds
             spread = stdev(each) / median(each)
             rows.append({"model": model, "layout": layout, "predicted": predicted, "measured": median(each)})

@@ -4,25 +4,38 @@ import json
 import random
 import re
 import time
+from collections import Counter
 
 import pytest
 
-from tpformer.cli.plan import Plan, plan_command, run_file, swept
+from tpformer.cli.plan import Plan, _question, plan_command, run_file, swept
 from tpformer.config import build_config, check_config
 from tpformer.planner.devices import load_device
-from tpformer.planner.layouts import layout_text, parse_layout, with_layout
+from tpformer.planner.layouts import OFFLOADS, layout_text, parse_layout, with_layout
 from tpformer.planner.plan_page import page
 from tpformer.planner.plan_report import why
 from tpformer.planner.published import read_table
-from tpformer.planner.search import Question, Space, brute_force, evaluate, nearest, search, why_not
+from tpformer.planner.rank_memory import predicted_memory
+from tpformer.planner.search import (
+    Question,
+    Space,
+    brute_force,
+    evaluate,
+    every_layout,
+    most_memory,
+    nearest,
+    search,
+    shapes,
+    why_not,
+)
 
 H100 = load_device("h100")
 SMALL = {"vocab_size": 4096, "seq_length": 256, "n_layers": 8, "hidden_size": 512, "n_heads": 8}
 
 
-def question(model=SMALL, gpus=8, batch=32, device=H100, space=None):
-    train = {"global_batch_size": batch, "dtype": "bfloat16", "device": "cuda"}
-    return Question(build_config({"model": model, "train": train}), gpus, device, space=space or Space())
+def question(model=SMALL, gpus=8, batch=32, device=H100, space=None, **sections):
+    train = {"global_batch_size": batch, "dtype": "bfloat16", "device": "cuda", **sections.pop("train", {})}
+    return Question(build_config({"model": model, "train": train, **sections}), gpus, device, space=space or Space())
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -36,7 +49,7 @@ def test_search_is_as_good_as_brute_force(seed):
     space = Space(
         microbatches=tuple(draw.sample([1, 2, 4], 2)),
         schedules=tuple(draw.sample(Space().schedules, 3)),
-        offload=("none", draw.choice(["activations", "states"])),
+        offload=draw.choice([("none", "activations"), ("none", "states"), OFFLOADS]),
         most_stages=4,
     )
     asked = question(model, draw.choice([2, 4, 6, 8]), draw.choice([8, 24, 32]), device, space)
@@ -63,6 +76,8 @@ def test_a_layout_that_cannot_work_gets_the_reason_and_the_nearest_that_does():
         "dp=8,zero=1,microbatch=8": "is not a multiple of 8 data-parallel ranks",
         "pp=8,schedule=ZBVZeroBubble": "n_layers=8 cannot be divided among 16 stages",
         "pp=4,dp=2,zero=3,schedule=InterleavedZeroBubble,stages=2": "zero_stage=3 cannot be combined",
+        "pp=4,dp=2,schedule=ZBVZeroBubble,stages=5": "pipeline_stages_per_rank=5, but ZBVZeroBubble has 2",
+        "pp=8,stages=4": "pipeline_stages_per_rank=4, but 1F1B has 1",
     }.items():
         found = why_not(asked, with_layout(asked.config, parse_layout(text)))
         assert found is not None and reason in found, (text, found)
@@ -79,7 +94,16 @@ def test_texts_of_layouts():
         again = with_layout(asked.config, parse_layout(layout_text(choice.config)))
         assert again == choice.config and evaluate(asked, again).key == choice.key
         check_config(again, trains=False)
+    assert parse_layout(" tp = 2,pp=4 ,stages=1") == {"tp": 2, "pp": 4, "stages": 1}
     for text, message in {
+        "": "'' is not KEY=VALUE",
+        "tp=8,": "'' is not KEY=VALUE",
+        "tp": "'tp' is not KEY=VALUE",
+        "tp=8,tp=4": "tp is given twice",
+        "microbatch=0": "microbatch=0 must be a whole number above 0",
+        "microbatch=\u00b2": "whole number",
+        "tp=8,stages=4": "stages needs a pipeline",
+        "schedule=GPipe": "schedule needs a pipeline",
         "tp=x": "whole number",
         "tq=1": "choose one of tp",
         "schedule=2F": "choose one of naive",
@@ -162,3 +186,83 @@ def test_the_sentence_names_what_limits():
     many = with_layout(asked.config, parse_layout("tp=2,pp=16,dp=2"))
     lanes = re.findall(r">rank (\d+)<", page(asked, [evaluate(asked, many)], 1e9))
     assert lanes[:8] == ["0", "2", "4", "6", "9", "11", "13", "15"] and set(lanes) == set(lanes[:8])
+
+
+@pytest.mark.parametrize(
+    "model, sections",
+    [
+        (SMALL, {"log": {"noise_interval": 10}}),
+        (SMALL, {"train": {"batch_size_start": 16}}),
+        ({**SMALL, "seq_length": 99}, {}),
+        (SMALL, {"parallel": {"recompute": "full", "recompute_interval": 2, "recompute_layers": "::2"}}),
+        (SMALL, {"log": {"timeline_step": 1}}),
+    ],
+)
+def test_the_runs_other_settings_limit_the_search(model, sections):
+    """Whatever is found, other commands accept, and `nearest` finds something for a layout that is not."""
+    asked = question(model, **sections)
+    for values in every_layout(asked):
+        check_config(with_layout(asked.config, values), trains=False)
+    near = nearest(asked, parse_layout("tp=8,microbatch=16"))
+    assert near is not None and why_not(asked, near.config) is None
+
+
+def test_ranks_that_share_a_layer_are_in_one_node():
+    six = question({**SMALL, "n_heads": 12, "head_dim": 64}, 12, 48, load_device("h100", gpus_per_node=6))
+    assert "would not be in the same node of 6" in str(why_not(six, with_layout(six.config, {"tp": 4, "dp": 3})))
+    assert why_not(six._replace(gpus=4), with_layout(six.config, {"tp": 4})) is None
+    assert any(each["tp"] == 4 for each in shapes(six._replace(gpus=4), Counter()))
+
+
+@pytest.mark.parametrize("model, layout", [
+    ({"preset": "qwen2-7b"}, "tp=2,pp=8,dp=2,zero=2,microbatch=2"),
+    (SMALL, "pp=6,microbatch=4,schedule=InterleavedZeroBubble,stages=1"),
+])  # fmt: skip
+def test_no_rank_needs_more_than_the_fullest(model, layout):
+    asked = question(model, 32, 32, load_device("a100-80"))
+    config = with_layout(asked.config, parse_layout(layout))
+    ranks = range(config.parallel.pipeline_parallel)
+    assert most_memory(asked, config).total == max(predicted_memory(config, rank).total for rank in ranks)
+
+
+GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--gpus", "0"], "--gpus=0 must be at least 1"),
+    (["--batch", "0"], "--batch=0 must be at least 1"),
+    (["--batch", "-3"], "--batch=-3 must be at least 1"),
+    (["--price", "-1"], "--price -1.0 must be at least 0"),
+    (["--price", "nan"], "--price nan must be at least 0"),
+    (["--gpus", "13"], "no layout works on 13 x h100: change --gpus or --batch"),
+    (["--gpus", "1000000007"], "change --gpus or --batch"),
+    (["--nodes-of", "0"], "--nodes-of: gpus_per_node = 0 must be a whole number above 0"),
+    (["--out", "{here}"], "--out {here}: give a new file in a folder that exists"),
+    (["--json", "{here}/no/x"], "--json {here}/no/x: give a new file in a folder that exists"),
+    (["--csv", "{here}/x", "--html", "{here}/x"], "--csv, --html name the same file"),
+    (["--explain", "dp=4", "--csv", "{here}/x"], "nothing was written, because the layout cannot work"),
+    (["--sweep", "gpus=8", "--csv", "{here}/x"], "--sweep only prints: leave out"),
+    (["--sweep", "gpus=8", "--explain", "dp=8"], "--sweep only prints: leave out"),
+    (["--sweep", "gpus=7.5"], "--sweep gpus 7.5: write a whole number"),
+    (["--sweep", "batch=0.5"], "--sweep batch 0.5: write a whole number"),
+    (["--sweep", "memory_gb=8e10"], "--sweep: memory_gb = 80000000000.0 must be a number above 0 and at most 10000"),
+    (["--sweep", "gemm_tflops=3000"], "--sweep: gemm_tflops = 3000 is above the 989 TFLOP/s of its peak"),
+    (["--sweep", "heads=1"], "choose one of gpus"),
+])  # fmt: skip
+def test_mistakes_on_the_command_line_have_one_sentence(options, message, tmp_path):
+    with pytest.raises(ValueError) as error:
+        plan_command([*GPT2, *(option.format(here=tmp_path) for option in options)])
+    assert message.format(here=tmp_path) in str(error.value) and "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_files_transport_dtypes_and_device_are_planned_for(tmp_path):
+    path = tmp_path / "run.toml"
+    text = '[model]\npreset = "gpt2-124m"\n[train]\nglobal_batch_size = 64\ndevice = "cpu"\ndtype = "{}"\n'
+    path.write_text(text.format("float32"))
+    with pytest.raises(ValueError, match="the rates of h100 are those of 16 bits"):
+        plan_command([str(path)])
+    path.write_text(text.format("float16") + '[parallel]\ntransport = "pipelined"\nreduce_dtype = "bfloat16"\n')
+    asked = _question(Plan(file=str(path)))
+    assert (asked.config.train.device, asked.config.train.dtype) == ("cuda", "float16")
+    assert (asked.software.forward_transport, asked.software.gradient_bytes) == ("pipelined", 2)

@@ -11,13 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from tpformer.config import PRESETS, RunConfig, build_config, preset_config, read_toml, to_toml
+from tpformer.config import (
+    PRESETS,
+    RunConfig,
+    build_config,
+    check_choice,
+    check_positive,
+    preset_config,
+    read_toml,
+    to_toml,
+)
 
 if TYPE_CHECKING:
     from tpformer.planner.devices import Device
     from tpformer.planner.search import Choice, Question
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+FILES = ("out", "json", "csv", "html")
+SWEPT = ("gpus", "batch", "link_gb_s", "network_gb_s", "gemm_tflops", "memory_gb")
 BATCH_TOKENS = 4 << 20  # of a step, where no batch is given; GPT-3's order
 
 
@@ -73,10 +84,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     options = tyro.cli(Plan, prog="tpformer plan", args=list(arguments))
     if options.validate:
         sys.exit(0 if _validate() else 1)
+    _check(options)
     question = _question(options)
-    for name, value in (("gpus", options.gpus), ("top", options.top)):
-        if value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
     if options.sweep is not None:
         _sweep(options, question)
     elif options.explain is not None:
@@ -85,25 +94,40 @@ def plan_command(arguments: Sequence[str]) -> None:
         _search(options, question)
 
 
+def _check(options: Plan) -> None:
+    """ValueError for numbers out of range, options that exclude each other, and files that could not be made."""
+    check_positive(**{"--gpus": options.gpus, "--top": options.top, "--batch": options.batch})
+    if options.price is not None and not 0 <= options.price < math.inf:
+        raise ValueError(f"--price {options.price} must be at least 0")
+    files = {name: Path(path) for name in FILES if (path := getattr(options, name))}
+    if options.sweep is not None and (files or options.explain is not None):
+        raise ValueError("--sweep only prints: leave out --explain, --out, --json, --csv and --html")
+    for name, path in files.items():
+        if path.exists() or not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path}: give a new file in a folder that exists")
+    if len({path.absolute() for path in files.values()}) < len(files):
+        raise ValueError(f"--{', --'.join(files)} name the same file: give each its own")
+
+
 def _question(options: Plan) -> "Question":
     """The model, batch and device of the options."""
     from tpformer.distributed.algorithms import NAMES
     from tpformer.planner.calibration import calibrated
     from tpformer.planner.devices import load_device
     from tpformer.planner.search import Question
-    from tpformer.planner.software import ON_CPU, OURS
+    from tpformer.planner.software import ours
 
     if options.all_reduce not in NAMES:
         raise ValueError(f"--all-reduce {options.all_reduce}: choose one of {', '.join(NAMES)}")
     device = load_device(options.device, options.nodes_of)
     if options.calibrate:
         device = calibrated(device, Path(options.calibrate))
-    software = OURS if device.capability else ON_CPU
-    return Question(_config(options, device), options.gpus, device, software, all_reduce=options.all_reduce)
+    config = _config(options, device)
+    return Question(config, options.gpus, device, ours(config.parallel, device), all_reduce=options.all_reduce)
 
 
 def _config(options: Plan, device: "Device") -> RunConfig:
-    """The run that is laid out; its vocabulary, device and dtype are set, because the models need them."""
+    """The run that is laid out on this device; its vocabulary and dtype are set, because the models need them."""
     from tpformer.planner.devices import DTYPES
     from tpformer.training.resolve import with_vocab_size
 
@@ -181,8 +205,9 @@ def _search(options: Plan, question: "Question") -> None:
 
     found = search(question, options.top)
     if not found.choices:
-        _print("no layout fits; what was dropped:", *plan_report.dropped_lines(found))
-        raise ValueError(f"nothing fits on {question.gpus} x {question.device.name}: take more GPUs, or larger ones")
+        _print("no layout works; what was dropped:", *plan_report.dropped_lines(found))
+        remedy = "take more GPUs, or larger ones" if found.dropped["does not fit"] else "change --gpus or --batch"
+        raise ValueError(f"no layout works on {question.gpus} x {question.device.name}: {remedy}")
     tokens = _tokens(options, question.config)
     _print(
         plan_report.table(found.choices, question),
@@ -214,7 +239,7 @@ def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tok
             writer.writerows(records)
     if options.html:
         Path(options.html).write_text(page(question, choices, tokens, options.price))
-    for path in filter(None, (options.out, options.json, options.csv, options.html)):
+    for path in filter(None, (getattr(options, name) for name in FILES)):
         _print(f"written: {path}")
 
 
@@ -247,31 +272,37 @@ def _explain(options: Plan, question: "Question") -> None:
     _print(f"{layout_text(config)} cannot work: {reason}.")
     other = nearest(question, values)
     if other is None:
-        raise ValueError(f"no layout works on {question.gpus} x {question.device.name}: take more GPUs, or larger ones")
+        raise ValueError(
+            f"no layout works on {question.gpus} x {question.device.name}: leave out --explain to see what was dropped"
+        )
     _print("The nearest layout that works:", plan_report.table([other], question))
+    if any(getattr(options, name) for name in FILES):
+        raise ValueError("nothing was written, because the layout cannot work: explain the one that does")
 
 
 def swept(question: "Question", key: str, text: str) -> "Question":
-    """The question with one value changed. ValueError for an unknown key."""
+    """The question with one value changed. ValueError for an unknown key or a value out of range."""
+    from tpformer.planner.devices import RATES, check_number, check_rates
+
+    check_choice("--sweep", key, SWEPT)
     value = _number(f"--sweep {key}", text)
-    rates = {"link_gb_s": ("link", 1e9), "gemm_tflops": ("flops", 1e12)}
-    if key == "gpus":
-        return question._replace(gpus=int(value))
-    if key == "batch":
+    if key in ("gpus", "batch"):
+        if value != int(value):
+            raise ValueError(f"--sweep {key} {text}: write a whole number")
+        if key == "gpus":
+            return question._replace(gpus=int(value))
         train = dataclasses.replace(question.config.train, global_batch_size=int(value))
         return question._replace(config=dataclasses.replace(question.config, train=train))
     device = question.device
-    if key in rates:
-        name, unit = rates[key]
+    check_number("--sweep", key, value)
+    if key in RATES:
+        name, unit = RATES[key]
         rate: dict[str, Any] = {name: unit * value}
         device = dataclasses.replace(device, machine=device.machine._replace(**rate))
-    elif key in ("network_gb_s", "memory_gb"):
+    else:
         size: dict[str, Any] = {key.split("_")[0]: 1e9 * value}
         device = dataclasses.replace(device, **size)
-    else:
-        raise ValueError(
-            f"--sweep {key}: choose one of gpus, batch, link_gb_s, network_gb_s, gemm_tflops and memory_gb"
-        )
+    check_rates(device, "--sweep")
     return question._replace(device=device)
 
 
@@ -283,14 +314,13 @@ def _sweep(options: Plan, question: "Question") -> None:
     if not equals or not values:
         raise ValueError(f"--sweep {options.sweep}: write KEY=VALUE,VALUE,...")
     tokens = _tokens(options, question.config)
-    for text in values.split(","):
-        changed = swept(question, key, text)
+    for text, changed in [(text, swept(question, key, text)) for text in values.split(",")]:  # mistakes come first
         found = search(changed, 1)
         if found.choices:
             cost = plan_report.cost_part(found.choices[0], changed, tokens, options.price)
             _print(f"{key} = {text}", plan_report.table(found.choices, changed), *_parts(cost))
         else:
-            _print(f"{key} = {text}: nothing fits")
+            _print(f"{key} = {text}: no layout works")
 
 
 def _validate() -> bool:

@@ -35,7 +35,9 @@ def calibrated_core(device: Device, folder: Path) -> Device:
     try:
         return _calibrated(device, json.loads(path.read_text())["rows"])
     except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError):
-        raise ValueError(f"{path} is no result of `python -m bench cpu`: give a folder like bench/results/cpu") from None
+        raise ValueError(
+            f"{path} is no result of `python -m bench cpu`: give a folder like bench/results/cpu"
+        ) from None
 
 
 def _calibrated(device: Device, rows: list[dict]) -> Device:

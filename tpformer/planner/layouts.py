@@ -37,19 +37,25 @@ def offload_of(layout: Layout) -> str:
 
 
 def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The configuration in the layout of layout_text's keys. Missing ones are as in DEFAULTS."""
+    """The configuration in the layout of layout_text's keys. Missing ones are as in DEFAULTS.
+
+    What is recomputed is so in all layers, each by itself, because the text says nothing else.
+    """
     stages, values = values.get("stages"), {**DEFAULTS, **values}  # unset: the schedule's own number
     dp, zero, offload, schedule = (values[key] for key in ("dp", "zero", "offload", "schedule"))
+    kind = SCHEDULES[schedule]
     layout = dataclasses.replace(
         config.parallel,
         tensor_parallel=values["tp"],
         pipeline_parallel=values["pp"],
         pipeline_schedule=schedule,
-        pipeline_stages_per_rank=stages if SCHEDULES[schedule].looped else None,
+        pipeline_stages_per_rank=stages if kind.looped or stages != kind.stages_per_rank else None,
         data_parallel_replicate=1 if zero else dp,
         data_parallel_shard=dp if zero else 1,
         zero_stage=zero,
         recompute=values["recompute"],
+        recompute_layers="",
+        recompute_interval=1,
         cpu_offload=offload in ("states", "both"),
         offload_activations=offload in ("activations", "both"),
     )
@@ -58,16 +64,26 @@ def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def parse_layout(text: str) -> dict[str, Any]:
-    """The values of layout_text's keys in a text such as "tp=8,pp=4,dp=2". ValueError for another key or value."""
+    """The values of layout_text's keys in a text such as "tp=8,pp=4,dp=2".
+
+    ValueError for another key or value, a key that is given twice, and a schedule or stages without a pipeline.
+    """
     values: dict[str, Any] = {}
     for part in text.split(","):
-        key, _, value = part.strip().partition("=")
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals:
+            raise ValueError(f"layout {text!r}: {part.strip()!r} is not KEY=VALUE, such as tp=8")
+        check_choice(f"layout {text!r}: key", key, (*NUMBERS, *WORDS))
+        if key in values:
+            raise ValueError(f"layout {text!r}: {key} is given twice")
         if key in NUMBERS:
-            if not value.isdigit() or (value == "0" and key != "zero"):
-                raise ValueError(f"layout {text!r}: {key}={value} must be a whole number")
+            if not (value.isascii() and value.isdigit()) or (int(value) == 0 and key != "zero"):
+                above = "" if key == "zero" else " above 0"
+                raise ValueError(f"layout {text!r}: {key}={value} must be a whole number{above}")
             values[key] = int(value)
         else:
-            check_choice(f"a key of the layout {text!r}", key, (*NUMBERS, *WORDS))
-            check_choice(key, value, WORDS[key])
+            check_choice(f"layout {text!r}: {key}", value, WORDS[key])
             values[key] = value
+    if given := [key for key in ("schedule", "stages") if key in values and values.get("pp", 1) == 1]:
+        raise ValueError(f"layout {text!r}: {given[0]} needs a pipeline: give pp=2 or more, or leave {given[0]} out")
     return values

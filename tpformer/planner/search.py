@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tpformer.config import SCHEDULES, Layout, RunConfig, check_config
+from tpformer.config import SCHEDULES, RunConfig, check_config
 
 from .devices import Device
 from .layer_time import LayerModel
 from .layouts import DEFAULTS, OFFLOADS, layout_text, with_layout
-from .rank_memory import Plan, least_memory, predicted_memory
+from .rank_memory import Plan, different_ranks, least_memory, predicted_memory
 from .software import OURS, Software
 from .step_time import StepModel, StepTime, mfu
 
 CONTEXT = 1e9  # bytes of the CUDA context and libraries, as docs/dry_run.md says
 MARGIN = 0.05  # the share of a device's memory that fragments and NCCL's buffers may take, apart from what is predicted
 # naive, GPipe and LoopedBFS idle as long as 1F1B and Interleaved1F1B, and keep more
+# what offloads less. Offloading takes time, so more of it is tried only if none of these fits
+LESS = {"none": (), "activations": ("none",), "states": ("none",), "both": ("none", "activations", "states")}
 SEARCHED_SCHEDULES = tuple(name for name in SCHEDULES if name not in ("naive", "GPipe", "LoopedBFS"))
 
 
@@ -81,14 +84,15 @@ class Found(NamedTuple):
 
 def divisors(n: int) -> list[int]:
     """The divisors of a number, ascending."""
-    return [each for each in range(1, n + 1) if n % each == 0]
+    small = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
+    return sorted({*small, *(n // each for each in small)})
 
 
 def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]]:
     """tp, pp, dp, microbatch and recompute of all layouts that divide. Counts what does not."""
     model, space, batch = question.config.model, question.space, question.config.train.global_batch_size
     for t in divisors(question.gpus):
-        if t > question.device.gpus_per_node or question.device.gpus_per_node % t:
+        if crosses_nodes(question, t):
             dropped["tp does not divide a node"] += 1
             continue
         if model.n_heads % t:
@@ -107,36 +111,38 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
                     yield {"tp": t, "pp": p, "dp": dp, "microbatch": b, "recompute": recompute}
 
 
-def schedules(question: Question, pipeline: int, n_microbatches: int) -> Iterator[dict[str, Any]]:
-    """The schedules of a pipeline that its layers and microbatches allow."""
-    if pipeline == 1:
-        yield {}
-        return
-    n_layers = question.config.model.n_layers
-    for name in question.space.schedules:
+def crosses_nodes(question: Question, tp: int) -> bool:
+    """Whether some of the `tp` ranks that share a layer would be in different nodes."""
+    node = question.device.gpus_per_node
+    return tp > node or (question.gpus > node and node % tp > 0)
+
+
+def schedules(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schedules with which the run's settings allow a shape. Without a pipeline it is {}."""
+    n_layers, pipeline = question.config.model.n_layers, shape["pp"]
+    candidates: list[dict[str, Any]] = [{}] if pipeline == 1 else []
+    for name in question.space.schedules if pipeline > 1 else ():
         kind = SCHEDULES[name]
         sizes = [kind.stages_per_rank]
         if kind.looped:
             most = min(question.space.most_stages, n_layers // pipeline)
             sizes = [v for v in range(2, most + 1) if n_layers % (pipeline * v) == 0 or v == 2]
-        for stages in sizes:
-            layout = Layout(pipeline_parallel=pipeline, pipeline_schedule=name)
-            layout = dataclasses.replace(layout, pipeline_stages_per_rank=stages if kind.looped else None)
-            try:
-                layout.check_pipeline(n_layers, n_microbatches)
-            except ValueError:
-                continue
-            yield {"schedule": name, "stages": stages}
+        candidates += [{"schedule": name, "stages": stages} for stages in sizes]
+    for schedule in candidates:
+        try:
+            check_config(with_layout(question.config, {**shape, **schedule}), trains=False)
+        except ValueError:
+            continue
+        yield schedule
 
 
 def variants(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """ZeRO stages and offloading of a shape with its schedule, in values that Layout allows."""
-    splits = SCHEDULES[shape.get("schedule", "1F1B")].splits_backward and shape["pp"] > 1
-    for zero in question.space.zero if shape["dp"] > 1 else (0,):
-        if zero > 1 and splits:
-            continue
-        for offload in question.space.offload:
-            yield {"zero": zero, "offload": offload}
+    """A shape in its schedules and ZeRO stages, in values that Layout allows, without offloading."""
+    for schedule in schedules(question, shape):
+        splits = bool(schedule) and SCHEDULES[schedule["schedule"]].splits_backward
+        for zero in question.space.zero if shape["dp"] > 1 else (0,):
+            if zero <= 1 or not splits:
+                yield {**shape, **schedule, "zero": zero}
 
 
 def evaluate(question: Question, config: RunConfig) -> Choice:
@@ -157,18 +163,18 @@ def _choice(question: Question, model: StepModel, memory: Plan) -> Choice:
 
 
 def most_memory(question: Question, config: RunConfig) -> Plan:
-    """The memory of the pipeline rank that needs most: the first, the last, or one between them."""
-    p = config.parallel.pipeline_parallel
-    plans = (predicted_memory(config, rank, question.software) for rank in sorted({0, p // 2, p - 1}))
-    return max(plans, key=lambda plan: plan.total)
+    """The memory of the pipeline rank that needs most."""
+    ranks = different_ranks(config.model, config.parallel)
+    return max((predicted_memory(config, rank, question.software) for rank in ranks), key=lambda plan: plan.total)
 
 
 def why_not(question: Question, config: RunConfig) -> str | None:
     """Why a layout cannot work: a ValueError's sentence, or how much does not fit. None if it can."""
     if config.parallel.world_size != question.gpus:
         return f"the layout has {config.parallel.world_size} ranks for {question.gpus} GPUs"
-    if config.parallel.tensor_parallel > question.device.gpus_per_node:
-        return f"tp={config.parallel.tensor_parallel} needs more than a node's {question.device.gpus_per_node} GPUs"
+    if crosses_nodes(question, config.parallel.tensor_parallel):
+        node = question.device.gpus_per_node
+        return f"some of the tp={config.parallel.tensor_parallel} ranks would not be in the same node of {node} GPUs"
     try:
         check_config(config, trains=False)
     except ValueError as error:
@@ -201,11 +207,14 @@ def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) ->
 
 
 class _Entry(NamedTuple):
-    """A shape, or a layout with its model, by a lower bound of its seconds. number: the order of entries made."""
+    """A shape, or values of a layout without offloading and their model, by a lower bound of its seconds.
+
+    number: the order of entries made.
+    """
 
     bound: float
     number: int
-    shape: dict[str, Any]
+    values: dict[str, Any]
     model: StepModel | None
 
 
@@ -226,51 +235,81 @@ def search(question: Question, top: int = 10) -> Found:
     while entries and not (len(best) == top and entries[0].bound > best[-1][0][0]):
         entry = heapq.heappop(entries)
         if entry.model is None:
-            for model in _layouts(question, entry.shape, dropped):
+            for values, model in _layouts(question, entry.values, dropped):
                 number += 1
-                heapq.heappush(entries, _Entry(model.least(), number, entry.shape, model))
-        elif (memory := most_memory(question, entry.model.config)).total > question.room:
-            dropped["does not fit"] += 1
-        else:
-            choice = _choice(question, entry.model, memory)
-            best.append((choice.key, choice))
-            best.sort(key=lambda pair: pair[0])
-            del best[top:]
+                heapq.heappush(entries, _Entry(model.least(), number, values, model))
+            continue
+        fits = list(fitting(question, entry.values))
+        dropped["does not fit"] += not fits
+        for config, memory in fits:
+            model = entry.model.variant(config)
+            if len(best) < top or model.least() <= best[-1][0][0]:
+                choice = _choice(question, model, memory)
+                best.append((choice.key, choice))
+                best.sort(key=lambda pair: pair[0])
+                del best[top:]
     if entries:
         dropped["slower by a lower bound of their time"] += len(entries)
     return Found([choice for _, choice in best], dropped)
 
 
-def _layouts(question: Question, shape: Mapping[str, Any], dropped: Counter[str]) -> Iterator[StepModel]:
-    """The models of all layouts of a shape that may fit."""
-    n_microbatches = question.config.train.global_batch_size // (shape["dp"] * shape["microbatch"])
-    found = list(schedules(question, shape["pp"], n_microbatches))
+def _layouts(
+    question: Question, shape: Mapping[str, Any], dropped: Counter[str]
+) -> Iterator[tuple[dict[str, Any], StepModel]]:
+    """All layouts of a shape that may fit, with their models without offloading."""
+    found = list(variants(question, shape))
     if not found:
-        dropped["no schedule has so few microbatches or layers"] += 1
-    for schedule in found:
-        model: StepModel | None = None
-        for variant in variants(question, {**shape, **schedule}):
-            config = with_layout(question.config, {**shape, **schedule, **variant})
-            if least_memory(config) > question.room:
-                dropped["does not fit"] += 1
-                continue
-            model = model_of(question, config) if model is None else model.variant(config)
-            yield model
+        dropped["too few microbatches or layers for any schedule, or another setting of the run forbids it"] += 1
+    models: dict[tuple, StepModel] = {}
+    for values in found:
+        if all(least_memory(config) > question.room for _, config in offloads(question, values)):
+            dropped["does not fit"] += 1
+            continue
+        schedule, config = (values.get("schedule"), values.get("stages")), with_layout(question.config, values)
+        model = models[schedule].variant(config) if schedule in models else model_of(question, config)
+        models[schedule] = model
+        yield values, model
+
+
+def offloads(question: Question, values: Mapping[str, Any]) -> Iterator[tuple[str, RunConfig]]:
+    """A layout with each kind of offloading, least first."""
+    for offload in question.space.offload:
+        yield offload, with_layout(question.config, {**values, "offload": offload})
+
+
+def fitting(question: Question, values: Mapping[str, Any]) -> Iterator[tuple[RunConfig, Plan]]:
+    """A layout with as little offloading as it needs to fit, and its memory. Two kinds may be as little."""
+    found: set[str] = set()
+    for offload, config in offloads(question, values):
+        if found.isdisjoint(LESS[offload]) and least_memory(config) <= question.room:
+            memory = most_memory(question, config)
+            if memory.total <= question.room:
+                found.add(offload)
+                yield config, memory
 
 
 def every_layout(question: Question) -> Iterator[dict[str, Any]]:
     """The settings of every layout that divides, one after the other."""
     for shape in shapes(question, Counter()):
-        n_microbatches = question.config.train.global_batch_size // (shape["dp"] * shape["microbatch"])
-        for schedule in schedules(question, shape["pp"], n_microbatches):
-            for variant in variants(question, {**shape, **schedule}):
-                yield {**shape, **schedule, **variant}
+        for values in variants(question, shape):
+            for offload in question.space.offload:
+                yield {**values, "offload": offload}
 
 
 def brute_force(question: Question, top: int = 10) -> list[Choice]:
     """The same as search, by evaluating everything: what tests compare it with."""
-    every = (evaluate(question, with_layout(question.config, values)) for values in every_layout(question))
-    return sorted((choice for choice in every if choice.memory.total <= question.room), key=lambda c: c.key)[:top]
+    fits: dict[str, dict[str, Choice]] = {}
+    for values in every_layout(question):
+        choice = evaluate(question, with_layout(question.config, values))
+        if choice.memory.total <= question.room:
+            fits.setdefault(str({**values, "offload": ""}), {})[values["offload"]] = choice
+    needed = (
+        choice
+        for found in fits.values()
+        for offload, choice in found.items()
+        if not any(less in found for less in LESS[offload])
+    )
+    return sorted(needed, key=lambda choice: choice.key)[:top]
 
 
 def nearest(question: Question, values: Mapping[str, Any]) -> Choice | None:

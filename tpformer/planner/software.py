@@ -9,6 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from tpformer.config import Layout
+
+from .devices import Device
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Software:
@@ -90,3 +94,11 @@ OURS = Software(
 # The same on a CPU, in float32: nothing is cast, whoever computes also launches, and what sends takes the time of what
 # computes.
 ON_CPU = dataclasses.replace(OURS, optimizer=32.0, host_kernel=0.0, data_overlap="none")
+
+
+def ours(layout: Layout, device: Device) -> Software:
+    """This project's stack on a device, with a layout's transport and the dtype in which it reduces gradients."""
+    nbytes = 2.0 if layout.reduce_dtype == "bfloat16" else 4.0
+    transport = layout.transport if device.capability else "sequential"
+    stack = OURS if device.capability else ON_CPU
+    return dataclasses.replace(stack, forward_transport=transport, backward_transport=transport, gradient_bytes=nbytes)
