@@ -1,4 +1,4 @@
-"""The memory model beside the dry run's counts: 20 layouts, every stage's bytes and the sum at the peak."""
+"""The memory model beside the dry run's counts: 21 layouts, every stage's bytes and the sum at the peak."""
 
 import re
 from pathlib import Path
@@ -38,6 +38,7 @@ LAYOUTS = [
     ),
     (GPT, {"recompute": "full", "recompute_interval": 2, "recompute_layers": "::3,6"}),
     ({**GPT, "seq_length": 2048}, {"recompute": "mlp", "recompute_layers": "-1", "offload_activations": True}),
+    ({**LLAMA, "n_heads": 6, "head_dim": 32, "n_kv_heads": 3}, {"tensor_parallel": 2}),
     (GPT, {"dtype": "float16"}),
     (LLAMA, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
     (LLAMA, {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 2, **ILV}),

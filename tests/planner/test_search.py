@@ -22,6 +22,7 @@ from tpformer.planner.search import (
     brute_force,
     evaluate,
     every_layout,
+    model_of,
     most_memory,
     nearest,
     search,
@@ -266,3 +267,17 @@ def test_a_files_transport_dtypes_and_device_are_planned_for(tmp_path):
     asked = _question(Plan(file=str(path)))
     assert (asked.config.train.device, asked.config.train.dtype) == ("cuda", "float16")
     assert (asked.software.forward_transport, asked.software.gradient_bytes) == ("pipelined", 2)
+
+
+@pytest.mark.parametrize("gpus, batch, device, layout", [
+    (32, 64, load_device("a100-80", 2), "tp=2,pp=2,dp=8,zero=3"),
+    (12, 48, load_device("h200", 2), "tp=2,pp=3,dp=2,zero=2,schedule=Interleaved1F1B,stages=2,recompute=full"),
+    (6, 48, load_device("a100-80"), "tp=1,pp=3,dp=2,zero=2,schedule=Interleaved1F1B,stages=2"),
+])  # fmt: skip
+def test_bounds_on_which_the_search_relies(gpus, batch, device, layout):
+    """No step takes less than its bound, and none gets faster by offloading."""
+    asked, values = question({"preset": "megatron-18.4b"}, gpus, batch, device), parse_layout(layout)
+    models = [model_of(asked, with_layout(asked.config, {**values, "offload": each})) for each in OFFLOADS]
+    seconds = [model.step().seconds for model in models]
+    assert all(model.least() <= each * (1 + 1e-9) for model, each in zip(models, seconds, strict=True))
+    assert min(seconds) == seconds[0] and seconds[3] == max(seconds)

@@ -22,6 +22,7 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 from tpformer.ops.transports.prediction import fused_times, sequential_times
 
 from .devices import Device, as_if_on
+from .memory import kv_heads
 from .roofline import activation_seconds, attention_seconds, gemm_seconds
 from .software import Software
 
@@ -100,7 +101,7 @@ class LayerModel:
         self.t, self.h = layout.tensor_parallel, model.hidden_size
         self.tokens = config.microbatch_size * model.seq_length
         self.rows = self.tokens / self.t if layout.sequence_parallel else self.tokens
-        q, kv = model.query_size // self.t, max(model.kv_size // self.t, model.head_size)
+        q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
         self.linears = (
             Linear("qkv", q + 2 * kv, self.h, True),

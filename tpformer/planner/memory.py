@@ -31,6 +31,15 @@ def microbatch_rows(config: GPTConfig, layout: Layout, microbatch_size: int) -> 
     return microbatch_size * config.seq_length // shards
 
 
+def kv_heads(config: GPTConfig, tp: int) -> tuple[int, int]:
+    """Key-value heads that the first of tp ranks computes, and those that it attends to: with repeated ones, if its
+    query heads cannot share them evenly.
+    """
+    queries, group = config.n_heads // tp, config.n_heads // config.kv_heads
+    heads = -(-queries // group)
+    return heads, heads if heads == 1 or heads * group == queries else queries
+
+
 def boundary_bytes(config: RunConfig) -> int:
     """Bytes of the rows that one stage sends to the next for one microbatch. train.dtype must be set."""
     rows = microbatch_rows(config.model, config.parallel, config.microbatch_size)

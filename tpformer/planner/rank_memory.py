@@ -25,6 +25,7 @@ from .memory import (
     Occupancies,
     Peak,
     fused_workspaces,
+    kv_heads,
     layer_workspace,
     loss_workspace,
     microbatch_rows,
@@ -136,15 +137,16 @@ def layer_kept(config: RunConfig) -> Kept:
     tokens = config.microbatch_size * model.seq_length
     rows = microbatch_rows(model, layout, config.microbatch_size)
     norm = rows * statistic * (2 if model.norm == "layernorm" else 1)
-    q, kv = model.query_size // t, max(model.kv_size // t, model.head_size)
-    features = [q, kv, kv, q] + ([q, kv] if model.qk_norm else [])
-    per_head = q // model.head_size + ((q + kv) // model.head_size if model.qk_norm else 0)
+    q, (own, attended) = model.n_heads // t, kv_heads(model, t)
+    heads = [q, attended, attended, q] + ([q, own] if model.qk_norm else [])
+    per_head = q + (q + own if model.qk_norm else 0)
+    repeated = 16 * q if attended > own else 0  # which heads are repeated: two tensors of 8 bytes for each
     hidden = [-(-model.ffn_size // t)] * (2 if MLP_ACTIVATIONS[model.activation][1] else 1)  # the first rank's
     return Kept(
         rows * model.hidden_size * item,
-        tuple(tokens * each * item for each in features),
+        tuple(tokens * each * model.head_size * item for each in heads),
         tuple(tokens * each * item for each in hidden),
-        norm + tokens * per_head * statistic,
+        norm + tokens * per_head * statistic + repeated,
         norm,
     )
 
@@ -172,7 +174,7 @@ def predicted_stage(config: RunConfig, stage: int, kept: Kept | None = None) -> 
         saved += _head_kept(config, kept.stream, item)
     queued = 0.0
     if layout.pipeline_parallel > 1 and layout.schedule.splits_backward:
-        q, kv = model.query_size / t, max(model.kv_size // t, model.head_size)
+        q, kv = model.query_size / t, kv_heads(model, t)[0] * model.head_size
         features = 2 * model.hidden_size + 2 * (q + kv) + sum(kept.hidden) / tokens / item + -(-model.ffn_size // t)
         queued = len(layers) * (tokens * features * item + 2 * kept.stream) + (2 * kept.stream if stage else 0)
         if model.position == "rope":  # positions, and their cosines and sines in float32

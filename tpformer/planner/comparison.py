@@ -1,0 +1,81 @@
+"""The best layouts of several kinds beside one another, and from where on which kind is the fastest.
+
+Belongs here: what `tpformer plan --within "A; B" --sweep KEY=...` compares. The search itself is in search.py. All
+figures are predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from .layouts import layout_text, parse_kind
+from .plan_report import limits
+from .report import size
+from .search import Choice, Question, search
+
+
+class Compared(NamedTuple):
+    """One value of a sweep ("" without one), and the best layout of each kind; None where none works."""
+
+    value: str
+    best: dict[str, Choice | None]
+
+    @property
+    def winner(self) -> str | None:
+        """The kind with the fastest layout; None if no layout works."""
+        working = {kind: choice.tokens for kind, choice in self.best.items() if choice is not None}
+        return max(working, key=working.__getitem__, default=None)
+
+
+def kinds_of(text: str) -> list[str]:
+    """The kinds in a text such as "zero=3,pp=1; zero=0|1". ValueError for one that is no kind."""
+    kinds = [kind.strip() for kind in text.split(";")]
+    for kind in kinds:
+        parse_kind(kind)
+    return kinds
+
+
+def within(question: Question, kind: str) -> Question:
+    """The question that searches layouts of a kind alone."""
+    return question._replace(space=dataclasses.replace(question.space, **parse_kind(kind)))
+
+
+def compare(question: Question, value: str, kinds: Sequence[str]) -> Compared:
+    """The best layout of each kind. Memory is as for search."""
+    found = {kind: search(within(question, kind), 1).choices for kind in kinds}
+    return Compared(value, {kind: choices[0] if choices else None for kind, choices in found.items()})
+
+
+def table(key: str, rows: Sequence[Compared], question: Question) -> Table:
+    """A row for each value and kind, with the winner's lead over the others."""
+    found = Table(title=f"predicted, {question.device.name}: the best of each kind", title_justify="left", box=None)
+    for name in (key, "kind", "its best layout"):
+        found.add_column(name, overflow="fold")
+    for name in ("tokens/s", "of the winner's", "limited by", "memory"):
+        found.add_column(name, justify="right")
+    for row in rows:
+        most = max((choice.tokens for choice in row.best.values() if choice is not None), default=0.0)
+        for kind, choice in row.best.items():
+            cells = ["does not work", "", "", "", ""]
+            if choice is not None:
+                share = f"{choice.tokens / most:.0%}"
+                cells = [layout_text(choice.config), f"{choice.tokens:,.0f}", share, limits(choice)]
+                cells.append(size(choice.memory.total))
+            found.add_row(row.value, kind, *cells)
+    return found
+
+
+def crossovers(key: str, rows: Sequence[Compared]) -> Iterator[str]:
+    """A sentence for each run of values that one kind wins."""
+    for winner, group in itertools.groupby(rows, key=lambda row: row.winner):
+        values = [row.value for row in group]
+        if not values[0]:
+            where = ""
+        else:
+            where = f" at {key} = {values[0]}" + (f" to {values[-1]}" if len(values) > 1 else "")
+        yield f"{winner} is the fastest{where}" if winner else f"no layout works{where}"
