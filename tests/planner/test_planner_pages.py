@@ -1,9 +1,12 @@
 """What pages say of costs, bytes, advice and placement is what the planner's functions give."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tpformer.cli.plan import plan_command
 from tpformer.config import build_config, read_toml
 from tpformer.models import preset_config
 from tpformer.planner.advice import advice, scaled_learning_rates
@@ -56,3 +59,16 @@ def test_strategies():
     assert axis_bytes(plan_config(halved))["dp_shard"] > 1.5 * first
     assert TRANSFERS[True]["none"] / TRANSFERS[False]["none"] == 1.25 and "a quarter more" in text
     assert f"{pipeline_speedup(4, 9):.1f} times as fast" in text
+
+
+COMMANDS = re.findall(r"```bash\ntpformer plan (.*)\n```\n```\n((?:.*\n)*?)```", page("strategies.md"))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("command, printed", COMMANDS, ids=range(len(COMMANDS)))
+def test_crossovers(command, printed, capsys):
+    plan_command(shlex.split(command))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if " is the fastest" in line or line.startswith("no layout works")] == (
+        printed.splitlines()
+    )

@@ -10,6 +10,7 @@ import pytest
 
 from tpformer.cli.plan import Plan, _question, plan_command, run_file, swept
 from tpformer.config import build_config, check_config
+from tpformer.planner.comparison import Compared, compare, crossovers, within
 from tpformer.planner.devices import load_device
 from tpformer.planner.layouts import OFFLOADS, layout_text, parse_layout, with_layout
 from tpformer.planner.plan_page import page
@@ -48,8 +49,8 @@ def test_search_is_as_good_as_brute_force(seed):
     memory = draw.choice([1.2e9, 1.5e9, 3e9, 40e9])
     device = type(device)(**{**vars(device), "memory": memory, "network": draw.choice([1e9, 21e9])})
     space = Space(
-        microbatches=tuple(draw.sample([1, 2, 4], 2)),
-        schedules=tuple(draw.sample(Space().schedules, 3)),
+        microbatch=tuple(draw.sample([1, 2, 4], 2)),
+        schedule=tuple(draw.sample(Space().schedule, 3)),
         offload=draw.choice([("none", "activations"), ("none", "states"), OFFLOADS]),
         most_stages=4,
     )
@@ -119,7 +120,7 @@ def test_slower_parts_and_larger_batches_change_the_answer():
     assert search(swept(asked, "gemm_tflops", "125"), 1).choices[0].tokens < 0.7 * first.tokens
     assert search(swept(asked, "network_gb_s", "0.5"), 1).choices[0].tokens < first.tokens
     assert search(swept(asked, "gpus", "32"), 1).choices[0].tokens > 1.5 * first.tokens
-    with pytest.raises(ValueError, match="choose one of gpus"):
+    with pytest.raises(ValueError, match="choose one of preset, gpus"):
         swept(asked, "heads", "1")
 
 
@@ -133,7 +134,7 @@ def test_published_layouts_are_near_the_best_of_their_time():
     near = []
     for row in table.rows:
         space = Space(
-            schedules=("1F1B", "Interleaved1F1B"), zero=(0,), recompute=("full",), offload=("none",), most_stages=3
+            schedule=("1F1B", "Interleaved1F1B"), zero=(0,), recompute=("full",), offload=("none",), most_stages=3
         )  # fmt: skip
         asked = Question(row.config, row.config.parallel.world_size, table.device, row.software, space)
         best = search(asked, 1).choices[0]
@@ -248,7 +249,9 @@ GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
     (["--sweep", "batch=0.5"], "--sweep batch 0.5: write a whole number"),
     (["--sweep", "memory_gb=8e10"], "--sweep: memory_gb = 80000000000.0 must be a number above 0 and at most 10000"),
     (["--sweep", "gemm_tflops=3000"], "--sweep: gemm_tflops = 3000 is above the 989 TFLOP/s of its peak"),
-    (["--sweep", "heads=1"], "choose one of gpus"),
+    (["--sweep", "heads=1"], "choose one of preset, gpus"),
+    (["--within", "zero=3;zero=4|x"], "zero=x must be a whole number"),
+    (["--within", "zero=1;zero=3", "--out", "{here}/x"], "--within with several kinds only prints: leave out"),
 ])  # fmt: skip
 def test_mistakes_on_the_command_line_have_one_sentence(options, message, tmp_path):
     with pytest.raises(ValueError) as error:
@@ -281,3 +284,21 @@ def test_bounds_on_which_the_search_relies(gpus, batch, device, layout):
     seconds = [model.step().seconds for model in models]
     assert all(model.least() <= each * (1 + 1e-9) for model, each in zip(models, seconds, strict=True))
     assert min(seconds) == seconds[0] and seconds[3] == max(seconds)
+
+
+def test_kinds_are_compared():
+    asked = question(batch=64)
+    rows = [compare(asked, "", ["pp=1", "pp=2|4,schedule=1F1B|ZBVZeroBubble", "tp=16"])]
+    first, second, none = rows[0].best.values()
+    every = brute_force(asked, 10**6)
+    for found, chosen in ((first, lambda p: p == 1), (second, lambda p: p in (2, 4))):
+        own = [choice for choice in every if chosen(choice.config.parallel.pipeline_parallel)]
+        own = [choice for choice in own if choice.config.parallel.pipeline_schedule in ("1F1B", "ZBVZeroBubble")]
+        assert found is not None and found.key == own[0].key
+    assert none is None and rows[0].winner == "pp=1"
+    lead = first.tokens / second.tokens - 1
+    assert list(crossovers("", rows)) == [f"pp=1 is the fastest, by {lead:.1%}"]
+    alone = Compared("9", {"pp=1": first, "tp=16": None})
+    lines = list(crossovers("gpus", [alone, alone._replace(value="12"), Compared("8", {"tp=16": None})]))
+    assert lines == ["pp=1 is the fastest at gpus = 9 to 12, and no other works", "no layout works at gpus = 8"]
+    assert within(asked, "zero=1|3").space.zero == (1, 3)

@@ -77,6 +77,18 @@ def test_many_microbatches_take_as_long_as_simulated(schedule):
     assert 0.8 * found.span < found.least_span <= found.span * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_slow_messages_take_as_long_as_simulated(schedule):
+    """Then a schedule may repeat itself later than after three rounds."""
+    before = 0.0
+    for network in (42e9, 1e9, 0.5e9, 0.2e9):
+        device = dataclasses.replace(H100, network=network, gpus_per_node=1)
+        found = model({"pipeline_parallel": 8, "pipeline_schedule": schedule}, device=device)
+        assert found.span == pytest.approx(max(action.end for action in found.timeline()), rel=1e-6)
+        assert found.span > before
+        before = found.span
+
+
 def test_what_makes_a_step_slower_or_faster():
     pipeline = {"pipeline_parallel": 4}
     plain = model(pipeline)

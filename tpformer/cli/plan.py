@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 FILES = ("out", "json", "csv", "html")
-SWEPT = ("gpus", "batch", "link_gb_s", "network_gb_s", "gemm_tflops", "memory_gb")
+SWEPT = ("preset", "gpus", "batch", "link_gb_s", "network_gb_s", "gemm_tflops", "memory_gb")
 BATCH_TOKENS = 4 << 20  # of a step, where no batch is given; GPT-3's order
 
 
@@ -62,9 +62,12 @@ class Plan:
     driver or all_pairs."""
     explain: str | None = None
     """A layout: its items and memory, or why it cannot work and the nearest that does."""
+    within: str | None = None
+    """Search only layouts of a kind, such as zero=3,pp=1 or pp=2|4|8. Several kinds, with semicolons between them, are
+    compared: the best of each."""
     sweep: str | None = None
-    """KEY=VALUE,VALUE,...: the best layout for each value of gpus, batch, link_gb_s, network_gb_s, gemm_tflops or
-    memory_gb."""
+    """KEY=VALUE,VALUE,...: the best layout for each value of preset, gpus, batch, link_gb_s, network_gb_s, gemm_tflops
+    or memory_gb; with several kinds, the best of each, and from where on which is the fastest."""
     out: str = ""
     """Where to write the best layout as a run's TOML file. Empty: nowhere."""
     json: str = ""
@@ -86,7 +89,9 @@ def plan_command(arguments: Sequence[str]) -> None:
         sys.exit(0 if _validate() else 1)
     _check(options)
     question = _question(options)
-    if options.sweep is not None:
+    if options.within is not None and (";" in options.within or options.sweep is not None):
+        _compare(options, question)
+    elif options.sweep is not None:
         _sweep(options, question)
     elif options.explain is not None:
         _explain(options, question)
@@ -100,8 +105,10 @@ def _check(options: Plan) -> None:
     if options.price is not None and not 0 <= options.price < math.inf:
         raise ValueError(f"--price {options.price} must be at least 0")
     files = {name: Path(path) for name in FILES if (path := getattr(options, name))}
-    if options.sweep is not None and (files or options.explain is not None):
-        raise ValueError("--sweep only prints: leave out --explain, --out, --json, --csv and --html")
+    several = options.within is not None and ";" in options.within
+    for name, given in (("--sweep", options.sweep is not None), ("--within with several kinds", several)):
+        if given and (files or options.explain is not None):
+            raise ValueError(f"{name} only prints: leave out --explain, --out, --json, --csv and --html")
     for name, path in files.items():
         if path.exists() or not path.absolute().parent.is_dir():
             raise ValueError(f"--{name} {path}: give a new file in a folder that exists")
@@ -113,6 +120,7 @@ def _question(options: Plan) -> "Question":
     """The model, batch and device of the options."""
     from tpformer.distributed.algorithms import NAMES
     from tpformer.planner.calibration import calibrated
+    from tpformer.planner.comparison import within
     from tpformer.planner.devices import load_device
     from tpformer.planner.search import Question
     from tpformer.planner.software import ours
@@ -123,7 +131,10 @@ def _question(options: Plan) -> "Question":
     if options.calibrate:
         device = calibrated(device, Path(options.calibrate))
     config = _config(options, device)
-    return Question(config, options.gpus, device, ours(config.parallel, device), all_reduce=options.all_reduce)
+    question = Question(config, options.gpus, device, ours(config.parallel, device), all_reduce=options.all_reduce)
+    if options.within is not None and ";" not in options.within:
+        return within(question, options.within)
+    return question
 
 
 def _config(options: Plan, device: "Device") -> RunConfig:
@@ -306,15 +317,33 @@ def swept(question: "Question", key: str, text: str) -> "Question":
     return question._replace(device=device)
 
 
+def _values(options: Plan, question: "Question") -> tuple[str, list[tuple[str, "Question"]]]:
+    """The key of --sweep, and each value with its question. ValueError comes before anything is searched."""
+    key, equals, values = (options.sweep or "").partition("=")
+    if not equals or not values:
+        raise ValueError(f"--sweep {options.sweep}: write KEY=VALUE,VALUE,...")
+    if key != "preset":
+        return key, [(text, swept(question, key, text)) for text in values.split(",")]
+    each = [dataclasses.replace(options, file="", parameters=None, preset=text) for text in values.split(",")]
+    return key, [(options.preset or "", _question(options)) for options in each]
+
+
+def _compare(options: Plan, question: "Question") -> None:
+    from tpformer.planner.comparison import compare, crossovers, kinds_of, table
+
+    kinds = kinds_of(options.within or "")
+    key, values = _values(options, question) if options.sweep is not None else ("", [("", question)])
+    rows = [compare(each, text, kinds) for text, each in values]
+    _print(table(key, rows, question), *crossovers(key, rows), "All figures are predictions.")
+
+
 def _sweep(options: Plan, question: "Question") -> None:
     from tpformer.planner import plan_report
     from tpformer.planner.search import search
 
-    key, equals, values = (options.sweep or "").partition("=")
-    if not equals or not values:
-        raise ValueError(f"--sweep {options.sweep}: write KEY=VALUE,VALUE,...")
-    tokens = _tokens(options, question.config)
-    for text, changed in [(text, swept(question, key, text)) for text in values.split(",")]:  # mistakes come first
+    key, values = _values(options, question)
+    for text, changed in values:
+        tokens = _tokens(options, changed.config)
         found = search(changed, 1)
         if found.choices:
             cost = plan_report.cost_part(found.choices[0], changed, tokens, options.price)

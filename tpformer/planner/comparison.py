@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,8 +29,18 @@ class Compared(NamedTuple):
     @property
     def winner(self) -> str | None:
         """The kind with the fastest layout; None if no layout works."""
-        working = {kind: choice.tokens for kind, choice in self.best.items() if choice is not None}
-        return max(working, key=working.__getitem__, default=None)
+        return max(self.tokens, key=self.tokens.__getitem__, default=None)
+
+    @property
+    def tokens(self) -> dict[str, float]:
+        """Tokens/s of the kinds that have a layout that works."""
+        return {kind: choice.tokens for kind, choice in self.best.items() if choice is not None}
+
+    @property
+    def lead(self) -> float:
+        """By how much, as a share, the winner is faster than the next kind; infinity where there is no other."""
+        *_, second, first = 0.0, *sorted(self.tokens.values())
+        return first / second - 1 if second else math.inf
 
 
 def kinds_of(text: str) -> list[str]:
@@ -71,11 +82,11 @@ def table(key: str, rows: Sequence[Compared], question: Question) -> Table:
 
 
 def crossovers(key: str, rows: Sequence[Compared]) -> Iterator[str]:
-    """A sentence for each run of values that one kind wins."""
-    for winner, group in itertools.groupby(rows, key=lambda row: row.winner):
-        values = [row.value for row in group]
-        if not values[0]:
-            where = ""
-        else:
-            where = f" at {key} = {values[0]}" + (f" to {values[-1]}" if len(values) > 1 else "")
-        yield f"{winner} is the fastest{where}" if winner else f"no layout works{where}"
+    """A sentence for each run of values that one kind wins, with its smallest and its largest lead."""
+    for winner, several in itertools.groupby(rows, key=lambda row: row.winner):
+        group = list(several)
+        first, last = group[0].value, group[-1].value
+        where = f" at {key} = {first}" + (f" to {last}" if last != first else "") if key else ""
+        leads = [f"{lead:.1%}" for lead in sorted(row.lead for row in group if winner) if lead < math.inf]
+        by = f", by {' to '.join(dict.fromkeys((leads[0], leads[-1])))}" if leads else ", and no other works"
+        yield f"{winner} is the fastest{where}{by}" if winner else f"no layout works{where}"

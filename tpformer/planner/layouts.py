@@ -68,22 +68,39 @@ def parse_layout(text: str) -> dict[str, Any]:
 
     ValueError for another key or value, a key that is given twice, and a schedule or stages without a pipeline.
     """
-    values: dict[str, Any] = {}
+    values = {key: _value(text, key, value) for key, value in _pairs(text).items()}
+    if given := [key for key in ("schedule", "stages") if key in values and values.get("pp", 1) == 1]:
+        raise ValueError(f"layout {text!r}: {given[0]} needs a pipeline: give pp=2 or more, or leave {given[0]} out")
+    return values
+
+
+def parse_kind(text: str) -> dict[str, Any]:
+    """The tuple of values that each key may have in a text such as "zero=1|3,pp=1". ValueError as for parse_layout."""
+    return {
+        key: tuple(_value(text, key, each.strip()) for each in values.split("|"))
+        for key, values in _pairs(text).items()
+    }
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Keys and what stands behind their equals signs."""
+    found: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
             raise ValueError(f"layout {text!r}: {part.strip()!r} is not KEY=VALUE, such as tp=8")
         check_choice(f"layout {text!r}: key", key, (*NUMBERS, *WORDS))
-        if key in values:
+        if key in found:
             raise ValueError(f"layout {text!r}: {key} is given twice")
-        if key in NUMBERS:
-            if not (value.isascii() and value.isdigit()) or (int(value) == 0 and key != "zero"):
-                above = "" if key == "zero" else " above 0"
-                raise ValueError(f"layout {text!r}: {key}={value} must be a whole number{above}")
-            values[key] = int(value)
-        else:
-            check_choice(f"layout {text!r}: {key}", value, WORDS[key])
-            values[key] = value
-    if given := [key for key in ("schedule", "stages") if key in values and values.get("pp", 1) == 1]:
-        raise ValueError(f"layout {text!r}: {given[0]} needs a pipeline: give pp=2 or more, or leave {given[0]} out")
-    return values
+        found[key] = value
+    return found
+
+
+def _value(text: str, key: str, value: str) -> int | str:
+    if key in WORDS:
+        check_choice(f"layout {text!r}: {key}", value, WORDS[key])
+        return value
+    if not (value.isascii() and value.isdigit()) or (int(value) == 0 and key != "zero"):
+        above = "" if key == "zero" else " above 0"
+        raise ValueError(f"layout {text!r}: {key}={value} must be a whole number{above}")
+    return int(value)

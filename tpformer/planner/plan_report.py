@@ -104,10 +104,22 @@ def parts(choice: Choice, question: Question, tokens: float, price: float | None
     }
 
 
+def losses(choice: Choice) -> dict[str, float]:
+    """The share of a step that each item but computing has."""
+    return {name: share for name, share in shares(choice.step).items() if name != "compute"}
+
+
+def limits(choice: Choice) -> str:
+    """The largest item of a step beside computing, with its share."""
+    lost = losses(choice)
+    worst = max(lost, key=lost.__getitem__)
+    return f"{ITEMS[worst]} {lost[worst]:.1%}"
+
+
 def why(choices: Sequence[Choice]) -> str:
     """One sentence: why the first layout is the fastest, and what limits it."""
     first = choices[0]
-    lost = {name: share for name, share in shares(first.step).items() if name != "compute"}
+    lost = losses(first)
     worst = max(lost, key=lost.__getitem__)
     limit = f"{1 - sum(lost.values()):.1%} of its step computes"
     if lost[worst] >= 0.0005:  # less is 0.0%

@@ -24,23 +24,31 @@ from .step_time import StepModel, StepTime, mfu
 
 CONTEXT = 1e9  # bytes of the CUDA context and libraries, as docs/dry_run.md says
 MARGIN = 0.05  # the share of a device's memory that fragments and NCCL's buffers may take, apart from what is predicted
-# naive, GPipe and LoopedBFS idle as long as 1F1B and Interleaved1F1B, and keep more
 # what offloads less. Offloading takes time, so more of it is tried only if none of these fits
 LESS = {"none": (), "activations": ("none",), "states": ("none",), "both": ("none", "activations", "states")}
+# naive, GPipe and LoopedBFS idle as long as 1F1B and Interleaved1F1B, and keep more
 SEARCHED_SCHEDULES = tuple(name for name in SCHEDULES if name not in ("naive", "GPipe", "LoopedBFS"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is searched."""
+    """What is searched: the values that each of a layout's settings may have. None: any that divides."""
 
-    schedules: tuple[str, ...] = SEARCHED_SCHEDULES
+    tp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+    schedule: tuple[str, ...] = SEARCHED_SCHEDULES
+    stages: tuple[int, ...] | None = None
     most_stages: int = 16
     """Of stages on a rank."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    microbatches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    microbatch: tuple[int, ...] = (1, 2, 4, 8, 16)
     recompute: tuple[str, ...] = ("none", "mlp", "full")
     offload: tuple[str, ...] = OFFLOADS
+
+    def has(self, **values: int) -> bool:
+        """Whether these settings may have these values."""
+        return all((allowed := getattr(self, key)) is None or value in allowed for key, value in values.items())
 
 
 class Question(NamedTuple):
@@ -92,6 +100,8 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
     """tp, pp, dp, microbatch and recompute of all layouts that divide. Counts what does not."""
     model, space, batch = question.config.model, question.space, question.config.train.global_batch_size
     for t in divisors(question.gpus):
+        if not space.has(tp=t):
+            continue
         if crosses_nodes(question, t):
             dropped["tp does not divide a node"] += 1
             continue
@@ -100,10 +110,12 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
             continue
         for p in divisors(question.gpus // t):
             dp = question.gpus // (t * p)
+            if not space.has(pp=p, dp=dp):
+                continue
             if p > model.n_layers:
                 dropped["fewer layers than pipeline ranks"] += 1
                 continue
-            for b in space.microbatches:
+            for b in space.microbatch:
                 if batch % (dp * b):
                     dropped["dp x microbatch does not divide the batch"] += 1
                     continue
@@ -121,12 +133,13 @@ def schedules(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str
     """The schedules with which the run's settings allow a shape. Without a pipeline it is {}."""
     n_layers, pipeline = question.config.model.n_layers, shape["pp"]
     candidates: list[dict[str, Any]] = [{}] if pipeline == 1 else []
-    for name in question.space.schedules if pipeline > 1 else ():
+    for name in question.space.schedule if pipeline > 1 else ():
         kind = SCHEDULES[name]
         sizes = [kind.stages_per_rank]
         if kind.looped:
             most = min(question.space.most_stages, n_layers // pipeline)
             sizes = [v for v in range(2, most + 1) if n_layers % (pipeline * v) == 0 or v == 2]
+        sizes = [v for v in sizes if question.space.has(stages=v)]
         candidates += [{"schedule": name, "stages": stages} for stages in sizes]
     for schedule in candidates:
         try:
@@ -141,7 +154,7 @@ def variants(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str,
     for schedule in schedules(question, shape):
         splits = bool(schedule) and SCHEDULES[schedule["schedule"]].splits_backward
         for zero in question.space.zero if shape["dp"] > 1 else (0,):
-            if zero <= 1 or not splits:
+            if question.space.has(zero=zero) and (zero <= 1 or not splits):
                 yield {**shape, **schedule, "zero": zero}
 
 

@@ -223,12 +223,13 @@ class StepModel:
         """Seconds from the first start to the last end on any rank.
 
         With many microbatches, from two smaller numbers of them: once the schedule repeats itself, each round of as
-        many microbatches as ranks takes as long as the one before.
+        many microbatches as ranks takes as long as the one before. Where messages are slow, that takes many rounds.
         """
         p, m = self.layout.pipeline_parallel, self.m
         if p == 1 or "bubble" in self.without:
             return self._most()
-        few = few_microbatches(self.layout.pipeline_schedule, p, m)
+        slow = 2 * self.message() > min(stage.seconds("F") for stage in self.stages)
+        few = m if slow else few_microbatches(self.layout.pipeline_schedule, p, m)
         end = max(action.end for action in self._timeline(few))
         if few == m:
             return end
