@@ -250,7 +250,12 @@ GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
     (["--sweep", "memory_gb=8e10"], "--sweep: memory_gb = 80000000000.0 must be a number above 0 and at most 10000"),
     (["--sweep", "gemm_tflops=3000"], "--sweep: gemm_tflops = 3000 is above the 989 TFLOP/s of its peak"),
     (["--sweep", "heads=1"], "choose one of preset, gpus"),
-    (["--within", "zero=3;zero=4|x"], "zero=x must be a whole number"),
+    (["--sweep", "preset=gpt2-355m"], "--sweep preset= names the models: leave out"),
+    (["--within", "zero=3;zero=2|x"], "zero=x must be a whole number"),
+    (["--within", "zero=9"], "zero=9 must be 0, 1, 2 or 3"),
+    (["--within", "schedule=1F1B"], "schedule needs a pipeline: give pp=2 or more"),
+    (["--within", "pp=1|2,stages=2"], "stages needs a pipeline: give pp=2 or more"),
+    (["--within", "tp=16"], "change --gpus or --batch, or leave out --within"),
     (["--within", "zero=1;zero=3", "--out", "{here}/x"], "--within with several kinds only prints: leave out"),
 ])  # fmt: skip
 def test_mistakes_on_the_command_line_have_one_sentence(options, message, tmp_path):

@@ -46,7 +46,7 @@ class Plan:
     gpus: int = 8
     """How many GPUs."""
     device: str = "h100"
-    """a100-40, a100-80, h100, h200, b200, or the path of a TOML file that describes another one."""
+    """a100-40, a100-80, h100, h200, b200, cpu, or the path of a TOML file that describes another one."""
     nodes_of: int | None = None
     """GPUs of a node. Unset: the device's."""
     batch: int | None = None
@@ -81,6 +81,11 @@ class Plan:
     validate: bool = False
     """Compare the model of time with published runs, and leave terms out of it. Exit code 1 if a gate is missed."""
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of layouts in `within`."""
+        return [] if self.within is None else [kind.strip() for kind in self.within.split(";")]
+
 
 def plan_command(arguments: Sequence[str]) -> None:
     """`tpformer plan`: search, explain, sweep or validate. ValueError, in one sentence, for what cannot be planned."""
@@ -88,15 +93,14 @@ def plan_command(arguments: Sequence[str]) -> None:
     if options.validate:
         sys.exit(0 if _validate() else 1)
     _check(options)
-    question = _question(options)
-    if options.within is not None and (";" in options.within or options.sweep is not None):
-        _compare(options, question)
+    if len(options.kinds) > 1 or (options.kinds and options.sweep is not None):
+        _compare(options)
     elif options.sweep is not None:
-        _sweep(options, question)
+        _sweep(options)
     elif options.explain is not None:
-        _explain(options, question)
+        _explain(options, _question(options))
     else:
-        _search(options, question)
+        _search(options, _question(options))
 
 
 def _check(options: Plan) -> None:
@@ -105,8 +109,7 @@ def _check(options: Plan) -> None:
     if options.price is not None and not 0 <= options.price < math.inf:
         raise ValueError(f"--price {options.price} must be at least 0")
     files = {name: Path(path) for name in FILES if (path := getattr(options, name))}
-    several = options.within is not None and ";" in options.within
-    for name, given in (("--sweep", options.sweep is not None), ("--within with several kinds", several)):
+    for name, given in (("--sweep", options.sweep is not None), ("--within with several kinds", options.kinds[1:])):
         if given and (files or options.explain is not None):
             raise ValueError(f"{name} only prints: leave out --explain, --out, --json, --csv and --html")
     for name, path in files.items():
@@ -132,9 +135,7 @@ def _question(options: Plan) -> "Question":
         device = calibrated(device, Path(options.calibrate))
     config = _config(options, device)
     question = Question(config, options.gpus, device, ours(config.parallel, device), all_reduce=options.all_reduce)
-    if options.within is not None and ";" not in options.within:
-        return within(question, options.within)
-    return question
+    return within(question, options.kinds[0]) if len(options.kinds) == 1 else question
 
 
 def _config(options: Plan, device: "Device") -> RunConfig:
@@ -218,6 +219,7 @@ def _search(options: Plan, question: "Question") -> None:
     if not found.choices:
         _print("no layout works; what was dropped:", *plan_report.dropped_lines(found))
         remedy = "take more GPUs, or larger ones" if found.dropped["does not fit"] else "change --gpus or --batch"
+        remedy += ", or leave out --within" if options.kinds else ""
         raise ValueError(f"no layout works on {question.gpus} x {question.device.name}: {remedy}")
     tokens = _tokens(options, question.config)
     _print(
@@ -317,31 +319,35 @@ def swept(question: "Question", key: str, text: str) -> "Question":
     return question._replace(device=device)
 
 
-def _values(options: Plan, question: "Question") -> tuple[str, list[tuple[str, "Question"]]]:
+def _values(options: Plan) -> tuple[str, list[tuple[str, "Question"]]]:
     """The key of --sweep, and each value with its question. ValueError comes before anything is searched."""
-    key, equals, values = (options.sweep or "").partition("=")
+    if options.sweep is None:
+        return "", [("", _question(options))]
+    key, equals, values = options.sweep.partition("=")
     if not equals or not values:
         raise ValueError(f"--sweep {options.sweep}: write KEY=VALUE,VALUE,...")
     if key != "preset":
+        question = _question(options)
         return key, [(text, swept(question, key, text)) for text in values.split(",")]
-    each = [dataclasses.replace(options, file="", parameters=None, preset=text) for text in values.split(",")]
+    if options.file or options.preset or options.parameters:
+        raise ValueError("--sweep preset= names the models: leave out FILE.toml, --preset and --parameters")
+    each = [dataclasses.replace(options, preset=text) for text in values.split(",")]
     return key, [(options.preset or "", _question(options)) for options in each]
 
 
-def _compare(options: Plan, question: "Question") -> None:
-    from tpformer.planner.comparison import compare, crossovers, kinds_of, table
+def _compare(options: Plan) -> None:
+    from tpformer.planner.comparison import compare, crossovers, table
 
-    kinds = kinds_of(options.within or "")
-    key, values = _values(options, question) if options.sweep is not None else ("", [("", question)])
-    rows = [compare(each, text, kinds) for text, each in values]
-    _print(table(key, rows, question), *crossovers(key, rows), "All figures are predictions.")
+    key, values = _values(options)
+    rows = [compare(question, text, options.kinds) for text, question in values]
+    _print(table(key, rows, options.device), *crossovers(key, rows), "All figures are predictions.")
 
 
-def _sweep(options: Plan, question: "Question") -> None:
+def _sweep(options: Plan) -> None:
     from tpformer.planner import plan_report
     from tpformer.planner.search import search
 
-    key, values = _values(options, question)
+    key, values = _values(options)
     for text, changed in values:
         tokens = _tokens(options, changed.config)
         found = search(changed, 1)

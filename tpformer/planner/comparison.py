@@ -43,28 +43,21 @@ class Compared(NamedTuple):
         return first / second - 1 if second else math.inf
 
 
-def kinds_of(text: str) -> list[str]:
-    """The kinds in a text such as "zero=3,pp=1; zero=0|1". ValueError for one that is no kind."""
-    kinds = [kind.strip() for kind in text.split(";")]
-    for kind in kinds:
-        parse_kind(kind)
-    return kinds
-
-
 def within(question: Question, kind: str) -> Question:
     """The question that searches layouts of a kind alone."""
     return question._replace(space=dataclasses.replace(question.space, **parse_kind(kind)))
 
 
 def compare(question: Question, value: str, kinds: Sequence[str]) -> Compared:
-    """The best layout of each kind. Memory is as for search."""
-    found = {kind: search(within(question, kind), 1).choices for kind in kinds}
+    """The best layout of each kind. ValueError, before anything is searched, for a text that is no kind."""
+    asked = {kind: within(question, kind) for kind in kinds}
+    found = {kind: search(each, 1).choices for kind, each in asked.items()}
     return Compared(value, {kind: choices[0] if choices else None for kind, choices in found.items()})
 
 
-def table(key: str, rows: Sequence[Compared], question: Question) -> Table:
+def table(key: str, rows: Sequence[Compared], device: str) -> Table:
     """A row for each value and kind, with the winner's lead over the others."""
-    found = Table(title=f"predicted, {question.device.name}: the best of each kind", title_justify="left", box=None)
+    found = Table(title=f"predicted, {device}: the best of each kind", title_justify="left", box=None)
     for name in (key, "kind", "its best layout"):
         found.add_column(name, overflow="fold")
     for name in ("tokens/s", "of the winner's", "limited by", "memory"):

@@ -68,23 +68,17 @@ def parse_layout(text: str) -> dict[str, Any]:
 
     ValueError for another key or value, a key that is given twice, and a schedule or stages without a pipeline.
     """
-    values = {key: _value(text, key, value) for key, value in _pairs(text).items()}
-    if given := [key for key in ("schedule", "stages") if key in values and values.get("pp", 1) == 1]:
-        raise ValueError(f"layout {text!r}: {given[0]} needs a pipeline: give pp=2 or more, or leave {given[0]} out")
-    return values
+    return {key: values[0] for key, values in _values(text, several=False).items()}
 
 
 def parse_kind(text: str) -> dict[str, Any]:
     """The tuple of values that each key may have in a text such as "zero=1|3,pp=1". ValueError as for parse_layout."""
-    return {
-        key: tuple(_value(text, key, each.strip()) for each in values.split("|"))
-        for key, values in _pairs(text).items()
-    }
+    return _values(text, several=True)
 
 
-def _pairs(text: str) -> dict[str, str]:
-    """Keys and what stands behind their equals signs."""
-    found: dict[str, str] = {}
+def _values(text: str, several: bool) -> dict[str, Any]:
+    """Keys, and the values that stand behind their equals signs. several: whether a key may have more than one."""
+    found: dict[str, Any] = {}
     for part in text.split(","):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
@@ -92,7 +86,9 @@ def _pairs(text: str) -> dict[str, str]:
         check_choice(f"layout {text!r}: key", key, (*NUMBERS, *WORDS))
         if key in found:
             raise ValueError(f"layout {text!r}: {key} is given twice")
-        found[key] = value
+        found[key] = tuple(_value(text, key, each.strip()) for each in (value.split("|") if several else [value]))
+    if given := [key for key in ("schedule", "stages") if key in found and 1 in found.get("pp", (1,))]:
+        raise ValueError(f"layout {text!r}: {given[0]} needs a pipeline: give pp=2 or more, or leave {given[0]} out")
     return found
 
 
@@ -103,4 +99,6 @@ def _value(text: str, key: str, value: str) -> int | str:
     if not (value.isascii() and value.isdigit()) or (int(value) == 0 and key != "zero"):
         above = "" if key == "zero" else " above 0"
         raise ValueError(f"layout {text!r}: {key}={value} must be a whole number{above}")
+    if key == "zero" and int(value) > 3:
+        raise ValueError(f"layout {text!r}: zero={value} must be 0, 1, 2 or 3")
     return int(value)

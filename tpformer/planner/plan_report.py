@@ -143,7 +143,7 @@ def why(choices: Sequence[Choice]) -> str:
 
 def dropped_lines(found: Found) -> Iterator[str]:
     """What was not ranked, by reason."""
-    for reason, count in found.dropped.most_common():
+    for reason, count in (+found.dropped).most_common():
         yield f"  {count:7,d}  {reason}"
 
 
