@@ -195,6 +195,11 @@ def _tokens(options: Plan, config: RunConfig) -> float:
     return _number("--tokens", options.tokens)
 
 
+def _given(options: Plan, tokens: float) -> tuple[float | None, float | None]:
+    """Tokens and price for a table, which shows days and money only of a training that is asked for."""
+    return tokens if options.tokens != "auto" or options.price is not None else None, options.price
+
+
 def _print(*parts: Any) -> None:
     """Print tables as wide as the terminal, or 160 columns into a file."""
     from rich.console import Console
@@ -223,7 +228,7 @@ def _search(options: Plan, question: "Question") -> None:
         raise ValueError(f"no layout works on {question.gpus} x {question.device.name}: {remedy}")
     tokens = _tokens(options, question.config)
     _print(
-        plan_report.table(found.choices, question),
+        plan_report.table(found.choices, question, *_given(options, tokens)),
         plan_report.memory_table(found.choices[0], question),
         plan_report.why(found.choices),
         *_parts(plan_report.parts(found.choices[0], question, tokens, options.price)),
@@ -276,7 +281,7 @@ def _explain(options: Plan, question: "Question") -> None:
     if (reason := why_not(question, config)) is None:
         choice = evaluate(question, config)
         _print(
-            plan_report.table([choice], question),
+            plan_report.table([choice], question, *_given(options, tokens)),
             plan_report.memory_table(choice, question),
             *_parts(plan_report.parts(choice, question, tokens, options.price)),
         )
@@ -288,7 +293,7 @@ def _explain(options: Plan, question: "Question") -> None:
         raise ValueError(
             f"no layout works on {question.gpus} x {question.device.name}: leave out --explain to see what was dropped"
         )
-    _print("The nearest layout that works:", plan_report.table([other], question))
+    _print("The nearest layout that works:", plan_report.table([other], question, *_given(options, tokens)))
     if any(getattr(options, name) for name in FILES):
         raise ValueError("nothing was written, because the layout cannot work: explain the one that does")
 
@@ -353,7 +358,9 @@ def _sweep(options: Plan) -> None:
         found = search(changed, 1)
         if found.choices:
             cost = plan_report.cost_part(found.choices[0], changed, tokens, options.price)
-            _print(f"{key} = {text}", plan_report.table(found.choices, changed), *_parts(cost))
+            _print(
+                f"{key} = {text}", plan_report.table(found.choices, changed, *_given(options, tokens)), *_parts(cost)
+            )
         else:
             _print(f"{key} = {text}: no layout works")
 

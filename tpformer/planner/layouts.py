@@ -21,13 +21,14 @@ WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOA
 
 
 def layout_text(config: RunConfig) -> str:
-    """A layout as one line that `--explain` reads."""
+    """A layout as one line that `--explain` reads, without recomputation and offloading where there is none."""
     layout = config.parallel
     parts: dict[str, Any] = {"tp": layout.tensor_parallel, "pp": layout.pipeline_parallel, "dp": layout.data_parallel}
     parts |= {"zero": layout.zero, "microbatch": config.microbatch_size}
     if layout.pipeline_parallel > 1:
         parts |= {"schedule": layout.pipeline_schedule, "stages": layout.stages_per_rank}
-    parts |= {"recompute": layout.recompute, "offload": offload_of(layout)}
+    others = {"recompute": layout.recompute, "offload": offload_of(layout)}
+    parts |= {key: value for key, value in others.items() if value != DEFAULTS[key]}
     return ",".join(f"{key}={value}" for key, value in parts.items())
 
 

@@ -93,10 +93,6 @@ def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def _short(choice: Choice) -> str:
-    return layout_text(choice.config).replace(",offload=none", "").replace(",recompute=none", "")
-
-
 def _choices_table(choices: Sequence[Choice]) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("layout", "tokens/s", "MFU", "step", "memory"))
     rows = ""
@@ -119,7 +115,7 @@ def bars(
     )
     found = [f'<div class="legend">{legend}</div>{_note("The legend has the values of layout 1.")}']
     for number, (choice, row) in enumerate(zip(choices, rows, strict=True), 1):
-        label = f"<span>{number}. {_breakable(_short(choice))}</span><span>{text(sum(row.values()))}</span>"
+        label = f"<span>{number}. {_breakable(layout_text(choice.config))}</span><span>{text(sum(row.values()))}</span>"
         held = "".join(
             f'<i style="width:{100 * row[name] / whole:.2f}%;background:{colour[name]}"'
             f' title="{escape(name)}: {text(row[name])}"></i>'

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .advice import advice
@@ -54,22 +55,34 @@ def record(choice: Choice, question: Question, tokens: float, price: float | Non
     return found
 
 
-def table(choices: Sequence[Choice], question: Question) -> Table:
-    """A row for each layout: its step by items, and its memory."""
-    found = Table(title=f"predicted, {question.gpus} x {question.device.name}", title_justify="left")
+def table(
+    choices: Sequence[Choice], question: Question, tokens: float | None = None, price: float | None = None
+) -> Table:
+    """A row for each layout: its step by items, its memory, and where they are given the days and price of a training.
+
+    tokens: of the training. price: of one GPU for an hour.
+    """
+    title = f"predicted, {question.gpus} x {question.device.name}"
+    found = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     found.add_column("layout", overflow="fold", min_width=24)
-    for name in ("tokens/s", "MFU", "step", *ITEMS.values(), "memory"):
+    of_training = [] if tokens is None else ["days"] if price is None else ["days", "price"]
+    for name in ("tokens/s", "MFU", "step", *ITEMS.values(), "memory", *of_training):
         found.add_column(name, justify="right")
     for choice in choices:
         cells = [f"{choice.tokens:,.0f}", f"{choice.mfu:.1%}", f"{choice.step.seconds:.2f} s"]
         cells += [f"{share:.1%}" for share in shares(choice.step).values()]
-        found.add_row(layout_text(choice.config), *cells, size(choice.memory.total))
+        cells.append(size(choice.memory.total))
+        if tokens is not None:
+            cost = cost_of(choice, question, tokens, price)
+            cells += [f"{cost.days:.3g}"] + ([] if price is None else [f"{cost.price:,.0f}"])
+        found.add_row(layout_text(choice.config), *cells)
     return found
 
 
 def memory_table(choice: Choice, question: Question) -> Table:
     """What the fullest rank of a layout holds at its peak."""
-    found = Table(title=f"memory of the fullest rank, {question.device.name}: predicted", title_justify="left")
+    title = f"memory of the fullest rank, {question.device.name}: predicted"
+    found = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     found.add_column("part")
     found.add_column("bytes", justify="right")
     for name, nbytes in choice.memory.parts:
