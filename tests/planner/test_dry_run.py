@@ -19,6 +19,7 @@ from tpformer.planner.bubbles import schedule_order
 from tpformer.planner.counting import CollectiveCounter, StageCount
 from tpformer.planner.dry_run import count_parameters, count_rank, default_ranks, plan_config
 from tpformer.planner.memory import fused_workspaces, layer_workspace, occupancies, schedule_peak
+from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.report import head, rank_lines, rank_plan, report
 from tpformer.planner.states import Precision
 from tpformer.planner.storages import nbytes, storages
@@ -114,6 +115,8 @@ def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(count, name) == found[name], (rank, name)
     plan = rank_plan(config, count, order_of(config))
+    predicted = predicted_memory(config, rank * config.parallel.pipeline_parallel // config.parallel.world_size)
+    assert predicted.total == pytest.approx(plan.total, rel=0.02)
     if fsdp:
         moved = {call: n for call, n in count.collectives.items() if call.axis.startswith("dp") and call.nbytes > 8}
         assert moved and moved == {call: n for call, n in found["fsdp"].items() if call.axis.startswith("dp")}
