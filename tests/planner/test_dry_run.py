@@ -115,8 +115,8 @@ def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(count, name) == found[name], (rank, name)
     plan = rank_plan(config, count, order_of(config))
-    predicted = predicted_memory(config, rank * config.parallel.pipeline_parallel // config.parallel.world_size)
-    assert predicted.total == pytest.approx(plan.total, rel=0.02)
+    place = rank * config.parallel.pipeline_parallel // config.parallel.world_size
+    assert predicted_memory(config, place).total == pytest.approx(plan.total, rel=0.02)
     if fsdp:
         moved = {call: n for call, n in count.collectives.items() if call.axis.startswith("dp") and call.nbytes > 8}
         assert moved and moved == {call: n for call, n in found["fsdp"].items() if call.axis.startswith("dp")}
@@ -164,12 +164,7 @@ WITH_FSDP = {
         MODEL,
     ),
     "zero2-interleaved": (
-        {
-            "pipeline_parallel": 2,
-            "pipeline_schedule": "Interleaved1F1B",
-            "data_parallel_shard": 2,
-            "zero_stage": 2,
-        },
+        {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_shard": 2, "zero_stage": 2},
         {},
         LLAMA,
     ),

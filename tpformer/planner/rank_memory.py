@@ -117,7 +117,7 @@ class Kept(NamedTuple):
     hidden: tuple[float, ...]
     """What the activation reads."""
     of_attention: float
-    """Statistics of the attention branch: its norm's, those of qk_norm, attention's log-sum-exp. A CPU's mask."""
+    """Statistics of the attention branch: its norm's, those of qk_norm, attention's log-sum-exp; a window's mask."""
     of_mlp: float
     """Statistics of the MLP branch's norm."""
 
@@ -141,8 +141,9 @@ def layer_kept(config: RunConfig) -> Kept:
     heads = [q, attended, attended, q] + ([q, own] if model.qk_norm else [])
     per_head = q + (q + own if model.qk_norm else 0)
     repeated = 16 * q if attended > own else 0  # which heads are repeated: two tensors of 8 bytes for each
-    windowed = config.train.device == "cpu" and (model.sliding_window or model.seq_length) < model.seq_length
-    mask = item * model.seq_length**2 if windowed else 0  # a GPU's kernels make none
+    windowed = (model.sliding_window or model.seq_length) < model.seq_length
+    flash = config.train.device != "cpu" and item == 2  # its kernels make no mask
+    mask = item * model.seq_length**2 if windowed and not flash else 0
     hidden = [-(-model.ffn_size // t)] * (2 if MLP_ACTIVATIONS[model.activation][1] else 1)  # the first rank's
     return Kept(
         rows * model.hidden_size * item,
