@@ -1,4 +1,4 @@
-"""The memory model beside the dry run's counts: 21 layouts, every stage's bytes and the sum at the peak."""
+"""The memory model beside the dry run's counts: 22 layouts, every stage's bytes and the sum at the peak."""
 
 import re
 from pathlib import Path
@@ -42,6 +42,7 @@ LAYOUTS = [
     (GPT, {"dtype": "float16"}),
     (LLAMA, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
     (LLAMA, {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 2, **ILV}),
+    (GPT, {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, **ILV, "pipeline_stages_per_rank": 2}),
 ]
 
 

@@ -40,7 +40,7 @@ def question(model=SMALL, gpus=8, batch=32, device=H100, space=None, **sections)
     return Question(build_config({"model": model, "train": train, **sections}), gpus, device, space=space or Space())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(40), 43, 115])  # of 140, the last two had ties that rounding parted
 def test_search_is_as_good_as_brute_force(seed):
     draw = random.Random(seed)
     model = {**SMALL, "n_layers": draw.choice([3, 4, 8]), "hidden_size": draw.choice([256, 1024])}
@@ -57,7 +57,7 @@ def test_search_is_as_good_as_brute_force(seed):
     asked = question(model, draw.choice([2, 4, 6, 8]), draw.choice([8, 24, 32]), device, space)
     found, every = search(asked, 5), brute_force(asked, 5)
     assert [choice.key for choice in found.choices] == [choice.key for choice in every]
-    assert all(choice.memory.total <= asked.room for choice in found.choices)
+    assert all(choice.memory.total <= asked.room for choice in found.choices) and all(found.dropped.values())
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ class _Rank:
         self.parameters = nbytes(self.model.parameters())
         self.indices = layout.stages_of(self.mesh["pp"].get_local_rank())
         self.copies = [0] * len(parts)
+        self.passing = 0  # of the copies, those of layers that are gathered only while they compute
 
     def _input(self, part: GPT) -> Tensor:
         if part.is_first:
@@ -190,7 +191,7 @@ class _Rank:
             y = part(x, targets=targets, sample_index=sample_index, step=1)
         self.copies[index] = sum(storage.nbytes() for storage in storages(part.parameters()) - self.shards)
         if zero == 3:
-            self.copies[index] += sum(sorted(saved.gathered[1:])[-2:])  # those of a layer and of the next one
+            self.passing = max(self.passing, sum(sorted(saved.gathered[1:])[-2:]))  # those of a layer and the next one
         if part.is_first:
             saved.leave_out([x])  # token ids are part of the batch, which is there anyway
         kept, offloaded = saved.totals()
@@ -263,5 +264,5 @@ class _Rank:
             if self.mesh[axis].size() > 1:
                 calls[Collective(axis, "all_reduce", 8)] += numbers  # the loss, and the number of targets
         coordinates = {axis: self.mesh[axis].get_local_rank() for axis in AXES}
-        held = self.parameters, gradients, moments, sum(self.copies), accumulated
+        held = self.parameters, gradients, moments, sum(self.copies) + self.passing, accumulated
         return RankCount(rank, coordinates, stages, *held, dict(calls))

@@ -253,7 +253,8 @@ def search(question: Question, top: int = 10) -> Found:
                 heapq.heappush(entries, _Entry(model.least(), number, values, model))
             continue
         fits = list(fitting(question, entry.values))
-        dropped["does not fit"] += not fits
+        if not fits:
+            dropped["does not fit"] += 1
         for config, memory in fits:
             model = entry.model.variant(config)
             if len(best) < top or model.least() <= best[-1][0][0]:
