@@ -250,7 +250,7 @@ def search(question: Question, top: int = 10) -> Found:
         if entry.model is None:
             for values, model in _layouts(question, entry.values, dropped):
                 number += 1
-                heapq.heappush(entries, _Entry(model.least(), number, values, model))
+                heapq.heappush(entries, _Entry(least_offloaded(question, values, model), number, values, model))
             continue
         fits = list(fitting(question, entry.values))
         if not fits:
@@ -265,6 +265,17 @@ def search(question: Question, top: int = 10) -> Found:
     if entries:
         dropped["slower by a lower bound of their time"] += len(entries)
     return Found([choice for _, choice in best], dropped)
+
+
+def least_offloaded(question: Question, values: Mapping[str, Any], model: StepModel) -> float:
+    """A lower bound of a layout's seconds with any offloading.
+
+    While activations move to the host, gradients can be reduced, so a rank that waits for neither may get faster.
+    """
+    first: dict[bool, RunConfig] = {}  # what else they offload only takes longer
+    for _, config in offloads(question, values):
+        first.setdefault(config.parallel.offload_activations, config)
+    return min(model.variant(config).least() for config in first.values())
 
 
 def _layouts(

@@ -55,9 +55,7 @@ class StageTime:
 
     work: Work
     host: dict[str, float]
-    """Seconds of launching F, I and W."""
-    moved: float
-    """Seconds of moving what F saves to the host, and again back for I."""
+    """Seconds of launching F, I and W, or of moving what they save to the host and back if that takes longer."""
     sends: dict[str, float]
     """Seconds that F and I wait for their result to be sent."""
 
@@ -66,11 +64,10 @@ class StageTime:
         forward, inputs, weights = (terms.seconds for terms in self.work)
         return {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}[kind]
 
-    def launching(self, kind: str, moves: bool = True) -> float:
-        """Seconds that the host takes longer to launch, or what moves to it and back to move."""
-        moved = self.moved * moves
-        host = {"F": max(self.host["F"], moved), "I": max(self.host["I"], moved), "W": self.host["W"]}
-        return max(0.0, (host["I"] + host["W"] if kind == "B" else host[kind]) - self.device(kind))
+    def launching(self, kind: str) -> float:
+        """Seconds that the host takes longer."""
+        host = self.host["I"] + self.host["W"] if kind == "B" else self.host[kind]
+        return max(0.0, host - self.device(kind))
 
     def sending(self, kind: str) -> float:
         """Seconds of a step's send."""
@@ -80,10 +77,6 @@ class StageTime:
     def durations(self) -> dict[str, float]:
         """All of it, for F, B, I and W."""
         return {kind: self.device(kind) + self.launching(kind) + self.sending(kind) for kind in "FBIW"}
-
-    def window(self, kind: str) -> float:
-        """Seconds that can hide data-parallel communication: all but those in which only bytes for the host move."""
-        return self.device(kind) + self.launching(kind, moves=False) + self.sending(kind)
 
     def seconds(self, kind: str) -> float:
         """All of it, for one kind."""
@@ -165,8 +158,12 @@ class StepModel:
         if layout.offload_activations:
             moved = predicted_stage(self.config, index).offloaded / self.device.host
         forward, backward = software.kernels
-        host = {"F": launching * forward, "I": launching * backward * 2 / 3, "W": launching * backward / 3}
-        return StageTime(work.without(self.without), host, moved, self._sends(index))
+        host = {
+            "F": max(launching * forward, moved),
+            "I": max(launching * backward * 2 / 3, moved),
+            "W": launching * backward / 3,
+        }
+        return StageTime(work.without(self.without), host, self._sends(index))
 
     @functools.cached_property
     def _layers(self) -> dict[bool, Work]:
@@ -310,8 +307,8 @@ class StepModel:
             return seconds
         stages = [self.stages[index] for index in layout.stages_of(rank)]
         units = sum(len(self.ranges[index]) for index in layout.stages_of(rank)) + 1
-        forward = sum(stage.window("F") for stage in stages)
-        backward = sum(stage.window("B") for stage in stages)
+        forward = sum(stage.seconds("F") for stage in stages)
+        backward = sum(stage.seconds("B") for stage in stages)
         unit = elements_ / units  # each layer is gathered and reduced on its own
         gradients = units * self.collective(software.gradient_bytes * unit) / 2
         gathers = units * self.collective(self.device.itemsize * unit) / 2 if layout.zero else 0.0
