@@ -35,7 +35,6 @@ OPTIONS = OptimizerSection()
 PLAIN, PLAIN_FUSED, PLAIN_PREPARED = "PyTorch", "PyTorch, fused qkv", "PyTorch, keep_freed_memory"
 OURS, OURS_MESH = "tpformer", "tpformer, mesh of 1"  # DTensor parameters on a mesh, as the trainer builds it
 TP2, TP2_SINGLE = "tpformer, 2 ranks", "2 ranks, 1 sample at a time"
-SINGLE = "one sample at a time"
 NORMS, ACTIVATIONS = "norm outputs", "activation outputs"
 SHARED, GLOO = "shared memory", "gloo"
 STEP, REBUILD, TP = "training step", "step if not rebuilt", "tensor parallel"
@@ -103,7 +102,7 @@ def training_calls(shape: Shape, tp: int) -> Calls:
     if tp == 1:
         steps |= {OURS: ours(shape, None)}
     else:
-        steps |= {SINGLE: ours(shape, tp, microbatches=shape.samples)}
+        steps |= {TP2_SINGLE: ours(shape, tp, microbatches=shape.samples)}
     config = shape.config
     rows = torch.randn(shape.samples * config.seq_length, config.hidden_size)
     hidden = torch.randn(len(rows), config.ffn_size)
@@ -176,7 +175,7 @@ def step_rows(shape: Shape, rounds: int) -> list[Row]:
         one = interleave({name: partial(ranks.sample, name) for name, ranks in where.items()}, rounds, shape.steps)
         again = interleave({name: partial(alone.sample, name) for name in (NORMS, ACTIVATIONS)}, rounds, shape.steps)
         pairs = {OURS_MESH: partial(alone.sample, OURS_MESH), TP2: partial(pair.sample, OURS_MESH)}
-        pairs[TP2_SINGLE] = partial(pair.sample, SINGLE)
+        pairs[TP2_SINGLE] = partial(pair.sample, TP2_SINGLE)
         two = interleave(pairs, rounds, shape.steps)
     without = {
         name: [step - rebuilt for step, rebuilt in zip(one[OURS], seconds, strict=True)]

@@ -11,7 +11,7 @@ import json
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import correlation, median, stdev
+from statistics import median, stdev
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from tpformer.config import RunConfig, build_config
 from tpformer.planner.calibration import calibrated
 from tpformer.planner.devices import load_device
 from tpformer.planner.layouts import parse_layout, with_layout
+from tpformer.planner.published import spearman
 from tpformer.planner.search import Question, evaluate
 from tpformer.planner.software import ours
 from tpformer.processes.cpu import keep_freed_memory
@@ -81,24 +82,12 @@ def step_call(config: RunConfig) -> Calls:
     return {"step": timed(step, 1)}
 
 
-def ranks_of(values: list[float], same: float) -> list[float]:
-    """The mean place of each value in the sorted list. Values closer than `same`, as a share, are ties."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    places, first = [0.0] * len(values), 0
-    for place, index in enumerate(order):
-        if values[index] > values[order[first]] * (1 + same):
-            first = place
-        tied = [other for other in order[first:] if values[other] <= values[order[first]] * (1 + same)]
-        places[index] = first + (len(tied) - 1) / 2
-    return places
-
-
 def judge(rows: list[dict[str, Any]], model: str) -> tuple[str, list[str]]:
     """(what was found of a model's rows, what is not as required)."""
     own = [row for row in rows if row["model"] == model]
     same = 2 * median(row["spread"] for row in own)
     predicted, measured = ([row[name] for row in own] for name in ("predicted", "measured"))
-    order = correlation(ranks_of(predicted, same), ranks_of(measured, same))
+    order = spearman(predicted, measured, same)
     chosen, fastest = min(own, key=lambda row: row["predicted"]), min(own, key=lambda row: row["measured"])
     behind = chosen["measured"] / fastest["measured"] - 1
     error = median(abs(row["predicted"] / row["measured"] - 1) for row in own)
@@ -127,13 +116,12 @@ def run(options: argparse.Namespace) -> Report:
         for layout, each in seconds.items():
             question = Question(configs[layout], 2, device, ours(configs[layout].parallel, device))
             predicted = evaluate(question, configs[layout]).step.seconds
-            spread = stdev(each) / median(each)
-            rows.append({"model": model, "layout": layout, "predicted": predicted, "measured": median(each)})
-            rows[-1]["spread"] = spread
+            measured = {"measured": median(each), "spread": stdev(each) / median(each)}
+            rows.append({"model": model, "layout": layout, "predicted": predicted, **measured})
     table = columns(["model", "layout"], ["predicted ms", "measured ms", "spread"])
     for row in rows:
-        seconds_ = (f"{1e3 * row[name]:.0f}" for name in ("predicted", "measured"))
-        table.add_row(row["model"], row["layout"], *seconds_, f"{row['spread']:.1%}")
+        cells = (f"{1e3 * row[name]:.0f}" for name in ("predicted", "measured"))
+        table.add_row(row["model"], row["layout"], *cells, f"{row['spread']:.1%}")
     judged = [judge(rows, model) for model in dict.fromkeys(row["model"] for row in rows)]
     problems = [problem for _, problems in judged for problem in problems]
     return Report([table, *(found for found, _ in judged)], {"rows": rows}, problems, "the order is as predicted")

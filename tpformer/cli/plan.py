@@ -336,8 +336,7 @@ def _values(options: Plan) -> tuple[str, list[tuple[str, "Question"]]]:
         return key, [(text, swept(question, key, text)) for text in values.split(",")]
     if options.file or options.preset or options.parameters:
         raise ValueError("--sweep preset= names the models: leave out FILE.toml, --preset and --parameters")
-    each = [dataclasses.replace(options, preset=text) for text in values.split(",")]
-    return key, [(options.preset or "", _question(options)) for options in each]
+    return key, [(text, _question(dataclasses.replace(options, preset=text))) for text in values.split(",")]
 
 
 def _compare(options: Plan) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from .layouts import layout_text, parse_kind
-from .plan_report import limits
+from .plan_report import largest_loss
 from .report import size
 from .search import Choice, Question, search
 
@@ -27,14 +27,14 @@ class Compared(NamedTuple):
     best: dict[str, Choice | None]
 
     @property
-    def winner(self) -> str | None:
-        """The kind with the fastest layout; None if no layout works."""
-        return max(self.tokens, key=self.tokens.__getitem__, default=None)
-
-    @property
     def tokens(self) -> dict[str, float]:
         """Tokens/s of the kinds that have a layout that works."""
         return {kind: choice.tokens for kind, choice in self.best.items() if choice is not None}
+
+    @property
+    def winner(self) -> str | None:
+        """The kind with the fastest layout; None if no layout works."""
+        return max(self.tokens, key=self.tokens.__getitem__, default=None)
 
     @property
     def lead(self) -> float:
@@ -63,13 +63,13 @@ def table(key: str, rows: Sequence[Compared], device: str) -> Table:
     for name in ("tokens/s", "of the winner's", "limited by", "memory"):
         found.add_column(name, justify="right")
     for row in rows:
-        most = max((choice.tokens for choice in row.best.values() if choice is not None), default=0.0)
+        most = max(row.tokens.values(), default=0.0)
         for kind, choice in row.best.items():
             cells = ["does not work", "", "", "", ""]
             if choice is not None:
-                share = f"{choice.tokens / most:.0%}"
-                cells = [layout_text(choice.config), f"{choice.tokens:,.0f}", share, limits(choice)]
-                cells.append(size(choice.memory.total))
+                item, share = largest_loss(choice)
+                cells = [layout_text(choice.config), f"{choice.tokens:,.0f}", f"{choice.tokens / most:.0%}"]
+                cells += [f"{item} {share:.1%}", size(choice.memory.total)]
             found.add_row(row.value, kind, *cells)
     return found
 

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from tpformer.config import check_choice, check_known
-from tpformer.kernels.cost import MACHINES, Machine
+from tpformer.kernels.cost import MACHINES, MOVED, RELEASE_SECONDS, Machine
 from tpformer.ops.transports.prediction import chosen_launch
 
 DIRECTORY = Path(__file__).parent / "device_files"
@@ -53,7 +53,12 @@ class Device:
     """Bytes/s of one GPU's network adapter."""
     network_latency: float
     node: tuple[float, float] | None = None
-    """Seconds and bytes/s of a library's message inside of a node. None: as kernels/cost.py has it for NCCL."""
+    """Seconds and bytes/s of a library's message inside of a node, if they are not those of kernels/cost.py."""
+
+    @property
+    def inside(self) -> tuple[float, float]:
+        """Seconds and bytes/s of a library's message inside of a node."""
+        return self.node or (RELEASE_SECONDS, MOVED[1][1] * self.machine.link)
 
     def scaled(self, rate: float) -> Device:
         """The same device with `rate` times its FLOP/s of GEMMs and attention, the one constant that is fitted."""
@@ -191,7 +196,7 @@ def check_rates(device: Device, where: str) -> None:
         if rate > peak:
             raise ValueError(
                 f"{where}: {key} = {rate / 1e12:g} is above the {peak / 1e12:g} TFLOP/s of its peak: give what kernels "
-                f"sustain in 16 bits"
+                f"sustain"
             )
     if device.host > device.machine.memory:
         raise ValueError(

@@ -93,7 +93,7 @@ def exposed_seconds(
 
 
 class LayerModel:
-    """The terms of one layer of a configuration. train.dtype's size is taken to be that of the device's rates."""
+    """The terms of one layer of a configuration. The numbers are taken to be of the device's dtype."""
 
     def __init__(self, config: RunConfig, device: Device, software: Software) -> None:
         model, layout = config.model, config.parallel

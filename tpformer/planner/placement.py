@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tpformer.config import RunConfig
 from tpformer.distributed.mesh import AXES
-from tpformer.kernels.cost import MOVED
 from tpformer.layers.embedding import padded_vocab
 from tpformer.parallel import Layout
 from tpformer.parallel.zero import uses_fsdp
@@ -146,7 +145,7 @@ def tensor_parallel_times(
     """
     tokens = config.microbatch_size * config.model.seq_length
     moved = TRANSFERS[True]["none"] * gathered_bytes(config)
-    node = MOVED[1][1] * device.machine.link
+    _, node = device.inside
     found = []
     for size in sizes:
         nodes = -(-size // device.gpus_per_node)

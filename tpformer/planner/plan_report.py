@@ -117,26 +117,20 @@ def parts(choice: Choice, question: Question, tokens: float, price: float | None
     }
 
 
-def losses(choice: Choice) -> dict[str, float]:
-    """The share of a step that each item but computing has."""
-    return {name: share for name, share in shares(choice.step).items() if name != "compute"}
-
-
-def limits(choice: Choice) -> str:
-    """The largest item of a step beside computing, with its share."""
-    lost = losses(choice)
+def largest_loss(choice: Choice) -> tuple[str, float]:
+    """The largest item of a step beside computing, and its share."""
+    lost = {name: share for name, share in shares(choice.step).items() if name != "compute"}
     worst = max(lost, key=lost.__getitem__)
-    return f"{ITEMS[worst]} {lost[worst]:.1%}"
+    return ITEMS[worst], lost[worst]
 
 
 def why(choices: Sequence[Choice]) -> str:
     """One sentence: why the first layout is the fastest, and what limits it."""
     first = choices[0]
-    lost = losses(first)
-    worst = max(lost, key=lost.__getitem__)
-    limit = f"{1 - sum(lost.values()):.1%} of its step computes"
-    if lost[worst] >= 0.0005:  # less is 0.0%
-        limit += f", and most of the rest is {ITEMS[worst]} ({lost[worst]:.1%})"
+    item, share = largest_loss(first)
+    limit = f"{shares(first.step)['compute']:.1%} of its step computes"
+    if share >= 0.0005:  # less is 0.0%
+        limit += f", and most of the rest is {item} ({share:.1%})"
     if len(choices) == 1:
         return f"{layout_text(first.config)} is the only layout shown: {limit}."
     axes = ("tensor_parallel", "pipeline_parallel", "pipeline_schedule", "recompute")

@@ -215,15 +215,21 @@ def changed(config: RunConfig, values: Mapping[str, Mapping[str, Any]]) -> RunCo
     return dataclasses.replace(config, **sections)
 
 
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Correlation of the ranks of two lists; equal values share their mean rank."""
-    return statistics.correlation(_ranks(first), _ranks(second))
+def spearman(first: Sequence[float], second: Sequence[float], same: float = 0.0) -> float:
+    """Correlation of the ranks of two lists of positive values; ties share their mean rank.
+
+    same: values are ties if they exceed the smallest of them by this share at most.
+    """
+    return statistics.correlation(_ranks(first, same), _ranks(second, same))
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    """The mean place of each value in the sorted list."""
-    ordered = sorted(values)
-    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+def _ranks(values: Sequence[float], same: float) -> list[float]:
+    """The mean place of each value's ties in the sorted list."""
+    smallest: list[float] = []  # of the ties of each sorted value
+    for value in sorted(values):
+        smallest.append(smallest[-1] if smallest and value <= smallest[-1] * (1 + same) else value)
+    ties = dict(zip(sorted(values), smallest, strict=True))
+    return [smallest.index(ties[value]) + (smallest.count(ties[value]) - 1) / 2 for value in values]
 
 
 def best_constant(values: Sequence[float]) -> float:

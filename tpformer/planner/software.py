@@ -55,7 +55,7 @@ class Software:
     backward_transport: str = "sequential"
     """The same in the backward; or beside: reductions run beside the weight gradients' GEMMs."""
     gathered_bytes: int | None = None
-    """Of an element that the forward gathers over tensor-parallel ranks, where it has not the dtype of the others."""
+    """Of an element that the forward gathers over tensor-parallel ranks. None: as many as other elements have."""
     regathers: bool = True
     """The backward gathers a column linear's input again, beside the GEMM of the input's gradient."""
     blocking_pipeline: bool = False
@@ -91,8 +91,8 @@ OURS = Software(
     host_kernel=20e-6,
     kernels=(14, 26),
 )
-# The same on a CPU, in float32: nothing is cast, whoever computes also launches, and what sends takes the time of what
-# computes.
+# The same on a CPU, in float32. Nothing is cast. A core computes and launches its kernels by turns (Device.launch), and
+# communication hides behind nothing, because it needs the core, too.
 ON_CPU = dataclasses.replace(OURS, optimizer=32.0, host_kernel=0.0, data_overlap="none")
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from tpformer.config import RunConfig, recomputed_layers
 from tpformer.distributed.algorithms import Link, all_reduce_seconds
-from tpformer.kernels.cost import MOVED, RELEASE_SECONDS
 from tpformer.parallel import Action
 
 from .bubbles import simulate
@@ -102,7 +101,7 @@ class StepModel:
         self.layer = LayerModel(config, device, software)
         self.m = config.n_microbatches
         self.ranges = stage_ranges(config.model, self.layout.pipeline_split, self.layout.n_stages)
-        self.fast = Link(*(device.node or (RELEASE_SECONDS, MOVED[1][1] * device.machine.link)))
+        self.fast = Link(*device.inside)
         self.slow = Link(device.network_latency, device.network)
 
     def variant(self, config: RunConfig) -> StepModel:
