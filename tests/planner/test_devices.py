@@ -136,3 +136,8 @@ def test_calibration_with_other_files_or_of_other_gpus(result, message, tmp_path
         calibrated(load_device("a100-80"), tmp_path)
     if result == ON_H100:
         assert calibrated(load_device("h100"), tmp_path).machine.flops == pytest.approx(650e12, rel=0.1)
+
+
+def test_a_core_is_calibrated_in_the_dtype_of_the_bench():
+    with pytest.raises(ValueError, match='set dtype = "float32" in the file of cpu'):
+        calibrated(dataclasses.replace(load_device("cpu"), itemsize=2), RESULTS / "cpu")

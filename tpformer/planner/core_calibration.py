@@ -28,8 +28,10 @@ SIZE = re.compile(r"(\d+) (KiB|MiB)")
 def calibrated_core(device: Device, folder: Path) -> Device:
     """The core with what `bench cpu` measured: memory by the norms and activations that a step's backward rebuilds,
     links by collectives in shared memory, messages by gloo's, products and launches by steps of two tensor-parallel
-    ranks. ValueError for a folder without it, or a file of another kind."""
+    ranks. ValueError for a folder without it, a file of another kind, or a device of another dtype."""
     path = folder / "cpu.json"
+    if device.itemsize != 4:
+        raise ValueError(f'`bench cpu` measures float32: set dtype = "float32" in the file of {device.name}')
     if not path.is_file():
         raise ValueError(f"{folder} has no results of `bench cpu`: give a folder like bench/results/cpu")
     try:
