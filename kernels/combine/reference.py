@@ -1,0 +1,31 @@
+"""The sum of each token's rows, which lie in several experts' groups: the specification (torch only), and the cost."""
+
+import torch
+from torch import Tensor
+
+from ..cast import cast
+from ..cost import Cost
+
+
+def combine(rows: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    """y (T, H) with y[t] the sum of rows[positions[t, j]] over j, without those j whose position is -1.
+
+    Shapes:   rows (R, H), R >= 0; tokens (R,) int32, the token of each row; positions (T, K) int32, in each row of it
+              the rows of one token in ascending order; y like rows
+    Numerics: from left to right in at least float32, rounded once: in the order of experts, since the rows are
+    Traffic:  combine_cost
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if rows.device.type == "cpu":  # one pass over the rows; on a CPU index_add_ takes them in order
+        y = torch.zeros(len(positions), rows.shape[1], dtype=wide)
+        return cast(y.index_add_(0, tokens, cast(rows, wide)), rows.dtype)
+    y = torch.zeros(len(positions), rows.shape[1], dtype=wide, device=rows.device)
+    if len(rows):
+        for position in positions.t():
+            y += rows[position.clamp(min=0)].to(wide) * (position >= 0)[:, None]
+    return y.to(rows.dtype)
+
+
+def combine_cost(rows: int, tokens: int, k: int, h: int, itemsize: int) -> Cost:
+    """Reads each row once and the positions, and writes the sums."""
+    return Cost(rows * h, itemsize * (rows + tokens) * h + 4 * tokens * k)
