@@ -18,7 +18,7 @@ from tpformer.kernels.norm.reference import norm_cost
 from tpformer.kernels.rope.reference import rope_cost
 from tpformer.layers import DropoutKey, Positions, TransformerBlock
 from tpformer.models import GPTConfig
-from tpformer.models.gpt import transformer_block
+from tpformer.models.blocks import transformer_block
 
 from .accuracy import require_accurate
 from .plain import Drop, plain_block

@@ -20,7 +20,7 @@ from tpformer.config import MLP_ACTIVATIONS
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.layers import DropoutKey, Positions, TensorParallel
 from tpformer.models import GPTConfig
-from tpformer.models.gpt import transformer_block
+from tpformer.models.blocks import transformer_block
 from tpformer.parallel import reduce_partial_gradients
 from tpformer.planner.storages import NO_NAMES, OTHER, RESULT, Saved
 
@@ -84,7 +84,7 @@ class Layer(NamedTuple):
     def check(self) -> None:
         """ValueError, with the numbers, for what ranks cannot share evenly, or what this machine cannot hold."""
         config, tp = self.config, self.tp
-        config.check_heads(tp)
+        config.check_ranks(tp)
         for name, size in (("kv_heads", config.kv_heads), ("ffn_size", config.ffn_size)):
             if size % tp:
                 raise ValueError(f"{self.model}: {name}={size} cannot be split evenly over {tp} ranks")

@@ -12,6 +12,7 @@ from .architecture import (
     default_ffn_size,
 )
 from .checks import check_choice, check_known, check_positive
+from .experts import check_expert_ranks
 from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, recomputed_layers, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .ranges import RANGES, check_range
@@ -53,6 +54,7 @@ __all__ = [
     "build_config",
     "check_choice",
     "check_config",
+    "check_expert_ranks",
     "check_heads",
     "check_known",
     "check_positive",

@@ -6,6 +6,7 @@ Belongs here: the settings of an architecture, and the plain numbers that follow
 from dataclasses import dataclass
 
 from .checks import check_choice, check_positive
+from .experts import check_expert_ranks, check_experts
 from .ranges import check_range, check_ranges
 
 NORM_NAMES = ("layernorm", "rmsnorm")
@@ -102,6 +103,29 @@ class GPTConfig:
     """Frequencies with at least this many turns stay. Those between are interpolated."""
     rope_original_length: int = 8192
     """Tokens of the texts that a model with scaled frequencies was trained on before."""
+    n_experts: int | None = None
+    """Experts of a layer, of which a router chooses a few for each token; unset: every layer has one MLP."""
+    experts_per_token: int = 2
+    expert_ffn_size: int | None = None
+    """Width of an expert; unset: that of an MLP."""
+    shared_expert_size: int = 0
+    """Width of the shared expert, an MLP that takes every token; 0: there is none."""
+    first_dense_layers: int = 0
+    """Layers at the beginning that have an MLP in place of experts."""
+    router_score: str = "softmax"
+    """softmax or sigmoid: how the router's numbers become scores of experts."""
+    router_normalised: bool = True
+    """Whether a token's weights, the scores of its experts, are divided by their sum."""
+    router_scale: float = 1.0
+    """Factor of the weights (DeepSeek-V3 has 2.5)."""
+    router_groups: int = 1
+    """Groups of neighbouring experts, for router_top_groups."""
+    router_top_groups: int = 1
+    """Groups that a token's experts may be in: those whose two best experts have the largest sum of scores."""
+    router_bias: bool = False
+    """Whether experts are chosen by score + bias. Training moves the bias towards equal loads (DeepSeek-V3)."""
+    expert_capacity: float | None = None
+    """Must stay unset: with a capacity, which tokens are dropped would depend on the layout."""
     bias: bool = True
     """Biases in the linear layers."""
     qkv_bias: bool | None = None
@@ -133,11 +157,33 @@ class GPTConfig:
                 f"rope_scaling_factor={self.rope_scaling_factor} with position={self.position!r} would scale nothing: "
                 f"set position='rope', or leave the factor out"
             )
+        check_experts(self)
 
-    def check_heads(self, tp: int) -> None:
-        """check_heads of this architecture on tp tensor-parallel ranks."""
+    def check_ranks(self, tp: int) -> None:
+        """ValueError unless heads, and experts if there are some, can be laid out on tp tensor-parallel ranks."""
         rope = self.position == "rope"
         check_heads(self.hidden_size, self.n_heads, self.kv_heads, tp, rope=rope, head_dim=self.head_dim)
+        if self.n_experts is not None:
+            check_expert_ranks(self.n_experts, tp)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer with this index has experts in place of an MLP."""
+        return self.n_experts is not None and layer >= self.first_dense_layers
+
+    @property
+    def n_expert_layers(self) -> int:
+        """Layers that have experts."""
+        return 0 if self.n_experts is None else max(0, self.n_layers - self.first_dense_layers)
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert."""
+        return self.expert_ffn_size or self.ffn_size
+
+    @property
+    def active_expert_size(self) -> int:
+        """Width of all experts that one token goes through, the shared one included."""
+        return self.experts_per_token * self.expert_size + self.shared_expert_size
 
     @property
     def ffn_size(self) -> int:
@@ -174,28 +220,36 @@ class GPTConfig:
         """Whether the projections to queries, keys and values have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer."""
+    def layer_parameters(self, layer: int) -> int:
+        """Parameters of the layer with this index."""
         h, qkv = self.hidden_size, self.query_size + 2 * self.kv_size
-        biases = (qkv if self.has_qkv_bias else 0) + (2 * h + self.hidden_features if self.bias else 0)
+        hidden = 0 if self.has_experts(layer) else self.hidden_features
+        biases = (qkv if self.has_qkv_bias else 0) + (2 * h + hidden if self.bias else 0)
         norms = 2 * self._norm_parameters + (2 * self.head_size if self.qk_norm else 0)
-        return self._layer_weights + biases + norms
+        return self._attention_weights + self._mlp_weights(layer, active=False) + biases + norms
 
     @property
-    def _layer_weights(self) -> int:
-        """Elements of one layer's matrices."""
-        return self.hidden_size * (2 * (self.query_size + self.kv_size) + self.hidden_features + self.ffn_size)
+    def _attention_weights(self) -> int:
+        """Elements of the matrices of one layer's attention."""
+        return self.hidden_size * 2 * (self.query_size + self.kv_size)
 
-    @property
-    def kept_features(self) -> int:
+    def _mlp_weights(self, layer: int, *, active: bool) -> int:
+        """Elements of the matrices of a layer's MLP, or of its router and experts: all, or those that a token uses."""
+        if self.n_experts is None or not self.has_experts(layer):
+            return self.hidden_size * (self.hidden_features + self.ffn_size)
+        routed = self.experts_per_token if active else self.n_experts
+        width = routed * self.expert_size + self.shared_expert_size
+        return self.hidden_size * (self.n_experts + 3 * width)
+
+    def kept_features(self, layer: int) -> int:
         """Features that a layer keeps of a token for its backward, on all tensor-parallel ranks together.
 
         They are two residual inputs, q, k, v, the attention's result, and what the activation reads; with qk_norm, q
-        and k before their norms, too. Statistics of rows are not counted (docs/memory.md).
+        and k before their norms, too. Statistics of rows and what a router decided are not counted (docs/memory.md).
         """
         before_norms = self.query_size + self.kv_size if self.qk_norm else 0
-        return 2 * (self.hidden_size + self.query_size + self.kv_size) + before_norms + self.hidden_features
+        hidden = 2 * self.active_expert_size if self.has_experts(layer) else self.hidden_features
+        return 2 * (self.hidden_size + self.query_size + self.kv_size) + before_norms + hidden
 
     @property
     def _norm_parameters(self) -> int:
@@ -209,22 +263,32 @@ class GPTConfig:
     def n_parameters(self) -> int:
         """Parameters without the vocabulary's padding (the number that papers print)."""
         tables = (self.vocab_size or 0) * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.n_layers * self.layer_parameters + self._norm_parameters + tables + self._position_parameters
+        layers = sum(map(self.layer_parameters, range(self.n_layers)))
+        return layers + self._norm_parameters + tables + self._position_parameters
 
     @property
-    def layer_flops_per_token(self) -> int:
-        """FLOPs of one layer per token, counted as in flops_per_token."""
+    def n_active_parameters(self) -> int:
+        """Parameters that a token uses: n_parameters without the experts that were not chosen for it."""
+        if self.n_experts is None:
+            return self.n_parameters
+        left_out = self.n_experts - self.experts_per_token
+        return self.n_parameters - 3 * self.n_expert_layers * left_out * self.hidden_size * self.expert_size
+
+    def layer_flops_per_token(self, layer: int) -> int:
+        """FLOPs of the layer with this index per token, counted as in flops_per_token."""
         seen = min(self.seq_length, self.sliding_window or self.seq_length)
-        return 6 * self._layer_weights + 12 * self.query_size * seen
+        weights = self._attention_weights + self._mlp_weights(layer, active=True)
+        return 6 * weights + 12 * self.query_size * seen
 
     @property
     def flops_per_token(self) -> int:
-        """Model FLOPs of forward and backward per token: 6 per weight, plus attention over the full seq_length.
+        """Model FLOPs of forward and backward per token: 6 per weight that it uses, and attention over seq_length.
 
         The half that a causal mask saves is counted. With a shorter sliding_window the attention is over that many
         tokens. The plain block: 72 L h^2 (1 + s/6h + V/12hL), arXiv:2205.05198.
         """
-        return self.n_layers * self.layer_flops_per_token + 6 * (self.vocab_size or 0) * self.hidden_size
+        layers = sum(map(self.layer_flops_per_token, range(self.n_layers)))
+        return layers + 6 * (self.vocab_size or 0) * self.hidden_size
 
     def layer_costs(self, by: str) -> list[float]:
         """The cost of each layer for a pipeline split, by "parameters" or by "time" (FLOPs per token).
@@ -234,10 +298,10 @@ class GPTConfig:
         """
         table = float((self.vocab_size or 0) * self.hidden_size)
         if by == "time":
-            costs = [float(self.layer_flops_per_token)] * self.n_layers
+            costs = [float(self.layer_flops_per_token(layer)) for layer in range(self.n_layers)]
             first, last = 0.0, 6 * table
         else:
-            costs = [float(self.layer_parameters)] * self.n_layers
+            costs = [float(self.layer_parameters(layer)) for layer in range(self.n_layers)]
             first, last = table + self._position_parameters, table + self._norm_parameters
         costs[0] += first
         costs[-1] += last

@@ -1,4 +1,4 @@
-"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, GPT-3, Megatron's ten sizes, Llama, Qwen and Mistral.
+"""Named architectures, as plain dicts of GPTConfig fields: GPT-2, GPT-3, Megatron's ten sizes, Llama, Qwen, Mistral.
 
 seq_length is the longest context that a model was published for. A training run may want a shorter one.
 """
@@ -21,6 +21,7 @@ _LLAMA32 = {**_LLAMA31, "rope_scaling_factor": 32.0, "tie_embeddings": True}
 _QWEN = {**_LLAMA, "rope_base": 1000000.0, "norm_eps": 1e-6}
 _QWEN2 = {**_QWEN, "seq_length": 131072, "qkv_bias": True}
 _QWEN3 = {**_QWEN, "vocab_size": 151936, "seq_length": 32768, "n_kv_heads": 8, "head_dim": 128, "qk_norm": True}
+_QWEN3_MOE = {**_QWEN3, "n_kv_heads": 4, "n_experts": 128, "experts_per_token": 8}
 _TIED = {"tie_embeddings": True}
 _MISTRAL = {**_LLAMA, "seq_length": 32768, "n_kv_heads": 8, "ffn_hidden_size": 14336}
 
@@ -68,9 +69,16 @@ PRESETS: dict[str, dict] = {
     "qwen3-8b": {**_QWEN3, **_size(36, 4096, 32, ffn_hidden_size=12288)},
     "qwen3-14b": {**_QWEN3, **_size(40, 5120, 40, ffn_hidden_size=17408)},
     "qwen3-32b": {**_QWEN3, **_size(64, 5120, 64, ffn_hidden_size=25600)},
+    "qwen3-30b-a3b": {**_QWEN3_MOE, **_size(48, 2048, 32, ffn_hidden_size=6144, expert_ffn_size=768)},
+    "qwen3-235b-a22b": {**_QWEN3_MOE, **_size(94, 4096, 64, ffn_hidden_size=12288, expert_ffn_size=1536)},
     # version 0.1
     "mistral-7b": {**_MISTRAL, **_size(32, 4096, 32, vocab_size=32000, sliding_window=4096)},
     "mistral-7b-v0.3": {**_MISTRAL, **_size(32, 4096, 32, vocab_size=32768), "rope_base": 1000000.0},
+    "mixtral-8x7b": {
+        **_MISTRAL,
+        **_size(32, 4096, 32, vocab_size=32000, n_experts=8, experts_per_token=2),
+        "rope_base": 1000000.0,
+    },
 }
 
 

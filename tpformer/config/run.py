@@ -16,6 +16,7 @@ from typing import Any
 
 from .architecture import GPTConfig
 from .checks import check_choice, check_known
+from .experts import check_balance
 from .layout import Layout, recomputed_layers
 from .presets import preset
 from .ranges import check_ranges
@@ -124,6 +125,12 @@ class TrainSection:
     """Share of each target's probability that training spreads over the vocabulary. Validation leaves it out."""
     z_loss: float = 0.0
     """Coefficient of logsumexp(logits)**2 in the training loss of each token (PaLM: 1e-4). Validation leaves it out."""
+    balance_loss: float = 0.0
+    """Coefficient of the sequence-wise loss that is least where a sequence uses all experts alike (DeepSeek-V3)."""
+    balance_loss_over: str = "sequence"
+    """What the balance loss counts tokens over; only sequence, as a batch depends on the layout."""
+    router_bias_rate: float = 0.001
+    """With model.router_bias: how far a step moves the bias of an expert with more or fewer tokens than the mean."""
     validation_interval: int = 250
     """Steps between validations; the last step always validates."""
     validation_samples: int = 256
@@ -280,7 +287,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     parallel.check()
     for section in ("run", "data", "optimizer", "train", "checkpoint", "log"):  # model and layout check their own
         check_ranges(section, getattr(config, section))
-    model.check_heads(parallel.tensor_parallel)
+    model.check_ranks(parallel.tensor_parallel)
     _check_batch(config)
     for size in batch_sizes(config.train):
         for samples in (size, size // 2) if config.log.noise_interval else (size,):
@@ -289,7 +296,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     if parallel.transport_table:
         read_transport_table(parallel.transport_table)
     check_choice("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
-    _check_train(config.train)
+    _check_train(config)
     _check_recorded(config)
     if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
@@ -354,7 +361,14 @@ def _check_recorded(config: RunConfig) -> None:
         )
 
 
-def _check_train(train: TrainSection) -> None:
+def _check_train(config: RunConfig) -> None:
+    train = config.train
+    check_balance(train.balance_loss_over)
+    if train.balance_loss and config.model.n_experts is None:
+        raise ValueError(
+            f"train.balance_loss={train.balance_loss} without experts would do nothing: set model.n_experts, or leave "
+            f"it out"
+        )
     if train.dtype is not None:
         check_choice("train.dtype", train.dtype, DTYPES)
     if train.device is not None:

@@ -13,6 +13,7 @@ from .explain import LinearPlan, explain, linear_plans
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import Constant, Normal, ParallelModule, init_weights
+from .moe import Experts, MoE, Router, balance_losses
 from .norm import LayerNorm, RMSNorm
 from .positions import Positions
 from .tensor_parallel import TensorParallel
@@ -21,22 +22,26 @@ __all__ = [
     "ColumnParallelLinear",
     "Constant",
     "DropoutKey",
+    "Experts",
     "LMHead",
     "LayerNorm",
     "LinearPlan",
     "MLP",
+    "MoE",
     "Normal",
     "ParallelModule",
     "PositionEmbedding",
     "Positions",
     "RMSNorm",
     "RopeScaling",
+    "Router",
     "RowParallelLinear",
     "SelfAttention",
     "TensorParallel",
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabSlice",
+    "balance_losses",
     "explain",
     "init_weights",
     "linear_cross_entropy",

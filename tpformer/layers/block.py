@@ -1,6 +1,7 @@
 """The pre-norm transformer block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,12 @@ from .dropout import DropoutKey
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import ParallelModule
+from .moe import Experts, MoE, Router
 from .norm import NORMS
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
 
-OWN = (SelfAttention, MLP, ColumnParallelLinear, RowParallelLinear, *NORMS.values())
+OWN = (SelfAttention, MLP, MoE, Router, Experts, ColumnParallelLinear, RowParallelLinear, *NORMS.values())
 
 
 class TransformerBlock(ParallelModule):
@@ -45,6 +47,7 @@ class TransformerBlock(ParallelModule):
              `python -m bench memory` counts these.
     Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.
+    moe: arguments of MoE, which then takes the MLP's place; ffn_hidden_size is not used.
     What else concerns attention, forward's `positions` and `key_padding_mask` included, is that of SelfAttention.
     A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward, or is of
     another class; explain() lists such children, and the others stay fused. Such a child gets rows
@@ -64,6 +67,7 @@ class TransformerBlock(ParallelModule):
         norm_eps: float = 1e-5,
         qk_norm: bool = False,
         activation: str = "gelu_tanh",
+        moe: Mapping[str, Any] | None = None,
         is_causal: bool = True,
         sliding_window: int | None = None,
         rope_base: float | None = None,
@@ -103,7 +107,12 @@ class TransformerBlock(ParallelModule):
             **linears,
         )
         self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
-        self.mlp = MLP(hidden_size, ffn_hidden_size=ffn_hidden_size, activation=activation, **linears)
+        self.mlp: Any
+        if moe is None:
+            self.mlp = MLP(hidden_size, ffn_hidden_size=ffn_hidden_size, activation=activation, **linears)
+        else:
+            stds = {name: linears[name] for name in ("init_std", "output_init_std")}
+            self.mlp = MoE(hidden_size, activation=activation, **stds, **place, **moe)
 
     def forward(
         self,
@@ -158,9 +167,9 @@ class TransformerBlock(ParallelModule):
         """x + attention(norm(x)), then x + mlp(norm(x))."""
         if self.recompute == "mlp" and torch.is_grad_enabled():
             x, _ = self._add_attention(x, positions, sites[0], None, cache)
-            return ops.recompute(self._add_mlp, x, None, sites[1], True, keep_random_state=self._composed)
+            return ops.recompute(self._add_mlp, x, None, sites[1], True, positions, keep_random_state=self._composed)
         x, normed = self._add_attention(x, positions, sites[0], self.post_attention_layernorm, cache)
-        return self._add_mlp(x, normed, sites[1], ends_region)
+        return self._add_mlp(x, normed, sites[1], ends_region, positions)
 
     def _add_attention(
         self,
@@ -179,14 +188,22 @@ class TransformerBlock(ParallelModule):
         options: dict = {"residual": True, "dropout": site, "next_norm": next_norm, "cache": cache}
         return attention.branch(x, positions, norm, **options)
 
-    def _add_mlp(self, x: Tensor, normed: ops.Normed | None, site: ops.Dropout | None, ends_region: bool) -> Tensor:
+    def _add_mlp(
+        self,
+        x: Tensor,
+        normed: ops.Normed | None,
+        site: ops.Dropout | None,
+        ends_region: bool,
+        positions: Positions,
+    ) -> Tensor:
         """x + dropout(mlp(norm(x))). normed: norm(x), if it was made together with x."""
         norm, mlp = self.post_attention_layernorm, self.mlp
-        if not fusable(MLP, mlp):
-            return x + ops.dropout(call_rows(mlp, call_rows(norm, x, self.tp), self.tp), site)
+        options: dict = {"positions": positions} if isinstance(mlp, MoE) else {}
+        if not (fusable(MLP, mlp) or fusable(MoE, mlp)):
+            return x + ops.dropout(call_rows(mlp, call_rows(norm, x, self.tp), self.tp, **options), site)
         # This does the same in fewer passes, as above, and does not keep act(fc1(...)), either. The second run of a
         # region that ends here leaves out its last GEMM, whose result nothing reads.
-        return mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region)
+        return mlp.branch(x, norm, normed=normed, residual=True, dropout=site, ends_region=ends_region, **options)
 
     def _called_attention(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
         """The attention, called as a module. If it is not this library's, it gets its rows in the order of samples.

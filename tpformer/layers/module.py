@@ -190,6 +190,9 @@ class ParallelModule(nn.Module):
             self.get_parameter(name).requires_grad_(parameter.requires_grad)
         return self.train(plain.training)
 
+    def reset_buffers(self) -> None:
+        """Set buffers to their initial values, which no layout changes. Most layers have none."""
+
     def reset_parameters(self) -> None:
         """Set fresh random values. tp rank 0 draws their seed from torch's generator, so that all layouts agree.
 
@@ -232,6 +235,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, ParallelModule):
+            module.reset_buffers()
             for name, initial in module.initial.items():
                 parameter = getattr(module, name) if is_own_parameter(module, name) else None
                 if parameter is not None:
@@ -246,11 +250,22 @@ def _fill(parameter: Tensor, initial: Initializer, key: int, chunk: int = 2**22)
     if isinstance(initial, Constant):
         local.fill_(initial.value)
         return
+    if local.ndim > 2:  # a stack of matrices, each filled as rows of the matrix that they make up together
+        rows_of_one = parameter.shape[1]
+        for index, matrix in enumerate(local.unbind()):
+            first = (offset[0] + index) * rows_of_one + offset[1]
+            _fill_rows(matrix, initial, key, (first, *offset[2:]), parameter.shape[2], chunk)
+        return
+    _fill_rows(local, initial, key, offset, parameter.shape[1], chunk)
+
+
+def _fill_rows(local: Tensor, initial: Normal, key: int, offset: Sequence[int], columns: int, chunk: int) -> None:
+    """Fill a block of a matrix with so many columns; offset: the block's first row and column."""
     rows, width = local.shape
     bounds = [*range(0, rows, max(1, chunk // width)), rows]
     for first, last in pairwise(bounds):
         row = torch.arange(offset[0] + first, offset[0] + last, device=local.device)
-        values = random_normal(key, row * parameter.shape[1] + offset[1], width) * initial.std
+        values = random_normal(key, row * columns + offset[1], width) * initial.std
         if initial.valid_rows is not None:
             values[row >= initial.valid_rows] = 0
         if initial.zero_row is not None:

@@ -1,6 +1,5 @@
 """GPT: token embedding, transformer blocks and output head. One module serves every preset and layout."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
@@ -19,7 +18,6 @@ from tpformer.layers import (
     ParallelModule,
     PositionEmbedding,
     Positions,
-    RopeScaling,
     TensorParallel,
     TransformerBlock,
     VocabParallelEmbedding,
@@ -34,35 +32,9 @@ from tpformer.layers.norm import NORMS
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
 
+from .balance import BalanceLoss
+from .blocks import transformer_block
 from .cache import KVCache
-
-
-def transformer_block(config: GPTConfig, **options: Any) -> TransformerBlock:
-    """One layer of an architecture. options: further arguments of TransformerBlock."""
-    scaling = RopeScaling(
-        config.rope_scaling_factor, config.rope_low_frequency, config.rope_high_frequency, config.rope_original_length
-    )
-    return TransformerBlock(
-        config.hidden_size,
-        config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        head_dim=config.head_dim,
-        ffn_hidden_size=config.ffn_hidden_size,
-        norm=config.norm,
-        norm_eps=config.norm_eps,
-        qk_norm=config.qk_norm,
-        activation=config.activation,
-        sliding_window=config.sliding_window,
-        rope_base=config.rope_base if config.position == "rope" else None,
-        rope_interleaved=config.rope_interleaved,
-        rope_scaling=None if scaling.factor == 1 else scaling,
-        bias=config.bias,
-        qkv_bias=config.qkv_bias,
-        dropout=config.dropout,
-        init_std=config.init_std,
-        output_init_std=config.init_std / math.sqrt(2 * config.n_layers),
-        **options,
-    )
 
 
 def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
@@ -98,6 +70,8 @@ class GPT(ParallelModule):
     offload_activations: whether activations wait for the backward in pinned host memory (ops.Offload).
     label_smoothing, z_loss: terms of the loss in training mode (ops.vocab_parallel_cross_entropy). Evaluation leaves
     them out.
+    balance_loss: the coefficient of the layers' balance losses (ops.Balance), which are terms of the loss, too. A part
+    that is not the last adds their gradients itself: set `balance.scale` before its forward.
     part: build only these consecutive layers, a pipeline stage. Layers are named by their global index. The first part
     has the embeddings; the last one has norm, lm_head and its own copy of a tied embed_tokens.
     seed: of the initial values and the dropout.
@@ -120,6 +94,7 @@ class GPT(ParallelModule):
         offload_activations: bool = False,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        balance_loss: float = 0.0,
         part: range | None = None,
         seed: int = 0,
         device: str | torch.device | None = None,
@@ -128,10 +103,11 @@ class GPT(ParallelModule):
         super().__init__(tp, sequence_parallel=True)
         if config.vocab_size is None:
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
-        config.check_heads(self.tp.size)
+        config.check_ranks(self.tp.size)
         self.config, self.seed = config, seed
         self.offload: Callable[[], Any] | None = ops.Offload if offload_activations else None
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.balance = BalanceLoss(balance_loss, self.tp)
         recomputed = recomputed_layers(recompute, recompute_layers, recompute_interval, config.n_layers)
         part = range(config.n_layers) if part is None else part
         self.regions = regions(part, recomputed, recompute_interval) if recompute_interval > 1 else {}
@@ -152,7 +128,11 @@ class GPT(ParallelModule):
         self.layers = nn.ModuleDict(
             {
                 str(index): transformer_block(
-                    config, recompute=recompute if index in recomputed and not self.regions else "none", **place
+                    config,
+                    index,
+                    balance=balance_loss,
+                    recompute=recompute if index in recomputed and not self.regions else "none",
+                    **place,
                 )
                 for index in part
             }
@@ -250,6 +230,14 @@ class GPT(ParallelModule):
             wanted = tokens // len(sample_index)
             positions = Positions(len(sample_index), wanted, position_ids)
             x = inputs
+        with self.balance.collected() as balance:
+            x = self._run_layers(x, positions, key)
+        if self.lm_head is None:
+            return self.balance.attached(x, balance)
+        result = self._head(x, targets, positions, wanted, reduction)
+        return result if targets is None else self.balance.added(result, balance, targets, reduction)
+
+    def _run_layers(self, x: Tensor, positions: Positions, key: DropoutKey | None) -> Tensor:
         offload = self.offload() if self.offload is not None and torch.is_grad_enabled() else None
         for layers, region in self._units():
             with nullcontext() if offload is None else offload.layer(*layers):
@@ -258,7 +246,7 @@ class GPT(ParallelModule):
                 else:
                     for layer in layers:
                         x = layer(x, positions=positions, dropout_key=key)
-        return x if self.lm_head is None else self._head(x, targets, positions, wanted, reduction)
+        return x
 
     def _extend(self, ids: Tensor, cache: KVCache | None, lengths: Sequence[int] | None, *others: Any) -> Tensor:
         """Logits of further tokens of the cache's samples: of all, or with lengths of each row's last one."""

@@ -7,10 +7,12 @@ from .column_linear import column_linear
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
 from .dropout import Dropout, dropout, dropout_starts
 from .embedding import vocab_parallel_embedding
+from .experts import ExpertWeights, experts
 from .norm import Norm, Normed, norm
 from .offload import Offload
 from .recompute import recompute
 from .rope import rope
+from .route import Balance, Policy, Router, Routing, route
 from .row_linear import row_linear
 from .sequence import gather_columns, gather_rows, reduce_rows, scatter_rows, sum_gradient, take_columns
 from .transport import TRANSPORTS, Decision, choose_transport, use_measured_table
@@ -18,12 +20,17 @@ from .transports.interface import record_transports
 from .weight_gradients import Deferred, WeightGradientQueue, active_queue
 
 __all__ = [
+    "Balance",
     "Decision",
     "Deferred",
     "Dropout",
+    "ExpertWeights",
     "Norm",
     "Normed",
     "Offload",
+    "Policy",
+    "Router",
+    "Routing",
     "TRANSPORTS",
     "VocabSlice",
     "WeightGradientQueue",
@@ -37,6 +44,7 @@ __all__ = [
     "default_chunk_tokens",
     "dropout",
     "dropout_starts",
+    "experts",
     "gather_columns",
     "gather_rows",
     "linear_cross_entropy",
@@ -45,6 +53,7 @@ __all__ = [
     "recompute",
     "reduce_rows",
     "rope",
+    "route",
     "row_linear",
     "scatter_rows",
     "sum_gradient",

@@ -1,5 +1,7 @@
 """Recomputation: a region keeps only its inputs, and the backward runs it again to get what its operations save."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
@@ -22,36 +24,59 @@ def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool 
     call or do not recompute; otherwise gradients are taken at the module's own parameters (torch's checkpoint has that
     limit, too).
     """
+    kept: list[Any] = []
     return checkpoint(
         region,
         *inputs,
         use_reentrant=False,
         preserve_rng_state=keep_random_state,
-        context_fn=lambda: (_Run(again=False), _Run(again=True)),
+        context_fn=lambda: (_Run(kept, again=False), _Run(kept, again=True)),
     )
 
 
-_AGAIN: ContextVar[bool] = ContextVar("again", default=False)
-
-
 class _Run:
-    """A context that says whether a region runs again.
+    """A run of a region: the first, or one in a backward. Both share the list of what the first run keeps (`once`).
 
     It also surrounds a region's first run, which may be part of an outer region's second run. A graph that is kept is
     run several times, so one object can be entered again.
     """
 
-    def __init__(self, again: bool) -> None:
-        self.again = again
-        self.tokens: list[Token[bool]] = []
+    def __init__(self, kept: list[Any], again: bool) -> None:
+        self.kept, self.again = kept, again
+        self.outer: _Run | None = None
+        self.taken = 0
+        self.tokens: list[Token[_Run | None]] = []
 
     def __enter__(self) -> None:
-        self.tokens.append(_AGAIN.set(self.again))
+        self.outer, self.taken = _RUN.get(), 0
+        self.tokens.append(_RUN.set(self))
 
     def __exit__(self, *_: object) -> None:
-        _AGAIN.reset(self.tokens.pop())
+        _RUN.reset(self.tokens.pop())
+        self.outer = None
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """What make() gave in the first run; it may have been the second one of an outer region."""
+        if not self.again:
+            self.kept.append(make() if self.outer is None else self.outer.once(make))
+            return self.kept[-1]
+        self.taken += 1
+        return self.kept[self.taken - 1]
+
+
+_RUN: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 def running_again() -> bool:
     """Whether this call is part of the second run of the innermost region around it."""
-    return _AGAIN.get()
+    run = _RUN.get()
+    return run is not None and run.again
+
+
+def once(make: Callable[[], Any]) -> Any:
+    """make(), but in the second run of a region what it gave in the first, which the region keeps beside its inputs.
+
+    For decisions that must not be taken twice. A region calls it in the same order in both runs.
+    """
+    run = _RUN.get()
+    return make() if run is None else run.once(make)

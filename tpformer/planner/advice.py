@@ -66,7 +66,7 @@ def deepseek(config: GPTConfig, tokens: float) -> tuple[Advice, Advice]:
     0.3118 C**-0.125 and 0.2920 C**0.3271, fitted up to 2e19 FLOPs and used for 7B and 67B parameters. Source:
     arXiv:2401.02954, section 3.1.
     """
-    flops = config.n_layers * config.layer_flops_per_token * tokens
+    flops = sum(map(config.layer_flops_per_token, range(config.n_layers))) * tokens
     source = "arXiv:2401.02954, section 3.1"
     return (
         Advice("peak learning rate, DeepSeek LLM", 0.3118 * flops**-0.125, "", source),
@@ -80,7 +80,7 @@ def step_law(config: GPTConfig, tokens: float) -> tuple[Advice, Advice]:
     1.79 N**-0.713 D**0.307 and 0.58 D**0.571, fitted on models of up to 1B parameters and 100B tokens with a last
     learning rate of 1e-5. Source: arXiv:2503.04715.
     """
-    parameters = config.n_layers * config.layer_parameters
+    parameters = sum(map(config.layer_parameters, range(config.n_layers)))
     return (
         Advice("peak learning rate, Step Law", 1.79 * parameters**-0.713 * tokens**0.307, "", "arXiv:2503.04715"),
         Advice("batch, Step Law", 0.58 * tokens**0.571, "tokens", "arXiv:2503.04715"),

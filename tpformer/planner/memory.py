@@ -97,7 +97,7 @@ def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float
     """
     h, t = config.hidden_size, layout.tensor_parallel
     item = precision.compute.itemsize
-    kept = item * tokens * config.kept_features / t
+    kept = item * tokens * config.kept_features(config.n_layers - 1) / t
     again = 0.0 if layout.recompute == "none" else min(layout.recompute_interval, config.n_layers) * kept
     return item * (tokens * (3 * h + (config.hidden_features + config.ffn_size) / t) + layer) + again
 

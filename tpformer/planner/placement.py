@@ -151,7 +151,7 @@ def tensor_parallel_times(
         nodes = -(-size // device.gpus_per_node)
         across = min(node, device.network * min(size, device.gpus_per_node))
         seconds = sent_bytes("all_gather", moved, size) / (node if nodes == 1 else across)
-        compute = config.model.layer_flops_per_token * tokens / size / device.machine.flops
+        compute = config.model.layer_flops_per_token(config.model.n_layers - 1) * tokens / size / device.machine.flops
         found.append(TensorParallelTime(size, nodes, compute, seconds))
     return found
 

@@ -55,7 +55,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
     if not layout.cpu_offload:
         found.append(("cpu_offload = true", sum(state.nbytes for state in plan.states[:3])))
     saved = float(plan.peak.saved)
-    hidden, kept = model.hidden_features, model.kept_features
+    hidden, kept = model.hidden_features, model.kept_features(model.n_layers - 1)
     if layout.recompute == "none":
         found.append(('recompute = "mlp"', saved * hidden / kept))
         found.append(('recompute = "full"', saved * (1 - model.hidden_size / kept)))

@@ -14,6 +14,7 @@ from tpformer.distributed import indexed
 from tpformer.distributed.collectives import all_reduce
 from tpformer.distributed.mesh import AXES, DEFAULT_TIMEOUT
 from tpformer.models import GPT
+from tpformer.layers.moe import routers
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.parallel import (
     Layout,
@@ -132,12 +133,23 @@ class ModelParts:
         """
         targets = self._total((batch[:, 1:] >= 0).sum())
         self._scale = loss_scale / targets.clamp(min=1)
+        self._prepare_experts()
         total = self._run(batch, first_sample, step, train=True)
         for part in self.parts:
             reduce_partial_gradients(part)
         if self.tied is not None:
             self.tied.reduce()
+        for part in self.parts:
+            if part.balance.total is not None:
+                total = total + part.balance.total
         return self._total(total, "pp") / loss_scale
+
+    def _prepare_experts(self) -> None:
+        """Set what the experts of a step need and count: the scale of balance losses, and no tokens yet."""
+        for part in self.parts:
+            part.balance.scale, part.balance.total = torch.as_tensor(self._scale), None
+            for router in routers(part).values():
+                router.load = None
 
     @torch.no_grad()
     def summed_loss(self, batch: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ _TABLE = {
     ): "lr min_lr_ratio schedule decay_fraction warmup_steps beta1 beta2 eps weight_decay clip_norm",
     ("train", CONTINUED): "steps microbatch_size device validation_interval max_skipped_steps",
     ("train", REFUSED): "seed global_batch_size batch_size_start batch_size_ramp_steps dtype label_smoothing z_loss "
-    "validation_samples",
+    "balance_loss balance_loss_over router_bias_rate validation_samples",
     ("checkpoint", CONTINUED): "interval keep",
     ("log", CONTINUED): "interval norm_interval noise_interval tensorboard plot timeline_step profile_step wandb",
 }

@@ -103,6 +103,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
             offload_activations=layout.offload_activations,
             label_smoothing=config.train.label_smoothing,
             z_loss=config.train.z_loss,
+            balance_loss=config.train.balance_loss,
             part=ranges[stage],
             seed=config.train.seed,
             device="meta",

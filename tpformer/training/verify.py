@@ -121,7 +121,7 @@ def needed_bytes(config: RunConfig) -> tuple[int, int]:
     """The least bytes on rank 0's machine (or GPU): (for the run in one process, for the layout's ranks there)."""
     model, layout = config.model, config.parallel
     tokens = config.microbatch_size * model.seq_length
-    kept = ITEM_BYTES * tokens * (model.kept_features * model.n_layers + (model.vocab_size or 0))
+    kept = ITEM_BYTES * tokens * (sum(map(model.kept_features, range(model.n_layers))) + (model.vocab_size or 0))
     one = STATE_BYTES * model.n_parameters + kept
     here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)) if config.train.device == "cpu" else 1
     states = STATE_BYTES * model.n_parameters * layout.data_parallel_replicate * here // layout.world_size
@@ -189,6 +189,7 @@ def one_process(config: RunConfig, device: str) -> ModelParts:
         config.model.architecture,
         label_smoothing=config.train.label_smoothing,
         z_loss=config.train.z_loss,
+        balance_loss=config.train.balance_loss,
         seed=config.train.seed,
         device=device,
         dtype=torch.float64,

@@ -1,0 +1,97 @@
+"""Checks of the settings of a mixture of experts: those that contradict each other, and those that are refused.
+
+Belongs here: what the fields of GPTConfig about experts and routers must have in common, and with a layout.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .checks import check_choice
+
+if TYPE_CHECKING:
+    from .architecture import GPTConfig
+
+ROUTER_SCORES = ("softmax", "sigmoid")
+BALANCED_OVER = ("sequence",)
+GATED = ("swiglu", "geglu")
+
+
+def check_experts(config: GPTConfig) -> None:
+    """ValueError, with the numbers and the remedy, for experts or a router that cannot be built."""
+    if config.expert_capacity is not None:
+        raise ValueError(
+            f"expert_capacity={config.expert_capacity} is not supported: tokens beyond a capacity are dropped, and "
+            f"which ones those are depends on the microbatches and ranks that share a capacity, so that each layout "
+            f"would train another model; leave it unset, and no token is dropped"
+        )
+    check_choice("router_score", config.router_score, ROUTER_SCORES)
+    if config.n_experts is None:
+        _check_unused(config)
+        return
+    experts, k = config.n_experts, config.experts_per_token
+    if k > experts:
+        raise ValueError(f"experts_per_token={k} of n_experts={experts}: choose at most {experts}")
+    if config.activation not in GATED:
+        raise ValueError(
+            f"experts have gated activations, and activation={config.activation!r} is not: set it to one of "
+            f"{', '.join(GATED)}"
+        )
+    if config.bias:
+        raise ValueError(
+            "experts have no biases, and bias=True: set bias=False; qkv_bias=True keeps those of queries, keys and "
+            "values"
+        )
+    if config.first_dense_layers >= config.n_layers:
+        raise ValueError(
+            f"first_dense_layers={config.first_dense_layers} of n_layers={config.n_layers} leave no layer with "
+            f"experts: lower it, or leave n_experts unset"
+        )
+    _check_groups(experts, k, config.router_groups, config.router_top_groups)
+
+
+def _check_unused(config: GPTConfig) -> None:
+    """ValueError for a setting of experts that would do nothing, because there are none."""
+    given = {
+        "expert_ffn_size": config.expert_ffn_size is not None,
+        "shared_expert_size": config.shared_expert_size > 0,
+        "first_dense_layers": config.first_dense_layers > 0,
+        "router_bias": config.router_bias,
+        "router_groups": config.router_groups > 1,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name}={getattr(config, name)} without experts would do nothing: set n_experts")
+
+
+def _check_groups(experts: int, k: int, groups: int, top_groups: int) -> None:
+    if experts % groups:
+        raise ValueError(f"n_experts={experts} cannot be divided into router_groups={groups} equal groups: change one")
+    if top_groups > groups:
+        raise ValueError(f"router_top_groups={top_groups} of router_groups={groups}: choose at most {groups}")
+    if k > top_groups * (experts // groups):
+        raise ValueError(
+            f"experts_per_token={k} cannot be chosen from router_top_groups={top_groups} groups of {experts // groups} "
+            f"experts: raise router_top_groups, or lower experts_per_token or router_groups"
+        )
+
+
+def check_expert_ranks(experts: int, tp: int) -> None:
+    """ValueError unless tp tensor-parallel ranks can hold the same number of whole experts each."""
+    if experts % tp:
+        fitting = [t for t in range(1, experts + 1) if experts % t == 0]
+        raise ValueError(
+            f"n_experts={experts} cannot be divided among tensor_parallel={tp} ranks, which hold whole experts: choose "
+            f"tensor_parallel from {fitting}"
+        )
+
+
+def check_balance(over: str) -> None:
+    """ValueError for a balance loss over another set of tokens than a sequence."""
+    if over == "batch":
+        raise ValueError(
+            "balance_loss_over='batch' is not supported: the loss of a microbatch's loads is not that of the whole "
+            "batch's (cut into 16 parts it was 57 % larger in a measurement), so each layout would train another "
+            "model; set it to 'sequence', or balance by model.router_bias, which counts the global batch"
+        )
+    check_choice("balance_loss_over", over, BALANCED_OVER)

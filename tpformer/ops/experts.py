@@ -1,0 +1,356 @@
+"""experts: [norm ->] [route ->] gather -> grouped GEMM -> activation times weight -> grouped GEMM -> reduction.
+
+Belongs here: the one autograd Function of a layer of experts. Decisions are in route.py, indices in dispatch.py, the
+communication in transports/experts.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.kernels.cast import cast
+from tpformer.kernels.finish import Dropout, Finish
+
+from .autocast import autocast_dtype, cast_back
+from .autocast import cast as autocast_to
+from .dispatch import Dispatch, Sent, dispatch
+from .first_derivative import first_derivative, trace
+from .implementation import implementation
+from .norm import Norm, Normed, parameters, restored
+from .norm import norm as normalise
+from .recompute import once, running_again
+from .route import Decided, Router, Routing, decide, decide_backward
+from .transport import LOCAL
+from .transports.experts import experts_reduce, gather_experts, weight_gradient
+from .transports.interface import Transport
+from .uncompiled import uncompiled
+from .weight_gradients import Deferred
+
+
+class ExpertWeights(NamedTuple):
+    """The matrices of this rank's experts, and of its part of the shared expert, if there is one.
+
+    gate_up: (E, 2 F, H), the gate first; down: (E, H, F); shared_gate, shared_up: (F_s, H); shared_down: (H, F_s).
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    shared_gate: Tensor | None = None
+    shared_up: Tensor | None = None
+    shared_down: Tensor | None = None
+
+
+class _Layout(NamedTuple):
+    """What the Function takes that is no tensor to differentiate."""
+
+    transport: Transport
+    group: ProcessGroup | None
+    sequence_parallel: bool
+    norm: Norm | None
+    router: Router | None
+    experts: Tensor | None
+    activation: str
+    n_experts: int
+    dropout: Dropout | None
+    carry: bool  # whether x is the residual, too
+    skip: bool  # whether this is the end of a region's second run, whose result nobody reads
+    deferred: Deferred | None
+
+    @property
+    def gathering(self) -> Transport:
+        """The transport of the gathers; LOCAL without sequence parallelism, where rows are not gathered."""
+        return self.transport if self.sequence_parallel else LOCAL
+
+
+class ExpertsFunction(torch.autograd.Function):
+    """Y = Z + drop(R(sum over a token's experts e of A_e D_e^T)), A_e = w_e act(X' G_e^T) (X' U_e^T), X' = G(norm(X)).
+
+    T tokens on t ranks; each rank has E / t of the experts and computes the rows that are routed to them. G gathers
+    rows and R reduces them, as in column_linear and row_linear. The shared expert is a dense MLP on the same rows.
+        forward  X' = G(norm(X)); gate and up of the dispatched rows; A; Y = Z + drop(R(combine(A D^T)))
+        dgrad    dA = G(drop(dY)) D; dgate, dup and dw from dA, gate and up; dnorm(X) = R(combine(dgate G + dup U))
+        wgrad    dD = G(drop(dY))^T A; dG, dU from dgate, dup and X' (gathered again)
+        router   dlogits from all ranks' dw; dnorm(X) += dlogits W; dW = dlogits^T norm(X)
+    The backward rebuilds norm(X) and A, but no decision of the router.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        norm_weight,
+        norm_bias,
+        normed: Normed | None,
+        residual,
+        router_weight,
+        weights,
+        layout: _Layout,
+        *matrices,
+    ):
+        own = ExpertWeights(*matrices)
+        mean = rstd = None
+        rows = x
+        if layout.norm is not None and normed is not None:
+            rows, mean, rstd = normed
+        elif layout.norm is not None:
+            rows, (mean, rstd) = implementation("norm", x).norm_forward(x, layout.norm)
+        decided, kept = once(lambda: _sent(rows, router_weight, weights, layout, len(own.gate_up)))
+        sent = Dispatch(kept)
+        given = None if weights is None else trace(weights)
+        hidden, gathered = gather_experts(layout.gathering, rows, sent, own.gate_up)
+        shared = [None if each is None else F.linear(gathered, each) for each in (own.shared_gate, own.shared_up)]
+        ctx.layout, ctx.deferred, ctx.sizes = layout, layout.deferred, kept[3:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            x, norm_weight, norm_bias, mean, rstd, router_weight, given, hidden, *shared, sent.slots, sent.weights,
+            sent.counts, *((None,) * 4 if decided is None else decided.saved), *matrices,
+        )  # fmt: skip
+        loss = None if decided is None or decided.balance_loss is None else decided.balance_loss.clone()
+        if layout.skip:
+            return torch.empty_like(x), loss
+        a = implementation("weighted_activation", hidden).weighted_activation_forward(
+            hidden, layout.activation, sent.weights
+        )
+        dense = []
+        if own.shared_down is not None:
+            activated = implementation("activation", x).activation_forward(shared[1], layout.activation, shared[0])
+            dense = [(activated, own.shared_down.t())]
+        finish = Finish(None, layout.dropout, x if layout.carry else residual)
+        y = experts_reduce(
+            layout.transport, a, sent, own.down, dense,
+            transposed=False, scatter=layout.sequence_parallel, finish=finish,
+        )  # fmt: skip
+        return y, loss
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, dy, dbalance):
+        return _backward(_Saved(ctx), dy, dbalance)
+
+
+def _sent(
+    rows: Tensor, router_weight: Tensor | None, weights: Tensor | None, layout: _Layout, experts: int
+) -> tuple[Decided | None, Sent]:
+    """What the router decides, unless the routing is given, and the rows for this rank's experts."""
+    group = layout.group
+    rank, parts = (0, 1) if group is None else (group.rank(), group.size() if layout.sequence_parallel else 1)
+    decided = None
+    if router_weight is not None:
+        assert layout.router is not None
+        decided = decide(rows, router_weight, layout.router, group, layout.sequence_parallel)
+        routing = decided.routing
+        decided = decided._replace(routing=None)  # what is kept is this rank's own
+    else:
+        assert layout.experts is not None and weights is not None
+        routing = Routing(layout.experts, weights.detach())
+    assert routing is not None
+    return decided, dispatch(routing, rank * experts, experts, layout.n_experts, parts)
+
+
+class _Saved:
+    """What the forward saved, under its names."""
+
+    def __init__(self, ctx) -> None:
+        tensors = ctx.saved_tensors
+        self.layout: _Layout = ctx.layout
+        self.x, norm_weight, norm_bias, self.mean, self.rstd, self.router_weight, _ = tensors[:7]
+        self.hidden, self.shared_gate, self.shared_up, slots, weights, counts = tensors[7:13]
+        own_experts, scores, slopes, own_sample = tensors[13:17]
+        self.own = ExpertWeights(*tensors[17:])
+        self.norm = restored(self.layout.norm, norm_weight, norm_bias)
+        self.sent = Dispatch(Sent(slots, weights, counts, *ctx.sizes))
+        self.decided = None if scores is None else Decided(None, own_experts, scores, slopes, own_sample)
+        (
+            self.wants_x, self.wants_norm_weight, self.wants_norm_bias, _, self.wants_residual, self.wants_router,
+            self.wants_weights, _, *wants_matrices,
+        ) = ctx.needs_input_grad  # fmt: skip
+        self.wants = ExpertWeights(*wants_matrices)
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether norm(x) needs a gradient."""
+        return self.wants_x or self.wants_norm_weight or self.wants_norm_bias
+
+    def rows(self) -> Tensor:
+        """norm(x), made again."""
+        if self.norm is None:
+            return self.x
+        return implementation("norm", self.x).norm_rebuilt(self.x, (self.mean, self.rstd), self.norm)
+
+
+def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tuple:
+    """The gradients of ExpertsFunction's inputs."""
+    layout, sent, own = saved.layout, saved.sent, saved.own
+    dresidual, dcarried = dy if saved.wants_residual else None, dy if layout.carry else None
+    if dy is None:
+        dy = torch.zeros_like(saved.x)
+    dy, _ = implementation("dropout", dy).finish_backward(dy, layout.dropout, False)
+    da, whole = gather_experts(layout.gathering, dy, sent, own.down, transposed=True)
+    dhidden, a, dw = implementation("weighted_activation", da).weighted_activation_backward(
+        da, saved.hidden, layout.activation, sent.weights
+    )
+    dshared: list[Tensor] = []  # of the shared expert's gate and up
+    activated = None
+    if own.shared_down is not None:
+        dactivated = whole @ own.shared_down
+        backward = implementation("activation", da).activation_backward
+        dup, dgate, activated = backward(dactivated, saved.shared_up, layout.activation, saved.shared_gate)
+        dshared = [dgate, dup]
+    rows = saved.rows()
+    downs = _down_gradients(saved, whole, a, activated)
+    start = None
+    if layout.deferred is None and any((saved.wants.gate_up, saved.wants.shared_gate, saved.wants.shared_up)):
+        start = layout.gathering.start_gather(rows)
+    drows = None
+    if saved.wants_rows:
+        factors = [] if own.shared_gate is None else [own.shared_gate, own.shared_up]
+        drows = experts_reduce(
+            layout.transport, dhidden, sent, own.gate_up, list(zip(dshared, factors, strict=True)),
+            transposed=True, scatter=layout.sequence_parallel,
+        )  # fmt: skip
+    drows, drouter, dweights = _routing_gradients(saved, rows, drows, dw, dbalance)
+    dx, dnorm_weight, dnorm_bias = drows, None, None
+    if saved.norm is not None and drows is not None:
+        backward = implementation("norm", saved.x).norm_backward
+        dx, dnorm_weight, dnorm_bias = backward(drows, saved.x, (saved.mean, saved.rstd), saved.norm, dcarried)
+    elif dx is not None and dcarried is not None:
+        dx += dcarried
+    ups = _up_gradients(saved, rows, dhidden, dshared, None if start is None else start())
+    gradients = ExpertWeights(ups[0], downs[0], ups[1], ups[2], downs[1])
+    return dx, dnorm_weight, dnorm_bias, None, dresidual, drouter, dweights, None, *gradients
+
+
+def _routing_gradients(
+    saved: _Saved, rows: Tensor, drows: Tensor | None, dw: Tensor, dbalance: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(drows with the router's part, gradient of the router's weight, gradient of given weights (T, K))."""
+    layout, sent = saved.layout, saved.sent
+    if saved.decided is None or saved.router_weight is None:
+        return drows, None, sent.spread(dw) if saved.wants_weights else None
+    if not (saved.wants_router or saved.wants_rows):
+        return drows, None, None
+    assert layout.router is not None
+    drouted, drouter = decide_backward(
+        sent.spread(dw), dbalance, saved.decided, rows, saved.router_weight, layout.router.policy, layout.group,
+        layout.sequence_parallel,
+    )  # fmt: skip
+    if drows is not None:
+        drows = cast(drouted.add_(drows), drows.dtype)
+    return drows, cast(drouter, saved.router_weight.dtype), None
+
+
+def _down_gradients(saved: _Saved, whole: Tensor, a: Tensor, activated: Tensor | None) -> tuple:
+    """Gradients of (down, shared_down) from the gathered rows of dy; (None, None) if a queue makes them later."""
+    sent, wants, deferred = saved.sent, saved.wants, saved.layout.deferred
+
+    def down() -> Tensor:
+        return weight_gradient(whole, a, sent, dy_of_tokens=True)
+
+    def shared_down() -> Tensor:
+        assert activated is not None
+        return whole.t() @ activated
+
+    makes = (down if wants.down else None, shared_down if wants.shared_down else None)
+    if deferred is None:
+        return tuple(None if make is None else make() for make in makes)
+    sinks = (deferred.sinks[1], deferred.sinks[4])
+
+    def run() -> None:
+        for sink, make in zip(sinks, makes, strict=True):
+            if make is not None:
+                sink(make())
+
+    if any(makes):
+        deferred.queue.add(run)
+    return None, None
+
+
+def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Tensor], whole: Tensor | None) -> tuple:
+    """Gradients of (gate_up, shared_gate, shared_up) from the gathered rows `whole`; a queue gathers them later."""
+    layout, sent, wants = saved.layout, saved.sent, saved.wants
+    wanted = (wants.gate_up, wants.shared_gate, wants.shared_up)
+
+    def make(index: int, gathered: Tensor) -> Tensor:
+        if index == 0:
+            return weight_gradient(dhidden, gathered, sent, x_of_tokens=True)
+        return dshared[index - 1].t() @ gathered
+
+    if whole is not None:
+        return tuple(make(index, whole) if wants else None for index, wants in enumerate(wanted))
+    if layout.deferred is not None and any(wanted):
+        sinks = (layout.deferred.sinks[0], *layout.deferred.sinks[2:4])
+
+        def run() -> None:
+            gathered = layout.gathering.start_gather(rows)()
+            for index, wants in enumerate(wanted):
+                if wants:
+                    sinks[index](make(index, gathered))
+
+        layout.deferred.queue.add(run)
+    return None, None, None
+
+
+@uncompiled
+def experts(
+    x: Tensor,
+    matrices: ExpertWeights,
+    *,
+    router_weight: Tensor | None = None,
+    router: Router | None = None,
+    routing: Routing | None = None,
+    n_experts: int,
+    activation: str,
+    norm: Norm | None = None,
+    normed: Normed | None = None,
+    residual: Tensor | None = None,
+    dropout: Dropout | None = None,
+    ends_region: bool = False,
+    transport: Transport = LOCAL,
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = True,
+    deferred: Deferred | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(Y, balance loss or None): Y = residual + dropout(sum over a token's experts of weight * expert(norm(x))).
+
+    Shapes:  x, residual and Y (tokens / t, H) with sequence_parallel, else (tokens, H), equal on all ranks. matrices:
+             of this rank's n_experts / t experts, those of rank r being the r-th part, and its columns of the shared
+             expert. t = group.size(); group None is one rank, and any expert may have no token.
+             Either router_weight (n_experts, H) and router, or `routing`, in which op `route` decided before.
+             activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). normed, dropout, ends_region: as in row_linear.
+    Saves:   x before the norm, gate and up of the dispatched rows (and of the shared expert), and the routing: 8 bytes
+             for each dispatched row, 4 K + 4 E for each own token. The backward rebuilds everything else.
+    Communication, per rank, B = tokens * H * itemsize. Sequence parallel: forward all-gather B and reduce-scatter B,
+             backward all-gather B twice (dy, and x again for the weights) and reduce-scatter B; and for the routing
+             8 K bytes a token gathered in the forward, 4 K scattered in the backward. Otherwise: an all-reduce of B in
+             the forward and in the backward, and one of 4 K bytes a token in the backward.
+             With fewer ranks than experts no expert is cut: its rows would be few and its GEMMs thin.
+    deferred: its queue takes the gradients of matrices; it has a sink for each.
+    With sequence_parallel the gradients of the norm's parameters and of router_weight are partial sums, over this
+    rank's rows. Under torch.autocast as column_linear and row_linear; the router computes in float32 always.
+    Errors:  ValueError unless exactly one of router and routing is given.
+    Source:  Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841)
+    """
+    if (router is None) == (routing is None) or (router is None) != (router_weight is None):
+        raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
+    autocast, added = autocast_dtype(x), residual
+    carry = residual is x and autocast is None
+    rows, inside = x, None if carry else residual
+    if autocast is not None:
+        deferred = cast_back(deferred, [each for each in matrices if each is not None])
+        rows, norm = autocast_to(rows if norm is None else normalise(rows, norm), autocast), None
+        matrices, inside = ExpertWeights(*(autocast_to(each, autocast) for each in matrices)), None
+        normed = None
+    layout = _Layout(
+        transport, group, sequence_parallel, norm, router, None if routing is None else routing.experts, activation,
+        n_experts, dropout, carry, ends_region and running_again(), deferred,
+    )  # fmt: skip
+    weights = None if routing is None else routing.weights
+    y, loss = ExpertsFunction.apply(rows, *parameters(norm), normed, inside, router_weight, weights, layout, *matrices)
+    if autocast is not None and added is not None:
+        y = added + y
+    return y, loss

@@ -1,0 +1,99 @@
+"""The two sides of a layer of experts over tensor-parallel ranks: gather and grouped GEMM; grouped GEMM and reduction.
+
+Belongs here: how each transport carries them. `sequential` is the specification. The chunks of `pipelined` are the rows
+of one rank's tokens.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduce_scatter_chunks
+from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from tpformer.kernels.finish import NOTHING, Finish
+
+from ..dispatch import Dispatch
+from ..implementation import implementation
+from .interface import ALL_REDUCE, GATHER, SCATTER, Transport, finish_rows, record_transport
+
+
+def gather_experts(
+    transport: Transport, x: Tensor, dispatch: Dispatch, weights: Tensor, *, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(y (R, N), gathered rows (T, K)): each dispatched row of gather(x) times the transpose of its expert's matrix.
+
+    Shapes: x (T / t, K), or all rows with the local transport; weights (E, N, K), or (E, K, N) if transposed.
+    Communication: one all-gather of T * K * itemsize bytes.
+    """
+    if transport.group is not None:
+        record_transport(GATHER, transport.name)
+    grouped = implementation("grouped_matmul", x).grouped_matmul
+    if transport.name != "pipelined":
+        gathered = all_gather(x, transport.group)
+        return grouped(gathered, weights, dispatch.offsets, dispatch.tokens, transposed=transposed), gathered
+    assert transport.group is not None
+    gathered = x.new_empty(dispatch.n_tokens, x.shape[1])
+    y = x.new_empty(len(dispatch.slots), weights.shape[2 if transposed else 1])
+    for arrived in gather_chunks(x, gathered, transport.group):
+        rows, part = dispatch.parts[arrived.start // len(x)]
+        y[rows] = grouped(gathered[arrived], weights, part.offsets, part.tokens, transposed=transposed)
+    return y, gathered
+
+
+def experts_reduce(
+    transport: Transport,
+    rows: Tensor,
+    dispatch: Dispatch,
+    weights: Tensor,
+    dense: Sequence[tuple[Tensor, Tensor]] = (),
+    *,
+    transposed: bool,
+    scatter: bool,
+    finish: Finish = NOTHING,
+) -> Tensor:
+    """The sum over ranks, for each token, of its rows times their experts' matrices and of the dense products.
+
+    Shapes: rows (R, K), weights (E, N, K), or (E, K, N) if transposed; dense: pairs of (T, K_i) and (K_i, N); result
+    with scatter this rank's (T / t, N), else (T, N), equal on all ranks. Then `finish`, which has no norm.
+    Numerics: a rank adds a token's rows in the order of its experts, in at least float32, then the dense products. A
+    reduction over ranks adds what the ranks have rounded, in the order that its transport has for dense layers.
+    Communication: one reduce-scatter or all-reduce of T * N * itemsize bytes.
+    """
+    n = weights.shape[2 if transposed else 1]
+    if transport.group is not None:
+        record_transport(SCATTER if scatter else ALL_REDUCE, transport.name)
+
+    def product(rows: Tensor, part: Dispatch, tokens: slice) -> Tensor:
+        grouped = implementation("grouped_matmul", rows).grouped_matmul
+        y = grouped(rows, weights, part.offsets, transposed=transposed)
+        y = implementation("combine", y).combine(y, part.tokens, part.positions)
+        for x, factor in dense:
+            y.addmm_(x[tokens], factor)
+        return y
+
+    if transport.name != "pipelined":
+        y = product(rows, dispatch, slice(None))
+        return finish_rows((reduce_scatter if scatter else all_reduce)(y, transport.group), finish)[0]
+    assert transport.group is not None
+    shape, like = (dispatch.n_tokens, n), rows
+    if not scatter:
+        whole = product(rows, dispatch, slice(None))
+        y = all_reduce_chunks(lambda tokens, out: out.copy_(whole[tokens]), shape, like, transport.group)
+        return finish_rows(y, finish)[0]
+    share = dispatch.n_tokens // transport.group.size()
+
+    def fill(tokens: slice, out: Tensor) -> None:
+        picked, part = dispatch.parts[tokens.start // share]
+        out.copy_(product(rows[picked], part, tokens))
+
+    return finish_rows(reduce_scatter_chunks(fill, shape, like, transport.group), finish)[0]
+
+
+def weight_gradient(
+    dy: Tensor, x: Tensor, dispatch: Dispatch, *, dy_of_tokens: bool = False, x_of_tokens: bool = False
+) -> Tensor:
+    """dW (E, N, K) of each expert's matrix: the sum over its rows of dy x^T. A factor may have rows of tokens (T, ...),
+    in place of dispatched rows (R, ...)."""
+    return implementation("grouped_matmul", dy).grouped_weight_gradient(
+        dy, x, dispatch.offsets, dispatch.tokens if dy_of_tokens else None, dispatch.tokens if x_of_tokens else None
+    )
