@@ -1,0 +1,171 @@
+"""MoE equals a loop over experts in float64 with every gradient, on one rank and on several, whatever the routing is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from steps import Results, assert_same, gradients, joined, step
+
+from tpformer import ops
+from tpformer.distributed import build_mesh, record_collectives
+from tpformer.layers import MoE, Positions, TensorParallel, balance_losses
+
+BATCH, SEQ, HIDDEN, WIDTH, EXPERTS = 2, 6, 16, 12, 4
+TOKENS = BATCH * SEQ
+KINDS = {
+    "softmax": {},
+    "not-normalised": {"policy": ops.Policy(3, normalised=False, scale=0.5)},
+    "sigmoid-bias-shared": {
+        "policy": ops.Policy(2, "sigmoid", scale=2.5),
+        "router_bias": True,
+        "shared_ffn_size": 8,
+    },
+    "groups": {"policy": ops.Policy(2, "sigmoid", groups=2, top_groups=1)},
+    "geglu": {"activation": "geglu", "shared_ffn_size": 12},
+    "balance": {"balance": 0.3},
+    "balance-sigmoid": {"balance": 0.3, "policy": ops.Policy(2, "sigmoid")},
+    "one-expert-a-token": {"policy": ops.Policy(1, normalised=False)},
+    "every-expert": {"policy": ops.Policy(4)},
+}
+ROUTINGS = ("as it comes", "all on one expert", "ranks without tokens")
+
+
+def make_moe(kind: str, mesh=None, sequence_parallel: bool = True, routed: str = "as it comes", **options) -> MoE:
+    torch.manual_seed(0)
+    tp = TensorParallel(mesh, sequence_parallel, options.pop("transport", "auto"))
+    options = {**KINDS[kind], "dtype": torch.float64, "init_std": 0.5} | options
+    moe = MoE(HIDDEN, EXPERTS, ffn_hidden_size=WIDTH, tp=tp, **options)
+    if moe.gate.bias is not None:
+        moe.gate.bias.copy_(torch.tensor([0.5, -0.3, 0.2, 0.0]))
+    if routed != "as it comes":  # a bias that no score reaches
+        best = {"all on one expert": [-9.0, -9.0, 9.0, 8.0], "ranks without tokens": [9.0, 8.0, 7.0, 0.0]}[routed]
+        moe.gate.bias = torch.tensor(best, dtype=torch.float64)
+    return moe
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, dy
+
+
+def chosen(scores: torch.Tensor, policy: ops.Policy) -> torch.Tensor:
+    """The experts of each token, by a loop over tokens."""
+    found = []
+    for row in scores.detach().tolist():
+        size = len(row) // policy.groups
+        best = [sum(sorted(row[g * size : (g + 1) * size])[-2:]) for g in range(policy.groups)]
+        allowed = sorted(range(policy.groups), key=lambda g: -best[g])[: policy.top_groups]
+        candidates = [e for e in range(len(row)) if e // size in allowed]
+        found.append(sorted(candidates, key=lambda e: -row[e])[: policy.k])
+    return torch.tensor(found)
+
+
+def by_loop(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
+    """Result and gradients of a loop over experts with the values of ours; the balance loss as DeepSeek-V3 writes it."""
+    p = {name: value.detach().clone().requires_grad_() for name, value in moe.named_parameters()}
+    x = x.detach().clone().requires_grad_()
+    rows, policy = x.flatten(0, 1), moe.gate.policy
+    logits = rows @ p["gate.weight"].t()
+    scores = logits.softmax(1) if policy.score == "softmax" else logits.sigmoid()
+    experts = chosen(scores if moe.gate.bias is None else scores + moe.gate.bias, policy)
+    weights = scores.gather(1, experts)
+    weights = policy.scale * (weights / weights.sum(1, keepdim=True) if policy.normalised else weights)
+    act = F.silu if moe.experts.activation == "silu" else lambda z: F.gelu(z, approximate="tanh")
+    y = torch.zeros_like(rows)
+    for e in range(EXPERTS):
+        gate, up = (rows @ p["experts.gate_up_proj"][e].t()).chunk(2, 1)
+        y = y + (weights * (experts == e)).sum(1, keepdim=True) * (act(gate) * up @ p["experts.down_proj"][e].t())
+    if moe.shared_experts is not None:
+        gate, up, down = (p[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        y = y + (act(rows @ gate.t()) * (rows @ up.t())) @ down.t()
+    shares = (scores / scores.sum(1, keepdim=True)).view(BATCH, SEQ, EXPERTS)
+    counts = F.one_hot(experts, EXPERTS).sum(1).view(BATCH, SEQ, EXPERTS).double()
+    balance = moe.gate.balance * (EXPERTS / policy.k * counts.mean(1) * shares.mean(1)).sum() * SEQ
+    ((y * dy.flatten(0, 1)).sum() + balance).backward()
+    loss = {"balance": balance.detach()} if moe.gate.balance else {}
+    return {"y": y.detach(), "dx": x.grad.flatten(0, 1), **loss} | {name: tensor.grad for name, tensor in p.items()}
+
+
+def run(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
+    """Result and gradients of rows of ours, the balance loss included."""
+    x = x.detach().clone().requires_grad_()
+    with balance_losses() as losses:
+        y = moe(x, Positions(BATCH, SEQ))
+    ((y * dy).sum() + sum(losses)).backward()
+    loss = {"balance": losses[0].detach()} if losses else {}
+    return {"y": y.detach(), "dx": x.grad, **loss} | gradients(moe)
+
+
+@pytest.mark.parametrize("routed", ROUTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_a_loop_over_experts(kind, routed):
+    moe = make_moe(kind, routed=routed)
+    x, dy = inputs()
+    assert_same(run(moe, x.flatten(0, 1), dy.flatten(0, 1)), by_loop(moe, x, dy), tolerance=1e-10)
+    assert int(moe.gate.load.sum()) == TOKENS * moe.gate.policy.k
+
+
+def on_rank(kind: str, sequence_parallel: bool, routed: str, transport: str = "auto", hooked: str | None = None):
+    mesh = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"]
+    moe = make_moe(kind, mesh, sequence_parallel, routed, transport=transport)
+    if hooked is not None:
+        moe.get_submodule(hooked).register_forward_hook(lambda module, args, output: None)
+    x, dy = (z.flatten(0, 1) for z in inputs())
+    if sequence_parallel:
+        x, dy = (z.chunk(mesh.size())[mesh.get_local_rank()].clone() for z in (x, dy))
+    with record_collectives() as calls:
+        results = run(moe, x, dy)
+    return results, list(calls), moe.gate.load.tolist()
+
+
+def check(found: list[Results], wanted: Results, sequence_parallel: bool) -> None:
+    """Compare all ranks' results; with sequence shards each has the balance loss of its own tokens."""
+    if sequence_parallel and "balance" in wanted:
+        total = sum(result["balance"] for result in found)
+        found = [{**result, "balance": total} for result in found]
+    for result in joined(found, 0) if sequence_parallel else found:
+        assert_same(result, wanted, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel_equals_a_loop(ranks, t, kind, sequence_parallel):
+    results = ranks(t).run(on_rank, kind, sequence_parallel, "as it comes")
+    moe = make_moe(kind)
+    check([result for result, *_ in results], by_loop(moe, *inputs()), sequence_parallel)
+    nbytes, k = TOKENS * HIDDEN * 8, moe.gate.policy.k
+    routing, dweights = TOKENS * 2 * k * 8, TOKENS * k * 8
+    for _, calls, _ in results:
+        wanted = [("all_reduce", nbytes)] * 2 + [("all_reduce", dweights)]
+        if sequence_parallel:
+            wanted = [("all_gather", nbytes)] * 3 + [("reduce_scatter", nbytes)] * 2
+            wanted += [("all_gather", routing), ("reduce_scatter", dweights)]
+        assert sorted(calls[: len(wanted)]) == sorted(wanted)
+
+
+@pytest.mark.parametrize("routed", ROUTINGS[1:])
+@pytest.mark.parametrize("transport", ["sequential", "pipelined"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_ranks_and_experts_without_tokens(ranks, routed, transport, sequence_parallel):
+    kind = "sigmoid-bias-shared"
+    results = ranks(4).run(on_rank, kind, sequence_parallel, routed, transport)
+    moe = make_moe(kind, routed=routed)
+    check([result for result, *_ in results], by_loop(moe, *inputs()), sequence_parallel)
+    run(moe, *(z.flatten(0, 1) for z in inputs()))
+    assert all(load == moe.gate.load.tolist() and min(load) == 0 for *_, load in results)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid-bias-shared"])
+def test_pipelined_equals_a_loop(ranks, kind, sequence_parallel):
+    results = ranks(4).run(on_rank, kind, sequence_parallel, "as it comes", "pipelined")
+    check([result for result, *_ in results], by_loop(make_moe(kind), *inputs()), sequence_parallel)
+
+
+@pytest.mark.parametrize("hooked", ["gate", "experts", "shared_experts", "shared_experts.up_proj"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("t", [1, 2])
+def test_a_hooked_child_is_called_as_a_module(ranks, t, sequence_parallel, hooked):
+    results = ranks(t).run(on_rank, "sigmoid-bias-shared", sequence_parallel, "as it comes", "auto", hooked)
+    check([result for result, *_ in results], by_loop(make_moe("sigmoid-bias-shared"), *inputs()), sequence_parallel)
