@@ -1,9 +1,9 @@
-"""MoE equals a loop over experts in float64 with every gradient, on one rank and on several, whatever the routing is."""
+"""MoE equals a loop over experts in float64 with every gradient, on one rank and on several, however it routes."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import Results, assert_same, gradients, joined, step
+from steps import Results, assert_same, gradients, joined
 
 from tpformer import ops
 from tpformer.distributed import build_mesh, record_collectives
@@ -61,7 +61,7 @@ def chosen(scores: torch.Tensor, policy: ops.Policy) -> torch.Tensor:
 
 
 def by_loop(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
-    """Result and gradients of a loop over experts with the values of ours; the balance loss as DeepSeek-V3 writes it."""
+    """Result and gradients of a loop over experts with the values of ours; the balance loss is DeepSeek-V3's."""
     p = {name: value.detach().clone().requires_grad_() for name, value in moe.named_parameters()}
     x = x.detach().clone().requires_grad_()
     rows, policy = x.flatten(0, 1), moe.gate.policy

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS, check_choice, check_expert_ranks, check_positive
-from tpformer.kernels.cast import cast
 from tpformer.ops.recompute import running_again
 from tpformer.ops.route import wide
 from tpformer.ops.sequence import flat_rows
@@ -110,7 +109,7 @@ class Router(ParallelModule):
 
     def options(self, rows: Tensor, positions: Positions | None) -> ops.Router:
         """What the operation takes of this layer for these rows. Errors: ValueError for a balance loss nobody takes."""
-        bias = None if self.bias is None else cast(self.bias, wide(rows.dtype))
+        bias = None if self.bias is None else self.bias.to(rows.device, wide(rows.dtype))
         if not (self.training and torch.is_grad_enabled()) or running_again():
             # a second run takes its decision, and the loss with it, from the first
             return ops.Router(self.policy, bias)

@@ -255,17 +255,16 @@ def _down_gradients(saved: _Saved, whole: Tensor, a: Tensor, activated: Tensor |
         assert activated is not None
         return whole.t() @ activated
 
-    makes = (down if wants.down else None, shared_down if wants.shared_down else None)
     if deferred is None:
-        return tuple(None if make is None else make() for make in makes)
-    sinks = (deferred.sinks[1], deferred.sinks[4])
+        return down() if wants.down else None, shared_down() if wants.shared_down else None
 
     def run() -> None:
-        for sink, make in zip(sinks, makes, strict=True):
-            if make is not None:
-                sink(make())
+        if wants.down:
+            deferred.sinks[1](down())
+        if wants.shared_down:
+            deferred.sinks[4](shared_down())
 
-    if any(makes):
+    if wants.down or wants.shared_down:
         deferred.queue.add(run)
     return None, None
 
@@ -283,7 +282,7 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
     if whole is not None:
         return tuple(make(index, whole) if wants else None for index, wants in enumerate(wanted))
     if layout.deferred is not None and any(wanted):
-        sinks = (layout.deferred.sinks[0], *layout.deferred.sinks[2:4])
+        sinks = [layout.deferred.sinks[0], *layout.deferred.sinks[2:4]]
 
         def run() -> None:
             gathered = layout.gathering.start_gather(rows)()

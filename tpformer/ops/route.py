@@ -4,6 +4,7 @@ Belongs here: the router's GEMM, the decision and its gathering, the balance los
 travel to experts is in dispatch.py.
 """
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from tpformer.kernels.route.reference import Policy
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .recompute import once
+from .transports.interface import REGISTRY
 from .uncompiled import uncompiled
 
 
@@ -109,7 +111,14 @@ def decide(
         slopes = _slopes(routing.experts, router.balance, scores)
         shares = implementation("route", scores).shares(scores)
         loss = (slopes[own_sample] * shares).sum()
-    return Decided(routing, experts, scores, slopes, own_sample, loss)
+    decided = Decided(routing, experts, scores, slopes, own_sample, loss)
+    REGISTRY.routed.tell((router, decided))
+    return decided
+
+
+def record_routing() -> AbstractContextManager[list[tuple[Router, Decided]]]:
+    """A context that gives a list, which gets a pair for each decision of a router in this process, in their order."""
+    return REGISTRY.routed.listen()
 
 
 def _gathered(experts: Tensor, weights: Tensor, group: ProcessGroup | None) -> Routing:

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.distributed import indexed
 from tpformer.distributed.collectives import all_reduce
 from tpformer.distributed.mesh import AXES, DEFAULT_TIMEOUT
-from tpformer.models import GPT
 from tpformer.layers.moe import routers
+from tpformer.models import GPT
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.parallel import (
     Layout,
@@ -39,8 +39,8 @@ class ModelParts:
 
     parts: in the order of layout.stages_of(pipeline rank). Apply FSDP2 to them before. mesh: the run's; None for a
     single process without process groups. microbatch_size: samples in a forward of one data-parallel rank.
-    n_microbatches: forwards in a step, until set_samples changes it. dtype: that of the activations. timeout: that of
-    the process groups made here.
+    n_microbatches: forwards in a step, until set_samples changes it. dtype: that of the activations. router_bias_rate:
+    how far a step moves a router's bias. timeout: that of the process groups made here.
     With a pipeline, constructing it is collective over the world.
     """
 
@@ -53,6 +53,7 @@ class ModelParts:
         microbatch_size: int,
         n_microbatches: int = 1,
         dtype: torch.dtype = torch.float32,
+        router_bias_rate: float = 0.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self.parts, self.layout, self.mesh = list(parts), layout, mesh
@@ -60,6 +61,7 @@ class ModelParts:
         self.groups = {axis: mesh.get_group(axis) for axis in AXES if mesh is not None and mesh[axis].size() > 1}
         self.tied: TiedParameter | None = None
         self.pipeline: Pipeline | None = None
+        self.router_bias_rate = router_bias_rate
         self._scale = torch.ones(())
         self._dtype = dtype
         if mesh is not None and layout.pipeline_parallel > 1:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from tpformer.config import RunConfig
 
 from .batches import Batch
+from .experts import load_numbers, named_loads
 from .metrics import LossMean
 from .norms import NoiseScale
 from .schedules import batch_size
@@ -33,7 +34,7 @@ class Tally:
     def __init__(self, config: RunConfig) -> None:
         self.skipped = self.skipped_in_a_row = 0
         self.diverging = False
-        self.losses, self.noise, self._train = LossMean(config.log.interval), NoiseScale(), config.train
+        self.losses, self.noise, self._config = LossMean(config.log.interval), NoiseScale(), config
 
     def add(self, step: int, numbers: Mapping[str, Any]) -> dict[str, float]:
         """Count a step; its row but for the learning rate."""
@@ -42,13 +43,17 @@ class Tally:
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         row = {"step": step, "loss": self.losses.add(step, loss), "step_loss": loss, "grad_norm": numbers["norm"]}
+        if "loads" in numbers:
+            row |= load_numbers(self._config, numbers["loads"], batch_size(step, self._config.train))
         return row | ({"skipped": self.skipped} if self.skipped else {})
 
     def norms(self, step: int, numbers: Mapping[str, Any], names: list[str]) -> dict[str, float]:
-        """The row of norms.jsonl but for its step: norms of these names, and the noise scale, where measured."""
+        """The row of norms.jsonl but for its step, where measured: norms of these names, experts' loads, the noise."""
         found = dict(zip(names, numbers.get("measured", ()), strict=False))
+        if found and "loads" in numbers:
+            found |= named_loads(self._config, numbers["loads"])
         if "half_norm" in numbers:
-            size = batch_size(step, self._train)
+            size = batch_size(step, self._config.train)
             found["noise_scale"] = self.noise.add(size, numbers["norm"], numbers["half_norm"])
         return found
 

@@ -31,7 +31,9 @@ _TABLE = {
     ("run", CONTINUED): "dir timeout max_restarts",
     ("model", CONTINUED): "preset",  # its fields are compared
     ("model", REFUSED): "vocab_size vocab_multiple seq_length n_layers hidden_size n_heads n_kv_heads head_dim qk_norm "
-    "sliding_window ffn_hidden_size norm norm_eps activation position rope_base rope_interleaved rope_scaling_factor "
+    "sliding_window ffn_hidden_size n_experts experts_per_token expert_ffn_size shared_expert_size first_dense_layers "
+    "router_score router_normalised router_scale router_groups router_top_groups router_bias expert_capacity "
+    "norm norm_eps activation position rope_base rope_interleaved rope_scaling_factor "
     "rope_low_frequency rope_high_frequency rope_original_length bias qkv_bias tie_embeddings dropout "
     "attention_dropout init_std init_from",
     ("data", CONTINUED): "train valid tokenizer",  # names: what they stand for is compared

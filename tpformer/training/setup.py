@@ -132,6 +132,7 @@ def build_model(config: RunConfig, mesh: DeviceMesh, *, initial: bool = True) ->
         microbatch_size=config.microbatch_size,
         n_microbatches=config.n_microbatches,
         dtype=default_dtype(config),
+        router_bias_rate=config.train.router_bias_rate,
         timeout=group_timeout(config),
     )
 

@@ -14,6 +14,7 @@ from tpformer.ops.embedding import check_ids
 from tpformer.parallel import local_norms, scale_gradients
 
 from .data import Samples, TokenSamples
+from .experts import settle_experts
 from .model import NO_TARGET, ModelParts, token_ids
 from .norms import NormWatch
 from .optimizer import LocalAdamW
@@ -26,7 +27,7 @@ class StepResult(NamedTuple):
     loss: the mean over the global batch. norm: of all gradients before clipping. Both are float64 scalars.
     skipped: a float32 scalar, 1 if loss or norm was not finite, so that nothing was updated, else 0.
     local: local_norms of this rank's gradients. measured: NormWatch.measured, if it was asked for.
-    scale: the loss scale of the next step, float32; None without a LossScaler.
+    scale: the loss scale of the next step, float32; None without a LossScaler. loads: settle_experts'.
     All but `local` are equal on all ranks.
     """
 
@@ -36,6 +37,7 @@ class StepResult(NamedTuple):
     local: Tensor
     measured: Tensor | None
     scale: Tensor | None
+    loads: Tensor | None
 
 
 class LossScaler:
@@ -87,7 +89,7 @@ def train_step(
     optimizers run on the host. why_skipped says why.
     batch, first_sample: as for ModelParts.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
     the largest gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer.
-    Gradients are None afterwards. Communication: that of ModelParts.gradients and gradient_norm.
+    Gradients are None afterwards. Communication: that of ModelParts.gradients, gradient_norm and settle_experts.
     """
     scale = 1.0 if scaler is None else scaler.scale
     with watch or nullcontext():
@@ -101,9 +103,10 @@ def train_step(
     scale_gradients(model.parameters(), clip / scale)
     for optimizer in optimizers:
         optimizer.update(lr, skipped)
+    loads = settle_experts(model, skipped)
     if scaler is not None:
         scaler.update(skipped)
-    return StepResult(loss, norm, skipped, local, measured, None if scaler is None else scaler.scale)
+    return StepResult(loss, norm, skipped, local, measured, None if scaler is None else scaler.scale, loads)
 
 
 def why_skipped(model: ModelParts, batch: Tensor, result: StepResult) -> str | None:

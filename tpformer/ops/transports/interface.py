@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -114,9 +114,10 @@ class Transport(Protocol):
 
 @dataclass
 class Registry:
-    """The only module-level state of tpformer.ops: who listens to the transports, and the table of measured times."""
+    """The only module-level state of tpformer.ops: who listens to transports and routers, and the measured times."""
 
     recorded: Listeners[tuple[str, str]] = field(default_factory=Listeners)
+    routed: Listeners[Any] = field(default_factory=Listeners)
     table: TransportTable | None = None
 
 

@@ -1,0 +1,176 @@
+"""The layouts, and the models that are trained in them, of `python -m bench layouts`.
+
+Belongs here: which ones, and the configuration of each. How they are trained and compared is in layouts.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
+from tpformer.parallel import SCHEDULES, Layout
+
+BATCH, LAYERS = 8, 4
+NEWER: dict[str, Any] = {  # what Llama 3.1, Qwen and Mistral add, in one model
+    **{"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "qkv_bias": True, "qk_norm": True},
+    **{"n_kv_heads": 2, "head_dim": 12, "sliding_window": 7, "rope_scaling_factor": 8.0, "rope_original_length": 16},
+}
+
+
+# Experts as Mixtral has them; and as DeepSeek-V3, with a shared one, a dense layer first, sigmoid scores, groups, and
+# both ways of balancing.
+_EXPERTS: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "": {},
+    "newer model": NEWER,
+    "8 experts": {**_EXPERTS, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 24},
+    "16 experts and a shared one": {
+        **_EXPERTS,
+        **{"n_experts": 16, "experts_per_token": 4, "expert_ffn_size": 16, "shared_expert_size": 24},
+        **{"first_dense_layers": 1, "router_score": "sigmoid", "router_scale": 2.5, "router_bias": True},
+        **{"router_groups": 4, "router_top_groups": 2, "init_std": 0.1},
+    },
+}
+NEWER_MODEL, EIGHT, SIXTEEN = list(MODELS)[1:]
+
+
+class Case(NamedTuple):
+    """A layout, and the settings that it is trained with. microbatch_size None: the configuration derives it.
+
+    model: the name of its options in MODELS; without a name it is a GPT-2.
+    """
+
+    layout: Layout
+    microbatch_size: int | None = None
+    tied: bool = True
+    layers: int = LAYERS
+    model: str = ""
+
+    def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
+        model = ModelSection(
+            vocab_size=257, seq_length=16, n_layers=self.layers, hidden_size=32, n_heads=4, dropout=0.1,
+            tie_embeddings=self.tied, **MODELS[self.model],
+        )  # fmt: skip
+        section = TrainSection(
+            steps=steps, dtype=dtype, device="cpu", global_batch_size=BATCH, microbatch_size=self.microbatch_size,
+            balance_loss=0.01 if self.model == SIXTEEN else 0.0,
+        )  # fmt: skip
+        optimizer = OptimizerSection(lr=lr, warmup_steps=steps // 5)
+        data = DataSection(train=(train,))
+        return RunConfig(model=model, data=data, parallel=self.layout, optimizer=optimizer, train=section)
+
+    @property
+    def alone(self) -> Case:
+        """The same model in one process."""
+        return Case(Layout(), tied=self.tied, layers=self.layers, model=self.model)
+
+    @property
+    def n_microbatches(self) -> int:
+        return self.config("float64", "", 1, 1.0).n_microbatches
+
+    def __str__(self) -> str:
+        layout, words = self.layout, []
+        if layout.tensor_parallel > 1:
+            words.append(f"TP{layout.tensor_parallel}" + ("" if layout.sequence_parallel else " without SP"))
+        if layout.pipeline_parallel > 1:
+            words.append(f"PP{layout.pipeline_parallel} {layout.pipeline_schedule}")
+        if layout.data_parallel > 1:
+            replicate, shard = layout.data_parallel_replicate, layout.data_parallel_shard
+            hybrid = f"{replicate}x{shard}" if min(replicate, shard) > 1 else f"{replicate * shard}"
+            words.append(f"DP{hybrid} ZeRO-{layout.zero}")
+        words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+        words += ["CPU offload"] if layout.cpu_offload else []
+        words += [] if self.tied else ["untied"]
+        words += [self.model] if self.model else []
+        return ", ".join(words) or ALONE
+
+
+def case(microbatch_size: int | None = None, tied: bool = True, model: str = "", **layout: object) -> Case:
+    """A case from Layout's keywords, some by short names. It has 4 layers, or one a stage if stages are more."""
+    short = {
+        "tp": "tensor_parallel",
+        "pp": "pipeline_parallel",
+        "schedule": "pipeline_schedule",
+        "replicate": "data_parallel_replicate",
+        "shard": "data_parallel_shard",
+        "zero": "zero_stage",
+    }
+    made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
+    return Case(made, microbatch_size, tied, max(LAYERS, made.n_stages), model)
+
+
+ONE = case()
+TP4, PP4 = case(tp=4), case(2, pp=4, schedule="1F1B")
+DP4 = case(shard=4, zero=3)
+ALL_AXES = case(2, tp=2, pp=2, shard=2, zero=3, recompute="full")
+CASES = (
+    # one process: accumulation, recompute, offload
+    *(case(1), case(2, recompute="mlp"), case(4, recompute="full"), case(4, cpu_offload=True)),
+    # one axis of two
+    *(case(tp=2), case(2, tp=2, sequence_parallel=False), case(4, tp=2, recompute="mlp"), case(tp=2, tied=False)),
+    *(case(2, replicate=2), case(2, shard=2, zero=1), case(1, shard=2, zero=2), case(2, shard=2, zero=3)),
+    case(2, shard=2, zero=3, cpu_offload=True),
+    *(case(None if name == "naive" else 2, pp=2, schedule=name) for name in SCHEDULES),
+    case(2, pp=2, schedule="ZBVZeroBubble", recompute="full"),
+    case(2, pp=2, schedule="GPipe", tied=False),
+    # four ranks: one axis, two axes
+    *(TP4, case(tp=4, sequence_parallel=False, recompute="full")),
+    *(case(replicate=4), case(shard=4, zero=1), case(1, shard=4, zero=2), DP4),
+    *(case(None if stage == 1 else 1, replicate=2, shard=2, zero=stage) for stage in (1, 2, 3)),
+    *(case({"naive": None, "DualPipeV": 1}.get(name, 2), pp=4, schedule=name) for name in SCHEDULES),
+    *(case(2, tp=2, shard=2, zero=2), case(2, tp=2, pp=2, schedule="Interleaved1F1B")),
+    *(case(2, pp=2, replicate=2), case(2, pp=2, shard=2, schedule="ZBVZeroBubble")),
+    *(case(2, pp=2, shard=2, zero=2, schedule="Interleaved1F1B"), case(2, pp=2, shard=2, zero=3)),
+    # eight ranks
+    *(case(2, tp=4, shard=2, zero=3), case(tp=2, replicate=2, shard=2, zero=3)),
+    *(case(2, tp=4, pp=2, schedule="ZBVZeroBubble"), case(1, tp=2, pp=4, schedule="DualPipeV")),
+    *(case(1, pp=4, shard=2, zero=2), case(1, pp=2, shard=4, zero=3)),
+    case(2, tp=2, pp=2, replicate=2, schedule="GPipe"),
+    case(1, tp=2, pp=2, shard=2, schedule="DualPipeV", recompute="mlp"),
+    case(2, tp=2, pp=2, shard=2, zero=2, schedule="Interleaved1F1B"),
+    ALL_AXES,
+    case(2, tp=2, pp=2, shard=2, zero=3, schedule="LoopedBFS", cpu_offload=True, tied=False),
+    # the other model: with more ranks than key-value heads, with the backward split, and on all axes
+    *(
+        case(2, tp=4, sequence_parallel=False, model=NEWER_MODEL),
+        case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=NEWER_MODEL),
+    ),
+    case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", model=NEWER_MODEL),
+)
+# the least, on at most four processes
+QUICK_CASES = (case(4, tp=2), case(2, shard=2, zero=3), case(2, tp=2, pp=2, schedule="ZBVZeroBubble"))
+# experts: tp is the axis that they are divided over
+MOE_CASES = (
+    # one process: accumulation, recompute
+    *(case(2, model=EIGHT), case(4, model=SIXTEEN, recompute="full"), case(2, model=SIXTEEN, recompute="mlp")),
+    # one axis of two and of four
+    *(case(tp=2, model=EIGHT), case(2, tp=2, model=SIXTEEN), case(2, tp=2, sequence_parallel=False, model=SIXTEEN)),
+    *(case(tp=4, model=EIGHT), case(2, tp=4, model=SIXTEEN, recompute="full")),
+    case(4, tp=4, sequence_parallel=False, recompute="mlp", model=EIGHT),
+    *(case(2, tp=2, transport="pipelined", model=SIXTEEN), case(2, tp=4, transport="pipelined", model=EIGHT)),
+    *(case(2, replicate=2, model=SIXTEEN), case(2, shard=2, zero=1, model=EIGHT)),
+    *(case(1, shard=2, zero=2, model=SIXTEEN), case(2, shard=4, zero=3, model=SIXTEEN)),
+    *(case(2, pp=2, schedule="1F1B", model=SIXTEEN), case(2, pp=2, schedule="ZBVZeroBubble", model=SIXTEEN)),
+    case(2, pp=2, schedule="GPipe", recompute="full", model=EIGHT),
+    case(2, pp=4, schedule="InterleavedZeroBubble", model=EIGHT),
+    # two and three axes
+    *(case(2, tp=2, shard=2, zero=3, model=EIGHT), case(2, tp=2, replicate=2, model=SIXTEEN)),
+    *(
+        case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=SIXTEEN),
+        case(1, tp=2, pp=2, schedule="DualPipeV", model=EIGHT),
+    ),
+    case(2, tp=2, pp=2, schedule="Interleaved1F1B", recompute="mlp", model=EIGHT),
+    case(2, tp=4, pp=2, schedule="ZBVZeroBubble", recompute="full", model=SIXTEEN),
+    case(2, tp=4, shard=2, zero=3, model=SIXTEEN),
+    case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", model=SIXTEEN),
+    case(1, tp=2, pp=2, shard=2, schedule="ZBVZeroBubble", model=EIGHT),
+)
+# the least, on at most four processes
+QUICK_MOE_CASES = (
+    case(2, tp=2, recompute="full", model=SIXTEEN),
+    case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=EIGHT),
+)
+BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)
+BFLOAT16_MOE_CASES = (case(tp=4, model=EIGHT), case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=SIXTEEN))
+ALONE = "one process"
+CURVES = {ALONE: ONE, "TP4": TP4, "PP4 1F1B": PP4, "DP4 ZeRO-3": DP4}
