@@ -79,6 +79,7 @@ class Case(NamedTuple):
             hybrid = f"{replicate}x{shard}" if min(replicate, shard) > 1 else f"{replicate * shard}"
             words.append(f"DP{hybrid} ZeRO-{layout.zero}")
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+        words += [layout.transport] if layout.transport != "auto" else []
         words += ["CPU offload"] if layout.cpu_offload else []
         words += [] if self.tied else ["untied"]
         words += [self.model] if self.model else []

@@ -40,6 +40,19 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def routing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A line for each layout of a model with experts: the hash of every (step, layer, token) -> experts in float64, and
+    the tokens that float32 sent to other experts, with the gap between their scores."""
+    table = columns(["experts of every token", "hash", "one process"], ("tokens", "float32 flips"))
+    table.add_column("largest gap", justify="right")
+    for row in rows:
+        found = row["routing"]
+        gaps = [flip[-1] for flip in found["flips"]]
+        most = f"{max(gaps):.1e}" if gaps else "-"
+        table.add_row(row["layout"], found["hash"], found["one"], str(found["tokens"]), str(len(gaps)), most)
+    return table
+
+
 def bfloat16_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A line for each layout in bfloat16; errors as maximum and RMS."""
     names = ("ranks", "loss", "norm", "loss error", "of one process", "allowed", "norm error", "of one process")

@@ -44,7 +44,7 @@ from .layout_cases import (
     QUICK_MOE_CASES,
     Case,
 )
-from .layout_report import bfloat16_table, draw, result_table
+from .layout_report import bfloat16_table, draw, result_table, routing_table
 from .routing import Key, Routed, flips, joined, recording, run_hash
 
 STEPS, CURVE_STEPS = 10, 60
@@ -61,7 +61,10 @@ NOTE = (
     "biases'). m: microbatches of a data-parallel rank. bfloat16: error against one process in float64, at most 2 * "
     "(that of one process in bfloat16 + eps * largest value), as maximum and as RMS over the steps. Dropout 0.1 "
     "throughout. The newer model has norms of queries and keys, a head dim of its own, biases of q, k and v alone, a "
-    "sliding window, scaled RoPE, two key-value heads and a gated MLP; the other is a GPT-2."
+    "sliding window, scaled RoPE, two key-value heads and a gated MLP; the other is a GPT-2. Of models with experts the "
+    "hash of every (step, layer, token) -> experts is that of one process in float64; float32 may send a token elsewhere "
+    f"if the scores were nearer than {FLIP_GAP:g} in one process. 8 experts: 2 for each token. 16: 4, a shared one, a "
+    "dense layer first, sigmoid scores, 2 of 4 groups, a bias that each step moves, and a balance loss."
 )
 Row = dict[str, Any]
 
@@ -263,7 +266,8 @@ def run(options: argparse.Namespace) -> Report:
         runs, expected = ({dtype: trained[dtype, each] for dtype in BOUNDS} for each in (one, one.alone))
         rows.append(make_row(one, runs, {dtype: single for dtype, (single,) in expected.items()}))
     missed = [row["layout"] for row in rows if not row["ok"]]
-    tables, content = [result_table(rows)], {}
+    routed = [row for row in rows if "routing" in row]
+    tables, content = [result_table(rows), *([routing_table(routed)] if routed else [])], {}
     if not (quick or options.moe):
         low = [
             bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])

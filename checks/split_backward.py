@@ -24,14 +24,18 @@ BASELINE = "1F1B"
 SCHEDULES = (BASELINE, "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 # untied: a tied table costs an all-reduce between the first and the last rank, none where a V schedule has both on one
 MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "tie_embeddings": False}
+EXPERTS = {  # the same with experts, of which each microbatch's tokens choose some
+    **{"n_experts": 4, "expert_ffn_size": 24, "shared_expert_size": 16, "activation": "swiglu", "bias": False},
+    **{"router_bias": True, "first_dense_layers": 1},
+}
 MICROBATCHES = 4
 
 
-def count_schedule(schedule: str, recompute: str, data_parallel: int) -> StepCounts:
+def count_schedule(schedule: str, recompute: str, data_parallel: int, experts: bool = False) -> StepCounts:
     """This rank's counts of one step of the schedule: forward and backward of all microbatches, and the reduction."""
     sizes = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": data_parallel}
     parallel = {**sizes, "pipeline_schedule": schedule, "recompute": recompute}
-    config = run_config(parallel, "float32", MODEL, MICROBATCHES)
+    config = run_config(parallel, "float32", MODEL | (EXPERTS if experts else {}), MICROBATCHES)
     mesh = run_mesh(config, "cpu")
     model = build_model(config, mesh)
     assert model.pipeline is not None

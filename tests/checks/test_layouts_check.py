@@ -27,19 +27,21 @@ sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 
 from bench.runner import machine, main, versions  # noqa: E402
 from checks import layouts  # noqa: E402
+from checks.layout_cases import EIGHT, SIXTEEN, case  # noqa: E402
 from checks.layout_report import draw  # noqa: E402
 from checks.layouts import (  # noqa: E402
     BFLOAT16_CASES,
+    BFLOAT16_MOE_CASES,
     CASES,
     FLOAT32,
     FLOAT64,
-    ONE,
+    MOE_CASES,
     Trained,
     bfloat16_row,
-    case,
     make_row,
     plan,
 )
+from checks.routing import Routed  # noqa: E402
 from tpformer.config import RunConfig  # noqa: E402
 from tpformer.parallel import SCHEDULES, TiedParameter  # noqa: E402
 from tpformer.training import model as training_model  # noqa: E402
@@ -67,6 +69,45 @@ def test_what_the_matrix_covers() -> None:
     assert min(one.data_parallel_replicate * one.data_parallel_shard for one in every if one.world_size == 8) == 1
     assert {one.n_microbatches for one in CASES} == {1, 2, 4, 8} and {one.tied for one in CASES} == {False, True}
     assert len(BFLOAT16_CASES) == 4
+
+
+def test_what_the_matrix_covers_of_experts() -> None:
+    assert len(MOE_CASES) == len({str(one) for one in MOE_CASES}) >= 20
+    plan(MOE_CASES, False, "unused")  # checks every configuration
+    for model in (EIGHT, SIXTEEN):
+        every = [one.layout for one in MOE_CASES if one.model == model]
+        assert {layout.tensor_parallel for layout in every} == {1, 2, 4}
+        assert {layout.recompute for layout in every} == {"none", "mlp", "full"}
+        assert {layout.pipeline_schedule for layout in every} >= {"1F1B", "ZBVZeroBubble"}
+        assert {layout.transport for layout in every} == {"auto", "pipelined"}
+    every = [one.layout for one in MOE_CASES]
+    assert {layout.zero for layout in every} == {0, 1, 2, 3} and {layout.sequence_parallel for layout in every} == {
+        False,
+        True,
+    }
+    assert {one.n_microbatches for one in MOE_CASES} == {1, 2, 4, 8}
+
+
+def sent(*experts: list[int], gap: float = 1.0) -> dict:
+    """Where the tokens of one sample went in step 1 and layer 0."""
+    return {(1, 0, 0): Routed(np.array(experts, dtype=np.int32), np.full(len(experts), gap))}
+
+
+def moe_row(double: dict, single: dict, gap: float) -> layouts.Row:
+    expected = {dtype: trained()._replace(routed=sent([0, 1], [1, 2], gap=gap)) for dtype in (FLOAT64, FLOAT32)}
+    found = {FLOAT64: [trained()._replace(routed=double)], FLOAT32: [trained()._replace(routed=single)]}
+    return make_row(case(tp=2, model=EIGHT), found, expected)
+
+
+def test_a_token_at_another_expert_is_a_miss() -> None:
+    same, other = sent([0, 1], [1, 2]), sent([0, 1], [1, 3])
+    assert moe_row(same, same, 1.0)["ok"]
+    assert not moe_row(other, same, 1e-7)["ok"]  # not even a near one, in float64
+    assert not moe_row(same, other, 1e-4)["ok"]
+    near = moe_row(same, other, 1e-6)
+    assert near["ok"] and near["routing"]["flips"] == [(1, 0, 0, 1, 1e-6)]
+    with pytest.raises(ValueError, match="0 samples were routed in place of 1"):
+        moe_row(same, {}, 1.0)
 
 
 def trained(loss: float = 2.0, norm: float = 1.0, parameter: float = 0.5) -> Trained:
@@ -104,7 +145,7 @@ def test_a_parameter_that_no_rank_has_is_an_error() -> None:
     lacking = trained()
     del lacking.parameters["b"]
     with pytest.raises(ValueError, match="no rank has b"):
-        make_row(ONE, {FLOAT64: [lacking], FLOAT32: [trained()]}, {FLOAT64: trained(), FLOAT32: trained()})
+        make_row(case(), {FLOAT64: [lacking], FLOAT32: [trained()]}, {FLOAT64: trained(), FLOAT32: trained()})
 
 
 def test_bfloat16_is_allowed_twice_the_error_of_one_process() -> None:
@@ -189,6 +230,7 @@ def test_the_command_notices_a_defect(
     capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setattr(layouts, "QUICK_CASES", (case(tp=2), case(pp=2), case(2, shard=2, zero=1)))
+    monkeypatch.setattr(layouts, "QUICK_MOE_CASES", ())
     monkeypatch.setattr(layouts, "Ranks", partial(Pooled, ranks, name))
     code = main(["layouts", "--quick"], [layouts.BENCH], tmp_path)
     assert code == (1 if MISSED[name] else 0)
@@ -235,8 +277,8 @@ def test_the_whole_matrix(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
-    assert len(result["rows"]) == len(CASES) and all(row["ok"] for row in result["rows"])
-    assert len(result["bfloat16"]) == 4
+    assert len(result["rows"]) == len(CASES) + len(MOE_CASES) and all(row["ok"] for row in result["rows"])
+    assert len(result["bfloat16"]) == len(BFLOAT16_CASES) + len(BFLOAT16_MOE_CASES)
     losses = result["curves"]["losses"]
     curves = [curve for by_layout in result["curves"]["differences"].values() for curve in by_layout.values()]
     assert {len(curve) for curve in curves} == {len(losses)}

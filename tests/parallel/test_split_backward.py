@@ -13,9 +13,10 @@ from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_n
 from checks.split_backward import BASELINE, MICROBATCHES, SCHEDULES, count_schedule, differences  # noqa: E402
 
 
-def counts(ranks: WorkerPool, recompute: str, data_parallel: int) -> dict[str, StepCounts]:
+def counts(ranks: WorkerPool, recompute: str, data_parallel: int, experts: bool = False) -> dict[str, StepCounts]:
     world = ranks(4 * data_parallel)
-    return {name: sum(world.run(count_schedule, name, recompute, data_parallel), Counter()) for name in SCHEDULES}
+    options = recompute, data_parallel, experts
+    return {name: sum(world.run(count_schedule, name, *options), Counter()) for name in SCHEDULES}
 
 
 def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
@@ -31,8 +32,9 @@ def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
     assert sent == {name: pipelines * 2 * MICROBATCHES * number for name, number in boundaries.items()}
 
 
-def test_schedules_multiply_and_communicate_the_same(ranks: WorkerPool) -> None:
-    kept, recomputed = (counts(ranks, recompute, 1) for recompute in ("none", "full"))
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_schedules_multiply_and_communicate_the_same(ranks: WorkerPool, experts: bool) -> None:
+    kept, recomputed = (counts(ranks, recompute, 1, experts) for recompute in ("none", "full"))
     for each in (kept, recomputed):
         check(each, 1)
     # the comparison notices GEMMs and gathers that are repeated

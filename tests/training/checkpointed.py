@@ -51,12 +51,12 @@ def whole(tensor):
 
 
 def everything(parts, optimizers):
-    """Every whole parameter and optimizer state of the parts by name; copies of a name must be equal."""
+    """Every whole parameter, buffer and optimizer state of the parts by name; copies of a name must be equal."""
     found: dict[str, torch.Tensor] = {}
     for part, optimizer in zip(parts, optimizers, strict=True):
-        for name, parameter in part.named_parameters():
-            state = {f"{name} {key}": whole(value) for key, value in optimizer.state[parameter].items()}
-            for key, value in ({name: whole(parameter.detach())} | state).items():
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            state = {f"{name} {key}": whole(value) for key, value in optimizer.state.get(tensor, {}).items()}
+            for key, value in ({name: whole(tensor.detach())} | state).items():
                 assert torch.equal(found.setdefault(key, value), value), key
     return found
 

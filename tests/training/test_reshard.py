@@ -17,11 +17,18 @@ from tpformer.training.step import train_step
 
 SAVED_AT, STEPS, BATCH = 2, 5, 8
 MODEL = {"vocab_size": 100, "seq_length": 8, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
+EXPERTS = {  # of a run with them: a dense layer first, a shared expert, and a bias that each step moves
+    **{"n_experts": 8, "expert_ffn_size": 12, "shared_expert_size": 16, "first_dense_layers": 1, "router_bias": True},
+    **{"activation": "swiglu", "bias": False, "norm": "rmsnorm", "router_score": "sigmoid"},
+}
 
 
 def run_config(parallel: dict) -> RunConfig:
+    """The run in a layout; with the key "experts" its model has some."""
+    parallel = dict(parallel)
+    model = MODEL | (EXPERTS if parallel.pop("experts", False) else {})
     train = {"dtype": "float64", "global_batch_size": BATCH, "microbatch_size": 1, "device": "cpu"}
-    return build_config({"model": MODEL, "parallel": parallel, "train": train, "data": {"train": ["none"]}})
+    return build_config({"model": model, "parallel": parallel, "train": train, "data": {"train": ["none"]}})
 
 
 def train(model: ModelParts, optimizers, first_step: int, last_step: int) -> list[tuple[float, float]]:
@@ -62,27 +69,30 @@ def save_and_go_on(directory, parallel):
     return saved, losses
 
 
+def spoil(parts) -> None:
+    """Fill parameters and buffers with NaN."""
+    with torch.no_grad():
+        for tensor in (each for part in parts for each in part.state_dict(keep_vars=True).values()):
+            tensor.fill_(float("nan"))
+
+
 def load_and_go_on(directory, parallel):
     model, optimizers = build(parallel)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+    spoil(model.parts)
     checkpointer = Checkpointer(directory)
     checkpointer.load(checkpointer.newest(), model.parts, optimizers)
     loaded = everything(model.parts, optimizers)
     return loaded, train(model, optimizers, SAVED_AT + 1, STEPS)
 
 
-def in_one_process(directory):
+def in_one_process(directory, parallel):
     """`load_and_go_on` with plain tensors, without process groups or meshes."""
     assert not dist.is_initialized()
-    config = run_config({})
+    config = run_config(parallel)
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(GPTConfig)}
     part = GPT(GPTConfig(**fields), seed=config.train.seed, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in part.parameters():
-            parameter.fill_(float("nan"))
-    model = ModelParts([part], microbatch_size=BATCH)
+    spoil([part])
+    model = ModelParts([part], microbatch_size=BATCH, router_bias_rate=config.train.router_bias_rate)
     optimizers = [build_optimizer(part, config.optimizer)]
     load_checkpoint(directory / f"step-{SAVED_AT}", [part], optimizers)
     loaded = everything([part], optimizers)
@@ -103,6 +113,11 @@ MATRIX = [
     (FULL, {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 2, "cpu_offload": True}),
     ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL),
     (ALONE, FULL),
+]
+MOE: dict = {"experts": True}
+MATRIX += [
+    ({"tensor_parallel": 4, **MOE}, other)
+    for other in (MOE, {"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}, FULL | MOE)
 ]
 
 
@@ -131,20 +146,29 @@ def saved(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(*pair, id=f"{named(pair[0])} to {named(pair[1])}", marks=[pytest.mark.proof] * (number > 1))
+        pytest.param(
+            *pair,
+            id=f"{named(pair[0])} to {named(pair[1])}",
+            marks=[pytest.mark.proof] * (number > 1 and "experts" not in pair[0]),
+        )
         for number, pair in enumerate(MATRIX)
     ],
 )
 def test_a_run_goes_on_under_another_layout(ranks, saved, before, after):
     """Parameters and optimizer states are equal; losses and gradient norms agree to the rounding of float64."""
     directory, tensors, losses = saved(before)
-    if after is ALONE:
-        results = [in_one_process(directory)]
+    if after in (ALONE, MOE):
+        results = [in_one_process(directory, after)]
     else:
         size = run_config(after).parallel.world_size
         results = ranks(size).run(load_and_go_on, directory, after)
     assert_equal(merged([loaded for loaded, _ in results]), tensors)
-    assert {"layers.3.mlp.fc2.weight", "embed_tokens.weight exp_avg", "norm.weight step"} <= tensors.keys()
+    moe = {"layers.3.mlp.gate.bias", "layers.3.mlp.experts.down_proj exp_avg", "layers.0.mlp.up_proj.weight"}
+    some = (
+        moe if "experts" in before else {"layers.3.mlp.fc2.weight", "embed_tokens.weight exp_avg", "norm.weight step"}
+    )
+    assert some <= tensors.keys()
+    assert "experts" not in before or tensors["layers.3.mlp.gate.bias"].any()
     for _, continued in results:
         for one, other in zip(continued, losses, strict=True):
             assert one == pytest.approx(other, rel=1e-12, abs=0)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpformer.config import DataSection, RunConfig
 from tpformer.distributed import close
@@ -56,7 +56,7 @@ class Report(NamedTuple):
     """What was compared.
 
     losses, norms: for each step (in the layout, in one process), from the rank that differs most.
-    gradients, parameters: the largest differences.
+    gradients, parameters: the largest differences; buffers, such as routers' biases, are among the parameters.
     """
 
     losses: list[tuple[float, float]]
@@ -151,7 +151,7 @@ class Run:
     def __init__(self, config: RunConfig, model: ModelParts, samples: Callable[[int, int], Tensor]) -> None:
         self.config, self.model, self.samples = config, model, samples
         self.optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
-        self.named = [dict(part.named_parameters()) for part in model.parts]
+        self.named = [part.state_dict(keep_vars=True) for part in model.parts]
         self.device = torch.device(device_type(config))
 
     def _batch(self, step: int) -> tuple[Tensor, int]:
@@ -178,8 +178,8 @@ class Run:
             clip_norm=section.clip_norm,
         )
 
-    def parameters(self, name: str) -> list[nn.Parameter]:
-        """This rank's parameters of that name: none, one, or two (the tied tables of a V-shaped pipeline)."""
+    def tensors(self, name: str) -> list[Tensor]:
+        """This rank's parameters, or buffers, of that name: none, one, or two (a V-shaped pipeline's tied tables)."""
         return [named[name] for named in self.named if name in named]
 
 
@@ -194,7 +194,8 @@ def one_process(config: RunConfig, device: str) -> ModelParts:
         device=device,
         dtype=torch.float64,
     )
-    return ModelParts([model], Layout(), microbatch_size=config.microbatch_size, dtype=torch.float64)
+    size, rate = config.microbatch_size, config.train.router_bias_rate
+    return ModelParts([model], Layout(), microbatch_size=size, dtype=torch.float64, router_bias_rate=rate)
 
 
 def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
@@ -214,21 +215,26 @@ def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
     return draw
 
 
-def largest_difference(run: Run, one: Run | None, read: Callable[[nn.Parameter], Tensor | None]) -> Difference:
-    """The largest difference between the runs, over all parameters and ranks, in what `read` returns. Collective.
+def largest_difference(run: Run, one: Run | None, *, gradients: bool = False) -> Difference:
+    """The largest difference between the runs, over all ranks, in parameters and buffers, or in gradients. Collective.
 
     one: the one-process run on rank 0, None on other ranks. Memory: two whole parameters. Communication for each
     parameter: an all-gather over its mesh and a broadcast over the world.
     """
     lr, worst = run.config.optimizer.lr, Difference(0.0, "")
-    for name, shape in ((name, p.shape) for name, p in one_process(run.config, "meta").parts[0].named_parameters()):
+    whole = one_process(run.config, "meta").parts[0]
+    shapes = {
+        name: value.shape for name, value in (whole.named_parameters() if gradients else whole.state_dict().items())
+    }
+    for name, shape in shapes.items():
         if one is None:
             expected = torch.empty(shape, dtype=torch.float64, device=run.device)
         else:
-            expected = read(one.parameters(name)[0]).detach()  # type: ignore[union-attr]
+            held = one.tensors(name)[0]
+            expected = (held.grad if gradients else held).detach()  # type: ignore[union-attr]
         dist.broadcast(expected, src=0)
-        for parameter in run.parameters(name):
-            actual, value = read(parameter), math.inf
+        for held in run.tensors(name):
+            actual, value = held.grad if gradients else held, math.inf
             if actual is not None:
                 actual = full_tensor(actual.detach().to(run.device))
                 value = float(((actual - expected).abs() / expected.abs().clamp(min=lr)).max())
@@ -262,7 +268,7 @@ def verify(config: RunConfig) -> Report:
             source.load(each.model.parts)
     for each in runs:
         each.gradients(1)
-    gradients = largest_difference(run, one, lambda parameter: parameter.grad)
+    gradients = largest_difference(run, one, gradients=True)
     for optimizer in (optimizer for each in runs for optimizer in each.optimizers):
         optimizer.zero_grad()
     losses, norms = [], []
@@ -272,7 +278,7 @@ def verify(config: RunConfig) -> Report:
         everywhere = _from_ranks(results[0])
         losses.append(max(((loss, expected_loss) for loss, _ in everywhere), key=relative))
         norms.append(max(((norm, expected_norm) for _, norm in everywhere), key=relative))
-    parameters = largest_difference(run, one, lambda parameter: parameter)
+    parameters = largest_difference(run, one)
     for axis in AXES:
         close(mesh.get_group(axis))
     return Report(losses, norms, gradients, parameters)
