@@ -61,8 +61,8 @@ NOTE = (
     "biases'). m: microbatches of a data-parallel rank. bfloat16: error against one process in float64, at most 2 * "
     "(that of one process in bfloat16 + eps * largest value), as maximum and as RMS over the steps. Dropout 0.1 "
     "throughout. The newer model has norms of queries and keys, a head dim of its own, biases of q, k and v alone, a "
-    "sliding window, scaled RoPE, two key-value heads and a gated MLP; the other is a GPT-2. Of models with experts the "
-    "hash of every (step, layer, token) -> experts is that of one process in float64; float32 may send a token elsewhere "
+    "sliding window, scaled RoPE, two key-value heads and a gated MLP; the other is a GPT-2. With experts the hash "
+    "of every (step, layer, token) -> experts is that of one process in float64; float32 may send a token elsewhere "
     f"if the scores were nearer than {FLIP_GAP:g} in one process. 8 experts: 2 for each token. 16: 4, a shared one, a "
     "dense layer first, sigmoid scores, 2 of 4 groups, a bias that each step moves, and a balance loss."
 )

@@ -12,7 +12,7 @@ from .architecture import (
     default_ffn_size,
 )
 from .checks import check_choice, check_known, check_positive
-from .experts import check_expert_ranks
+from .experts import check_expert_ranks, check_router
 from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, recomputed_layers, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .ranges import RANGES, check_range
@@ -60,6 +60,7 @@ __all__ = [
     "check_positive",
     "check_range",
     "check_rope_scaling",
+    "check_router",
     "default_ffn_size",
     "preset",
     "preset_config",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .checks import check_choice
+from .checks import check_choice, check_positive
 
 if TYPE_CHECKING:
     from .architecture import GPTConfig
@@ -25,13 +25,12 @@ def check_experts(config: GPTConfig) -> None:
             f"which ones those are depends on the microbatches and ranks that share a capacity, so that each layout "
             f"would train another model; leave it unset, and no token is dropped"
         )
-    check_choice("router_score", config.router_score, ROUTER_SCORES)
     if config.n_experts is None:
         _check_unused(config)
         return
-    experts, k = config.n_experts, config.experts_per_token
-    if k > experts:
-        raise ValueError(f"experts_per_token={k} of n_experts={experts}: choose at most {experts}")
+    check_router(
+        config.n_experts, config.experts_per_token, config.router_score, config.router_groups, config.router_top_groups
+    )
     if config.activation not in GATED:
         raise ValueError(
             f"experts have gated activations, and activation={config.activation!r} is not: set it to one of "
@@ -47,7 +46,6 @@ def check_experts(config: GPTConfig) -> None:
             f"first_dense_layers={config.first_dense_layers} of n_layers={config.n_layers} leave no layer with "
             f"experts: lower it, or leave n_experts unset"
         )
-    _check_groups(experts, k, config.router_groups, config.router_top_groups)
 
 
 def _check_unused(config: GPTConfig) -> None:
@@ -56,6 +54,8 @@ def _check_unused(config: GPTConfig) -> None:
         "expert_ffn_size": config.expert_ffn_size is not None,
         "shared_expert_size": config.shared_expert_size > 0,
         "first_dense_layers": config.first_dense_layers > 0,
+        "router_score": config.router_score != "softmax",
+        "router_scale": config.router_scale != 1,
         "router_bias": config.router_bias,
         "router_groups": config.router_groups > 1,
     }
@@ -64,7 +64,12 @@ def _check_unused(config: GPTConfig) -> None:
             raise ValueError(f"{name}={getattr(config, name)} without experts would do nothing: set n_experts")
 
 
-def _check_groups(experts: int, k: int, groups: int, top_groups: int) -> None:
+def check_router(experts: int, k: int, score: str, groups: int, top_groups: int) -> None:
+    """ValueError, with the numbers and the remedy, unless a router can choose k of the experts in this way."""
+    check_choice("router_score", score, ROUTER_SCORES)
+    check_positive(n_experts=experts, experts_per_token=k, router_groups=groups, router_top_groups=top_groups)
+    if k > experts:
+        raise ValueError(f"experts_per_token={k} of n_experts={experts}: choose at most {experts}")
     if experts % groups:
         raise ValueError(f"n_experts={experts} cannot be divided into router_groups={groups} equal groups: change one")
     if top_groups > groups:

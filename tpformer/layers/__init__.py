@@ -3,7 +3,7 @@
 Re-exports only."""
 
 from tpformer.kernels.rope.reference import RopeScaling
-from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
+from tpformer.ops import Policy, Routing, VocabSlice, linear_cross_entropy, vocab_parallel_cross_entropy
 
 from .attention import SelfAttention
 from .block import TransformerBlock
@@ -30,11 +30,13 @@ __all__ = [
     "MoE",
     "Normal",
     "ParallelModule",
+    "Policy",
     "PositionEmbedding",
     "Positions",
     "RMSNorm",
     "RopeScaling",
     "Router",
+    "Routing",
     "RowParallelLinear",
     "SelfAttention",
     "TensorParallel",

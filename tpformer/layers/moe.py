@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import MLP_ACTIVATIONS, check_choice, check_expert_ranks, check_positive
+from tpformer.config import (
+    MLP_ACTIVATIONS,
+    check_choice,
+    check_expert_ranks,
+    check_positive,
+    check_range,
+    check_router,
+)
 from tpformer.ops.recompute import running_again
 from tpformer.ops.route import wide
 from tpformer.ops.sequence import flat_rows
@@ -87,6 +94,8 @@ class Router(ParallelModule):
     ) -> None:
         super().__init__(tp)
         check_positive(hidden_size=hidden_size, n_experts=n_experts)
+        check_router(n_experts, policy.k, policy.score, policy.groups, policy.top_groups)
+        check_range("train.balance_loss", balance, "balance")
         self.hidden_size, self.n_experts, self.policy, self.balance = hidden_size, n_experts, policy, balance
         self.load: Tensor | None = None
         initial = Normal(hidden_size**-0.5 if init_std is None else init_std)
@@ -265,8 +274,8 @@ class Experts(ParallelModule):
 class MoE(ParallelModule):
     """A router, experts, and maybe a shared expert, in the place of a block's MLP. No token is dropped.
 
-    gate: the Router; experts: the Experts; shared_experts: an MLP that takes every token, or None. The names are those
-    of transformers' Qwen3-MoE and DeepSeek-V3.
+    gate: the Router, which chooses policy.k experts for a token; experts: the Experts; shared_experts: an MLP that
+    takes every token, or None. The names are those of transformers' Qwen3-MoE and DeepSeek-V3.
     Layout:  x and result as in MLP.
     Communication, per rank: that of ops.experts: the five collectives of a dense MLP, and the routing's.
     Memory:  2 + 4 (K f + f_s) / h bytes per token and hidden unit for the backward, in 16 bits, with K experts of width
@@ -279,12 +288,11 @@ class MoE(ParallelModule):
         self,
         hidden_size: int,
         n_experts: int,
-        experts_per_token: int = 2,
+        policy: ops.Policy = ops.Policy(2),  # noqa: B008  (immutable)
         *,
         ffn_hidden_size: int,
         shared_ffn_size: int = 0,
         activation: str = "swiglu",
-        policy: ops.Policy | None = None,
         router_bias: bool = False,
         balance: float = 0.0,
         init_std: float | None = None,
@@ -296,7 +304,6 @@ class MoE(ParallelModule):
         super().__init__(tp)
         place: dict = {"tp": self.tp, "device": device, "dtype": dtype}
         stds: dict = {"init_std": init_std, "output_init_std": output_init_std, "activation": activation}
-        policy = ops.Policy(experts_per_token) if policy is None else policy
         self.gate = Router(
             hidden_size, n_experts, policy, bias=router_bias, balance=balance, init_std=init_std, **place
         )

@@ -67,8 +67,9 @@ def apply_zero(
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:
-    """Shard(1) for a matrix that the tp axis already cut by rows: each rank then keeps one block, not strided rows."""
-    if isinstance(parameter, DTensor) and parameter.ndim == 2 and parameter.placements == (Shard(0),):
+    """Shard(1) for what the tp axis already cut by rows, or by experts: each rank then keeps one block, not strided
+    rows."""
+    if isinstance(parameter, DTensor) and parameter.ndim >= 2 and parameter.placements == (Shard(0),):
         return Shard(1) if parameter.shape[1] % shards == 0 else None
     return None
 
