@@ -175,7 +175,8 @@ STATE = {
     ("kernels/replay.py", "RECORDING"): "a context variable: the recording of the call that is under way",
     ("tpformer/ops/transports/interface.py", "REGISTRY"): "listeners, and the table that a run chooses transports by",
     ("tpformer/ops/weight_gradients.py", "ACTIVE_QUEUE"): "a context variable: the queue around a forward",
-    ("tpformer/ops/recompute.py", "_AGAIN"): "a context variable: whether a region runs for the second time",
+    ("tpformer/ops/recompute.py", "_RUN"): "a context variable: the region that runs, for the first or second time",
+    ("tpformer/layers/moe.py", "LOSSES"): "a context variable: the balance losses of a forward",
     ("tpformer/ops/offload.py", "STREAMS"): "a device's copy stream, which all models share",
     ("tpformer/layers/dropout.py", "_NAMES"): "the names of a model's layers, which end with it: weak keys",
 }

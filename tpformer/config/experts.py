@@ -3,22 +3,17 @@
 Belongs here: what the fields of GPTConfig about experts and routers must have in common, and with a layout.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .checks import check_choice, check_positive
-
-if TYPE_CHECKING:
-    from .architecture import GPTConfig
 
 ROUTER_SCORES = ("softmax", "sigmoid")
 BALANCED_OVER = ("sequence",)
 GATED = ("swiglu", "geglu")
 
 
-def check_experts(config: GPTConfig) -> None:
-    """ValueError, with the numbers and the remedy, for experts or a router that cannot be built."""
+def check_experts(config: Any) -> None:
+    """ValueError, with the numbers and the remedy, for a GPTConfig whose experts or router cannot be built."""
     if config.expert_capacity is not None:
         raise ValueError(
             f"expert_capacity={config.expert_capacity} is not supported: tokens beyond a capacity are dropped, and "
@@ -48,7 +43,7 @@ def check_experts(config: GPTConfig) -> None:
         )
 
 
-def _check_unused(config: GPTConfig) -> None:
+def _check_unused(config: Any) -> None:
     """ValueError for a setting of experts that would do nothing, because there are none."""
     given = {
         "expert_ffn_size": config.expert_ffn_size is not None,

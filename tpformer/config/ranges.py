@@ -27,6 +27,7 @@ RANGES = {
     "model.shared_expert_size": AMOUNT,
     "model.first_dense_layers": AMOUNT,
     "model.router_scale": POSITIVE,
+    "model.expert_capacity": POSITIVE,
     "model.router_groups": COUNT,
     "model.router_top_groups": COUNT,
     "model.norm_eps": AMOUNT,

@@ -1,11 +1,27 @@
 """The layers of a GPT, built from its architecture."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
+
+from torch import nn
 
 from tpformer import ops
 from tpformer.config import GPTConfig
 from tpformer.layers import RopeScaling, TransformerBlock
+
+
+def transformer_blocks(config: GPTConfig, part: range, recompute: Mapping[int, str], **options: Any) -> nn.ModuleDict:
+    """The layers of a part, by their global indices, so that names survive a pipeline split.
+
+    recompute: what the layers with these indices recompute; others nothing. options: as of transformer_block.
+    """
+    return nn.ModuleDict(
+        {
+            str(index): transformer_block(config, index, recompute=recompute.get(index, "none"), **options)
+            for index in part
+        }
+    )
 
 
 def transformer_block(config: GPTConfig, layer: int = 0, *, balance: float = 0.0, **options: Any) -> TransformerBlock:

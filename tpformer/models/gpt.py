@@ -33,7 +33,7 @@ from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
 
 from .balance import BalanceLoss
-from .blocks import transformer_block
+from .blocks import transformer_blocks
 from .cache import KVCache
 
 
@@ -124,19 +124,8 @@ class GPT(ParallelModule):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **table)
         if self.is_first and config.position == "learned":
             self.embed_positions = PositionEmbedding(config.seq_length, config.hidden_size, init_std=std, **place)
-        # keyed by global index, so that names survive a pipeline split
-        self.layers = nn.ModuleDict(
-            {
-                str(index): transformer_block(
-                    config,
-                    index,
-                    balance=balance_loss,
-                    recompute=recompute if index in recomputed and not self.regions else "none",
-                    **place,
-                )
-                for index in part
-            }
-        )
+        modes = {index: recompute for index in recomputed if not self.regions}
+        self.layers = transformer_blocks(config, part, modes, balance=balance_loss, **place)
         if self.is_last:
             self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, **table)

@@ -231,7 +231,7 @@ def largest_difference(run: Run, one: Run | None, *, gradients: bool = False) ->
             expected = torch.empty(shape, dtype=torch.float64, device=run.device)
         else:
             held = one.tensors(name)[0]
-            expected = (held.grad if gradients else held).detach()  # type: ignore[union-attr]
+            expected = (held.grad if gradients else held).detach()
         dist.broadcast(expected, src=0)
         for held in run.tensors(name):
             actual, value = held.grad if gradients else held, math.inf
