@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_moe_layer import BATCH, EXPERTS, HIDDEN, KINDS, SEQ, TOKENS, WIDTH, inputs, make_moe
+from torch.utils.checkpoint import checkpoint
 
 from tpformer import ops
 from tpformer.distributed import build_mesh, record_collectives
@@ -83,13 +84,35 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_own_checkpoint_counts_nothing_twice(reentrant, recompute):
+    x, dy = inputs()
+    plain, other = block(None, "none"), block(None, recompute)
+    for layer in (plain, other) if reentrant else ():
+        layer.mlp.gate.balance = 0.0
+    with balance_losses() as losses:
+        ((plain(x) * dy).sum() + sum(losses)).backward()
+    with balance_losses() as losses:
+        y = checkpoint(other, x.requires_grad_(), use_reentrant=reentrant)
+    ((y * dy).sum() + sum(losses)).backward()
+    assert plain.mlp.gate.load.tolist() == other.mlp.gate.load.tolist()
+    for one, same in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, same.grad)
+
+
+def test_a_balance_loss_in_a_reentrant_checkpoint_is_refused():
+    layer, (x, dy) = block(None, "none"), inputs()
+    with balance_losses():
+        y = checkpoint(layer, x.requires_grad_(), use_reentrant=True)
+    with pytest.raises(ValueError, match="set use_reentrant=False, or the block's recompute"):
+        y.backward(dy)
+
+
 def test_evaluation_counts_no_tokens():
     moe = make_moe("sigmoid-bias-shared")
     before = moe.gate.bias.clone()
-    x, _ = inputs()
-    with torch.no_grad():
-        moe(x)
-    moe.eval()(x)
+    moe.eval()(inputs()[0])
     assert moe.gate.load is None and torch.equal(moe.gate.bias, before)
 
 

@@ -28,7 +28,7 @@ from tpformer.ops.recompute import running_again
 from tpformer.ops.route import wide
 from tpformer.ops.sequence import flat_rows
 from tpformer.ops.uncompiled import untraced
-from tpformer.torch_private import is_own_parameter
+from tpformer.torch_private import in_backward, is_own_parameter
 
 from .children import call_rows, fusable, fusable_norm
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -75,8 +75,9 @@ class Router(ParallelModule):
     bias: a buffer `bias` (n_experts,) that is added to the scores for the choice alone, and that an optimizer step
              moves by `move_bias`. It is saved with the parameters.
     balance: the coefficient of the balance loss (ops.Balance), in training mode.
-    load: (n_experts,) int64, the tokens of each expert since it was last set to None, of all tp ranks; only forwards in
-             training mode count, recomputation does not, and neither do tokens that a key_padding_mask leaves out.
+    load: (n_experts,) int64, the tokens of each expert since it was last set to None, of all tp ranks. Forwards in
+             training mode count, like the statistics of a batch norm; recomputation does not, and neither do tokens
+             that a key_padding_mask leaves out.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Router(ParallelModule):
         check_range("train.balance_loss", balance, "balance")
         self.hidden_size, self.n_experts, self.policy, self.balance = hidden_size, n_experts, policy, balance
         self.load: Tensor | None = None
+        self._gave_loss = False  # whether a forward has given a balance loss
         initial = Normal(hidden_size**-0.5 if init_std is None else init_std)
         self.add_parameter("weight", (n_experts, hidden_size), initial, shard=None, device=device, dtype=dtype)
         self.bias: Tensor | None
@@ -119,27 +121,37 @@ class Router(ParallelModule):
     def options(self, rows: Tensor, positions: Positions | None) -> ops.Router:
         """What the operation takes of this layer for these rows. Errors: ValueError for a balance loss nobody takes."""
         bias = None if self.bias is None else self.bias.to(rows.device, wide(rows.dtype))
-        if not (self.training and torch.is_grad_enabled()) or running_again():
-            # a second run takes its decision, and the loss with it, from the first
+        if not self.training or running_again():  # a region's second run takes its decision from the first
             return ops.Router(self.policy, bias)
-        if self.load is None or self.load.device != rows.device:
-            self.load = torch.zeros(self.n_experts, dtype=torch.int64, device=rows.device)
+        load = None
+        if not in_backward():  # where torch's checkpoint repeats a forward, its tokens have been counted
+            if self.load is None or self.load.device != rows.device:
+                self.load = torch.zeros(self.n_experts, dtype=torch.int64, device=rows.device)
+            load = self.load
         padding = None if positions is None else positions.key_padding_mask
         counted = None
         if padding is not None:
             assert positions is not None
             counted = ~positions.to_rows(padding.reshape(-1).to(rows.device))
-        balance = None
-        if self.balances:
-            if _collected() is None:
+        balance = self._balance(positions, counted, rows.device) if self.balances else None
+        return ops.Router(self.policy, bias, load, counted, balance)
+
+    def _check_loss_is_taken(self) -> None:
+        if in_backward():
+            if not self._gave_loss:
                 raise ValueError(
-                    f"the balance loss of a Router (coefficient {self.balance}) would be lost: run the forward in "
-                    f"`with balance_losses() as losses` and add sum(losses) to the loss, or set balance to 0"
+                    "the balance loss of a Router is lost in torch.utils.checkpoint with use_reentrant=True, whose "
+                    "first forward has no graph: set use_reentrant=False, or the block's recompute"
                 )
-            balance = self._balance(positions, counted, rows.device)
-        return ops.Router(self.policy, bias, self.load, counted, balance)
+        elif _collected() is None:
+            raise ValueError(
+                f"the balance loss of a Router (coefficient {self.balance}) would be lost: run the forward in "
+                f"`with balance_losses() as losses` and add sum(losses) to the loss, or set balance to 0"
+            )
+        self._gave_loss = True
 
     def _balance(self, positions: Positions | None, counted: Tensor | None, device: torch.device) -> ops.Balance:
+        self._check_loss_is_taken()
         if positions is None:
             raise ValueError(
                 "the balance loss is one of sequences, and rows do not tell them: pass positions=Positions(batch, "
@@ -183,9 +195,9 @@ class Router(ParallelModule):
 
 
 def take_balance_loss(loss: Tensor | None) -> None:
-    """Give a balance loss to the balance_losses around this call; not in the second run of a region."""
+    """Give a balance loss to the balance_losses around this call; not in a recomputation."""
     collected = _collected()
-    if loss is not None and collected is not None and not running_again():
+    if loss is not None and collected is not None and not (running_again() or in_backward()):
         collected.append(loss)
 
 
