@@ -24,6 +24,10 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+QWEN3_MOE = LLAMA | {
+    **{"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    **{"max_window_layers": 3, "decoder_sparse_step": 1},
+}
 GPT2 = {"vocab_size": 101, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
 # name -> (model_type, fields of its configuration)
 MODELS: dict[str, tuple[str, dict]] = {
@@ -38,6 +42,10 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen3-tied": ("qwen3", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
     "mistral": ("mistral", LLAMA | {"sliding_window": 6}),
     "mistral-no-window": ("mistral", LLAMA | {"sliding_window": None}),
+    "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4}),
+    "mixtral-window": ("mixtral", LLAMA | {"sliding_window": 6, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    "qwen3-moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3-moe-dense-first": ("qwen3_moe", QWEN3_MOE | {"mlp_only_layers": [0], "norm_topk_prob": False}),
     "gpt2": ("gpt2", GPT2),
     "gpt2-untied-gelu": ("gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
 }
@@ -70,6 +78,6 @@ def ids() -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model) -> torch.Tensor:
-    """Float64 logits (2, 24, vocabulary) of a model of theirs, with attention in plain torch."""
-    model.config._attn_implementation = "eager"
+    """Float64 logits (2, 24, vocabulary) of a model of theirs, with attention and experts in plain torch."""
+    model.config._attn_implementation = model.config._experts_implementation = "eager"
     return model.double()(ids()).logits

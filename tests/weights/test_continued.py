@@ -22,7 +22,7 @@ LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": 2
 def first_loss(model, values) -> float:
     """The loss of a run's first step, computed by transformers in float64."""
     ids = batch(open_data(resolve(build_config(*from_source(values)))).train, 0, 4)
-    model.config._attn_implementation = "eager"
+    model.config._attn_implementation = model.config._experts_implementation = "eager"
     logits = model.double()(ids[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
 
@@ -32,7 +32,7 @@ def losses(run) -> dict[int, float]:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", ["qwen3-tied", "llama-3.1", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3-tied", "llama-3.1", "qwen3-moe-dense-first", "gpt2"])
 def test_a_run_goes_on_from_theirs(commands, tmp_path, monkeypatch, name):
     """A tied table on two stages, fewer key-value heads than ranks would like, scaled RoPE, cut positions; then resumed
     without its source, and itself a source, in one process, for a shorter run with other padding."""

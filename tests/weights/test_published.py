@@ -152,6 +152,43 @@ QWEN3 = {
 }
 QWEN3_SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28}
 QWEN3_SMALL |= {"max_window_layers": 28, "tie_word_embeddings": True}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+QWEN3_MOE_LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 94,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
 GPT2 = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -196,6 +233,12 @@ PUBLISHED = {
     "Qwen2.5-7B-Instruct": (QWEN2, preset_config("qwen2-7b", seq_length=32768)),
     "Qwen3-0.6B": (QWEN2 | QWEN3 | QWEN3_SMALL, preset_config("qwen3-0.6b", seq_length=40960)),
     "Qwen3-8B": (QWEN2 | QWEN3, preset_config("qwen3-8b", seq_length=40960)),
+    "Mixtral-8x7B-v0.1": (MISTRAL | MIXTRAL, preset_config("mixtral-8x7b")),
+    "Qwen3-30B-A3B": (QWEN2 | QWEN3 | QWEN3_MOE, preset_config("qwen3-30b-a3b", seq_length=40960)),
+    "Qwen3-235B-A22B": (
+        QWEN2 | QWEN3 | QWEN3_MOE | QWEN3_MOE_LARGE,
+        preset_config("qwen3-235b-a22b", seq_length=40960),
+    ),
     "gpt2": (GPT2, preset_config("gpt2-124m")),
     "gpt2-xl": (GPT2 | XL, preset_config("gpt2-1.5b")),
     "distilgpt2": (GPT2 | DISTILLED, preset_config("gpt2-124m", n_layers=6)),
@@ -238,7 +281,7 @@ def test_published_files_are_read(name):
 
 
 @pytest.mark.parametrize(
-    "kind", "phi phi3 gemma gemma2 gemma3_text mixtral qwen2_moe qwen3_moe deepseek_v3 gpt_neox llama4 smollm3".split()
+    "kind", "phi phi3 gemma gemma2 gemma3_text qwen2_moe qwen3_next deepseek_v3 gpt_neox llama4 smollm3".split()
 )
 def test_other_families_are_refused(kind):
     with pytest.raises(ValueError, match=f"model_type = '{kind}': known here are llama"):

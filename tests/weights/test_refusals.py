@@ -23,7 +23,11 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("llama", {"model_type": "mixtral"}, ["model_type = 'mixtral'", "llama, mistral, qwen2, qwen3, gpt2"]),
+        (
+            "llama",
+            {"model_type": "phi"},
+            ["model_type = 'phi'", "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, gpt2"],
+        ),
         ("llama", {"model_type": None}, ["model_type = None"]),
         ("llama", {"n_experts": 8, "auto_map": {}}, ["auto_map, n_experts", "nobody here has checked for llama"]),
         ("llama", {"attention_bias": True}, ["attention_bias = True and mlp_bias = ", "one bias for both"]),
@@ -48,6 +52,12 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("qwen2", {"use_sliding_window": True}, ["use_sliding_window = True"]),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "attend alike"]),
         ("qwen3", {"attention_bias": True}, ["attention_bias = True"]),
+        ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise = 0.1", "adds no noise"]),
+        ("mixtral", {"num_experts_per_tok": 5}, ["experts_per_token=5 of n_experts=4"]),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, ["decoder_sparse_step = 2", "mlp_only_layers"]),
+        ("qwen3-moe", {"mlp_only_layers": [1]}, ["mlp_only_layers = [1]", "only the first layers"]),
+        ("qwen3-moe", {"num_experts": 8}, ["num_experts = 8 and num_local_experts = 6: keep one"]),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 8}, ["shared_expert_intermediate_size", "nobody here"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
         ("gpt2", {"add_cross_attention": True}, ["add_cross_attention = True"]),
         ("gpt2", {"n_embd": 0}, ["hidden_size=0"]),
@@ -76,7 +86,8 @@ def test_every_field_of_transformers_is_known():
         theirs_of = oracle.default(kind)
         for key, field in defaults.items():
             derived = {"num_key_value_heads": theirs_of.get("num_attention_heads"), "head_dim": 128}
-            expected = theirs_of[key] if key in theirs_of else None
+            expected = theirs_of.get(key, theirs_of.get(field.also))
+            expected = expected or None if field.prefix else expected  # an empty list of layers
             assert field.default == expected or (field.default is None and expected == derived.get(key)), (kind, key)
 
 
@@ -85,10 +96,11 @@ def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     oracle.make("llama", folder / "whole")
     oracle.make("llama", folder / "shards", max_shard_size="20KB")
+    oracle.make("mixtral", folder / "experts")
     return folder
 
 
-def tensors(change):
+def tensors(change, kind="whole"):
     """A damage that changes the tensors of one file."""
 
     def damage(folder):
@@ -96,7 +108,7 @@ def tensors(change):
         change(state)
         save_file(state, folder / "model.safetensors")
 
-    return "whole", damage
+    return kind, damage
 
 
 def truncate(folder):
@@ -124,6 +136,7 @@ def tied_to_another(folder):
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+EXPERT = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
 DAMAGES = {
     "extra": (*tensors(lambda s: s.update(extra=torch.ones(1))), ["has extra, which no part"]),
     "missing": (*tensors(lambda s: s.pop(Q)), [f"has no {Q}"]),
@@ -138,6 +151,15 @@ DAMAGES = {
     "bias": (
         *tensors(lambda s: s.update({Q.replace("weight", "bias"): torch.ones(32)})),
         ["q_proj.bias, which no part"],
+    ),
+    "missing expert": (*tensors(lambda s: s.pop(EXPERT.format(2)), "experts"), [f"has no {EXPERT.format(2)}"]),
+    "surplus expert": (
+        *tensors(lambda s: s.update({EXPERT.format(4): s[EXPERT.format(0)].clone()}), "experts"),
+        [f"has {EXPERT.format(4)}, which no part"],
+    ),
+    "narrow expert": (
+        *tensors(lambda s: s.update({EXPERT.format(0): s[EXPERT.format(0)][:-1].clone()}), "experts"),
+        [f"{EXPERT.format(0)} as (55, 32)", "config.json makes it (56, 32)"],
     ),
     "truncated": ("shards", truncate, ["model-00002-of-", "is damaged"]),
     "absent": (*index(lambda w: w.update({Q: "model-7.safetensors"})), ["model-7.safetensors does not exist"]),
@@ -202,6 +224,12 @@ def test_a_hub_cache_of_links_in_a_directory_that_cannot_be_written(hub, tmp_pat
         import_weights(snapshot, Path("/proc/run"))
 
 
+QWEN3_MOE = {
+    **{"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "qk_norm": True, "n_experts": 8},
+    **{"expert_ffn_size": 64},
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -212,6 +240,16 @@ def test_a_hub_cache_of_links_in_a_directory_that_cannot_be_written(hub, tmp_pat
         ),
         ({"n_kv_heads": 3}, ["gpt2", "n_kv_heads = 3"]),
         ({"activation": "swiglu"}, ["gpt2", "activation = swiglu"]),
+        *(
+            (QWEN3_MOE | {name: value}, ["qwen3_moe", f"{name} = {value}"])
+            for name, value in (
+                ("router_bias", True),
+                ("shared_expert_size", 64),
+                ("router_score", "sigmoid"),
+                ("router_scale", 2.5),
+                ("router_groups", 2),
+            )
+        ),
     ],
 )
 def test_architectures_that_no_family_can_say(fields, words):

@@ -15,7 +15,7 @@ def code(*names) -> str:
 
 
 def value(one) -> str:
-    return {True: "true", False: "false", None: "null"}.get(one, str(one)) if not isinstance(one, str) else one
+    return {"True": "true", "False": "false", "None": "null"}.get(str(one), str(one))
 
 
 def config_rows(family: Family) -> list[str]:
@@ -23,9 +23,9 @@ def config_rows(family: Family) -> list[str]:
     for name, known in family.fields.items():
         if isinstance(known, Field):
             words = "; ".join(f"{theirs} is {ours}" for theirs, ours in (known.values or {}).items())
-            rows.append(
-                f"| {code(name)} | {code(known.ours)}{': ' + words if words else ''} | {value(known.default)} |"
-            )
+            words += "the first layers, [0, 1, ...]" if known.prefix else ""
+            names = code(name, known.also) if known.also else code(name)
+            rows.append(f"| {names} | {code(known.ours)}{': ' + words if words else ''} | {value(known.default)} |")
         elif isinstance(known, Must):
             rows.append(f"| {code(name)} | only {value(known.value)}: {known.why} | |")
         else:
@@ -35,7 +35,11 @@ def config_rows(family: Family) -> list[str]:
 
 def tensor_rows(family: Family) -> list[str]:
     def row(one) -> str:
-        return f"| {code(one.theirs)} | {code(*one.ours)}{', transposed' if one.transposed else ''} |"
+        words = ", transposed" if one.transposed else ""
+        if one.part is not None:
+            index, number = one.part
+            words += ", of one expert" + (f": half {index + 1}" if number == 2 else "")
+        return f"| {code(one.theirs)} | {code(*one.ours)}{words} |"
 
     skipped = [f"| {code(name)} | skipped: a buffer of old files |" for name in family.buffers]
     return [row(one) for one in family.tensors] + skipped

@@ -213,16 +213,16 @@ class _Part(dcp.DefaultLoadPlanner):
         return self.tensor
 
 
-def read_parts(path: Path, parts: Mapping[str, tuple[Tensor, Sequence[int]]]) -> None:
-    """Fill plain tensors from parts of saved ones, by global name, converting to their dtypes.
+def read_parts(path: Path, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
+    """Fill plain tensors from parts of saved ones, converting to their dtypes.
 
-    parts: {name: (tensor, where it begins in the saved one)}. This process reads the saved shards that overlap.
+    parts: (global name, tensor, where it begins in the saved one). This process reads the saved shards that overlap.
     Memory: one saved shard. dcp.load would read all parts in one plan, and keep one shard while it reads the next.
     """
     reader = MetadataReader(path)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    for name, (tensor, begin) in parts.items():
+    for name, tensor, begin in parts:
         planner = _Part(name, tensor, begin)
         planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
         reader.read_data(planner.create_local_plan(), planner)

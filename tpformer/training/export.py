@@ -12,7 +12,7 @@ import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from tpformer.ops.transport import dtype_name
 from tpformer.weights.families import family_for
 from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files, write_index
-from tpformer.weights.tensors import TensorMap, their_specs
+from tpformer.weights.tensors import Place, TensorMap, their_specs
 
 from .checkpoint import choose_step
 from .checkpoint_files import MODEL, fsync, read_parts, saved_tensors, step_path
@@ -49,7 +49,7 @@ def export(
     parameters. file_format: "tpformer", or "hf" for the names of the plainest family of transformers' models that can
     say the architecture, with the tokenizer and the settings of generation where the run has them.
     Vocabulary tables keep vocab_size rows: their padding rows are zero, never predicted, and left out.
-    Memory: one saved shard of a tensor; the files are written through a memory map.
+    Memory: one saved shard of a tensor, or the stacked experts of a layer; the files are memory-mapped.
     Errors, before anything is written: FileNotFoundError without a run, a checkpoint or one of that step; ValueError if
     `out` is not empty, and for an architecture that no family can say; CheckpointError for a damaged checkpoint. A
     failure after that leaves no `out`.
@@ -90,15 +90,31 @@ def _companions(run: Path, tokenizer: str | None, out: Path, report: Callable[[s
 def _write(directory: Path, source: Path, tensors: TensorMap, files: Mapping[str, Mapping[str, Spec]]) -> None:
     for file, specs in files.items():
         made = create_file(directory / file, specs)
-        parts = {}
-        for name, place in tensors.places.items():
-            if place.theirs in made:
-                target = place.whole(made[place.theirs])
-                parts[MODEL + name] = (target, (0,) * target.ndim)
-        read_parts(source, parts)
-        del made, parts
+        for name, places in tensors.places.items():
+            blocks = [place for place in places if place.theirs in made]
+            _write_blocks(source, MODEL + name, blocks, made, whole=len(places) == 1)
+        del made
         fsync(directory / file)
     write_index(directory, files)
+
+
+def _write_blocks(
+    source: Path, name: str, blocks: Sequence[Place], made: Mapping[str, torch.Tensor], *, whole: bool
+) -> None:
+    """Write a parameter's blocks into the tensors of theirs. whole: it has one, which is read in place."""
+    if not blocks:
+        return
+    if whole:
+        (block,) = blocks
+        read_parts(source, [(name, block.whole(made[block.theirs]), block.begin)])
+        return
+    # the experts that are stacked: read once, and not once for each expert
+    entry = saved_tensors(source, MODEL)[name.removeprefix(MODEL)]
+    stacked = torch.empty(entry.size, dtype=made[blocks[0].theirs].dtype)
+    read_parts(source, [(name, stacked, (0,) * stacked.ndim)])
+    for block in blocks:
+        there = tuple(slice(at, at + size) for at, size in zip(block.begin, block.shape, strict=True))
+        block.whole(made[block.theirs]).copy_(stacked[there])
 
 
 @contextmanager

@@ -1,11 +1,19 @@
 """`tpformer import`: weights of another library as a run, which generates, evaluates, exports and starts others."""
 
 import dataclasses
+import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tpformer.config import GPTConfig, ModelSection, RunConfig, RunSection, to_toml
+from tpformer.weights.files import Spec, create_file
+from tpformer.weights.tensors import fill, parameter_shapes
 
 from .checkpoint_files import step_path, write_checkpoint
 from .companions import CONFIG, FOLDER, TOKENIZER, copy_companions
@@ -36,9 +44,31 @@ def import_weights(directory: Path, out: Path, report: Callable[[str], None] = p
         model = ModelSection(**dataclasses.asdict(source.architecture) | {"vocab_multiple": 1})
         config = RunConfig(run=RunSection(dir=str(out)), model=model)  # the folder says what the tokenizer is
         (temporary / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        tensors = {
-            name: place.whole(source.files.slice(source.names[place.theirs]))
-            for name, place in source.tensors.places.items()
-        }
-        write_checkpoint(step_path(temporary / "checkpoints", 0), tensors, 0)
+        with _tensors(source, temporary / "stacked.safetensors") as tensors:
+            write_checkpoint(step_path(temporary / "checkpoints", 0), tensors, 0)
     return source.architecture
+
+
+@contextmanager
+def _tensors(source: WeightsSource, path: Path) -> Iterator[dict[str, Tensor]]:
+    """Yield the model's tensors by their names, memory-mapped. Those that stack experts, each of which has tensors of
+    its own, are put together in a file at `path`, which is removed."""
+
+    def read(theirs: str) -> Any:
+        return source.files.slice(source.names[theirs])
+
+    places = source.tensors.places
+    shapes, specs = parameter_shapes(source.architecture), source.files.specs
+    stacked = {}
+    for name, blocks in places.items():
+        if len(blocks) > 1:
+            dtypes = [specs[source.names[block.theirs]].dtype for block in blocks]
+            stacked[name] = Spec(shapes[name], functools.reduce(torch.promote_types, dtypes))
+    found = create_file(path, stacked) if stacked else {}
+    for name, blocks in places.items():
+        if name in stacked:
+            fill(found[name], blocks, read)
+        else:
+            found[name] = blocks[0].whole(read(blocks[0].theirs))
+    yield found
+    path.unlink(missing_ok=True)

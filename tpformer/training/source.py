@@ -118,11 +118,15 @@ class RunSource(Source):
 
         path = step_path(self.path / "checkpoints", self.step)
         saved = saved_tensors(path, MODEL)
-        parts = {}
+        parts = []
         for name, parameter in part.state_dict().items():
-            if (reached := overlap(*own_part(parameter), saved[name].size)) is not None:
+            local, offsets = own_part(parameter)
+            reached = overlap(local, offsets, saved[name].size)
+            if reached is None or reached[0].numel() < local.numel():
+                local.zero_()  # the padding of a vocabulary
+            if reached is not None:
                 tensor, bounds = reached
-                parts[MODEL + name] = (tensor.detach(), [first for first, _ in bounds])
+                parts.append((MODEL + name, tensor.detach(), [first for first, _ in bounds]))
         read_parts(path, parts)
 
 

@@ -9,11 +9,13 @@ from .family import Family
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 
 # the plainest first: an export takes the first that can say all of an architecture
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GPT2)}
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
@@ -26,7 +28,8 @@ def family_of(values: Mapping[str, Any]) -> Family:
 
 def family_for(config: GPTConfig) -> Family:
     """The plainest family that can say all of an architecture. ValueError, with what the nearest cannot, if none."""
-    lost = {name: family.cannot_say(config) for name, family in FAMILIES.items()}
+    fitting = {name: each for name, each in FAMILIES.items() if each.has_experts == (config.n_experts is not None)}
+    lost = {name: family.cannot_say(config) for name, family in fitting.items()}
     name = min(lost, key=lambda name: len(lost[name]))
     if lost[name]:
         raise ValueError(

@@ -25,12 +25,15 @@ class Field:
     """A field of theirs that says what a field of GPTConfig says.
 
     default: what their library takes where the field is missing. values: {theirs: ours} where the words differ; any
-    other value is refused. Of two of theirs for one of ours the first is written.
+    other value is refused. Of two of theirs for one of ours the first is written. also: another name of the field,
+    which is read where the first is missing. prefix: theirs is a list of layers, [0, 1, ...], and ours is how many.
     """
 
     ours: str
     default: Any
     values: Mapping[Any, Any] | None = None
+    also: str | None = None
+    prefix: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,14 @@ COMMON: Fields = {
 class Tensors(NamedTuple):
     """A tensor of theirs, and the ones of ours that it holds, one after the other along dim 0.
 
-    {} stands for a layer's index. transposed: theirs is (in_features, out_features).
+    {} stands for a layer's index. transposed: theirs is (in_features, out_features). part: of a tensor for each expert,
+    (index, number) of the equal parts of ours[expert] along dim 0 that it is; {expert} stands for the expert's index.
     """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +147,24 @@ class Family:
         """Whether its models have RoPE, and so config.json has its fields."""
         return self.fixed["position"] == "rope"
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its models have experts."""
+        return any(isinstance(known, Field) and known.ours == "n_experts" for known in self.fields.values())
+
     def read(self, values: Mapping[str, Any], report: Callable[[str], None] = lambda _: None) -> GPTConfig:
         """The architecture that a config.json describes. What is left out of it is reported.
 
         ValueError, with the field's name, for a field that is not known, and for a value that cannot be had here.
         """
         fields = COMMON | self.fields
-        known = {*fields, *(ROPE_KEYS if self.has_rope else ())}
+        others = {each.also: name for name, each in fields.items() if isinstance(each, Field) and each.also}
+        for also, name in others.items():
+            if also in values:
+                if values.get(name, values[also]) != values[also]:
+                    raise ValueError(f"config.json has {name} = {values[name]} and {also} = {values[also]}: keep one")
+                values = {name: values[also], **values}
+        known = {*fields, *others, *(ROPE_KEYS if self.has_rope else ())}
         if unknown := sorted(values.keys() - known):
             raise ValueError(
                 f"config.json has {', '.join(unknown)}, which nobody here has checked for {self.model_type}: if it "
@@ -184,13 +200,15 @@ class Family:
         """The fields of GPTConfig, with their values, that are lost on the way through a config.json."""
         if self.divides_hidden and config.hidden_size % config.n_heads:
             return [f"n_heads = {config.n_heads} with hidden_size = {config.hidden_size}"]
+        if self.has_experts and config.n_experts is None:
+            return ["a model without experts"]
         back = meaning(self.read(self._written(config)))
         return [f"{name} = {value}" for name, value in meaning(config).items() if back[name] != value]
 
     def _written(self, config: GPTConfig) -> dict[str, Any]:
         """A config.json. A value that the family has no word for is missing in it."""
         values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        said = meaning(config)
+        said = meaning(config) | {"ffn_hidden_size": config.ffn_size}  # a number, also where no layer is dense
         for name, known_field in self.fields.items():
             if isinstance(known_field, Must):
                 values |= {name: known_field.value} if isinstance(known_field.value, bool) else {}
@@ -215,6 +233,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _in_our_words(name: str, known: Field, value: Any) -> Any:
+    if known.prefix:
+        if value is not None and value != list(range(len(value))):
+            raise ValueError(f"config.json has {name} = {value}: only the first layers, [0, 1, ...], can differ here")
+        return len(value or [])
     if known.values is not None:
         if not isinstance(value, str) or value not in known.values:
             raise ValueError(f"config.json has {name} = {value!r}: it can only be {', '.join(map(repr, known.values))}")
@@ -231,6 +253,8 @@ def _in_our_words(name: str, known: Field, value: Any) -> Any:
 
 def _in_their_words(name: str, known: Field, value: Any) -> dict[str, Any]:
     """The field with its value; nothing if they have no word for the value."""
+    if known.prefix:
+        return {name: list(range(value or 0))}
     if known.values is None:
         return {name: value}
     words = [theirs for theirs, ours in known.values.items() if ours == value]
@@ -250,6 +274,10 @@ def _check_must(name: str, must: Must, values: Mapping[str, Any]) -> None:
 FREE = ("vocab_multiple", "dropout", "attention_dropout")
 _ROPE = ("rope_base", "rope_interleaved", "rope_scaling_factor")
 _SCALING = ("rope_low_frequency", "rope_high_frequency", "rope_original_length")
+_EXPERTS = (
+    "experts_per_token expert_ffn_size shared_expert_size first_dense_layers router_score router_normalised "
+    "router_scale router_groups router_top_groups router_bias"
+).split()
 
 
 def meaning(config: GPTConfig) -> dict[str, Any]:
@@ -264,6 +292,12 @@ def meaning(config: GPTConfig) -> dict[str, Any]:
         "ffn_hidden_size": config.ffn_size,
         "qkv_bias": config.has_qkv_bias,
     }
+    if config.n_experts is None:
+        values |= dict.fromkeys(_EXPERTS)
+    else:
+        values |= {"expert_ffn_size": config.expert_size}
+        if config.first_dense_layers == 0:
+            values["ffn_hidden_size"] = None
     if config.position != "rope":
         values |= dict.fromkeys(_ROPE)
     if config.position != "rope" or config.rope_scaling_factor == 1:

@@ -6,7 +6,7 @@ Belongs here: places of tensors, the checks of names and shapes, and the filling
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,24 +24,27 @@ ROWS = 2**12  # of two tables that are compared at a time
 
 
 class Place(NamedTuple):
-    """Where a parameter of ours lies: rows from `first` on of a tensor of theirs, once that is transposed if it has
-    to be. shape: ours, without the padding of a vocabulary."""
+    """Where a block of a parameter of ours lies: rows from `first` on of a tensor of theirs, once that is transposed if
+    it has to be. shape: of the block, without the padding of a vocabulary. begin: where it begins in the parameter, of
+    which one block is all unless the parameter stacks experts; then a block has one expert, and theirs has no dim for
+    it."""
 
     theirs: str
     first: int
     shape: tuple[int, ...]
     transposed: bool
+    begin: tuple[int, ...]
 
     def slice(self, values: Any, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """The part of our parameter between bounds of each dim, from what can be sliced as theirs."""
-        (start, stop), *rest = bounds
+        """The part of the block between bounds of each dim, from what can be sliced as theirs."""
+        stacked = len(bounds) == 3
+        (start, stop), *rest = bounds[1:] if stacked else bounds
         dims = [slice(self.first + start, self.first + stop), *(slice(*bound) for bound in rest)]
-        if not self.transposed:
-            return values[tuple(dims)]
-        return values[tuple(reversed(dims))].T
+        found = values[tuple(reversed(dims))].T if self.transposed else values[tuple(dims)]
+        return found[None] if stacked else found
 
     def whole(self, values: Any) -> Tensor:
-        """All of our parameter, from what can be sliced as theirs."""
+        """All of the block, from what can be sliced as theirs."""
         return self.slice(values, [(0, size) for size in self.shape])
 
 
@@ -56,7 +59,7 @@ def _rows(family: Family | None, config: GPTConfig) -> list[Tensors]:
     if family is None:
         return [Tensors(name, (name,)) for name in parameter_shapes(config)]
     return [
-        Tensors(row.theirs.format(i), tuple(name.format(i) for name in row.ours), row.transposed)
+        row._replace(theirs=row.theirs.format(i, expert="{}"), ours=tuple(name.format(i) for name in row.ours))
         for in_layers, group in itertools.groupby(family.tensors, key=lambda row: "{}" in row.theirs)
         for rows in [list(group)]
         for i in range(config.n_layers if in_layers else 1)
@@ -67,25 +70,40 @@ def _rows(family: Family | None, config: GPTConfig) -> list[Tensors]:
 class TensorMap:
     """The tensors of theirs for an architecture, and the places of ours in them. family: None for an export of ours.
 
-    places: {our name: Place}. shapes: {their name: shape}, in the order of the family's table.
+    places: {our name: the Places of its blocks}. shapes: {their name: shape}, in the order of the family's table.
     """
 
     def __init__(self, family: Family | None, config: GPTConfig) -> None:
         self.family, self.config = family, config
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, list[Place]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         ours = parameter_shapes(config)
         for row in _rows(family, config):
             if row.ours[0] not in ours:  # such as a bias that this model does not have
                 continue
+            if row.part is not None:
+                self._add_experts(row, ours[row.ours[0]])
+                continue
             first = 0
             for name in row.ours:
-                self.places[name] = Place(row.theirs, first, ours[name], row.transposed)
+                begin = (0,) * len(ours[name])
+                self.places[name] = [Place(row.theirs, first, ours[name], row.transposed, begin)]
                 first += ours[name][0]
             shape = (first, *ours[row.ours[0]][1:])
             self.shapes[row.theirs] = tuple(reversed(shape)) if row.transposed else shape
         if lost := ours.keys() - self.places.keys():
             raise ValueError(f"{family.model_type if family else 'an export'} has no tensors for {listed(lost)}")
+
+    def _add_experts(self, row: Tensors, shape: tuple[int, ...]) -> None:
+        """The tensors of a row for each expert, each a block of a parameter that stacks the experts."""
+        assert row.part is not None
+        index, number = row.part
+        experts, rows, columns = shape
+        for expert in range(experts):
+            theirs, begin = row.theirs.format(expert), (expert, index * rows // number, 0)
+            block = Place(theirs, 0, (1, rows // number, columns), row.transposed, begin)
+            self.places.setdefault(row.ours[0], []).append(block)
+            self.shapes[theirs] = block.shape[1:]
 
     def check(self, files: TensorFiles) -> dict[str, str]:
         """{our name for their tensor: its name in the files}. Buffers of the family are passed over.
@@ -111,7 +129,7 @@ class TensorMap:
             if (found := files.specs[names[name]].shape) != shape:
                 raise ValueError(f"{files.directory} has {names[name]} as {found}, but config.json makes it {shape}")
         tied = self.config.tie_embeddings and HEAD in names
-        if tied and not equal_on_disk(files, names[HEAD], names[self.places[TABLE].theirs]):
+        if tied and not equal_on_disk(files, names[HEAD], names[self.places[TABLE][0].theirs]):
             raise ValueError(
                 f"{files.directory} has a {HEAD} that differs from the embedding's table, though tie_word_embeddings "
                 f"is true: set it to false in a copy of config.json if the head is to be used"
@@ -136,38 +154,51 @@ def own_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local(), tuple(chunks[0].offsets) if chunks else (0,) * parameter.ndim
 
 
-def overlap(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]]] | None:
+def overlap(
+    local: Tensor, offsets: Sequence[int], shape: Sequence[int], begin: Sequence[int] | None = None
+) -> tuple[Tensor, list[tuple[int, int]]] | None:
     """(the part of `local` that a tensor of this shape reaches, its bounds in that tensor); None if it has none.
 
-    What the tensor does not reach becomes zero: the rows that pad a vocabulary.
+    begin: where the tensor begins in the whole of which `local` is a part; unset, where that does.
     """
-    bounds = [(first, min(first + n, size)) for first, n, size in zip(offsets, local.shape, shape, strict=True)]
-    there = tuple(slice(max(0, last - first)) for first, last in bounds)
-    part = local[there]
-    if part.numel() < local.numel():
-        local.zero_()
+    bounds, there = [], []
+    for first, n, size, at in zip(offsets, local.shape, shape, begin or (0,) * local.ndim, strict=True):
+        low, high = max(first, at), min(first + n, at + size)
+        bounds.append((low - at, high - at))
+        there.append(slice(low - first, max(low, high) - first))
+    part = local[tuple(there)]
     return (part, bounds) if part.numel() else None
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, place: Place, values: Any) -> None:
-    """Fill this process's part of a parameter from what can be sliced as theirs, in the parameter's dtype."""
-    if (reached := overlap(*own_part(parameter), place.shape)) is not None:
-        part, bounds = reached
-        part.copy_(place.slice(values, bounds))
+def fill(parameter: Tensor, places: Sequence[Place], read: Callable[[str], Any]) -> None:
+    """Fill this process's part of a parameter, in its dtype, from what `read` can slice as each of their tensors.
+
+    What no tensor of theirs reaches becomes zero: the rows that pad a vocabulary.
+    """
+    local, offsets = own_part(parameter)
+    filled = 0
+    for place in places:
+        if (reached := overlap(local, offsets, place.shape, place.begin)) is not None:
+            part, bounds = reached
+            if part.numel() < local.numel() and not filled:
+                local.zero_()
+            part.copy_(place.slice(read(place.theirs), bounds))
+            filled += part.numel()
+    if not filled:
+        local.zero_()
 
 
 def load_part(part: GPT, tensors: TensorMap, files: TensorFiles, names: Mapping[str, str]) -> None:
     """Fill a GPT, or a part of one, in place. In any layout each rank reads its own slices. No communication."""
     for name, parameter in part.state_dict().items():
-        place = tensors.places[name]
-        fill(parameter, place, files.slice(names[place.theirs]))
+        fill(parameter, tensors.places[name], lambda theirs: files.slice(names[theirs]))
 
 
 def their_specs(tensors: TensorMap, dtypes: Mapping[str, torch.dtype]) -> dict[str, Spec]:
     """{their name: Spec} for a model whose parameters have these dtypes. ValueError if parts of one tensor differ."""
     found: dict[str, torch.dtype] = {}
-    for name, place in tensors.places.items():
+    for name, place in ((name, place) for name, places in tensors.places.items() for place in places):
         if found.setdefault(place.theirs, dtypes[name]) != dtypes[name]:
             raise ValueError(
                 f"{place.theirs} is made of parameters in {found[place.theirs]} and {dtypes[name]}: give --dtype"
