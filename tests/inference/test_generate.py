@@ -20,6 +20,9 @@ LLAMA = GPTConfig(
     **{"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False},
 )
 LEARNED = GPTConfig(vocab_size=257, seq_length=24, n_layers=1, hidden_size=48, n_heads=6)
+EXPERTS = dataclasses.replace(
+    LLAMA, n_experts=8, expert_ffn_size=24, shared_expert_size=12, first_dense_layers=1, router_bias=True
+)
 PROMPTS = [[1], [7, 8, 9, 250, 2, 3], [5, 5], [256, 4, 6, 100]]
 WARM = Sampling(temperature=1.3, top_k=40, top_p=0.95)
 
@@ -50,11 +53,11 @@ def greedy(model: GPT, prompt: list[int], n: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def on_ranks(tp: int, sampling: Sampling) -> list[list[int]]:
-    return texts(build(tp=tp), sampling=sampling, samples=2, seed=4)
+def on_ranks(tp: int, sampling: Sampling, config: GPTConfig = LLAMA) -> list[list[int]]:
+    return texts(build(config, tp=tp), sampling=sampling, samples=2, seed=4)
 
 
-@pytest.mark.parametrize("config", [LLAMA, LEARNED, dataclasses.replace(LLAMA, sliding_window=3)])
+@pytest.mark.parametrize("config", [LLAMA, LEARNED, dataclasses.replace(LLAMA, sliding_window=3), EXPERTS])
 def test_a_batch_gives_each_prompts_text_alone(config):
     model = build(config)
     assert texts(model) == [greedy(model, prompt, 12) for prompt in PROMPTS]
@@ -63,9 +66,11 @@ def test_a_batch_gives_each_prompts_text_alone(config):
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
-def test_every_layout_gives_the_same_texts(ranks, tp, sampling):
-    expected = texts(build(), sampling=sampling, samples=2, seed=4)
-    assert all(found == expected for found in ranks(tp).run(on_ranks, tp, sampling))
+@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["dense", "experts"])
+def test_every_layout_gives_the_same_texts(ranks, tp, sampling, config):
+    """Of experts, too, of which a rank may have no token: at one token there are fewer of them than ranks."""
+    expected = texts(build(config), sampling=sampling, samples=2, seed=4)
+    assert all(found == expected for found in ranks(tp).run(on_ranks, tp, sampling, config))
 
 
 def test_samples_are_the_texts_of_their_own_seeds():
@@ -90,8 +95,8 @@ def test_500_tokens_equal_those_without_a_cache(ranks):
         assert all(found == expected for found, _ in ranks(tp).run(proof_of_500, tp))
 
 
-def counted(tp: int) -> list[list[tuple[str, int]]]:
-    model, cache, recorded = build(tp=tp), KVCache(), []
+def counted(tp: int, config: GPTConfig) -> list[list[tuple[str, int]]]:
+    model, cache, recorded = build(config, tp=tp), KVCache(), []
     for rows in (PROMPTS, [[1]] * 4):
         with record_collectives() as found:
             next_logits(model, rows, cache)
@@ -99,10 +104,11 @@ def counted(tp: int) -> list[list[tuple[str, int]]]:
     return recorded
 
 
-def test_collectives_of_a_step(ranks):
+@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["dense", "experts"])
+def test_collectives_of_a_step(ranks, config):
     """Two all-reduces a layer, one for the embedding, one gather of the last tokens' logits, in prefill and decode."""
     rows, hidden, size = [4 * 6, 4], 48, 8
-    for found in ranks(2).run(counted, 2):
+    for found in ranks(2).run(counted, 2, config):
         for tokens, step in zip(rows, found, strict=True):
             assert step == [("all_reduce", tokens * hidden * size)] * 5 + [("all_gather", 4 * 384 * size)]
 
