@@ -71,10 +71,27 @@ def extract(x: Array, first: int, count: int) -> Array:
     return (x << x.dtype.type(bits - first - count)) >> x.dtype.type(bits - count)
 
 
+def permute(low: Array, high: Array, selector: Array) -> Array:
+    """prmt: four of the eight bytes of two words. Half a byte of the selector names one, or asks for its sign alone."""
+    both = (high.astype(np.uint64) << np.uint64(32)) | low
+    result: Array = np.zeros((), np.uint32)
+    for n in range(4):
+        choice = selector >> np.uint32(4 * n)
+        byte = (both >> ((choice & np.uint32(7)).astype(np.uint64) * np.uint64(8))).astype(np.uint8)
+        byte = np.where(choice & np.uint32(8), np.where(byte & np.uint8(128), np.uint8(255), np.uint8(0)), byte)
+        result = result | (byte.astype(np.uint32) << np.uint32(8 * n))
+    return result
+
+
 def shuffle(x: Array, lane: Array, flips: bool) -> Array:
     """shfl.sync.idx and bfly: from a lane of the own warp, or from that whose bits differ from the own lane's."""
     source = np.broadcast_to(lane, x.shape).reshape(-1, LANES).astype(np.int64) & (LANES - 1)
     return np.take_along_axis(x.reshape(-1, LANES), LANE ^ source if flips else source, 1).reshape(-1)
+
+
+def reduce(x: Array, operation: np.ufunc) -> Array:
+    """redux.sync: each lane gets what all lanes of its warp give."""
+    return operation.reduce(x.reshape(-1, LANES), 1).repeat(LANES)
 
 
 def multiply_fragments(d: tuple, a: tuple, b: tuple, c: tuple, kind: str) -> None:

@@ -40,6 +40,7 @@ FUNCTIONS = {
     "fma": "a.fma({}, {}, {})", "mad": "{} * {} + {}",
     "mul wide": "a.widen({}) * {}", "mad wide": "a.widen({}) * {} + {}", "mul hi": "a.multiply_high({}, {})",
     "div": "a.divide({}, {})", "bfe": "a.extract({}, {}, {})", "rsqrt": "np.reciprocal(np.sqrt({}))",
+    "prmt": "a.permute({}, {}, {})",
 }  # fmt: skip
 COMPARISONS = {"eq": "==", "ne": "!=", "neu": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 # what has no registers to compute with: the machine takes branches and barriers, and lanes of a warp run together
@@ -129,7 +130,7 @@ class Code:
         if operand.startswith("%"):
             return f"w.special[{operand!r}]"
         digits, base = (operand[2:], 16) if operand.startswith(("0f", "0d")) else (operand, 0)
-        number = self.named[operand] if operand in self.named else int(digits, base)
+        number = self.named[operand] if operand in self.named else int(digits.rstrip("U"), base)
         made = np.array(number & ((1 << bits) - 1), VIEWS[FILES[bits]]).view(VIEWS[view])[()]
         return self.constant(f"{operand} {kind}", made)
 
@@ -200,6 +201,12 @@ class Code:
             raise Unsupported(i.opcode)
         values = f"{self.value(source, kind)}, {self.value(lane, 'u32')}"
         return self.put(target, kind, f"a.shuffle({values}, flips={mode == 'bfly'})")
+
+    def emit_redux(self, i: Instruction, line: int) -> list[str]:
+        (target, source, _), (_, _, operation, kind) = i.operands, i.parts
+        if operation not in ("min", "max"):
+            raise Unsupported(i.opcode)
+        return self.put(target, kind, f"a.reduce({self.value(source, kind)}, np.{UFUNCS[operation]})")
 
     def emit_mov(self, i: Instruction, line: int) -> list[str]:
         kind, (target, source) = i.parts[-1], i.operands

@@ -265,10 +265,11 @@ def test_each_barrier_of_shared_memory_matters(number) -> None:
     ), reports
 
 
-def execute(text: str) -> list[str]:
+def execute(text: str, data: torch.Tensor | None = None) -> list[str]:
     """The reports of one launch, with one array of 64 integers."""
     execution = Execution()
-    execution.launch("kernel", kernel(text, ("data",)), {"data": torch.zeros(64, dtype=torch.int32)}, (1,))
+    data = torch.zeros(64, dtype=torch.int32) if data is None else data
+    execution.launch("kernel", kernel(text, ("data",)), {"data": data}, (1,))
     return execution.log.reports
 
 
@@ -294,6 +295,26 @@ def test_copies_are_waited_for() -> None:
     assert execute(COPY + "cp.async.wait_group 0;\n" + reading) == []
     for missing in ("", "cp.async.wait_group 1;\n"):
         assert any("a read of shared memory during a copy" in report for report in execute(COPY + missing + reading))
+
+
+def test_reductions_are_those_of_a_warp() -> None:
+    """Of lane - 8 in each lane: an integer is signed."""
+    for operation, expected in (("min", [-8, 24]), ("max", [23, 55])):
+        data = torch.zeros(64, dtype=torch.int32)
+        text = f"add.s32 %r3, %r1, -8;\nredux.sync.{operation}.s32 %r4, %r3, -1;\nst.global.b32 [%rd2], %r4;\nret;"
+        assert not execute(PLACE + text, data)
+        assert data.view(2, 32).unique(dim=1)[:, 0].tolist() == expected and len(data.unique()) == 2
+
+
+@pytest.mark.parametrize(
+    "selector, expected", [("0x7701U", 0x00007F80), ("0x4210", 0x11FF807F), ("0xA98D", 0xFFFF0000)]
+)
+def test_bytes_are_permuted(selector, expected) -> None:
+    """Bytes 7f 80 ff 00, then 11 22 33 00: by number, or 8 more for a byte's sign."""
+    data = torch.zeros(64, dtype=torch.int32)
+    words = "mov.b32 %r3, 0x00FF807F;\nmov.b32 %r4, 0x00332211;\n"
+    assert not execute(f"{PLACE}{words}prmt.b32 %r5, %r3, %r4, {selector};\nst.global.b32 [%rd2], %r5;\nret;", data)
+    assert {int(x) & 0xFFFFFFFF for x in data} == {expected}
 
 
 @pytest.mark.parametrize(
