@@ -1,0 +1,127 @@
+"""The sum of each token's rows equals a loop over tokens: the reference and the kernel."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from pool import WorkerPool
+from testing import assert_kernel_close, poisoned_memory
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tpformer.kernels.combine import kernel, reference
+from tpformer.kernels.combine.reference import combine_cost
+
+
+def draw(
+    tokens: int, k: int, h: int, dtype: torch.dtype, device: str = "cpu", own: int = 5, experts: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rows, tokens, positions: each token goes to k of `experts` experts, of which this rank has the first `own`."""
+    generator = torch.Generator().manual_seed(tokens + h)
+    chosen = torch.stack([torch.randperm(experts, generator=generator)[:k].sort().values for _ in range(tokens)])
+    slots = [(token, j) for expert in range(own) for token, j in (chosen == expert).nonzero().tolist()]
+    positions = torch.full((tokens, k), -1, dtype=torch.int32)
+    for row, (token, j) in enumerate(slots):
+        positions[token, j] = row
+    index = torch.tensor([token for token, _ in slots], dtype=torch.int32)
+    rows = torch.randn(len(slots), h, generator=generator, dtype=torch.float64)
+    return rows.to(device, dtype), index.to(device), positions.to(device)
+
+
+def by_loop(rows: Tensor, positions: Tensor) -> Tensor:
+    """Sums from left to right in the rows' dtype."""
+    y = rows.new_zeros(len(positions), rows.shape[1])
+    for token, places in enumerate(positions.tolist()):
+        for row in places:
+            if row >= 0:
+                y[token] += rows[row]
+    return y
+
+
+def check(module: ModuleType, rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
+    """Compare with a loop: in float64 by the accuracy rule, and in float32 to the bit, as the order is promised."""
+    with poisoned_memory():
+        y = module.combine(rows, tokens, positions)
+    wide = by_loop(rows.to(torch.promote_types(rows.dtype, torch.float32)), positions)
+    assert_kernel_close(y, by_loop(rows.double(), positions), wide.to(rows.dtype), f"combine {tuple(rows.shape)}")
+    assert torch.equal(y, wide.to(rows.dtype))
+
+
+# one element, odd sizes, whole vectors, two blocks of columns with a rest, more experts of a token than this rank has
+SHAPES = ((1, 1, 1), (7, 3, 13), (9, 2, 64), (3, 4, 1040), (5, 8, 33))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_reference_equals_a_loop(dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        check(reference, *draw(*shape, dtype))
+
+
+def equals_a_loop() -> None:
+    for dtype in (torch.float32, torch.float16):
+        for shape in SHAPES:
+            check(kernel, *draw(*shape, dtype))
+    check(kernel, *draw(2, 16, 5, torch.float32, own=16, experts=16))
+
+
+def edges(module: ModuleType, device: str = "cpu") -> None:
+    """No rows, no tokens, tokens without rows, rows that lie apart and positions that do not lie side by side."""
+    rows, tokens, positions = draw(6, 3, 5, torch.float32, device)
+    nowhere = torch.full_like(positions, -1)
+    for dtype in (torch.float32, torch.float16):
+        with poisoned_memory():
+            alone = module.combine(rows[:0].to(dtype), tokens[:0], nowhere)
+        assert alone.dtype == dtype and torch.equal(alone, torch.zeros(6, 5, dtype=dtype, device=device))
+    assert module.combine(rows[:0], tokens[:0], positions[:0]).shape == (0, 5)
+    positions[2] = -1
+    kept = torch.tensor([row for row in positions.reshape(-1).tolist() if row >= 0], device=device).sort().values
+    rows, tokens = rows[kept], tokens[kept]
+    rank = torch.full((int(kept.max()) + 1,), -1, dtype=torch.int32, device=device)
+    rank[kept] = torch.arange(len(kept), dtype=torch.int32, device=device)
+    positions = torch.where(positions >= 0, rank[positions.clamp(min=0).long()], -1)
+    expected = module.combine(rows, tokens, positions)
+    assert not expected[2].any() and torch.equal(expected, by_loop(rows, positions))
+    apart = torch.full((len(rows), 11), float("nan"), device=device)
+    apart[:, 2:7] = rows
+    for given in (apart[:, 2:7], rows.t().contiguous().t()):
+        assert torch.equal(module.combine(given, tokens, positions.t().contiguous().t()), expected)
+
+
+def order_of_sums(module: ModuleType, device: str = "cpu") -> None:
+    """2**24 + 1 - 2**24 is 0 in float32 from left to right, and 1 in another order; nothing is rounded in between."""
+    values = torch.tensor([[2.0**24], [1.0], [-(2.0**24)], [2048.0], [1.0], [-2048.0]], device=device)
+    tokens = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32, device=device)
+    positions = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32, device=device)
+    assert module.combine(values, tokens, positions).tolist() == [[0.0], [1.0]]
+    assert module.combine(values[3:].half(), tokens[:3], positions[:1]).tolist() == [[1.0]]  # in float16 it would be 0
+
+
+def at_the_edges() -> None:
+    edges(kernel)
+    order_of_sums(kernel)
+
+
+def test_edges_of_the_reference() -> None:
+    edges(reference)
+    order_of_sums(reference)
+
+
+@pytest.mark.parametrize("check", [equals_a_loop, at_the_edges], ids=lambda check: check.__name__)
+def test_kernel(interpreted: WorkerPool, check) -> None:
+    interpreted(1).run(check)
+
+
+# by hand: a sum for each element of a row; rows in, sums out, 4 bytes for each position
+@pytest.mark.parametrize("arguments, expected", [((6, 3, 2, 5, 4), (30, 204)), ((4, 4, 8, 2, 2), (8, 160))])
+def test_cost(arguments, expected):
+    assert combine_cost(*arguments) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_gpu(dtype: torch.dtype) -> None:
+    for shape in (*SHAPES, (500, 2, 4096), (300, 8, 2048), (70, 8, 1001)):
+        check(kernel, *draw(*shape, dtype, "cuda", own=min(shape[1] + 3, 16), experts=16))
+    edges(kernel, "cuda")
+    order_of_sums(kernel, "cuda")
