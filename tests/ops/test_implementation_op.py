@@ -10,7 +10,7 @@ import torch
 
 from tpformer.ops.implementation import implementation
 
-OPS = ("activation", "cross_entropy", "dropout", "norm", "rope")
+OPS = ("activation", "combine", "cross_entropy", "dropout", "norm", "rope", "route", "weighted_activation")
 ROOT = Path(__file__).resolve().parents[2]
 
 

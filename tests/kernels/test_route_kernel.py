@@ -1,0 +1,223 @@
+"""The choice of experts, their weights and gradients equal brute force and autograd: the reference and the kernel."""
+
+import itertools
+from types import ModuleType
+
+import pytest
+import torch
+from pool import WorkerPool
+from testing import assert_kernel_close, poisoned_memory
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tpformer.kernels.route import kernel, reference
+from tpformer.kernels.route.reference import SCORES, Policy, route_cost
+
+LEAST = 1e-20  # what reference.py adds to a sum that divides
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def policies(k: int, groups: int = 1, top_groups: int = 1) -> list[Policy]:
+    return [Policy(k, score, normalised, 2.5, groups, top_groups) for score in SCORES for normalised in (True, False)]
+
+
+# tokens, and policies with the number of experts: one expert, all of them, powers of two and not, groups of one, of two
+# and of five experts, and as many groups as no power of two is
+CASES = [
+    (1, 1, Policy(1)),
+    *((5, 8, policy) for policy in policies(2)),
+    (3, 7, Policy(7)),
+    (9, 60, Policy(4, "sigmoid", False)),
+    *((3, 16, policy) for policy in policies(3, 4, 2)),
+    (4, 20, Policy(4, "sigmoid", groups=4, top_groups=2)),
+    (4, 12, Policy(3, "sigmoid", groups=6, top_groups=4)),
+    (4, 12, Policy(4, groups=12, top_groups=5)),
+    (2, 128, Policy(8)),
+]
+LARGE = [
+    (3, 256, Policy(8, "sigmoid", scale=2.5, groups=8, top_groups=4)),
+    (3, 160, Policy(6, normalised=False, scale=16.0, groups=8, top_groups=3)),
+    (2, 512, Policy(16)),
+]
+
+
+def draw(m: int, e: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """logits (M, E), whose scores lie apart by more than rounding, and a bias (E,), which brings none of them close."""
+    generator = torch.Generator().manual_seed(m + e)
+    steps = torch.stack([torch.randperm(e, generator=generator) for _ in range(m)]).to(torch.float64)
+    bias = torch.randint(2, (e,), generator=generator).to(torch.float64)
+    return ((steps + 0.5) * (3.0 / e) - 1.5).to(device, dtype), bias.to(device, dtype)
+
+
+def first(values: list[float], k: int) -> list[int]:
+    """Indices of the k largest, of equal ones the first, and NaN the largest, one after the other."""
+    taken: list[int] = []
+    for _ in range(k):
+        rest = [
+            (value != value, value if value == value else 0, -i) for i, value in enumerate(values) if i not in taken
+        ]
+        taken.append(-max(rest)[2])
+    return taken
+
+
+def choose(scores: list[float], policy: Policy) -> list[int]:
+    """One token's experts by brute force."""
+    size = len(scores) // policy.groups
+    members = [scores[group * size : (group + 1) * size] for group in range(policy.groups)]
+    if policy.top_groups < policy.groups:
+        sums = [sum(values[i] for i in first(values, min(2, size))) for values in members]
+        kept = first(sums, policy.top_groups)
+        members = [values if group in kept else [-INFINITY] * size for group, values in enumerate(members)]
+    return sorted(first(list(itertools.chain(*members)), policy.k))
+
+
+def by_formula(logits: Tensor, experts: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
+    """(weights, shares) of experts that are given, differentiable."""
+    scores = logits.softmax(1) if policy.score == "softmax" else 1 / (1 + torch.exp(-logits))
+    weights = torch.stack([row[index] for row, index in zip(scores, experts.long(), strict=True)])
+    if policy.normalised:
+        weights = weights / (weights.sum(1, keepdim=True) + LEAST)
+    return weights * policy.scale, scores / (scores.sum(1, keepdim=True) + LEAST)
+
+
+def check(module: ModuleType, m: int, e: int, policy: Policy, dtype: torch.dtype, device: str = "cpu") -> None:
+    """The choice to the index, for the scores that are returned and for those of float64; weights, scores, shares and
+    gradients by the accuracy rule."""
+    logits, bias = draw(m, e, dtype, device)
+    generator = torch.Generator().manual_seed(1)
+    dweights, dshares = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in ((m, policy.k), (m, e))
+    )
+    for given in (None, bias):
+        with poisoned_memory():
+            experts, weights, scores = module.route_forward(logits, policy, given)
+        chosen_by = scores if given is None else scores + given
+        assert experts.dtype == torch.int32 and experts.tolist() == [choose(row, policy) for row in chosen_by.tolist()]
+        exact, _, exact_scores = reference.route_forward(
+            logits.double(), policy, None if given is None else bias.double()
+        )
+        assert torch.equal(experts, exact)
+        _, plain_weights, plain_scores = reference.route_forward(logits, policy, given)
+        oracle = logits.double().requires_grad_()
+        of_weights, of_shares = by_formula(oracle, experts, policy)
+        name = f"{policy} of {e}, bias {given is not None}, {dtype}"
+        assert_kernel_close(scores, exact_scores, plain_scores, f"scores, {name}")
+        assert_kernel_close(weights, of_weights.detach(), plain_weights, f"weights, {name}")
+        plain_shares = reference.shares(plain_scores)
+        assert_kernel_close(module.shares(scores), of_shares.detach(), plain_shares, f"shares, {name}")
+        for gradient in (None, dshares):
+            with poisoned_memory():
+                dlogits = module.route_backward(dweights, experts, scores, policy, gradient)
+            loss = (of_weights * dweights.double()).sum()
+            if gradient is not None:
+                loss = loss + (of_shares * gradient.double()).sum()
+            (wanted,) = torch.autograd.grad(loss, oracle, retain_graph=True)
+            plain = reference.route_backward(dweights, experts, plain_scores, policy, gradient)
+            assert_kernel_close(dlogits, wanted, plain, f"dlogits, shares {gradient is not None}, {name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_reference_equals_brute_force_and_autograd(dtype: torch.dtype) -> None:
+    for case in (*CASES, *LARGE):
+        check(reference, *case, dtype)
+
+
+def equals_brute_force_and_autograd() -> None:
+    for case in (*CASES, *LARGE):
+        check(kernel, *case, torch.float32)
+
+
+def ties(module: ModuleType, device: str = "cpu") -> None:
+    """Of equal scores the lower indices are taken, within groups and among groups; 0 and -0 are equal."""
+    for score in SCORES:
+        zeros, policy = torch.zeros(2, 8, device=device), Policy(3, score)
+        assert module.route_forward(zeros, policy)[0].tolist() == [[0, 1, 2]] * 2
+        some = torch.tensor([[0.0, 1, 0, 1, 1, 0, 1, 1], [1.0, 1, 0, 0, 0, 0, 0, 5]], device=device)
+        assert module.route_forward(some, policy)[0].tolist() == [[1, 3, 4], [0, 1, 7]]
+        grouped = policy._replace(groups=4, top_groups=2)
+        assert module.route_forward(zeros, grouped)[0].tolist() == [[0, 1, 2]] * 2
+        # three groups have the second largest sum of logits; then only one has
+        assert module.route_forward(some, grouped)[0].tolist() == [[1, 6, 7], [0, 1, 7]]
+        # bias alone decides where scores are equal, and below zero, too
+        bias = torch.tensor([-1.0, -0.5, -0.5, -2, -0.5, -3, -0.25, -4], device=device)
+        assert module.route_forward(zeros, policy, bias)[0].tolist() == [[1, 2, 6]] * 2
+        far = torch.full((1, 8), -300.0, device=device)  # sigmoids of 0, of which the bias makes 0 and -0
+        signs = torch.tensor([-0.0, 0.0] * 4, device=device)
+        experts, weights, _ = module.route_forward(far, policy, signs)
+        assert experts.tolist() == [[0, 1, 2]] and bool(weights.isfinite().all())
+
+
+def bias_is_for_the_choice_alone(module: ModuleType, device: str = "cpu") -> None:
+    logits, _ = draw(4, 8, torch.float32, device)
+    bias = torch.tensor([0.0, 9, 0, 0, 0, 9, 0, 0], device=device)
+    for policy in policies(2):
+        experts, weights, scores = module.route_forward(logits, policy, bias)
+        assert experts.tolist() == [[1, 5]] * 4
+        assert torch.equal(scores, module.route_forward(logits, policy)[2])
+        picked = scores[:, [1, 5]]
+        expected = picked / picked.sum(1, keepdim=True) if policy.normalised else picked
+        torch.testing.assert_close(weights, expected * 2.5)
+
+
+def strange_logits(module: ModuleType, device: str = "cpu") -> None:
+    """Whatever the logits are, indices are in range, ascending and those of the reference for the same scores."""
+    rows = [[NAN] * 8, [-NAN, *range(7)], [INFINITY, *range(7)], [-INFINITY] * 8, [INFINITY, -INFINITY] * 4,
+            [3.4e38, -3.4e38] * 4, [-INFINITY] * 6 + [1.0, 2.0]]  # fmt: skip
+    logits = torch.tensor(rows, device=device)
+    for policy in (*policies(3), *policies(3, 4, 2)):
+        for bias in (None, torch.tensor([0.0, NAN, INFINITY, -INFINITY, 0, 0, 0, 0], device=device)):
+            experts, _, scores = module.route_forward(logits, policy, bias)
+            chosen_by = scores if bias is None else scores + bias
+            assert experts.tolist() == [choose(row, policy) for row in chosen_by.tolist()], (policy, scores)
+            expected = reference.route_forward(logits, policy, bias)
+            torch.testing.assert_close(scores, expected[2], equal_nan=True)
+            assert torch.equal(experts, expected[0])
+
+
+def layouts(module: ModuleType, device: str = "cpu") -> None:
+    """No tokens, and operands that do not lie without gaps."""
+    logits, bias = draw(5, 12, torch.float32, device)
+    dweights, dshares = torch.ones(5, 3, device=device), logits.abs()
+    for policy in (Policy(3), Policy(3, "sigmoid", groups=4, top_groups=2)):
+        empty = module.route_forward(logits[:0], policy, bias)
+        assert [tuple(x.shape) for x in empty] == [(0, 3), (0, 3), (0, 12)] and empty[0].dtype == torch.int32
+        assert module.route_backward(dweights[:0], empty[0], empty[2], policy, dshares[:0]).shape == (0, 12)
+        expected = module.route_forward(logits, policy, bias)
+        apart = bias[:, None].expand(12, 2).contiguous()[:, 1]
+        experts, weights, scores = module.route_forward(logits.t().contiguous().t(), policy, apart)
+        torch.testing.assert_close((experts, weights, scores), expected)  # torch's sums depend on strides
+        dlogits = module.route_backward(dweights, experts, scores, policy, dshares)
+        given = [x.t().contiguous().t() for x in (dweights, experts, scores)]
+        strided = module.route_backward(*given, policy, dshares.t().contiguous().t())
+        torch.testing.assert_close(strided, dlogits)
+
+
+def at_the_edges(module: ModuleType = kernel, device: str = "cpu") -> None:
+    for edge in (ties, bias_is_for_the_choice_alone, strange_logits, layouts):
+        edge(module, device)
+
+
+def test_edges_of_the_reference() -> None:
+    at_the_edges(reference)
+
+
+@pytest.mark.parametrize("check", [equals_brute_force_and_autograd, at_the_edges], ids=lambda check: check.__name__)
+def test_kernel(interpreted: WorkerPool, check) -> None:
+    interpreted(1).run(check)
+
+
+# by hand: 5 flops a score, and in the forward one for each expert chosen; logits and scores 4 bytes each (backward:
+# scores and dlogits), 8 bytes for each expert of a token
+@pytest.mark.parametrize("arguments, expected", [((3, 8, 2), (168, 240)), ((3, 8, 2, True), (120, 240))])
+def test_cost(arguments, expected):
+    assert route_cost(*arguments) == expected
+
+
+@pytest.mark.gpu
+def test_on_gpu() -> None:
+    for _, e, policy in (*CASES, *LARGE):
+        for m in (1, 1000):
+            check(kernel, m, e, policy, torch.float32, "cuda")
+    at_the_edges(kernel, "cuda")
