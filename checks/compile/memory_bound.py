@@ -1,4 +1,5 @@
-"""The compile check's cases of the kernels that multiply no matrices: norm, dropout, activation, rope, cross entropy.
+"""The compile check's cases of the kernels that multiply no matrices: norm, dropout, activation, rope, cross entropy,
+and those of experts.
 
 Belongs here: one function per folder of kernels, listed in MEMORY_BOUND. shipped.py has the other kernels.
 """
@@ -10,16 +11,21 @@ import torch
 
 from tpformer.kernels.activation.kernel import activation_backward, activation_forward
 from tpformer.kernels.activation.reference import ACTIVATIONS
+from tpformer.kernels.combine.kernel import combine
 from tpformer.kernels.cross_entropy.kernel import combine_statistics, slice_gradient, slice_statistics
 from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
 from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.kernel import WIDEST_BACKWARD, finish_norm_forward, norm_backward, norm_forward
 from tpformer.kernels.rope.kernel import rope_rotate
+from tpformer.kernels.route.kernel import route_backward, route_forward
+from tpformer.kernels.route.reference import Policy
+from tpformer.kernels.weighted_activation.kernel import weighted_activation_backward, weighted_activation_forward
 
 from .cases import CAPABILITIES, DTYPES, Case, meta
 
 PROGRAMS = 264
+NUMBERS = partial(meta, dtype=torch.float32)
 
 
 def activation_cases() -> Iterator[Case]:
@@ -114,14 +120,13 @@ def dropout_cases() -> Iterator[Case]:
 def cross_entropy_cases() -> Iterator[Case]:
     """Widths of rows, with padding: for 8, 4 and 1 warps, and two that are not vectorised."""
     targets = meta(8192, dtype=torch.int64)
-    numbers = partial(meta, dtype=torch.float32)
     for capability in CAPABILITIES:
         for name, terms in {"plain": LossTerms(), "smooth": LossTerms(label_smoothing=0.1, z_loss=1e-4)}.items():
             for dtype in DTYPES:
                 for v in (262144, 6288, 1008, 50257, 1):
                     x, vocab = meta(8192, v, dtype=dtype), VocabSlice(0, max(1, v - 7), 8 * v)
-                    gradient = partial(slice_gradient, x, numbers(2, 8192), targets)
-                    scale, where = (numbers(8192), "apart") if name == "plain" else (None, "in place")
+                    gradient = partial(slice_gradient, x, NUMBERS(2, 8192), targets)
+                    scale, where = (NUMBERS(8192), "apart") if name == "plain" else (None, "in place")
                     launches = {
                         "slice_statistics_kernel": (name, partial(slice_statistics, x, targets, vocab, terms)),
                         "slice_gradient_kernel": (
@@ -135,8 +140,74 @@ def cross_entropy_cases() -> Iterator[Case]:
                         )  # fmt: skip
             yield Case(
                 name=name, kernel="combine_statistics_kernel", dtype=torch.float32, capability=capability,
-                launch=partial(combine_statistics, numbers(8, terms.rows, 8192), targets, VocabSlice(0, 4, 32), terms),
+                launch=partial(combine_statistics, NUMBERS(8, terms.rows, 8192), targets, VocabSlice(0, 4, 32), terms),
             )  # fmt: skip
+
+
+def weighted_activation_cases() -> Iterator[Case]:
+    """Widths of an expert: one tile and several of them, and one that is not vectorised."""
+    for capability in CAPABILITIES:
+        for dtype in DTYPES:
+            for f in (768, 14336, 1001):
+                gate_up, da, weights = meta(8192, 2 * f, dtype=dtype), meta(8192, f, dtype=dtype), NUMBERS(8192)
+                for name in ACTIVATIONS if f == 768 else ("silu",):
+                    launches = {
+                        "weighted_activation_forward_kernel": partial(
+                            weighted_activation_forward, gate_up, name, weights
+                        ),
+                        "weighted_activation_backward_kernel": partial(
+                            weighted_activation_backward, da, gate_up, name, weights
+                        ),
+                    }
+                    for kernel, launch in launches.items():
+                        yield Case(
+                            name=f"{name} {f}", kernel=kernel, dtype=dtype, capability=capability, launch=launch
+                        )  # fmt: skip
+
+
+def combine_cases() -> Iterator[Case]:
+    """Few and many rows for each token, and a width that is not vectorised."""
+    for capability in CAPABILITIES:
+        for dtype in DTYPES:
+            for h, k in ((4096, 2), (2048, 8), (2048, 16), (1001, 8)):
+                index = (meta(8192 * k, dtype=torch.int32), meta(8192, k, dtype=torch.int32))
+                yield Case(
+                    name=f"{k} of {h}", kernel="combine_kernel", dtype=dtype, capability=capability,
+                    launch=partial(combine, meta(8192 * k, h, dtype=dtype), *index),
+                )  # fmt: skip
+
+
+POLICIES = {
+    8: Policy(2),
+    128: Policy(8),
+    256: Policy(8, "sigmoid", scale=2.5, groups=8, top_groups=4),
+    160: Policy(6, normalised=False, scale=16.0, groups=8, top_groups=3),
+    512: Policy(16, "sigmoid"),
+    60: Policy(4, normalised=False),
+}
+
+
+def route_cases() -> Iterator[Case]:
+    """The routers of Mixtral, Qwen3, DeepSeek-V3 and V2, the largest one, and one whose rows are not vectorised."""
+    for capability in CAPABILITIES:
+        for experts, policy in POLICIES.items():
+            scores, chosen = NUMBERS(8192, experts), NUMBERS(8192, policy.k)
+            index = meta(8192, policy.k, dtype=torch.int32)
+            for aids in (False, True):
+                launches = {
+                    "route_forward_kernel": (
+                        " bias" * aids, partial(route_forward, scores, policy, NUMBERS(experts) if aids else None),
+                    ),
+                    "route_backward_kernel": (
+                        " shares" * aids,
+                        partial(route_backward, chosen, index, scores, policy, scores if aids else None),
+                    ),
+                }  # fmt: skip
+                for kernel, (variant, launch) in launches.items():
+                    yield Case(
+                        name=f"{policy.k} of {experts}{variant}", kernel=kernel, dtype=torch.float32,
+                        capability=capability, launch=launch,
+                    )  # fmt: skip
 
 
 MEMORY_BOUND: tuple[Callable[[], Iterator[Case]], ...] = (
@@ -145,4 +216,7 @@ MEMORY_BOUND: tuple[Callable[[], Iterator[Case]], ...] = (
     norm_cases,
     dropout_cases,
     cross_entropy_cases,
+    weighted_activation_cases,
+    combine_cases,
+    route_cases,
 )
