@@ -1,1 +1,2 @@
-"""The benches norm, activation, rope, dropout and cross_entropy: kernels that multiply no matrices."""
+"""The benches norm, activation, rope, dropout, cross_entropy, route, weighted_activation and combine: kernels that
+multiply no matrices."""

@@ -32,13 +32,15 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """name: operation and direction. nbytes: what must cross main memory; None where GEMMs are what takes the time."""
+    """name: operation and direction. nbytes: what must cross main memory; None where GEMMs are what takes the time.
+    share: of the speed of a copy of as many bytes, what is required."""
 
     name: str
     shape: str
     nbytes: int | None
     build: Callable[[str, torch.dtype], Work]
     flops: int = 0
+    share: float = 0.9
 
 
 class Rows(NamedTuple):

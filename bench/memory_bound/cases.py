@@ -1,6 +1,7 @@
 """The cases of the benches norm, activation, rope, dropout and cross_entropy: sizes, bytes, and who can do them.
 
-Belongs here: a builder for each operation that differs in more than options, and the list of each bench.
+Belongs here: a builder for each operation that differs in more than options, and the list of all benches. The cases of
+experts are in experts.py.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_
 from tpformer.ops.implementation import implementation
 
 from ..shapes import MODELS, RANKS
-from . import formulas, liger
+from . import experts, formulas, liger
 from .case import COMPILED, LIGER, Case, Function, Rows, Work, compiled
 
 ITEMSIZE, P, EPS = 2, 0.1, 1e-5
@@ -263,4 +264,7 @@ CASES = {
     "rope": rope_cases,
     "dropout": dropout_cases,
     "cross_entropy": cross_entropy_cases,
+    "route": experts.route_cases,
+    "weighted_activation": experts.weighted_activation_cases,
+    "combine": experts.combine_cases,
 }

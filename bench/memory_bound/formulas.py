@@ -15,6 +15,7 @@ from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.reference import Statistics
 from tpformer.kernels.philox.reference import random_words
 from tpformer.kernels.rope.reference import Table
+from tpformer.kernels.route.reference import Policy
 
 Tensors = tuple[Tensor, ...]
 Drop = Callable[[Tensor], Tensor]
@@ -164,3 +165,39 @@ def cross_entropy_both(logits: Tensor, targets: Tensor) -> Tensors:
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The summed loss, all logits in memory."""
     return F.cross_entropy(wide(F.linear(x, weight)), targets, reduction="sum")
+
+
+def weighted_activation_forward(gate_up: Tensor, name: str, weights: Tensor) -> Tensor:
+    gate, up = wide(gate_up).chunk(2, 1)
+    return (act(gate, name) * up * weights[:, None]).to(gate_up.dtype)
+
+
+def weighted_activation_backward(da: Tensor, gate_up: Tensor, name: str, weights: Tensor) -> Tensors:
+    """(gradient of gate_up, the result again, gradient of the weights)."""
+    (gate, up), upstream = wide(gate_up).chunk(2, 1), wide(da)
+    value, weight = act(gate, name), weights[:, None]
+    gradients = torch.cat([upstream * weight * up * act_derivative(gate, name), upstream * weight * value], 1)
+    return gradients.to(da.dtype), (value * up * weight).to(da.dtype), (upstream * value * up).sum(1)
+
+
+def combine(rows: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    """The sum of each token's rows, each of which there is."""
+    return wide(rows[positions]).sum(1).to(rows.dtype)
+
+
+def route_forward(logits: Tensor, policy: Policy) -> Tensors:
+    """(experts, weights, scores) by softmax, normalised, without groups."""
+    scores = logits.softmax(1)
+    experts = scores.topk(policy.k).indices.sort(1).values
+    picked = scores.gather(1, experts)
+    return experts.to(torch.int32), picked / picked.sum(1, keepdim=True) * policy.scale, scores
+
+
+def route_backward(dweights: Tensor, experts: Tensor, scores: Tensor, policy: Policy) -> Tensor:
+    """dlogits of route_forward."""
+    index, gradient = experts.long(), dweights * policy.scale
+    picked = scores.gather(1, index)
+    total = picked.sum(1, keepdim=True)
+    gradient = (gradient - (gradient * picked).sum(1, keepdim=True) / total) / total
+    dscores = torch.zeros_like(scores).scatter(1, index, gradient)
+    return scores * (dscores - (dscores * scores).sum(1, keepdim=True))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 
 from liger_functions import functions  # noqa: E402
 
-from bench.memory_bound import benches, cases, formulas, liger  # noqa: E402
+from bench.memory_bound import benches, cases, experts, formulas, liger  # noqa: E402
 from bench.memory_bound.case import COMPILED, LIGER, Case, Rows, each, flat  # noqa: E402
 from bench.memory_bound.cases import CASES, EPS, Heads  # noqa: E402
 from bench.timing import Call, Effort  # noqa: E402
@@ -32,6 +32,8 @@ def tiny(case: Case) -> Case:
             return Rows("tiny", 60, 40)
         if isinstance(argument, Heads):
             return Heads("tiny", 60, 4, 2, 8)
+        if isinstance(argument, experts.Experts):
+            return experts.Experts("tiny", 60, 8, 3, 16, 24)
         return 24 if isinstance(argument, int) and argument > 1 else argument
 
     build = case.build
@@ -50,7 +52,8 @@ TINY = {f"{name}: {case.name}": case for name in CASES for case in distinct(name
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny cases on a CPU; what is given to torch.compile runs as it is."""
-    monkeypatch.setattr(cases, "compiled", lambda function: function)
+    for module in (cases, experts):
+        monkeypatch.setattr(module, "compiled", lambda function: function)
     monkeypatch.setattr(benches, "DEVICE", "cpu")
     monkeypatch.setattr(benches, "flush_buffer", lambda: torch.empty(16))
     torch.manual_seed(0)
@@ -68,8 +71,12 @@ def test_shapes_are_the_models() -> None:
     ]
     assert shapes["rope"] == ["70B 8192x(64+8)x128", "8B 8192x(32+8)x128"]
     assert shapes["cross_entropy"] == ["8B 4096x128256", "8B/8 4096x16032", "8B/8 4096x16032x4096"]
-    for listed in CASES.values():
-        assert all(case.nbytes is None or case.nbytes >= 2 * 64e6 for case in listed(False))
+    assert shapes["route"] == ["Mixtral 8x7B 32768x8, 2 of them", "Qwen3-30B-A3B 32768x128, 8 of them"]
+    assert shapes["weighted_activation"] == ["Mixtral 8x7B 16384x14336", "Qwen3-30B-A3B 65536x768"]
+    assert shapes["combine"] == ["Mixtral 8x7B 8192x4096, 2 rows each", "Qwen3-30B-A3B 8192x2048, 8 rows each"]
+    for name, listed in CASES.items():
+        # a router's scores are few, and it need not be as fast as a copy of them
+        assert all(case.nbytes is None or case.nbytes >= 2 * 64e6 or name == "route" for case in listed(False))
         assert {case.name for case in listed(True)} <= {case.name for case in listed(False)}
         assert len(listed(True)) < len(listed(False))
 
@@ -86,6 +93,11 @@ def test_bytes_by_hand() -> None:
         assert operands("norm")[f"{kind} after finish"] == pytest.approx(4, rel=0.01)
     assert list(operands("dropout").values()) == pytest.approx([2, 3, 2], rel=0.01)
     assert list(operands("rope").values()) == pytest.approx([2 * 40 / 32] * 4, rel=0.03)
+    # gate, up, result; da, gate, up, two gradients, result: each 16384 x 14336
+    moved = [case.nbytes / (16384 * 14336 * 2) for case in CASES["weighted_activation"](True)]
+    assert moved == pytest.approx([3, 6], rel=0.01)
+    assert CASES["combine"](True)[0].nbytes == pytest.approx((2 + 1) * 8192 * 4096 * 2, rel=0.01)
+    assert [case.nbytes for case in CASES["route"](False)] == [n * 32768 for n in (80, 80, 1088, 1088)]
     logits = 4096 * 16032 * 2
     forward, both, linear = CASES["cross_entropy"](True)
     assert (forward.nbytes, both.nbytes) == pytest.approx((logits, 3 * logits), rel=0.01)
@@ -109,7 +121,8 @@ def test_the_gate_passes_on_a_cpu(name: str, on_cpu: None, monkeypatch: pytest.M
         torch.compiler.reset()
         return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
 
-    monkeypatch.setattr(cases, "compiled", compiled)
+    for module in (cases, experts):
+        monkeypatch.setattr(module, "compiled", compiled)
     benches.check_case(TINY[name])
 
 
@@ -171,6 +184,12 @@ def test_the_gate_refuses_what_is_wrong(name: str, on_cpu: None) -> None:
 
         return replace(case, build=build)
 
+    if name.startswith("route"):
+        with pytest.raises(AssertionError, match="result 0: other integers"):
+            benches.check_case(broken("ours", lambda x: x.view(-1)[-1:].add_(1)))
+        with pytest.raises(AssertionError, match=r"result 0 of torch.compile: .* another operation"):
+            benches.check_case(broken("rival", lambda x: x.add_(1)))
+        return
     with pytest.raises(AssertionError, match="result 0: error"):
         benches.check_case(broken("ours", lambda x: x.view(-1)[-1:].fill_(float("nan"))))
     with pytest.raises(AssertionError, match="result 0: error"):
@@ -218,7 +237,7 @@ def test_rows_are_complete(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPa
     rows = benches.rows(lambda quick: listed, False)
     for case in listed:
         bars = {row["baseline"]: row["bar"] for row in rows if row["case"] == case.name}
-        expected = {COMPILED: 1.0, "copy": 0.9} if case.nbytes else {COMPILED: None}
+        expected = {COMPILED: 1.0, "copy": case.share} if case.nbytes else {COMPILED: None}
         assert bars == expected
     means = [row for row in rows if row["case"] == "geometric mean"]
     assert [row["baseline"] for row in means] == [COMPILED, "copy"]

@@ -11,11 +11,14 @@ pytest.importorskip("triton")
 
 import row_checks
 import test_activation_kernel as activations
+import test_combine_kernel as combinations
 import test_cross_entropy_kernel as losses
 import test_dropout_kernel as dropouts
 import test_matmul_kernel as matmuls
 import test_norm_kernel as norms
 import test_rope_kernel as ropes
+import test_route_kernel as routes
+import test_weighted_activation_kernel as weighted
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -73,3 +76,30 @@ def test_cross_entropy(dtype) -> None:
             for terms in losses.TERMS[:2]:
                 case = losses.draw(vocab, 3, vocab, padding, dtype)
                 losses.check(losses.kernel(), case, per_slice, vocab, terms)
+
+
+@dtypes
+@pytest.mark.parametrize("rows, f", [(1, 1), (3, 48), (2, 1033)])
+def test_weighted_activations(rows, f, dtype) -> None:
+    with executing():
+        for name in weighted.ACTIVATIONS if f == 48 else ("silu",):
+            weighted.check(weighted.kernel, name, *weighted.draw(rows, f, dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(7, 3, 13), (3, 4, 1040), (5, 8, 32)])
+def test_combine(shape, dtype) -> None:
+    with executing():
+        combinations.check(combinations.kernel, *combinations.draw(*shape, dtype))
+
+
+@pytest.mark.parametrize("case", [*routes.CASES, *routes.LARGE], ids=str)
+def test_route(case) -> None:
+    with executing():
+        routes.check(routes.kernel, *case, torch.float32)
+
+
+@pytest.mark.parametrize("edge", [routes.ties, routes.strange_logits], ids=lambda edge: edge.__name__)
+def test_edges_of_route(edge) -> None:
+    with executing():
+        edge(routes.kernel)
