@@ -79,13 +79,13 @@ def take_places(order, places, scores, K: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def leave_groups(order, EXPERTS: tl.constexpr, POLICY: tl.constexpr, FORM: tl.constexpr):
+def leave_groups(order, POLICY: tl.constexpr, FORM: tl.constexpr):
     """The order with that of -inf outside of the top_groups whose two best experts have the largest sums."""
     GROUPS: tl.constexpr = POLICY.top_groups
     members = tl.reshape(order, (FORM.rows * FORM.groups, FORM.size))
     first, _, rest = take_largest(members, tl.arange(0, FORM.size)[None, :])
     best = value_of(first)
-    if POLICY.groups < EXPERTS:
+    if FORM.size > 1:
         best += value_of(tl.max(rest, 1))
     group = tl.arange(0, FORM.groups)[None, :]
     groups = tl.where(group < POLICY.groups, order_of(tl.reshape(best, (FORM.rows, FORM.groups))), ABSENT)
@@ -128,7 +128,7 @@ def route_forward_kernel(
         by += tl.load(bias + columns, mask=exists, other=0.0)
     order = tl.where(exists, order_of(by), ABSENT)
     if LIMITED:
-        order = leave_groups(order, EXPERTS, POLICY, FORM)
+        order = leave_groups(order, POLICY, FORM)
     place, weight = take_places(order, places, score, POLICY.k, FORM.choices)
     choices = tl.arange(0, FORM.choices)[None, :]
     if POLICY.normalised:

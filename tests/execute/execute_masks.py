@@ -25,6 +25,7 @@ from masks import CASES, try_mutants, verdict
 REACH = {
     "activation/kernel.py": ["activation"],
     "all_gather_matmul/kernel.py": ["gather", "all-gather matmul"],
+    "combine/kernel.py": ["combine"],
     "cross_entropy/kernel.py": ["targets outside", "cross entropy"],
     "dropout/kernel.py": ["dropout"],
     "launch.py": ["matmul by descriptors"],
@@ -33,8 +34,10 @@ REACH = {
     "norm/kernel.py": ["norm"],
     "philox/kernel.py": ["dropout"],
     "rope/kernel.py": ["rope"],
+    "route/kernel.py": ["route"],
     "rows.py": ["dropout", "norm"],
     "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],
+    "weighted_activation/kernel.py": ["weighted activation"],
 }
 
 WHOLE = "a whole block may take the path with a mask, too: it is slower, and the same"
@@ -61,6 +64,8 @@ EQUIVALENT = {
     " -> tl.minimum(BLOCK_M, BLOCK_M)": PACKED,
     "cross_entropy/kernel.py slice_statistics_kernel: whole < valid -> whole < valid + 1":
         "a last block without valid columns adds nothing to any statistic",
+    "route/kernel.py route_forward_kernel: POLICY.top_groups < POLICY.groups -> POLICY.top_groups < POLICY.groups + 1":
+        "experts whose groups are all allowed are chosen in the way of those that are not: it is slower, and the same",
     **dict.fromkeys(
         (
             f"{place}: tl.minimum(first + share, m) -> tl.minimum(first + share, first + share)"

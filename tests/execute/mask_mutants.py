@@ -28,10 +28,10 @@ ENDS = {
     "finish_tile": ("row_end",), "drop_tile": ("row_end",), "multiply_step": ("m_end", "n_end", "k"),
     "multiply_inputs": ("m_end", "n_end"),
 }  # fmt: skip
-# comparisons that are no bounds: roles of programs, polls, dropout's threshold, an activation's sign
+# comparisons that are no bounds: roles of programs, polls, dropout's threshold, signs
 NO_BOUNDS = {
     "program", "place", "step", "polls", "limit", "drop.threshold", "0.0", "lane", "turn", "unit", "copy", "copier",
-    "begun",
+    "begun", "bits", "order",
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ import gemms
 import row_checks
 import test_activation_kernel as activations
 import test_all_gather_matmul_kernel as gathers
+import test_combine_kernel as combinations
 import test_cross_entropy_kernel as losses
 import test_dropout_kernel as dropouts
 import test_matmul_all_reduce_kernel as all_reduces
@@ -32,6 +33,8 @@ import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
 import test_norm_kernel as norms
 import test_rope_kernel as ropes
+import test_route_kernel as routes
+import test_weighted_activation_kernel as weighted
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +45,7 @@ from testing import poisoned_memory
 
 from tpformer.kernels.finish import Finish
 from tpformer.kernels.launch import Tile
+from tpformer.kernels.route.reference import Policy
 
 TILE = Tile(4, 4, 4, 1, 1, False)
 WIDE_TILE = Tile(4, 8, 4, 1, 1, True)
@@ -102,6 +106,24 @@ def strange_targets(module: Callable[[str], ModuleType], shape: Shape) -> None:
     infinite = torch.full((1, 8), torch.inf)
     loss, gradient = losses.in_slices(module("cross_entropy"), infinite, torch.tensor([-100]), None, 8, 8)
     assert loss.tolist() == [0] and bool((gradient == 0).all())
+
+
+def weighted_activation(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    weighted.check(module("weighted_activation"), "silu", *weighted.draw(*shape, FLOAT))
+
+
+def combine(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    tokens, h = shape
+    combinations.check(module("combine"), *combinations.draw(tokens, 3, h, FLOAT))
+
+
+def route(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    """Any number of experts, and three groups of so many."""
+    tokens, experts = shape
+    routes.check(module("route"), tokens, experts, Policy(min(3, experts), normalised=False), FLOAT)
+    routes.check(module("route"), tokens, experts, Policy(experts, "sigmoid"), FLOAT)
+    groups = Policy(min(3, experts), "sigmoid", groups=3, top_groups=2)
+    routes.check(module("route"), tokens, 3 * experts, groups, FLOAT)
 
 
 def matmul(module: Callable[[str], ModuleType], shape: Shape, tile: Tile = TILE) -> None:
@@ -177,6 +199,9 @@ CASES: dict[str, tuple[Callable[..., None], bool, list[Shape]]] = {
     "dropout": (dropout, False, [(3, 7), (5, 3), (3, 8), *every_remainder(2, 4)]),
     "rope": (rope, False, [(3, 3), *every_remainder(4, 4)]),
     "cross entropy": (cross_entropy, False, [(3, 13, 3), (13, 3, 2), (1, 17, 5), *every_remainder(4, 8, 8)]),
+    "weighted activation": (weighted_activation, False, [(3, 7), (5, 3), *every_remainder(2, 4)]),
+    "combine": (combine, False, [(3, 7), (5, 3), *every_remainder(2, 4)]),
+    "route": (route, False, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
     "targets outside": (strange_targets, False, [()]),
     "matmul": (matmul, False, [(10, 7, 5), (10, 9, 5), *every_remainder(4, 4, 4)]),
     "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), False, [(6, 12, 4), *every_remainder(4, 8, 4)]),
@@ -195,6 +220,12 @@ def several_shares(m: int, rows: int, device: Any, warps: int, programs: None, b
 def small_row_tile(n: int, widest: int, elements: int = 0) -> tuple:
     """rows.row_tile for tiles of two rows."""
     return importlib.import_module("tpformer.kernels.rows").RowTile(2, min(triton.next_power_of_2(n), widest), 4)
+
+
+def small_form(experts: int, groups: int, k: int) -> tuple:
+    """route's form_of for two tokens."""
+    form = importlib.import_module("tpformer.kernels.route.kernel").Form
+    return form(2, *map(triton.next_power_of_2, (groups, experts // groups, k)))
 
 
 def uneven_finishing(rows: int, n: int, tile: Tile, *rest: int) -> tuple[int, int, int]:
@@ -219,6 +250,9 @@ def small_tiles(package: str) -> Iterator[None]:
         },
         "activation.kernel": {"FORWARD_BYTES": 32, "BACKWARD_BYTES": 32},
         "rope.kernel": {"BLOCK_BYTES": 64},
+        "weighted_activation.kernel": {"row_tile": small_row_tile, "FORWARD_COLUMNS": 4, "BACKWARD_COLUMNS": 4},
+        "combine.kernel": {"row_tile": small_row_tile, "COLUMNS": 4},
+        "route.kernel": {"form_of": small_form},
         "cross_entropy.kernel": {
             "COMBINE_TOKENS": 4, "block_options": lambda logits: {"LANES": 4, "VECTOR": 2, "num_warps": 4},
         },
