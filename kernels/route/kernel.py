@@ -189,7 +189,8 @@ def route_forward(logits: Tensor, policy: Policy, bias: Tensor | None = None) ->
               order; weights (M, K), scores (M, E) float32
     Numerics: float32. The choice is that of the reference for the scores that are returned, with ties and NaN; scores
               differ from torch's in the last bits, so near ties may be decided otherwise
-    Traffic:  route_cost, in one pass. For many K the comparisons, K - 1 rounds over all scores, take longer than that
+    Traffic:  route_cost, in one pass. The choice is K rounds over all scores in registers: with many K and E it takes
+              longer than the traffic
     Order:    a token's scores lie in one warp, which reduces them by shuffles; no communication, deterministic
     Source:   as in reference.py
     """

@@ -19,6 +19,7 @@ from checks.driver.stub import Stub, memory
 from tpformer.kernels import replay
 from tpformer.kernels.activation.kernel import activation_backward, activation_forward
 from tpformer.kernels.all_gather_matmul import kernel as gathers
+from tpformer.kernels.combine.kernel import combine
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
 from tpformer.kernels.finish import Dropout, Finish, Norm
@@ -28,6 +29,9 @@ from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.norm.kernel import finish_norm_forward, norm_backward, norm_forward
 from tpformer.kernels.protocol import Channel, bump, bump_kernel
 from tpformer.kernels.rope.kernel import rope_rotate
+from tpformer.kernels.route.kernel import route_backward, route_forward
+from tpformer.kernels.route.reference import Policy
+from tpformer.kernels.weighted_activation.kernel import weighted_activation_backward, weighted_activation_forward
 
 ADDRESS = 1 << 40  # of a process's memory, at least; no size here is as large
 SAID = ("launch", "function", "grid", "threads", "shared", "cooperative", "taken", "maps")
@@ -280,6 +284,19 @@ def rows_alone(shelf: Shelf) -> Iterator[Variant]:
     )  # fmt: skip
 
 
+def of_experts(shelf: Shelf) -> Iterator[Variant]:
+    """The same of the passes of experts that multiply nothing."""
+    floats, integers = partial(shelf, dtype=torch.float32), partial(shelf, dtype=torch.int32)
+    for launcher, arguments in (
+        (weighted_activation_forward, lambda: (shelf(64, 512), "silu", floats(64))),
+        (weighted_activation_backward, lambda: (shelf(64, 256), shelf(64, 512), "silu", floats(64))),
+        (combine, lambda: (shelf(128, 512), integers(128), integers(64, 2))),
+        (route_forward, lambda: (floats(64, 16), Policy(2), floats(16))),
+        (route_backward, lambda: (floats(64, 2), integers(64, 2), floats(64, 16), Policy(2), floats(64, 16))),
+    ):
+        yield launcher.__name__, True, lambda key, call=(launcher, arguments): (call[0], call[1](), {})
+
+
 @replay.replayed
 def of_own(first: Any, second: Any, served: int = 2, spoil: bool = False, zeroed: int = 2) -> Tensor:
     """A launcher of parts of what it is given and of what it allocates."""
@@ -337,7 +354,7 @@ def call_variants(stub: Stub) -> list[dict]:
     would show that takes another's plan."""
     shelf = Shelf()
     channel = local_channel(shelf)
-    every = [*gemms(shelf), *fused(shelf, channel), *rows_alone(shelf), *own(shelf)]
+    every = [*gemms(shelf), *fused(shelf, channel), *rows_alone(shelf), *of_experts(shelf), *own(shelf)]
     layouts = []
     for _, _, make in every:
         shelf.begin([])

@@ -43,11 +43,14 @@ LARGE = [
 
 
 def draw(m: int, e: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """logits (M, E), whose scores lie apart by more than rounding, and a bias (E,), which brings none of them close."""
+    """logits (M, E), whose scores lie apart by more than rounding, and a bias (E,), which brings none of them close.
+
+    The logits are not symmetric: the sigmoids of x and -x would make the sums of groups equal.
+    """
     generator = torch.Generator().manual_seed(m + e)
     steps = torch.stack([torch.randperm(e, generator=generator) for _ in range(m)]).to(torch.float64)
     bias = torch.randint(2, (e,), generator=generator).to(torch.float64)
-    return ((steps + 0.5) * (3.0 / e) - 1.5).to(device, dtype), bias.to(device, dtype)
+    return (3 * ((steps + 0.5) / e) ** 1.3 - 1.2).to(device, dtype), bias.to(device, dtype)
 
 
 def first(values: list[float], k: int) -> list[int]:
