@@ -25,23 +25,23 @@ ROWS = 2**12  # of two tables that are compared at a time
 
 class Place(NamedTuple):
     """Where a block of a parameter of ours lies: rows from `first` on of a tensor of theirs, once that is transposed if
-    it has to be. shape: of the block, without the padding of a vocabulary. begin: where it begins in the parameter, of
-    which one block is all unless the parameter stacks experts; then a block has one expert, and theirs has no dim for
-    it."""
+    it has to be. shape: of the block, without the padding of a vocabulary. begin: where it begins in the parameter.
+    of_expert: the parameter stacks experts, the block is of one, and theirs has no dim for it. Otherwise the block is
+    the whole parameter."""
 
     theirs: str
     first: int
     shape: tuple[int, ...]
     transposed: bool
     begin: tuple[int, ...]
+    of_expert: bool = False
 
     def slice(self, values: Any, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """The part of the block between bounds of each dim, from what can be sliced as theirs."""
-        stacked = len(bounds) == 3
-        (start, stop), *rest = bounds[1:] if stacked else bounds
+        (start, stop), *rest = bounds[1:] if self.of_expert else bounds
         dims = [slice(self.first + start, self.first + stop), *(slice(*bound) for bound in rest)]
         found = values[tuple(reversed(dims))].T if self.transposed else values[tuple(dims)]
-        return found[None] if stacked else found
+        return found[None] if self.of_expert else found
 
     def whole(self, values: Any) -> Tensor:
         """All of the block, from what can be sliced as theirs."""
@@ -101,7 +101,7 @@ class TensorMap:
         experts, rows, columns = shape
         for expert in range(experts):
             theirs, begin = row.theirs.format(expert), (expert, index * rows // number, 0)
-            block = Place(theirs, 0, (1, rows // number, columns), row.transposed, begin)
+            block = Place(theirs, 0, (1, rows // number, columns), row.transposed, begin, of_expert=True)
             self.places.setdefault(row.ours[0], []).append(block)
             self.shapes[theirs] = block.shape[1:]
 

@@ -1,0 +1,108 @@
+"""Settings, loads and biases of a run with experts."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from tpformer.config import GPTConfig, RunConfig, build_config, check_config
+from tpformer.layers import Policy, Router
+from tpformer.training.experts import load_numbers, named_loads
+
+MODEL = {
+    **{"vocab_size": 257, "seq_length": 16, "n_layers": 3, "hidden_size": 16, "n_heads": 4, "position": "rope"},
+    **{"norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_experts": 4, "expert_ffn_size": 12},
+    **{"first_dense_layers": 1, "router_bias": True},
+}
+
+
+def config_of(model: dict, **sections: dict) -> RunConfig:
+    return build_config({"model": MODEL | model, "data": {"train": ["none"]}, "train": {"device": "cpu"}}, sections)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"expert_capacity": 1.25}, ["expert_capacity=1.25 is not supported", "no token is dropped"]),
+        ({"experts_per_token": 5}, ["experts_per_token=5 of n_experts=4"]),
+        ({"activation": "gelu"}, ["gated", "swiglu, geglu"]),
+        ({"bias": True}, ["experts have no biases", "qkv_bias=True"]),
+        ({"first_dense_layers": 3}, ["first_dense_layers=3 of n_layers=3"]),
+        ({"router_groups": 3}, ["router_groups=3 equal groups"]),
+        ({"router_groups": 2, "router_top_groups": 3}, ["router_top_groups=3 of router_groups=2"]),
+        ({"router_groups": 4, "experts_per_token": 2}, ["cannot be chosen from router_top_groups=1 groups of 1"]),
+        ({"router_score": "tanh"}, ["router_score='tanh'", "softmax, sigmoid"]),
+        ({"n_experts": None}, ["without experts would do nothing: set n_experts"]),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(model, words):
+    with pytest.raises(ValueError) as error:
+        GPTConfig(**(MODEL | model))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_what_depends_on_the_layout_is_refused():
+    with pytest.raises(ValueError, match="balance_loss_over='batch' is not supported.*57 % larger"):
+        check_config(config_of({}, train={"balance_loss_over": "batch"}))
+    with pytest.raises(ValueError, match="n_experts=4 cannot be divided among tensor_parallel=3.*\\[1, 2, 4\\]"):
+        check_config(config_of({"n_heads": 3, "hidden_size": 24}, parallel={"tensor_parallel": 3}))
+    dense = {name: None for name in ("n_experts", "expert_ffn_size")} | {"first_dense_layers": 0, "router_bias": False}
+    with pytest.raises(ValueError, match="train.balance_loss=0.1 without experts"):
+        check_config(config_of(dense, train={"balance_loss": 0.1}))
+
+
+def test_numbers_of_loads():
+    """Two layers of four experts: one balanced, one with half of its tokens at one expert."""
+    config = config_of({"experts_per_token": 2})
+    tokens = 4 * 16 * 2
+    loads = [0] * 4 + [32] * 4 + [64, 32, 32, 0]
+    assert load_numbers(config, loads, 4) == pytest.approx(
+        {"expert_load": 64 * 4 / tokens, "expert_entropy": (1 + 0.75) / 2, "expert_dropped": 0}
+    )
+    assert load_numbers(config, [0] * 4 + [31] + [32] * 3 + [64, 32, 32, 0], 4)["expert_dropped"] == 1
+    named = named_loads(config, loads)
+    assert len(named) == 8 and named["load.layers.1.3"] == 32 and named["load.layers.2.0"] == 64
+
+
+def test_a_bias_moves_towards_equal_loads_unless_the_step_is_skipped():
+    router = Router(8, 4, Policy(2), bias=True)
+    load = torch.tensor([10, 20, 30, 20])
+    router.move_bias(load, 0.5, torch.tensor(1.0))
+    assert not router.bias.any()
+    router.move_bias(load, 0.5, torch.tensor(0.0))
+    assert router.bias.tolist() == [0.5, 0.0, -0.5, 0.0]
+
+
+def test_a_run_logs_loads_and_saves_biases(commands, tmp_path):
+    """The command, on two ranks: numbers of loads in metrics, each expert's in norms, biases in the checkpoint."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of {number * 7}\n" for number in range(600)))
+    code, _, err = commands.run("data", "build", str(text), "--out", str(tmp_path / "data"), "--tokenizer", "bytes")
+    assert code == 0, err
+    config = dataclasses.asdict(config_of({}, train={"steps": 3, "global_batch_size": 4, "balance_loss": 0.01}))
+    lines = [f"[{section}]\n" + "".join(toml(key, value) for key, value in values.items()) for section, values in (
+        ("run", {"dir": str(tmp_path / "run")}),
+        ("model", {key: value for key, value in config["model"].items() if key in MODEL}),
+        ("data", {"train": [str(tmp_path / "data")]}),
+        ("parallel", {"tensor_parallel": 2}),
+        ("train", {key: config["train"][key] for key in ("steps", "global_batch_size", "balance_loss", "device")}),
+        ("log", {"interval": 1, "norm_interval": 1, "plot": False, "tensorboard": False}),
+    )]  # fmt: skip
+    (tmp_path / "run.toml").write_text("".join(lines))
+    code, out, err = commands.run("pretrain", str(tmp_path / "run.toml"))
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["expert_dropped"] for row in rows if "expert_dropped" in row] == [0, 0, 0]
+    norms = [json.loads(line) for line in (tmp_path / "run" / "norms.jsonl").read_text().splitlines()]
+    loads = [value for name, value in norms[-1].items() if name.startswith("load.layers.")]
+    assert len(loads) == 8 and sum(loads) == 2 * 4 * 16 * 2
+    code, out, err = commands.run("export", str(tmp_path / "run"), "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    code, out, err = commands.run("generate", str(tmp_path / "run"), "--prompt", "line", "--max-new-tokens", "4")
+    assert code == 0, err
+
+
+def toml(key: str, value: object) -> str:
+    return f"{key} = {json.dumps(value)}\n"
