@@ -56,6 +56,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("mixtral", {"num_experts_per_tok": 5}, ["experts_per_token=5 of n_experts=4"]),
         ("qwen3-moe", {"decoder_sparse_step": 2}, ["decoder_sparse_step = 2", "mlp_only_layers"]),
         ("qwen3-moe", {"mlp_only_layers": [1]}, ["mlp_only_layers = [1]", "only the first layers"]),
+        ("qwen3-moe", {"mlp_only_layers": 1}, ["mlp_only_layers = 1", "only the first layers"]),
         ("qwen3-moe", {"num_experts": 8}, ["num_experts = 8 and num_local_experts = 6: keep one"]),
         ("qwen3-moe", {"shared_expert_intermediate_size": 8}, ["shared_expert_intermediate_size", "nobody here"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),

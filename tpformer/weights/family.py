@@ -234,7 +234,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _in_our_words(name: str, known: Field, value: Any) -> Any:
     if known.prefix:
-        if value is not None and value != list(range(len(value))):
+        if value is not None and (not isinstance(value, list) or value != list(range(len(value)))):
             raise ValueError(f"config.json has {name} = {value}: only the first layers, [0, 1, ...], can differ here")
         return len(value or [])
     if known.values is not None:
