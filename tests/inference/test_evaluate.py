@@ -178,9 +178,11 @@ def hugging_face(folder: Path, family: str):
     transformers = pytest.importorskip("transformers", reason="needs tpformer[hf]")
     torch.manual_seed(0)
     sizes = {"vocab_size": 261, "max_position_embeddings": 32, "hidden_size": 32, "num_hidden_layers": 2}
-    if family == "llama":
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-        config = transformers.LlamaConfig(**sizes, **heads, initializer_range=0.2, tie_word_embeddings=False)
+    if family != "gpt2":
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+        sizes |= {"num_local_experts": 4} if family == "mixtral" else {}
+        options = {"initializer_range": 0.2, "tie_word_embeddings": False}
+        config = transformers.AutoConfig.for_model(family, **sizes, **options)
     else:
         config = transformers.GPT2Config(**sizes, num_attention_heads=4, initializer_range=0.2)
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
@@ -202,7 +204,7 @@ NINE = ("--seq-length", "16", "--samples", "9", "--train.dtype", "float64")
 
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", ["--parallel.tensor-parallel 2", "--parallel.pipeline-parallel 2"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
 def test_a_hugging_face_model_has_transformers_own_loss(commands, trained, tmp_path, family, layout):
     model = hugging_face(tmp_path / "weights", family)
     found = evaluated(commands, tmp_path / "weights", "--data", str(trained / "code"), *NINE, *layout.split())["data"][

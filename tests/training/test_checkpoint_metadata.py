@@ -100,7 +100,7 @@ def test_r12_a_metadata_that_is_none_is_named_and_runs_nothing(tmp_path, monkeyp
     for read in (
         lambda: saved_tensors(path, ""),
         lambda: read_tensors(path, {"model.x": x}),
-        lambda: read_parts(path, {"model.x": (x, (0,))}),
+        lambda: read_parts(path, [("model.x", x, (0,))]),
         lambda: load_checkpoint(path, [torch.nn.Linear(2, 2)]),
     ):
         with pytest.raises(CheckpointError):

@@ -29,6 +29,9 @@ LLAMA = {
     "num_key_value_heads": 2,
     **COMMON,
 }
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}
+MOE = LLAMA | {"model_type": "qwen3_moe", "head_dim": 6, "mlp_only_layers": [0], "num_experts": 8}
+MOE |= {"num_experts_per_tok": 3, "moe_intermediate_size": 20}
 TIED = LLAMA | {"model_type": "qwen3", "head_dim": 6, "tie_word_embeddings": True}
 
 
@@ -46,11 +49,17 @@ def make(folder, values):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """hub[model_type]: a directory of random weights; hub["run"] is the GPT-2 as an imported run."""
+    """hub[model_type]: a directory of random weights. hub["run"] is the GPT-2 as an imported run, hub["moe-run"] the
+    Qwen3-MoE."""
     folder = tmp_path_factory.mktemp("hub")
-    made = {values["model_type"]: make(folder / values["model_type"], values) for values in (GPT2, LLAMA, TIED)}
-    import_weights(made["gpt2"], folder / "run", report=lambda _: None)
-    return made | {"run": folder / "run"}
+    made = {
+        values["model_type"]: make(folder / values["model_type"], values)
+        for values in (GPT2, LLAMA, TIED, MIXTRAL, MOE)
+    }
+    for kind, run in (("gpt2", "run"), ("qwen3_moe", "moe-run")):
+        made[run] = folder / run
+        import_weights(made[kind], made[run], report=lambda _: None)
+    return made
 
 
 def in_one_process(path, config=None):
@@ -78,11 +87,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "run"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "run", "mixtral", "qwen3_moe", "moe-run"])
 def test_every_layout_loads_what_one_process_loads(ranks, hub, kind):
     """To the bit; with 4 ranks there are fewer key-value heads than ranks. The run's tables get padding rows.
 
-    The tied table of qwen3 is on the first and on the last stage of a pipeline.
+    The tied table of qwen3 is on the first and on the last stage of a pipeline. On 4 ranks each has one expert of the
+    Mixtral and two of the Qwen3-MoE, whose first layer has none; ZeRO-3 cuts the experts of a rank once more.
     """
     path = hub[kind]
     config = dataclasses.replace(open_source(path).architecture, vocab_multiple=128)
@@ -96,6 +106,21 @@ def test_every_layout_loads_what_one_process_loads(ranks, hub, kind):
         assert loaded.keys() == expected.keys()
         for key, value in expected.items():
             assert torch.equal(loaded[key], value), (name, key)
+
+
+def experts_read(path) -> set[int]:
+    """The experts whose tensors this rank of two reads."""
+    source = open_source(path)
+    parts, _ = build(Layout(tensor_parallel=2), seed=2, config=source.architecture)
+    read, slice_of = set(), source.files.slice
+    source.files.slice = lambda name: [read.add(name), slice_of(name)][1]
+    source.load(parts)
+    return {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
+
+
+@pytest.mark.parametrize(("kind", "half"), [("mixtral", 2), ("qwen3_moe", 4)])
+def test_a_rank_reads_its_own_experts_alone(ranks, hub, kind, half):
+    assert ranks(2).run(experts_read, hub[kind]) == [set(range(half)), set(range(half, 2 * half))]
 
 
 def test_a_model_may_have_fewer_learned_positions_and_no_other_shape(hub):

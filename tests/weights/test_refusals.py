@@ -57,6 +57,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("qwen3-moe", {"decoder_sparse_step": 2}, ["decoder_sparse_step = 2", "mlp_only_layers"]),
         ("qwen3-moe", {"mlp_only_layers": [1]}, ["mlp_only_layers = [1]", "only the first layers"]),
         ("qwen3-moe", {"mlp_only_layers": 1}, ["mlp_only_layers = 1", "only the first layers"]),
+        ("qwen3-moe", {"mlp_only_layers": [0, 1, 2]}, ["first_dense_layers=3 of n_layers=3"]),
         ("qwen3-moe", {"num_experts": 8}, ["num_experts = 8 and num_local_experts = 6: keep one"]),
         ("qwen3-moe", {"shared_expert_intermediate_size": 8}, ["shared_expert_intermediate_size", "nobody here"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
@@ -90,6 +91,8 @@ def test_every_field_of_transformers_is_known():
             expected = theirs_of.get(key, theirs_of.get(field.also))
             expected = expected or None if field.prefix else expected  # an empty list of layers
             assert field.default == expected or (field.default is None and expected == derived.get(key)), (kind, key)
+        if family.has_rope:
+            assert family.read({}).rope_base == theirs_of["rope_parameters"]["rope_theta"], kind
 
 
 @pytest.fixture(scope="module")

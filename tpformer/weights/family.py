@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tpformer.config import GPTConfig
 
-from .rope import ROPE_KEYS, read_rope, write_rope
+from .rope import DEFAULT_BASE, ROPE_KEYS, read_rope, write_rope
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class Family:
     model_type: its name in config.json. architecture: the class that an export names. fixed: the fields of GPTConfig
     that all its models share. fields: its fields of config.json, beside COMMON and RoPE's. tensors: in the order in
     which an export has them. prefix: what files of the bare model leave out of names. buffers: tensors that old files
-    have and that no model needs. divides_hidden: whether hidden_size has to be a multiple of n_heads.
+    have and that no model needs. divides_hidden: whether hidden_size has to be a multiple of n_heads. rope_base: RoPE's
+    base where config.json does not say one.
     """
 
     model_type: str
@@ -141,6 +142,7 @@ class Family:
     prefix: str
     buffers: tuple[str, ...] = ()
     divides_hidden: bool = False
+    rope_base: float = DEFAULT_BASE
 
     @property
     def has_rope(self) -> bool:
@@ -187,7 +189,7 @@ class Family:
             elif known_field.reported and given:
                 report(f"{name} = {given} is left out: {known_field.why}")
         if self.has_rope:
-            ours |= read_rope(values, ours["seq_length"])
+            ours |= read_rope(values, ours["seq_length"], self.rope_base)
         return GPTConfig(**self.fixed, **ours)
 
     def write(self, config: GPTConfig) -> dict[str, Any]:

@@ -34,4 +34,5 @@ MIXTRAL = Family(
     },
     tensors=(*TENSORS, GATE, *EXPERTS),
     prefix="model.",
+    rope_base=1e6,
 )

@@ -21,20 +21,20 @@ SCALING = {
 _INNER = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *SCALING}
 
 
-def read_rope(values: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """RoPE's fields of GPTConfig from a config.json. length: tokens of its samples.
+def read_rope(values: Mapping[str, Any], length: int, default: float = DEFAULT_BASE) -> dict[str, Any]:
+    """RoPE's fields of GPTConfig from a config.json. length: tokens of its samples. default: the base if it has none.
 
     ValueError, with the field's name, for another kind of scaling, for a part of a head, and for two that differ.
     """
     given = {name: values[name] for name in ("rope_parameters", "rope_scaling") if values.get(name)}
     base = values.get("rope_theta")
-    found = [_read(name, _object(name, value), base, length) for name, value in given.items()]
+    found = [_read(name, _object(name, value), base, length, default) for name, value in given.items()]
     for key, wanted in (("partial_rotary_factor", 1), ("rope_interleaved", False)):
         if values.get(key, wanted) not in (wanted, None):
             raise ValueError(f"config.json has {key} = {values[key]}: RoPE here turns whole heads, half against half")
     if len(found) == 2 and found[0] != found[1]:
         raise ValueError("config.json has rope_parameters and rope_scaling, which differ: keep one of them")
-    return found[0] if found else {"rope_base": _number("rope_theta", DEFAULT_BASE if base is None else base)}
+    return found[0] if found else {"rope_base": _number("rope_theta", default if base is None else base)}
 
 
 def _object(name: str, value: Any) -> Mapping[str, Any]:
@@ -51,7 +51,7 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _read(name: str, value: Mapping[str, Any], base: Any, length: int) -> dict[str, Any]:
+def _read(name: str, value: Mapping[str, Any], base: Any, length: int, default: float) -> dict[str, Any]:
     kind = value.get("rope_type", value.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(f"config.json has {name}.rope_type = {kind!r}: it can only be 'default' or 'llama3'")
@@ -60,7 +60,7 @@ def _read(name: str, value: Mapping[str, Any], base: Any, length: int) -> dict[s
     inner = value.get("rope_theta", base)
     if base is not None and inner != base:
         raise ValueError(f"config.json has rope_theta = {base} and {name}.rope_theta = {inner}: keep one of them")
-    ours = {"rope_base": _number("rope_theta", DEFAULT_BASE if inner is None else inner)}
+    ours = {"rope_base": _number("rope_theta", default if inner is None else inner)}
     if kind == "llama3":
         if missing := [key for key in SCALING if key not in value and key != "original_max_position_embeddings"]:
             raise ValueError(f"config.json has {name} without {', '.join(missing)}, which llama3 needs")
