@@ -27,7 +27,7 @@ def import_weights(directory: Path, out: Path, report: Callable[[str], None] = p
     The run has config.toml, the checkpoint of step 0 with the tensors as they are, in their dtypes, and a folder with
     the tokenizer, the settings of generation and their config.json. Vocabulary tables are not padded
     (vocab_multiple = 1).
-    Memory: one tensor; the files are memory-mapped.
+    Memory: one tensor; the files are memory-mapped. Disk: while it works, a second copy of all experts.
     Errors, before anything is written: those of open_source; ValueError if `directory` is a run, or if `out` exists and
     is not an empty directory. A failure after that leaves no `out`.
     """
