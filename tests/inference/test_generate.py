@@ -11,6 +11,7 @@ from tpformer.distributed import build_mesh, record_collectives
 from tpformer.inference.generate import GREEDY, TextStream, generate, generate_text, load_model, next_logits
 from tpformer.inference.sampling import Sampling
 from tpformer.layers import TensorParallel
+from tpformer.layers.moe import routers
 from tpformer.models import GPT, GPTConfig, KVCache
 from tpformer.training.data import ByteTokenizer
 from tpformer.training.source import source_config
@@ -22,6 +23,12 @@ LLAMA = GPTConfig(
 LEARNED = GPTConfig(vocab_size=257, seq_length=24, n_layers=1, hidden_size=48, n_heads=6)
 EXPERTS = dataclasses.replace(
     LLAMA, n_experts=8, expert_ffn_size=24, shared_expert_size=12, first_dense_layers=1, router_bias=True
+)
+# as Mixtral, with a window; as Qwen3-MoE, with more experts a token; as DeepSeek-V3
+MIXTRAL = dataclasses.replace(LLAMA, n_experts=4, expert_ffn_size=24, sliding_window=3)
+MOE = dataclasses.replace(LLAMA, qk_norm=True, n_experts=8, experts_per_token=3, expert_ffn_size=20)
+DEEPSEEK = dataclasses.replace(
+    EXPERTS, router_score="sigmoid", router_scale=2.5, router_groups=4, router_top_groups=2, experts_per_token=3
 )
 PROMPTS = [[1], [7, 8, 9, 250, 2, 3], [5, 5], [256, 4, 6, 100]]
 WARM = Sampling(temperature=1.3, top_k=40, top_p=0.95)
@@ -57,7 +64,9 @@ def on_ranks(tp: int, sampling: Sampling, config: GPTConfig = LLAMA) -> list[lis
     return texts(build(config, tp=tp), sampling=sampling, samples=2, seed=4)
 
 
-@pytest.mark.parametrize("config", [LLAMA, LEARNED, dataclasses.replace(LLAMA, sliding_window=3), EXPERTS])
+@pytest.mark.parametrize(
+    "config", [LLAMA, LEARNED, dataclasses.replace(LLAMA, sliding_window=3), EXPERTS, MIXTRAL, MOE, DEEPSEEK]
+)
 def test_a_batch_gives_each_prompts_text_alone(config):
     model = build(config)
     assert texts(model) == [greedy(model, prompt, 12) for prompt in PROMPTS]
@@ -71,6 +80,36 @@ def test_every_layout_gives_the_same_texts(ranks, tp, sampling, config):
     """Of experts, too, of which a rank may have no token: at one token there are fewer of them than ranks."""
     expected = texts(build(config), sampling=sampling, samples=2, seed=4)
     assert all(found == expected for found in ranks(tp).run(on_ranks, tp, sampling, config))
+
+
+def of_experts(config: GPTConfig, tp: int) -> list[list[list[int]]]:
+    """Texts of four prompts, and of one, whose single token a step is fewer than the ranks."""
+    model = build(config, tp)
+    found = [texts(model), texts(model, PROMPTS[1:2], sampling=WARM)]
+    assert all(router.load is None for router in routers(model).values()), "nothing but training counts tokens"
+    return found
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, MOE, DEEPSEEK], ids=["mixtral", "qwen3-moe", "deepseek"])
+def test_routers_of_every_kind_give_the_same_texts_on_any_ranks(ranks, config):
+    expected = of_experts(config, 1)
+    assert len({tuple(text) for text in expected[0]}) == 4
+    for tp in (2, 4):
+        assert all(found == expected for found in ranks(tp).run(of_experts, config, tp))
+
+
+def test_generation_leaves_the_loads_of_training():
+    model = build(DEEPSEEK).train()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    model(ids, targets=ids)
+    (router,) = routers(model).values()
+    load, bias = router.load.clone(), router.bias.clone()
+    assert load.sum() == 4 * DEEPSEEK.experts_per_token
+    model.eval()
+    texts(model)
+    with torch.no_grad():
+        model(ids, targets=ids)
+    assert torch.equal(router.load, load) and torch.equal(router.bias, bias)
 
 
 def test_samples_are_the_texts_of_their_own_seeds():
@@ -138,14 +177,27 @@ def loaded(path: str) -> list[list[int]]:
     return texts(model, samples=2, sampling=GREEDY)
 
 
-def test_a_model_of_transformers_gives_the_texts_that_it_gives_there(ranks, tmp_path):
+SPARSE = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {}),
+        ("mixtral", {"num_local_experts": 4, "sliding_window": 3}),
+        ("qwen3_moe", SPARSE | {"mlp_only_layers": [0], "norm_topk_prob": True}),
+    ],
+)
+def test_a_model_of_transformers_gives_the_texts_that_it_gives_there(ranks, tmp_path, kind, fields):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = transformers.AutoConfig.for_model(
+        kind,
         **{"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.4},
+        **fields,
     )
-    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     theirs.save_pretrained(tmp_path)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = [theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS]
