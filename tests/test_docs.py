@@ -45,11 +45,14 @@ def test_every_page_is_in_the_menu():
 ROWS = re.findall(r"^\| (?!---)(.+) \| (.+) \|$", (ROOT / "docs/coming_from.md").read_text(), re.M)
 # values that keys of the tables are tried with
 FITTING: dict = {"model": {"n_heads": 16, "hidden_size": 1024}, "train": {"global_batch_size": 1024}}
+EXPERTS = {"n_experts": 64, "activation": "swiglu", "bias": False}
 
 
 def look_up(cell: str) -> None:
     """AssertionError or ValueError for a command, key, value, Python name, argument or file that is not ours."""
     given: dict = {section: dict(values) for section, values in FITTING.items()}
+    if re.search("expert|router_|balance_loss|first_dense", cell):
+        given["model"] |= EXPERTS
     section = key = function = None
     for token in re.findall(r"`([^`]+)`", cell):
         found = re.fullmatch(r"(\w+)\.(\w+)(?: = (.+))?", token)

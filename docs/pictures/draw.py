@@ -1,5 +1,5 @@
-"""Draws the pictures of README.md and of docs/placement.md: where the tensors of a block live and what it keeps, where
-ranks are and how they share weights and data.
+"""Draws the pictures of README.md, docs/moe.md and docs/placement.md: where the tensors of a block and of a layer of
+experts live and what they keep, where ranks are and how they share weights and data.
 
 `python docs/pictures/draw.py` writes them; tests/test_docs.py compares the committed pictures with what it draws.
 """
@@ -15,6 +15,7 @@ from tpformer.planner.placement_pictures import placement_svg, splits_svg
 MEMORY = Path(__file__).parents[2] / "bench/results/cpu/memory.json"
 RANKS = 4
 COLUMN = (WIDTH - 2 * MARGIN) / RANKS
+LOADS = (5, 3, 7, 4, 2, 4, 3, 4)  # rows of eight experts in their picture: 16 tokens, two experts each
 
 
 class BlockDrawing(Drawing):
@@ -32,7 +33,7 @@ class BlockDrawing(Drawing):
             else:
                 self.rect(f"held r{owner}", x, y + owner * height / RANKS, width, height / RANKS)
 
-    def row(self, name: str, layout: str, cut: str, *, kept: int = 0, last: bool = False) -> None:
+    def row(self, name: str, layout: str, cut: str, *, kept: int | str = 0, last: bool = False) -> None:
         """A tensor on the four ranks, between two kernels. kept: bytes that wait for the backward."""
         y = self.y
         self.text("name", MARGIN, y + 16, name)
@@ -64,9 +65,24 @@ class BlockDrawing(Drawing):
             self.arrow(MARGIN + rank * COLUMN + COLUMN / 2, self.y + 2, 12)
         self.y += 16
 
-    def legend(self) -> None:
+    def dispatched(self, name: str, layout: str, kept: str) -> None:
+        """The rows of each rank's two experts, as long as their loads."""
+        y = self.y
+        self.text("name", MARGIN, y + 16, name)
+        self.text("soft right", WIDTH - MARGIN, y + 16, layout + (f" · kept: {kept}" if kept else ""))
+        for expert, load in enumerate(LOADS):
+            rank, second = divmod(expert, len(LOADS) // RANKS)
+            x = MARGIN + rank * COLUMN + 16 + second * (COLUMN / 2 - 14)
+            for row in range(load):
+                self.rect(f"held r{rank}", x, y + 24 + 5 * row, COLUMN / 2 - 18, 4)
+            self.text("middle soft", x + COLUMN / 4 - 9, y + 74, str(expert))
+        for rank in range(RANKS):
+            self.arrow(MARGIN + rank * COLUMN + COLUMN / 2, y + 79, 13)
+        self.y = y + 94
+
+    def legend(self, title: str) -> None:
         """Ranks by colour, and how a matrix is drawn."""
-        self.text("title", MARGIN, 28, "A transformer block on four ranks")
+        self.text("title", MARGIN, 28, title)
         for rank in range(RANKS):
             x = MARGIN + rank * COLUMN
             self.rect(f"held r{rank}", x + 20, 42, 13, 13, 2)
@@ -79,7 +95,7 @@ class BlockDrawing(Drawing):
 def block() -> str:
     """The forward of one block with sequence parallelism, from the residual stream to the residual stream."""
     drawing = BlockDrawing()
-    drawing.legend()
+    drawing.legend("A transformer block on four ranks")
     gather = ["The norm takes own tokens. The product starts on", "own rows while the others' rows arrive."]
     scatter = [
         "A tile goes to its owner as soon as it is computed.",
@@ -109,6 +125,56 @@ def block() -> str:
         ],
     )
     return drawing.svg("A transformer block on four ranks: where tensors live and what each kernel does")
+
+
+def experts() -> str:
+    """The forward of a layer of eight experts with sequence parallelism; a token goes to two of them."""
+    drawing = BlockDrawing()
+    drawing.legend("Eight experts on four ranks")
+    drawing.row("x, the residual stream", "own tokens", "rows", kept=2)
+    drawing.kernel(
+        "norm, router, all-gather of the routing",
+        [
+            "A rank chooses K = 2 experts for each of its own",
+            "tokens. All ranks get numbers and weights: 8 K bytes",
+            "a token.",
+        ],
+    )
+    drawing.row("routing", "all tokens", "all", kept="12 K + 4 E a token")
+    drawing.kernel("all-gather of norm(x)", ["The rows of all tokens, as for a dense MLP."])
+    drawing.row("norm(x)", "all tokens", "all")
+    drawing.kernel(
+        "grouped GEMM, weights of gate and up",
+        [
+            "A rank has two whole experts. It takes the rows that",
+            "are routed to them, sorted by expert, then by token.",
+        ],
+    )
+    drawing.dispatched("gate, up", "rows of own experts", "4 K f / h")
+    drawing.kernel(
+        "activation, grouped GEMM, weights of down", ["act(gate) * up, times the token's weight for the expert."]
+    )
+    drawing.dispatched("the experts' results", "rows of own experts", "")
+    drawing.kernel(
+        "combine, reduce-scatter",
+        [
+            "A token's rows are added up in the order of experts,",
+            "then over ranks. The residual is added at its owner.",
+        ],
+    )
+    drawing.row("x", "own tokens", "rows", last=True)
+    drawing.y -= 8
+    drawing.lines(
+        "soft",
+        [
+            "Lines above a number: the rows of that expert. No",
+            "row is dropped, so loads differ, and messages do not.",
+            "kept: bytes that wait for the backward, by token and",
+            "hidden unit, shared by the ranks (16 bits). f is the",
+            "width of an expert, h the hidden size.",
+        ],
+    )
+    return drawing.svg("Eight experts on four ranks: what is gathered, computed by each rank, and reduced")
 
 
 BARS = [
@@ -159,6 +225,7 @@ def two_nodes() -> RunConfig:
 
 PICTURES = {
     "block.svg": block,
+    "experts.svg": experts,
     "memory.svg": memory,
     "placement.svg": lambda: placement_svg(two_nodes()),
     "splits.svg": splits_svg,
