@@ -18,6 +18,7 @@ from . import (
     learning_rate,
     matmul,
     memory,
+    moe,
     nvlink,
     planner,
     pretrain,
@@ -31,6 +32,7 @@ BENCHES: tuple[Bench, ...] = (
     *(
         families.BENCH,
         learning_rate.BENCH,
+        moe.BENCH,
         in_place.BENCH,
         planner.BENCH,
         faults.BENCH,
