@@ -21,6 +21,7 @@ from rich.table import Table
 from tpformer.config import RunConfig, build_config, read_toml, to_toml
 from tpformer.training.data import build_stdlib
 from tpformer.training.metrics import read_metrics
+from tpformer.training.resolve import resolve
 
 from .bars import Bar, write_bars
 from .provenance import RESULTS, ROOT
@@ -36,7 +37,7 @@ NOTE = (
     "Both train with the same settings on the same samples in the same order, on two ranks. A seed fixes weights and "
     "data. The loss is that of the validation set at the end. tokens/s is the median of a run's intervals but the "
     "first, without validation, and the median of the seeds. load: tokens of the busiest expert over the mean, in the "
-    "worst layer. entropy: that of the loads over its maximum, the mean of the layers. Both are of the last interval."
+    "worst layer. entropy: that of the loads over its maximum, the mean of the layers. Both are of the last step."
 )
 Row = dict[str, Any]
 
@@ -77,9 +78,14 @@ def train(config: RunConfig) -> list[Row]:
     return read_metrics(directory / "metrics.jsonl")
 
 
+def last_loss(rows: Sequence[Row]) -> float:
+    """The validation loss at the end of a run."""
+    return next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
+
+
 def make_row(name: str, config: RunConfig, runs: Sequence[Sequence[Row]]) -> Row:
     """The row of a model, from the metrics of its seeds."""
-    losses = [next(row["val_loss"] for row in reversed(rows) if "val_loss" in row) for rows in runs]
+    losses = [last_loss(rows) for rows in runs]
     logged = [[row for row in rows if "tokens_per_second" in row] for rows in runs]
     speeds = [median(row["tokens_per_second"] for row in rows[1:] or rows) for rows in logged]
     found = {
@@ -103,9 +109,9 @@ def measure(seeds: Sequence[int], steps: int | None) -> Row:
         data = build_stdlib(Path(directory), quiet=True)
         for seed in seeds:
             for name, found in runs.items():
-                configs[name] = settings(name, Path(directory), data, seed, steps)
+                configs[name] = resolve(settings(name, Path(directory), data, seed, steps))
                 found.append(train(configs[name]))
-                print(f"{name}, seed {seed}: {found[-1][-1]}", flush=True)
+                print(f"{name}, seed {seed}: {last_loss(found[-1]):.4f}", flush=True)
     config = configs[SPARSE]
     tokens = config.train.steps * config.train.global_batch_size * config.model.seq_length
     sizes = {"steps": config.train.steps, "tokens": tokens, "seeds": list(seeds)}
