@@ -13,54 +13,27 @@ from typing import Any
 from unittest import mock
 
 import torch
+from expert_calls import grouped, of_experts
+from shelf import Call, Shelf, Variant
 from torch import Tensor
 
-from checks.driver.stub import Stub, memory
+from checks.driver.stub import Stub
 from tpformer.kernels import replay
 from tpformer.kernels.activation.kernel import activation_backward, activation_forward
 from tpformer.kernels.all_gather_matmul import kernel as gathers
-from tpformer.kernels.combine.kernel import combine
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
 from tpformer.kernels.finish import Dropout, Finish, Norm
-from tpformer.kernels.grouped_matmul.kernel import grouped_matmul, grouped_weight_gradient
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.norm.kernel import finish_norm_forward, norm_backward, norm_forward
 from tpformer.kernels.protocol import Channel, bump, bump_kernel
 from tpformer.kernels.rope.kernel import rope_rotate
-from tpformer.kernels.route.kernel import route_backward, route_forward
-from tpformer.kernels.route.reference import Policy
-from tpformer.kernels.weighted_activation.kernel import weighted_activation_backward, weighted_activation_forward
 
 ADDRESS = 1 << 40  # of a process's memory, at least; no size here is as large
 SAID = ("launch", "function", "grid", "threads", "shared", "cooperative", "taken", "maps")
 WORLD = 8
-
-Call = tuple[Callable, tuple, dict[str, Any]]
-
-
-class Shelf:
-    """Hands out memory, and on a later round the same in the same order."""
-
-    def __init__(self) -> None:
-        self.given: list[Tensor] = []
-        """All that it has ever handed out."""
-        self.begin([])
-
-    def begin(self, tensors: list[Tensor]) -> None:
-        """Hand out these from now on, and append to them what is wanted beyond."""
-        self.tensors, self.taken = tensors, 0
-
-    def __call__(self, *shape: int, dtype: torch.dtype = torch.bfloat16, skew: int = 0) -> Tensor:
-        """skew: elements by which the memory begins behind a multiple of 16 bytes."""
-        if self.taken == len(self.tensors):
-            numel = torch.Size(shape).numel()
-            self.tensors.append(memory(numel + skew, dtype=dtype)[skew:].view(shape))
-            self.given.append(self.tensors[-1])
-        self.taken += 1
-        return self.tensors[self.taken - 1]
 
 
 def launches(attempt: dict, given: list[Tensor], results: list[Tensor]) -> list:
@@ -164,9 +137,6 @@ def finish_of(
     return Finish(bias, dropout, shelf(rows, n) if "residual" in parts else None)
 
 
-Variant = tuple[str, bool, Callable[..., Call]]
-
-
 def gemms(shelf: Shelf) -> Iterator[Variant]:
     """Names of calls without communication, whether they are replayed, and the calls; their argument is a key."""
 
@@ -205,22 +175,6 @@ def gemms(shelf: Shelf) -> Iterator[Variant]:
             return matmul_derivative, x, {}
 
         yield f"derivative, gate {gate}", True, derivative
-
-
-def grouped(shelf: Shelf) -> Iterator[Variant]:
-    """The same of grouped GEMMs, of 8 groups."""
-
-    def call(launcher: Callable, sizes: tuple, indexed: tuple, **options) -> Callable[..., Call]:
-        def make(key: int) -> Call:
-            numbers = [shelf(n, dtype=torch.int32) if n else None for n in (9, *(256 * each for each in indexed))]
-            return launcher, (shelf(256, 64), shelf(*sizes), *numbers), options
-
-        return make
-
-    for i in (False, True):
-        yield f"groups, index {i}", True, call(grouped_matmul, (8, 128, 64), (i,))
-        yield f"groups, transposed, index {i}", True, call(grouped_matmul, (8, 64, 96), (i,), transposed=True)
-        yield f"gradient of groups, index {i}", True, call(grouped_weight_gradient, (256, 96), (i, not i))
 
 
 def fused(shelf: Shelf, channel: Channel) -> Iterator[Variant]:
@@ -299,19 +253,6 @@ def rows_alone(shelf: Shelf) -> Iterator[Variant]:
         ),
         {},
     )  # fmt: skip
-
-
-def of_experts(shelf: Shelf) -> Iterator[Variant]:
-    """The same of the passes of experts that multiply nothing."""
-    floats, integers = partial(shelf, dtype=torch.float32), partial(shelf, dtype=torch.int32)
-    for launcher, arguments in (
-        (weighted_activation_forward, lambda: (shelf(64, 512), "silu", floats(64))),
-        (weighted_activation_backward, lambda: (shelf(64, 256), shelf(64, 512), "silu", floats(64))),
-        (combine, lambda: (shelf(128, 512), integers(128), integers(64, 2))),
-        (route_forward, lambda: (floats(64, 16), Policy(2), floats(16))),
-        (route_backward, lambda: (floats(64, 2), integers(64, 2), floats(64, 16), Policy(2), floats(64, 16))),
-    ):
-        yield launcher.__name__, True, lambda key, call=(launcher, arguments): (call[0], call[1](), {})
 
 
 @replay.replayed
