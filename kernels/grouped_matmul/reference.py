@@ -9,12 +9,9 @@ from torch import Tensor
 from ..cost import Cost
 
 
-def bounds(offsets: Tensor, rows: int) -> list[int]:
-    """The offsets as numbers; on fake tensors, which have no values, those of equal groups."""
-    if type(offsets) is not Tensor or offsets.is_meta:
-        groups = len(offsets) - 1
-        return [rows * group // groups for group in range(groups + 1)]
-    return offsets.tolist()
+def bounds(offsets: Tensor) -> list[int]:
+    """The offsets as numbers; none for fake tensors, which have no values: there is nothing to compute."""
+    return [] if type(offsets) is not Tensor or offsets.is_meta else offsets.tolist()
 
 
 def grouped_matmul(
@@ -31,7 +28,7 @@ def grouped_matmul(
     rows = len(a) if index is None else len(index)
     taken = a if index is None else a[index]
     y = a.new_empty(rows, weights.shape[2 if transposed else 1])
-    ends = bounds(offsets, rows)
+    ends = bounds(offsets)
     for group, (first, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
         if first < end:
             torch.mm(taken[first:end], weights[group] if transposed else weights[group].t(), out=y[first:end])
@@ -47,11 +44,10 @@ def grouped_weight_gradient(
     Numerics: as torch.mm for each group
     Traffic:  grouped_matmul_cost
     """
-    rows = len(dy if dy_index is None else dy_index)
     left = dy if dy_index is None else dy[dy_index]
     right = x if x_index is None else x[x_index]
     gradient = dy.new_empty(len(offsets) - 1, dy.shape[1], x.shape[1])
-    ends = bounds(offsets, rows)
+    ends = bounds(offsets)
     for group, (first, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
         torch.mm(left[first:end].t(), right[first:end], out=gradient[group])
     return gradient

@@ -21,7 +21,6 @@ from tpformer.planner.dry_run import count_parameters, count_rank, default_ranks
 from tpformer.planner.memory import fused_workspaces, layer_workspace, occupancies, schedule_peak
 from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.report import head, rank_lines, rank_plan, report
-from tpformer.planner.states import Precision
 from tpformer.planner.storages import nbytes, storages
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
@@ -219,11 +218,11 @@ def test_a_region_keeps_its_input(interval, offloaded):
         parallel = {"recompute": "full", "recompute_interval": each, "offload_activations": True}
         config = plan_config(configuration(parallel, {"global_batch_size": 2, "dtype": "float32"}, model))
         kept.append(count_rank(config, 0).stages[0])
-        again.append(layer_workspace(config.model, config.parallel, 1, 0, Precision.of(config)))
+        again.append(layer_workspace(config, 0))
     unit = 2 * 512 * 256 * 4
     assert kept[0].saved - kept[1].saved == (4 - -(-4 // interval)) * unit
     assert kept[1].offloaded == offloaded * unit
-    assert again[1] - again[0] == (interval - 1) * 4 * 10 * 256, "bytes a token: q, k, v, attention, fc1, two residuals"
+    assert again[1] - again[0] == (interval - 1) * 10 * unit, "q, k, v, attention, fc1, two residuals"
 
 
 SHARDED = {"data_parallel_shard": 4}

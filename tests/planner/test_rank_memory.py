@@ -1,4 +1,4 @@
-"""The memory model beside the dry run's counts: 22 layouts, every stage's bytes and the sum at the peak."""
+"""The memory model beside the dry run's counts: 37 layouts, every stage's bytes and the sum at the peak."""
 
 import re
 from pathlib import Path
@@ -17,6 +17,11 @@ LLAMA = {
     "n_kv_heads": 2, "qk_norm": True,
 }  # fmt: skip
 ILV, ZB = {"pipeline_schedule": "Interleaved1F1B"}, {"pipeline_schedule": "InterleavedZeroBubble"}
+MOE = {
+    **LLAMA, "n_layers": 4, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, "router_bias": True,
+}  # fmt: skip
+SHARED = {**MOE, "n_layers": 5, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
+ZBV = {"pipeline_schedule": "ZBVZeroBubble"}
 LAYOUTS = [
     (GPT, {}),
     (GPT, {"tensor_parallel": 2, "zero_stage": 2, "data_parallel_shard": 2}),
@@ -43,13 +48,29 @@ LAYOUTS = [
     (LLAMA, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
     (LLAMA, {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 2, **ILV}),
     (GPT, {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, **ILV, "pipeline_stages_per_rank": 2}),
+    (MOE, {}),
+    (MOE, {"tensor_parallel": 2, "balance_loss": 0.01}),
+    (MOE, {"tensor_parallel": 4, "sequence_parallel": False}),
+    (SHARED, {"tensor_parallel": 2, "data_parallel_shard": 2}),
+    (SHARED, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 2, "recompute": "mlp"}),
+    (SHARED, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, "recompute": "full"}),
+    (SHARED, {"data_parallel_shard": 4, "zero_stage": 3}),
+    ({**SHARED, "first_dense_layers": 4}, {"data_parallel_shard": 2, "zero_stage": 3, "tensor_parallel": 2}),
+    (SHARED, {"data_parallel_replicate": 2, "tensor_parallel": 2, "dtype": "float32"}),
+    (SHARED, {"recompute": "full", "recompute_interval": 2, "recompute_layers": "0:3", "balance_loss": 0.01}),
+    ({**MOE, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", "offload_activations": True}),
+    (MOE, {"pipeline_parallel": 2, **ZBV, "tensor_parallel": 2}),
+    (SHARED, {"pipeline_parallel": 2, **ZBV, "tensor_parallel": 2, "data_parallel_shard": 2, "recompute": "mlp"}),
+    ({**SHARED, "n_layers": 8}, {"pipeline_parallel": 4, "data_parallel_shard": 2, "recompute": "full"}),
+    ({**SHARED, "n_layers": 8}, {"pipeline_parallel": 2, **ILV, "data_parallel_shard": 2, "zero_stage": 2}),
 ]
 
 
 @pytest.mark.parametrize("model, parallel", LAYOUTS, ids=lambda value: ", ".join(map(str, value.values())))
 def test_predicted_bytes_are_the_dry_runs(model, parallel):
     train = {"global_batch_size": 64, "microbatch_size": 2, "device": "cuda"}
-    train["dtype"], parallel = parallel.get("dtype", "bfloat16"), {k: v for k, v in parallel.items() if k != "dtype"}
+    train |= {"dtype": "bfloat16", **{key: parallel[key] for key in ("dtype", "balance_loss") if key in parallel}}
+    parallel = {key: value for key, value in parallel.items() if key not in train}
     config = plan_config(build_config({"model": model, "parallel": parallel, "train": train}))
     layout = config.parallel
     last = layout.pipeline_parallel - 1

@@ -20,7 +20,7 @@ from tpformer.planner.states import (
 )
 
 HALF, SINGLE = (Precision(torch.float32, dtype, torch.float32) for dtype in (torch.bfloat16, torch.float32))
-SIZE = Elements(layer=200.0, n_layers=4, matrices=600.0, rest=100.0, head=0.0)
+SIZE = Elements(sizes=(200.0,) * 4, matrices=600.0, rest=100.0, head=0.0)
 M = 900
 TWICE = [Step(0, kind, index) for index in range(2) for kind in "FB"]
 
@@ -73,7 +73,7 @@ def test_one_microbatch_accumulates_nothing():
 @pytest.mark.parametrize("n_layers, factor", [(1, 2 * 2), (2, 2 * 2 + 4), (3, 3 * 2 + 4)])
 def test_layers_that_gather_ahead(n_layers, factor):
     """One layer has no next one to gather and none before it that is being reduced; of two only one of these."""
-    size = SIZE._replace(n_layers=n_layers)
+    size = SIZE._replace(sizes=(200.0,) * n_layers)
     assert sum(in_backward(size, layout_of(3), HALF, accumulates=True)) == factor * 200
 
 
@@ -96,7 +96,7 @@ def test_elements_of_an_architecture():
     config = GPTConfig(vocab_size=100, seq_length=8, n_layers=3, hidden_size=16, n_heads=2, vocab_multiple=1)
     first, last = elements(config, [range(2)], 1), elements(config, [range(2, 3)], 1)
     layer = 12 * 16 * 16 + (3 + 1 + 4 + 1) * 16 + 4 * 16
-    assert first == Elements(layer, 2, 2 * 12 * 16 * 16, 100 * 16 + 8 * 16, 0)
-    assert last == Elements(layer, 1, 12 * 16 * 16, 2 * 16 + 100 * 16, 2 * 16 + 100 * 16)
+    assert first == Elements((layer,) * 2, 2 * 12 * 16 * 16, 100 * 16 + 8 * 16, 0)
+    assert last == Elements((layer,), 12 * 16 * 16, 2 * 16 + 100 * 16, 2 * 16 + 100 * 16)
     whole = elements(config, [range(3)], 1)
     assert whole.rest == 100 * 16 + 8 * 16 + 2 * 16 and whole.head == 0 and whole.total == config.n_parameters

@@ -191,7 +191,7 @@ def _tokens(options: Plan, config: RunConfig) -> float:
     if options.tokens == "auto":
         from tpformer.planner.advice import chinchilla_tokens
 
-        return float(chinchilla_tokens(config.model.n_parameters).value)
+        return float(chinchilla_tokens(config.model.n_active_parameters).value)
     return _number("--tokens", options.tokens)
 
 

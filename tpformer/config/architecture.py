@@ -241,6 +241,10 @@ class GPTConfig:
         width = routed * self.expert_size + self.shared_expert_size
         return self.hidden_size * (self.n_experts + 3 * width)
 
+    def activated_features(self, layer: int) -> int:
+        """Features that the activations of a layer read of a token: those of all its experts, or of its MLP."""
+        return 2 * self.active_expert_size if self.has_experts(layer) else self.hidden_features
+
     def kept_features(self, layer: int) -> int:
         """Features that a layer keeps of a token for its backward, on all tensor-parallel ranks together.
 
@@ -248,8 +252,8 @@ class GPTConfig:
         and k before their norms, too. Statistics of rows and what a router decided are not counted (docs/memory.md).
         """
         before_norms = self.query_size + self.kv_size if self.qk_norm else 0
-        hidden = 2 * self.active_expert_size if self.has_experts(layer) else self.hidden_features
-        return 2 * (self.hidden_size + self.query_size + self.kv_size) + before_norms + hidden
+        rest = 2 * (self.hidden_size + self.query_size + self.kv_size) + before_norms
+        return rest + self.activated_features(layer)
 
     @property
     def _norm_parameters(self) -> int:

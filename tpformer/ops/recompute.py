@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
+from .transports.interface import REGISTRY
 from .uncompiled import uncompiled
 
 
@@ -58,7 +60,11 @@ class _Run:
     def once(self, make: Callable[[], Any]) -> Any:
         """What make() gave in the first run; it may have been the second one of an outer region."""
         if not self.again:
-            self.kept.append(make() if self.outer is None else self.outer.once(make))
+            if self.outer is None:
+                self.kept.append(make())
+                REGISTRY.kept.tell(self.kept[-1])
+            else:
+                self.kept.append(self.outer.once(make))
             return self.kept[-1]
         self.taken += 1
         return self.kept[self.taken - 1]
@@ -80,3 +86,8 @@ def once(make: Callable[[], Any]) -> Any:
     """
     run = _RUN.get()
     return make() if run is None else run.once(make)
+
+
+def record_kept() -> AbstractContextManager[list[Any]]:
+    """A context that gives a list of what regions whose first run is in it keep beside their inputs (`once`)."""
+    return REGISTRY.kept.listen()

@@ -148,11 +148,15 @@ def critical_batch(noise_scale: float, batch: int) -> list[Advice]:
 
 
 def advice(config: GPTConfig, tokens: float | None = None) -> Iterator[Advice]:
-    """All advice for a model and its training tokens, which are chinchilla_tokens if None."""
-    recommended = chinchilla_tokens(config.n_parameters)
+    """All advice for a model and its training tokens, which are chinchilla_tokens if None.
+
+    Rules that were found on dense models take the parameters that a token uses. Step Law's takes all: it was tried on
+    mixtures of experts, too.
+    """
+    recommended = chinchilla_tokens(config.n_active_parameters)
     tokens = recommended.value if tokens is None else tokens
     yield recommended
-    yield gpt3_learning_rate(config.n_parameters)
+    yield gpt3_learning_rate(config.n_active_parameters)
     yield from deepseek(config, tokens)
     yield from step_law(config, tokens)
     yield gpt3_warmup()

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.ops.offload import SMALLEST
+from tpformer.ops.recompute import record_kept
 
 from .storages import Saved, live_storages, local, storages
 
@@ -131,11 +133,15 @@ class SavedBytes(Saved):
 
     @contextmanager
     def of_part(self, part: GPT) -> Iterator[None]:
-        """Record a forward of the part. Meanwhile the part does not offload."""
+        """Record a forward of the part, with what its regions keep. Meanwhile the part does not offload."""
         offload, part.offload = part.offload, lambda: self
         try:
-            with self.recording(part):
+            with self.recording(part), record_kept() as decisions:
                 yield
+            for x in tree_leaves(decisions):
+                if isinstance(x, Tensor):  # not packed by autograd, so it stays on the device
+                    self.unit_of.setdefault(x.untyped_storage(), 0)
+                    self.pack(x)
         finally:
             part.offload = offload
 

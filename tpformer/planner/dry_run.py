@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tpformer.config import RunConfig, check_config
 from tpformer.distributed.mesh import AXES
 from tpformer.layers import SelfAttention
+from tpformer.layers.moe import routers
 from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
 from tpformer.ops.transport import dtype_name
@@ -212,7 +213,9 @@ class _Rank:
         """Bytes of the whole gradients that FSDP2 holds between microbatches, in ZeRO stages 0 and 1."""
         if self.layout.zero > 1 or not isinstance(self.model.parts[0], FSDPModule):
             return 0
-        return live_bytes(self.mode) - self.parameters - sum(self.copies)
+        others = [buffer for part in self.model.parts for buffer in part.buffers()]
+        others += [router.load for part in self.model.parts for router in routers(part).values()]
+        return live_bytes(self.mode) - self.parameters - sum(self.copies) - nbytes(others)
 
     def _step(self, recorder: CollectiveCounter) -> tuple[list[StageCount], int, Counter[Collective]]:
         """Run a step up to the gradient norm. Returns its stages, bytes of accumulated gradients, and collectives.

@@ -64,12 +64,19 @@ class Work(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A linear on one rank: n output and k input features; column-parallel, or else row-parallel."""
+    """A linear on one rank: n output and k input features; column-parallel, or else row-parallel.
+
+    groups: so many linears with rows of their own, a rank's experts; `rows` of each. shares: its collectives are those
+    of another linear.
+    """
 
     name: str
     n: int
     k: int
     column: bool
+    rows: int
+    groups: int = 1
+    shares: bool = False
 
 
 @functools.lru_cache(maxsize=65536)
@@ -92,6 +99,10 @@ def exposed_seconds(
     return found.links
 
 
+# float32 without tensor cores beside 16 bits, in TFLOP/s by data sheets: 19.5 and 312 on an A100, 67 and 989 on an H100
+FLOAT32 = 1 / 16
+
+
 class LayerModel:
     """The terms of one layer of a configuration. The numbers are taken to be of the device's dtype."""
 
@@ -103,38 +114,59 @@ class LayerModel:
         self.rows = self.tokens / self.t if layout.sequence_parallel else self.tokens
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
-        self.linears = (
-            Linear("qkv", q + 2 * kv, self.h, True),
-            Linear("o", self.h, q, False),
-            Linear("fc1", -(-model.hidden_features // self.t), self.h, True),
-            Linear("fc2", self.h, -(-model.ffn_size // self.t), False),
+        attention = (Linear("qkv", q + 2 * kv, self.h, True, self.tokens), Linear("o", self.h, q, False, self.tokens))
+        mlp = self._mlp(model.hidden_features, model.ffn_size)
+        self.linears = {False: attention + mlp, True: attention + self._experts()}
+
+    def _mlp(self, hidden: int, ffn: int, shares: bool = False) -> tuple[Linear, Linear]:
+        n, k = -(-hidden // self.t), -(-ffn // self.t)
+        return (
+            Linear("fc1", n, self.h, True, self.tokens, shares=shares),
+            Linear("fc2", self.h, k, False, self.tokens, shares=shares),
         )
 
-    def _gemm(self, m: int, n: int, k: int, added: float = 0.0) -> float:
-        return gemm_seconds(m, n, k, self.device, added=added, speed=self.software.speed)
+    def _experts(self) -> tuple[Linear, ...]:
+        """Grouped GEMMs of this rank's experts, each with as many rows, and the shared expert's, on the same rows."""
+        model, n_experts = self.model, self.model.n_experts or 0
+        if n_experts == 0:
+            return ()
+        rows, own, f = -(-self.tokens * model.experts_per_token // n_experts), n_experts // self.t, model.expert_size
+        grouped = Linear("fc1", 2 * f, self.h, True, rows, own), Linear("fc2", self.h, f, False, rows, own)
+        shared = model.shared_expert_size
+        return grouped if shared == 0 else grouped + self._mlp(2 * shared, shared, shares=True)
+
+    def _gemm(self, m: int, n: int, k: int, groups: int = 1, added: float = 0.0) -> float:
+        return gemm_seconds(m, n, k, self.device, batch=groups, added=added, speed=self.software.speed)
 
     def _cast(self, linear: Linear, operands: int) -> float:
         """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""
-        elements = linear.n * linear.k * (operands > 0) + self.tokens * (linear.n if operands > 1 else linear.k)
-        return activation_seconds(self.software.cast * elements, self.device)
+        elements = linear.n * linear.k * (operands > 0) + linear.rows * (linear.n if operands > 1 else linear.k)
+        return activation_seconds(self.software.cast * elements * linear.groups, self.device)
 
     def _exposed(self, op: str, linear: Linear, gemm: float, backward: bool) -> float:
-        """Seconds that a linear's collective adds to its forward, or to the GEMM of its input gradients."""
+        """Seconds that a linear's collective adds to its forward, or to the GEMM of its input gradients.
+
+        Experts have plain collectives with every transport but `pipelined` (ops/transports/experts.py).
+        """
+        if linear.shares:
+            return 0.0
         n, k = (linear.k, linear.n) if backward else (linear.n, linear.k)
         transport = self.software.backward_transport if backward else self.software.forward_transport
+        if linear.groups > 1 and transport in ("auto", "fused"):
+            transport = "sequential"
         itemsize = self.device.itemsize
         if op == GATHER and not backward and self.software.gathered_bytes:
             itemsize = self.software.gathered_bytes
         return exposed_seconds(op, (self.tokens, n, k), self.t, transport, self.device, gemm, itemsize)
 
-    def _links(self, op: str, linear: Linear) -> float:
+    def _links(self, op: str) -> float:
         """Seconds of a collective of rows as wide as the residual stream, if nothing hides it."""
         sizes = (self.tokens, self.h, self.h)
         return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0, self.device.itemsize)
 
     def linear_forward(self, linear: Linear) -> Terms:
         """The forward of one linear."""
-        gemm = self._gemm(self.tokens, linear.n, linear.k)
+        gemm = self._gemm(linear.rows, linear.n, linear.k, linear.groups)
         found = Terms(gemm=gemm, cast=self._cast(linear, 1))
         if self.layout.sequence_parallel:
             found["tp"] = self._exposed(GATHER if linear.column else SCATTER, linear, gemm, False)
@@ -144,21 +176,23 @@ class LayerModel:
 
     def linear_backward(self, linear: Linear) -> tuple[Terms, Terms]:
         """(input gradients, weight gradients) of one linear."""
-        dgrad = self._gemm(self.tokens, linear.k, linear.n)
-        wgrad = self._gemm(linear.n, linear.k, self.tokens, self.software.accumulation)
+        dgrad = self._gemm(linear.rows, linear.k, linear.n, linear.groups)
+        wgrad = self._gemm(linear.n, linear.k, linear.rows, linear.groups, self.software.accumulation)
         inputs = Terms(gemm=dgrad, cast=self._cast(linear, 2))
         weights = Terms(gemm=wgrad)
+        if linear.shares:
+            return inputs, weights
         sequence, beside = self.layout.sequence_parallel, self.software.backward_transport == "beside"
         if linear.column:
             op = SCATTER if sequence else ALL_REDUCE
             if beside:
-                inputs["tp"] = max(0.0, self._links(op, linear) - wgrad)
+                inputs["tp"] = max(0.0, self._links(op) - wgrad)
             else:
                 inputs["tp"] = self._exposed(op, linear, dgrad, True)
             if sequence and self.software.regathers:
-                inputs["tp"] += max(0.0, self._links(GATHER, linear) - dgrad)
+                inputs["tp"] += max(0.0, self._links(GATHER) - dgrad)
         elif sequence:
-            inputs["tp"] = self._links(GATHER, linear) if beside else self._exposed(GATHER, linear, dgrad, True)
+            inputs["tp"] = self._links(GATHER) if beside else self._exposed(GATHER, linear, dgrad, True)
         return inputs, weights
 
     def attention(self, backward: bool) -> Terms:
@@ -173,42 +207,67 @@ class LayerModel:
         traffic = activation_seconds(heads * seq * seq * self.software.scores[backward], self.device)
         return Terms(attention=products, scores=traffic)
 
-    def elementwise(self, backward: bool) -> dict[str, float]:
+    def routing(self) -> Work:
+        """The router of a layer with experts, what it sends, and the sums of each token's rows.
+
+        Its GEMM is in float32, and its weights' gradient is not deferred. The host's wait for the numbers of rows is
+        left out, and so are indices.
+        """
+        model, t, k, speed = (
+            self.model,
+            self.t,
+            self.model.experts_per_token,
+            FLOAT32 if self.device.capability else 1.0,
+        )
+        rows, n_experts = round(self.rows), model.n_experts or 0
+        logits = gemm_seconds(rows, n_experts, self.h, self.device, speed=speed)
+        gradients = gemm_seconds(rows, self.h, n_experts, self.device, speed=speed)
+        gradients += gemm_seconds(n_experts, self.h, rows, self.device, speed=speed)
+        combined = activation_seconds(2 * self.h * self.tokens * (k / t + 1), self.device)
+        sent = exposed_seconds(GATHER, (self.tokens, 1, 2 * k), t, "sequential", self.device, 1.0, 4)
+        op = SCATTER if self.layout.sequence_parallel else ALL_REDUCE
+        returned = exposed_seconds(op, (self.tokens, k, 1), t, "sequential", self.device, 1.0, 4)
+        forward = Terms(gemm=logits, elementwise=combined, tp=sent if self.layout.sequence_parallel else 0.0)
+        return Work(forward, Terms(gemm=gradients, elementwise=combined, tp=returned), Terms())
+
+    def elementwise(self, backward: bool, experts: bool = False) -> dict[str, float]:
         """Seconds of the kernels that only move memory: those of the activation, and all others."""
         software, model = self.software, self.model
         rest = self.rows * self.h * software.stream[backward]
         rest += self.tokens * (self.q + 2 * self.kv) * software.heads[backward]
         if model.position == "rope":
             rest += self.tokens * (self.q + self.kv) * software.rotary[backward]
-        activation = self.tokens * model.hidden_features / self.t * software.hidden[backward]
+        features = 2 * model.active_expert_size if experts else model.hidden_features
+        activation = self.tokens * features / self.t * software.hidden[backward]
         return {
             "activation": activation_seconds(activation, self.device),
             "rest": activation_seconds(rest, self.device),
         }
 
-    def again(self) -> float:
+    def again(self, experts: bool = False) -> float:
         """Seconds in which the backward of a layer computes parts of the forward again, and communicates for them."""
         repeats = self.software.repeats.get(self.layout.recompute, {})
-        seconds = sum(repeats.get(each.name, 0.0) * self.linear_forward(each).seconds for each in self.linears)
+        seconds = sum(repeats.get(each.name, 0.0) * self.linear_forward(each).seconds for each in self.linears[experts])
         seconds += repeats.get("attention", 0.0) * self.attention(False).seconds
-        moved = self.elementwise(False)
+        moved = self.elementwise(False, experts)
         every = repeats.get("elementwise", 0.0)
         return seconds + max(every, repeats.get("activation", 0.0)) * moved["activation"] + every * moved["rest"]
 
-    def work(self, recomputes: bool = True) -> Work:
-        """The layer's. recomputes: whether it is one that the layout recomputes."""
-        forward, inputs, weights = Terms(), Terms(), Terms()
-        for linear in self.linears:
+    def work(self, recomputes: bool = True, *, experts: bool = False) -> Work:
+        """A layer's. recomputes: whether it is one that the layout recomputes. experts: whether it has some."""
+        forward, inputs, weights = self.routing() if experts else (Terms(), Terms(), Terms())
+        for linear in self.linears[experts]:
             forward += self.linear_forward(linear)
             of_inputs, of_weights = self.linear_backward(linear)
             inputs += of_inputs
             weights += of_weights
-        forward += self.attention(False) + Terms(elementwise=sum(self.elementwise(False).values()))
-        inputs += self.attention(True) + Terms(elementwise=sum(self.elementwise(True).values()))
+        forward += self.attention(False) + Terms(elementwise=sum(self.elementwise(False, experts).values()))
+        inputs += self.attention(True) + Terms(elementwise=sum(self.elementwise(True, experts).values()))
         if recomputes:
-            inputs["recompute"] += self.again()
+            inputs["recompute"] += self.again(experts)
         if self.device.launch:
-            kernels = [self.device.launch * n for n in self.software.kernels]
+            more = self.software.expert_kernels if experts else (0, 0)
+            kernels = [self.device.launch * sum(n) for n in zip(self.software.kernels, more, strict=True)]
             forward["launch"], inputs["launch"], weights["launch"] = kernels[0], kernels[1] * 2 / 3, kernels[1] / 3
         return Work(forward, inputs, weights)
 
@@ -216,8 +275,8 @@ class LayerModel:
         """The last norm, the logits and the loss of one microbatch, and their gradients."""
         width = padded_vocab(self.model.vocab_size or 0, self.model.vocab_multiple) // self.t
         traffic = activation_seconds(self.tokens * width * self.software.logits / 2, self.device)
-        gather = self._links(GATHER, self.linears[0]) if self.layout.sequence_parallel else 0.0
-        reduce = self._links(SCATTER if self.layout.sequence_parallel else ALL_REDUCE, self.linears[0])
+        gather = self._links(GATHER) if self.layout.sequence_parallel else 0.0
+        reduce = self._links(SCATTER if self.layout.sequence_parallel else ALL_REDUCE)
         forward = gemm_seconds(self.tokens, width, self.h, self.device)
         inputs = gemm_seconds(self.tokens, self.h, width, self.device)
         weights = gemm_seconds(width, self.h, self.tokens, self.device, added=self.software.accumulation)

@@ -88,18 +88,40 @@ def loss_workspace(config: GPTConfig, tokens: int, width: int, chunk_tokens: int
     return logits + max(4, itemsize) * width * h + 2 * tokens * h * itemsize
 
 
-def layer_workspace(config: GPTConfig, layout: Layout, tokens: int, layer: float, precision: Precision) -> float:
+def expert_rows(config: RunConfig, *, worst: bool = False) -> int:
+    """Rows of one microbatch that a rank's experts take in a layer, if all experts take equally many.
+
+    worst: the most that they can take: each token has as many of its experts here as this rank holds.
+    """
+    model, layout = config.model, config.parallel
+    tokens, k, n_experts = config.microbatch_size * model.seq_length, model.experts_per_token, model.n_experts or 0
+    own = n_experts // layout.tensor_parallel
+    if worst:
+        return tokens * min(k, own)
+    parts = layout.tensor_parallel if layout.sequence_parallel else 1
+    return tokens * k * own // max(1, n_experts) // parts * parts
+
+
+def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, worst: bool = False) -> float:
     """The most bytes that the backward of one layer needs while it runs. layer: elements of its parameters on a rank.
 
     They are the gathered output gradient and input, the partial input gradient, the MLP's hidden gradients and
-    activations, and the gradients of the layer's parameters. With recomputation also all that the layers of a region
-    would save without it.
+    activations, and the gradients of the layer's parameters. Experts have the gradients of their activations, too, and
+    of each dispatched row before those of a token are added. With recomputation also all that the layers of a region
+    would save without it. experts: whether the layer has experts. worst: as in expert_rows.
     """
-    h, t = config.hidden_size, layout.tensor_parallel
-    item = precision.compute.itemsize
-    kept = item * tokens * config.kept_features(config.n_layers - 1) / t
-    again = 0.0 if layout.recompute == "none" else min(layout.recompute_interval, config.n_layers) * kept
-    return item * (tokens * (3 * h + (config.hidden_features + config.ffn_size) / t) + layer) + again
+    model, layout, h, t = config.model, config.parallel, config.model.hidden_size, config.parallel.tensor_parallel
+    item, tokens = Precision.of(config).compute.itemsize, config.microbatch_size * config.model.seq_length
+    read, made = tokens * model.hidden_features / t, tokens * model.ffn_size / t
+    if experts:
+        rows, shared = expert_rows(config, worst=worst), tokens * model.shared_expert_size / t
+        read, made = 2 * (rows * model.expert_size + shared), rows * (2 * model.expert_size + h) + 2 * shared
+    again = 0.0
+    if layout.recompute != "none":
+        index = model.n_layers - 1 if experts else 0
+        rest = model.kept_features(index) - model.activated_features(index)
+        again = min(layout.recompute_interval, model.n_layers) * item * (tokens * rest / t + read)
+    return item * (tokens * 3 * h + read + made + layer) + again
 
 
 def reduction_workspace(

@@ -19,6 +19,7 @@ from tpformer.parallel.zero import uses_fsdp
 
 from .devices import Device, load_device
 from .memory import boundary_bytes, microbatch_rows
+from .rank_memory import stage_ranges
 from .states import Precision, stage_elements
 
 # rows of a microbatch that tensor-parallel ranks gather or scatter for one layer, in forward and backward together. An
@@ -27,6 +28,9 @@ TRANSFERS = {
     True: {"none": 10, "mlp": 11, "full": 13},
     False: {"none": 8, "mlp": 8, "full": 10},
 }
+# numbers for each of a token's experts that a router sends: index and weight are gathered, the weight's gradient is
+# scattered; without sequence parallelism that is an all-reduce. No region repeats them
+ROUTED = {True: 3, False: 2}
 OF_END = 2  # the same for the embedding, and for the head
 
 
@@ -62,9 +66,14 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
     ends = (0 in stages) + (layout.n_stages - 1 in stages)
     if config.model.tie_embeddings and ends == 1:  # both stages hold the table, and add up its gradients
         sent["pp"] += sent_bytes("all_reduce", _table_bytes(config), 2)
-    layers = sum(size.n_layers for size in stage_elements(config, pipeline_rank).values())
-    transfers = layers * TRANSFERS[layout.sequence_parallel][layout.recompute] + ends * OF_END
-    sent["tp"] = m * transfers * sent_bytes("all_gather", gathered_bytes(config), layout.tensor_parallel)
+    model, tokens = config.model, config.microbatch_size * config.model.seq_length
+    ranges = stage_ranges(model, layout.pipeline_split, layout.n_stages)
+    of_stages = [model.has_experts(layer) for stage in stages for layer in ranges[stage]]
+    transfers = len(of_stages) * TRANSFERS[layout.sequence_parallel][layout.recompute] + ends * OF_END
+    routed = sum(of_stages) * ROUTED[layout.sequence_parallel] * model.experts_per_token * tokens
+    wide = max(4, Precision.of(config).compute.itemsize)
+    whole = transfers * gathered_bytes(config) + routed * wide
+    sent["tp"] = m * sent_bytes("all_gather", whole, layout.tensor_parallel)
     return sent
 
 

@@ -1,18 +1,18 @@
 """What one rank needs at the peak of its step: the sum of all formulas, for stages that were counted or predicted.
 
 Belongs here: the sum, and the formula of what a stage keeps of a microbatch (the dry run counts the same). Its parts
-are in memory.py and states.py. No tensors.
+are in kept.py, memory.py and states.py. No tensors.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tpformer.config import MLP_ACTIVATIONS, SCHEDULES, RunConfig, recomputed_layers
+from tpformer.config import SCHEDULES, RunConfig, recomputed_layers
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPTConfig, regions
 from tpformer.ops import VocabSlice, default_chunk_tokens
@@ -21,6 +21,7 @@ from tpformer.parallel import Layout, split_stages
 
 from .bubbles import Order, schedule_order
 from .counting import StageCount
+from .kept import Kept, kept_by_kind
 from .memory import (
     Occupancies,
     Peak,
@@ -28,7 +29,6 @@ from .memory import (
     kv_heads,
     layer_workspace,
     loss_workspace,
-    microbatch_rows,
     occupancies,
     pipeline_buffers,
     reduction_workspace,
@@ -75,13 +75,14 @@ def stage_ranges(model: GPTConfig, by: str, n_stages: int) -> tuple[range, ...]:
 def different_ranks(model: GPTConfig, layout: Layout) -> tuple[int, ...]:
     """The pipeline ranks that may need most memory or time: the ends, and of ranks that are alike the first and last.
 
-    Ranks are alike if their stages have as many layers.
+    Ranks are alike if their stages have as many layers with experts, and as many without.
     """
     last = layout.pipeline_parallel - 1
     ranges = stage_ranges(model, layout.pipeline_split, layout.n_stages)
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple, list[int]] = {}
     for rank in range(1, last):
-        alike.setdefault(tuple(len(ranges[stage]) for stage in layout.stages_of(rank)), []).append(rank)
+        kinds = (tuple(sorted(map(model.has_experts, ranges[stage]))) for stage in layout.stages_of(rank))
+        alike.setdefault(tuple(kinds), []).append(rank)
     return tuple(sorted({0, last, *(rank for ranks in alike.values() for rank in (ranks[0], ranks[-1]))}))
 
 
@@ -107,82 +108,36 @@ def cached_occupancies(
     return occupancies(cached_order(schedule, ranks, few, stages_per_rank)[rank], stages)
 
 
-class Kept(NamedTuple):
-    """Bytes that a layer keeps of one microbatch, by storage."""
-
-    stream: float
-    """Each of two inputs of its branches, which are rows of the residual stream."""
-    heads: tuple[float, ...]
-    """Queries, keys, values, attention's result; with qk_norm queries and keys before their norms, too."""
-    hidden: tuple[float, ...]
-    """What the activation reads."""
-    of_attention: float
-    """Statistics of the attention branch: its norm's, those of qk_norm, attention's log-sum-exp; a window's mask."""
-    of_mlp: float
-    """Statistics of the MLP branch's norm."""
-
-    def storages(self, recompute: str) -> list[float]:
-        """Those that are kept. recompute: none, mlp or full."""
-        if recompute == "full":
-            return [self.stream]
-        kept = [self.stream, self.stream, *self.heads, self.of_attention]
-        return kept if recompute == "mlp" else [*kept, *self.hidden, self.of_mlp]
-
-
-def layer_kept(config: RunConfig) -> Kept:
-    """The Kept of every layer. docs/memory.md has the table."""
-    model, layout = config.model, config.parallel
-    t, item = layout.tensor_parallel, Precision.of(config).compute.itemsize
-    statistic = max(4, item)
-    tokens = config.microbatch_size * model.seq_length
-    rows = microbatch_rows(model, layout, config.microbatch_size)
-    norm = rows * statistic * (2 if model.norm == "layernorm" else 1)
-    q, (own, attended) = model.n_heads // t, kv_heads(model, t)
-    heads = [q, attended, attended, q] + ([q, own] if model.qk_norm else [])
-    per_head = q + (q + own if model.qk_norm else 0)
-    repeated = 16 * q if attended > own else 0  # which heads are repeated: two tensors of 8 bytes for each
-    windowed = (model.sliding_window or model.seq_length) < model.seq_length
-    flash = config.train.device != "cpu" and item == 2  # its kernels make no mask
-    mask = item * model.seq_length**2 if windowed and not flash else 0
-    hidden = [-(-model.ffn_size // t)] * (2 if MLP_ACTIVATIONS[model.activation][1] else 1)  # the first rank's
-    return Kept(
-        rows * model.hidden_size * item,
-        tuple(tokens * each * model.head_size * item for each in heads),
-        tuple(tokens * each * item for each in hidden),
-        norm + tokens * per_head * statistic + repeated + mask,
-        norm,
-    )
-
-
-def predicted_stage(config: RunConfig, stage: int, kept: Kept | None = None) -> StageCount:
-    """What the dry run counts of a stage, by formula. kept: layer_kept's."""
+def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | None = None) -> StageCount:
+    """What the dry run counts of a stage, by formula. kept: kept_by_kind's."""
     model, layout = config.model, config.parallel
     layers = stage_ranges(model, layout.pipeline_split, layout.n_stages)[stage]
-    kept, item = kept or layer_kept(config), Precision.of(config).compute.itemsize
+    kept, item = kept or kept_by_kind(config), Precision.of(config).compute.itemsize
+    stream, of_layer = kept[False].stream, {i: kept[model.has_experts(i)] for i in layers}
     tokens, t = config.microbatch_size * model.seq_length, layout.tensor_parallel
     again: dict[str, int] = {}
     if layout.recompute != "none":
         pattern, interval = layout.recompute_layers, layout.recompute_interval
         again = regions(layers, recomputed_layers(layout.recompute, pattern, interval, model.n_layers), interval)
-    repeated, whole = kept.storages(layout.recompute), kept.storages("none")
+    modes = {i: layout.recompute if str(i) in again else "none" for i in layers}
     # a region of several layers keeps the input of its first one
-    units = [repeated if str(i) in again else whole for i in layers if again.get(str(i), i) == i]
-    saved = sum(map(sum, units))
+    units = [of_layer[i].storages(modes[i]) for i in layers if again.get(str(i), i) == i]
+    saved = sum(map(sum, units)) + sum(of_layer[i].decided for i in layers if modes[i] != "none")
     moved = 0.0
     if layout.offload_activations:
         moved = sum(each for unit in units[:-1] for each in unit if each >= SMALLEST)
     if layers.start == 0 and t > 1:  # token ids and which of them are this rank's; positions of its sequence shard
         saved += tokens * (17 if layout.sequence_parallel and model.position == "learned" else 9)
     if last := layers.stop == model.n_layers:
-        saved += _head_kept(config, kept.stream, item)
+        saved += _head_kept(config, stream, item)
     queued = 0.0
     if layout.pipeline_parallel > 1 and layout.schedule.splits_backward:
         q, kv = model.query_size / t, kv_heads(model, t)[0] * model.head_size
-        features = 2 * model.hidden_size + 2 * (q + kv) + sum(kept.hidden) / tokens / item + -(-model.ffn_size // t)
-        queued = len(layers) * (tokens * features * item + 2 * kept.stream) + (2 * kept.stream if stage else 0)
+        rows = len(layers) * (tokens * 2 * (model.hidden_size + q + kv) * item + 2 * stream)
+        queued = rows + sum(each.waiting for each in of_layer.values()) + (2 * stream if stage else 0)
         if model.position == "rope":  # positions, and their cosines and sines in float32
             queued += 8 * tokens + 4 * model.seq_length * model.head_size
-    output = 0 if last else round(kept.stream)
+    output = 0 if last else round(stream)
     return StageCount(stage, layers, round(saved), round(moved), output, round(queued))
 
 
@@ -198,19 +153,20 @@ def _head_kept(config: RunConfig, stream: float, item: int) -> float:
     return 2 * stream + table + statistics
 
 
-def predicted_memory(config: RunConfig, pipeline_rank: int, software: Software = OURS) -> Plan:
+def predicted_memory(config: RunConfig, pipeline_rank: int, software: Software = OURS, *, worst: bool = False) -> Plan:
     """The memory that a pipeline rank needs, without building it. Errors: ValueError of an impossible schedule.
 
     software: adds what another stack holds besides, such as attention scores of a layer or all logits of a microbatch.
+    worst: as in kept_by_kind, in every layer and microbatch.
     """
     layout = config.parallel
     indices = layout.stages_of(pipeline_rank)
-    moments, kept = ALONE, layer_kept(config)
+    moments, kept = ALONE, kept_by_kind(config, worst=worst)
     if layout.pipeline_parallel > 1:
         sizes = layout.pipeline_parallel, config.n_microbatches, layout.stages_per_rank
         moments = cached_occupancies(layout.pipeline_schedule, *sizes, tuple(indices), pipeline_rank)
     stages = [predicted_stage(config, stage, kept) for stage in indices]
-    plan = rank_memory(config, stages, moments, software)
+    plan = rank_memory(config, stages, moments, software, worst=worst)
     tokens, model, t = config.microbatch_size * config.model.seq_length, config.model, layout.tensor_parallel
     scores = software.held_scores * tokens * model.seq_length * model.n_heads / t
     logits = software.held_logits * tokens * (model.vocab_size or 0) / t
@@ -232,16 +188,22 @@ def least_memory(config: RunConfig) -> float:
     )
     kept = 0.0
     if not layout.offload_activations and layout.recompute_interval == 1 and not layout.recompute_layers:
-        waiting = min(config.n_microbatches, layout.pipeline_parallel)
-        kept = waiting * min(map(len, own)) * sum(layer_kept(config).storages(layout.recompute))
+        waiting, of_kind = min(config.n_microbatches, layout.pipeline_parallel), kept_by_kind(config)
+        sizes = {kind: sum(each.storages(layout.recompute)) for kind, each in of_kind.items()}
+        kept = waiting * min(sum(sizes[config.model.has_experts(i)] for i in stage) for stage in own)
     held = sum(state.nbytes for state in states[3:]) if layout.cpu_offload else most_at_once(states)
     return held + kept
 
 
 def rank_memory(
-    config: RunConfig, stages: Sequence[StageCount], moments: Occupancies, software: Software = OURS
+    config: RunConfig,
+    stages: Sequence[StageCount],
+    moments: Occupancies,
+    software: Software = OURS,
+    *,
+    worst: bool = False,
 ) -> Plan:
-    """The memory that a rank needs. stages: its own, counted or predicted. moments: of its schedule.
+    """The memory that a rank needs. stages: its own, counted or predicted. moments: of its schedule. worst: as above.
 
     train.dtype, train.device and the vocabulary must be set.
     """
@@ -264,12 +226,8 @@ def rank_memory(
         parts.append(("pipeline buffers", float(pipeline_buffers(config, indices, peak.output, software.keeps_sent))))
     if (workspaces := _workspaces(config)) > 0:
         parts.append(("fused workspaces *", float(workspaces)))
-    parts.append(("temporaries *", _temporaries(config, stages[-1].stage, of_rank, peak.saved)))
+    parts.append(("temporaries *", _temporaries(config, stages, of_rank, peak.saved, worst)))
     return Plan(states, peak, parts, host)
-
-
-def _tokens(config: RunConfig) -> int:
-    return config.microbatch_size * config.model.seq_length
 
 
 def _workspaces(config: RunConfig) -> int:
@@ -278,18 +236,24 @@ def _workspaces(config: RunConfig) -> int:
     if not fused or layout.tensor_parallel == 1:
         return 0
     return fused_workspaces(
-        _tokens(config), config.model.hidden_size, item, layout.tensor_parallel, layout.sequence_parallel
+        config.microbatch_size * config.model.seq_length,
+        config.model.hidden_size,
+        item,
+        layout.tensor_parallel,
+        layout.sequence_parallel,
     )
 
 
-def _temporaries(config: RunConfig, last_stage: int, of_rank: Elements, saved: int) -> float:
+def _temporaries(config: RunConfig, stages: Sequence[StageCount], of_rank: Elements, saved: int, worst: bool) -> float:
     """Bytes of temporaries: the loss's, or those of a layer's backward and of reducing gradients if they are more."""
-    layout, precision, tokens = config.parallel, Precision.of(config), _tokens(config)
-    backward = layer_workspace(config.model, layout, tokens, of_rank.layer, precision)
+    layout, precision = config.parallel, Precision.of(config)
+    tokens = config.microbatch_size * config.model.seq_length
+    kinds = {config.model.has_experts(layer) for stage in stages for layer in stage.layers}
+    backward = max(layer_workspace(config, of_rank.layer, experts=kind, worst=worst) for kind in kinds)
     at_end = layout.pipeline_parallel > 1 and layout.zero < 2  # then activations are freed already
     reduction = reduction_workspace(of_rank, layout, precision, accumulates=accumulates(config), at_end=at_end)
     most = max(backward, reduction - saved) if at_end else backward + reduction
-    if last_stage != layout.n_stages - 1:
+    if stages[-1].stage != layout.n_stages - 1:
         return most
     entries = config.model.vocab_size or 0
     width = -(-padded_vocab(entries, config.model.vocab_multiple) // layout.tensor_parallel)

@@ -14,8 +14,8 @@ from tpformer.distributed.mesh import AXES
 
 from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank
-from .memory import occupancies
-from .rank_memory import ALONE, Plan, rank_memory, stages_size
+from .memory import expert_rows, occupancies
+from .rank_memory import ALONE, Plan, predicted_memory, rank_memory, stages_size
 from .states import Precision, accumulates, model_states, most_at_once
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -40,7 +40,7 @@ def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
 
 def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str, float]]:
     """(change of the configuration, bytes that it saves on this rank by formula), largest first."""
-    layout, model, of_rank = config.parallel, config.model, stages_size(config, count.stages)
+    layout, of_rank = config.parallel, stages_size(config, count.stages)
     found: list[tuple[str, float]] = []
     ranks, replicated = layout.data_parallel, layout.data_parallel_replicate > 1
     for stage in range(1, 4) if ranks > 1 else ():
@@ -54,11 +54,11 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
             found.append((f"zero_stage = {stage}{where}", most_at_once(plan.states) - most_at_once(states)))
     if not layout.cpu_offload:
         found.append(("cpu_offload = true", sum(state.nbytes for state in plan.states[:3])))
-    saved = float(plan.peak.saved)
-    hidden, kept = model.hidden_features, model.kept_features(model.n_layers - 1)
+    saved, layers = float(plan.peak.saved), [layer for stage in count.stages for layer in stage.layers]
+    hidden, kept = (sum(map(of, layers)) for of in (config.model.activated_features, config.model.kept_features))
     if layout.recompute == "none":
         found.append(('recompute = "mlp"', saved * hidden / kept))
-        found.append(('recompute = "full"', saved * (1 - model.hidden_size / kept)))
+        found.append(('recompute = "full"', saved * (1 - len(layers) * config.model.hidden_size / kept)))
     if config.microbatch_size > 1:
         found.append(("microbatch_size halved", saved / 2))
     return sorted((each for each in found if each[1] > 0), key=lambda each: -each[1])
@@ -93,6 +93,8 @@ def head(config: RunConfig) -> Iterator[str]:
     axes += f" x dp_shard {layout.data_parallel_shard} x tp {layout.tensor_parallel}"
     n = count_parameters(config)
     parameters = f"{n / 1e9:.1f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
+    if config.model.n_experts is not None:
+        parameters += f" ({config.model.n_active_parameters / 1e9:.2f}B active)"
     yield f"{parameters} parameters, world size {layout.world_size}: {axes}"
     regions = f" by {layout.recompute_interval} layers" if layout.recompute_interval > 1 else ""
     yield (
@@ -138,6 +140,21 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
     if plan.host:
         yield f"  {'in host memory':24} {'':>8} {plan.host:18,.0f} {size(plan.host):>12}"
     yield from verdict(config, count, plan, device_memory)
+    if any(config.model.has_experts(layer) for stage in count.stages for layer in stage.layers):
+        yield from expert_lines(config, count.coordinates["pp"], plan, device_memory)
+
+
+def expert_lines(config: RunConfig, pipeline_rank: int, plan: Plan, device_memory: float) -> Iterator[str]:
+    """What a rank needs if its experts get more than their share of the tokens: memory follows the worst expert."""
+    usual, worst = (predicted_memory(config, pipeline_rank, worst=each).total for each in (False, True))
+    rows, most = (f"{expert_rows(config, worst=each):,}" for each in (False, True))
+    whole = plan.total + worst - usual
+    fits = "fits" if whole <= device_memory else "does not fit"
+    yield f"  experts get equal numbers of tokens in these counts: {rows} rows of a microbatch in a layer on each rank"
+    yield (
+        f"  at worst all tokens of every microbatch choose experts of this rank, {most} rows: "
+        f"{size(worst - usual)} more, {size(whole)} in all, which {fits} (formula)"
+    )
 
 
 def report(config: RunConfig, ranks: Sequence[int], device_memory: float) -> Iterator[str]:

@@ -108,6 +108,9 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
         if model.n_heads % t:
             dropped["tp does not divide the heads"] += 1
             continue
+        if (model.n_experts or 0) % t:
+            dropped["tp does not divide the experts"] += 1
+            continue
         for p in divisors(question.gpus // t):
             dp = question.gpus // (t * p)
             if not space.has(pp=p, dp=dp):
@@ -206,16 +209,17 @@ def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) ->
     key = shape["tp"], shape["microbatch"], shape["recompute"]
     if key not in layers:
         model = LayerModel(with_layout(question.config, shape), question.device, question.software)
-        layer, head = model.work(shape["recompute"] != "none"), model.head()
-        layers[key] = [sum(terms.seconds for terms in work) for work in (layer, head)]
-    layer, head = layers[key]
+        again, n_experts = shape["recompute"] != "none", question.config.model.n_expert_layers
+        dense = model.work(again).times(question.config.model.n_layers - n_experts) + model.head()
+        whole = dense + model.work(again, experts=True).times(n_experts) if n_experts else dense
+        layers[key] = sum(terms.seconds for terms in whole)
     n_microbatches = question.config.train.global_batch_size // (shape["dp"] * shape["microbatch"])
-    computing = n_microbatches * (question.config.model.n_layers * layer + head) / shape["pp"]
+    computing = n_microbatches * layers[key] / shape["pp"]
     if shape["dp"] == 1:
         return computing
     # whatever the ZeRO stage, gradients are reduced once, at best beside all computing
     sharded = model_of(question, with_layout(question.config, {**shape, "zero": 1}))
-    share = question.config.model.n_layers * sharded.layer_elements / shape["pp"]
+    share = sharded.layer_elements / shape["pp"]
     return max(computing, sharded.collective(question.software.gradient_bytes * share) / 2)
 
 

@@ -70,6 +70,8 @@ class Software:
     """Seconds until the host has launched one kernel. 0: it is always ahead."""
     kernels: tuple[int, int] = (0, 0)
     """Kernels of a layer's forward and backward, for host_kernel."""
+    expert_kernels: tuple[int, int] = (0, 0)
+    """Kernels that a layer with experts has besides."""
 
 
 FULL = {"qkv": 1.0, "o": 1.0, "fc1": 1.0, "attention": 1.0, "elementwise": 1.0}
@@ -78,7 +80,8 @@ FULL = {"qkv": 1.0, "o": 1.0, "fc1": 1.0, "attention": 1.0, "elementwise": 1.0}
 # output, 4; dropout's gradients 4 each. Hidden features: activation 4 forward; backward reads x and dy, writes dx and
 # the rebuilt activation. RoPE reads and writes. The loss writes logits, reads them, writes their gradient, which both
 # GEMMs read as operands. AdamW in float32 (docs/zero.md): parameter, gradient and moments read, all but the gradient
-# written, 28, and the gradient norm 4, the cast to 16 bits 6.
+# written, 28, and the gradient norm 4, the cast to 16 bits 6. Experts: torch's operations of ops/route.py and
+# ops/dispatch.py, counted to within a few.
 OURS = Software(
     stream=(20.0, 32.0),
     hidden=(4.0, 8.0),
@@ -90,6 +93,7 @@ OURS = Software(
     backward_transport="auto",
     host_kernel=20e-6,
     kernels=(14, 26),
+    expert_kernels=(35, 20),
 )
 # The same on a CPU, in float32. Nothing is cast. A core computes and launches its kernels by turns (Device.launch), and
 # communication hides behind nothing, because it needs the core, too.

@@ -32,11 +32,11 @@ class Elements(NamedTuple):
     Where the ranks cannot share a size evenly, it is their mean.
     """
 
-    layer: float
-    """Elements of one layer."""
-    n_layers: int
+    sizes: tuple[float, ...]
+    """Elements of each layer."""
     matrices: float
-    """Elements of all layers' matrices, whose gradients come last in a schedule that splits the backward."""
+    """Elements of all layers' matrices, but for routers', whose gradients come last in a schedule that splits the
+    backward."""
     rest: float
     """Elements outside of layers: embeddings, last norm and head. FSDP2 gathers them as one unit, the root."""
     head: float
@@ -44,9 +44,24 @@ class Elements(NamedTuple):
     Their gradient waits for the end of the backward."""
 
     @property
+    def n_layers(self) -> int:
+        """Layers of all stages."""
+        return len(self.sizes)
+
+    @property
+    def layer(self) -> float:
+        """Elements of the largest layer."""
+        return max(self.sizes)
+
+    @property
+    def two_layers(self) -> float:
+        """Elements of the two largest layers, or of the only one."""
+        return sum(sorted(self.sizes)[-2:])
+
+    @property
     def layers(self) -> float:
         """Elements of all layers."""
-        return self.n_layers * self.layer
+        return sum(self.sizes)
 
     @property
     def total(self) -> float:
@@ -59,19 +74,26 @@ def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
     h, q, t = config.hidden_size, config.query_size, tp
     kv = config.kv_size / (t if config.kv_heads % t == 0 else 1)
     norm, head_norms = h * (2 if config.norm == "layernorm" else 1), 2 * config.head_size if config.qk_norm else 0
-    matrices = h * (2 * q + config.hidden_features + config.ffn_size) / t + 2 * h * kv
+    attention = 2 * h * (q / t + kv)
+    experts = 3 * h * ((config.n_experts or 0) * config.expert_size + config.shared_expert_size) / t
+    mlp = {False: h * (config.hidden_features + config.ffn_size) / t, True: experts}
     biases = (q / t + 2 * kv if config.has_qkv_bias else 0) + (config.hidden_features / t + 2 * h if config.bias else 0)
+    router = h * (config.n_experts or 0)
     table = padded_vocab(config.vocab_size or 0, config.vocab_multiple) * h / t
-    n_layers, rest, head = 0, 0.0, 0.0
+    sizes: list[float] = []
+    matrices = rest = head = 0.0
     for stage in stages:
-        n_layers += len(stage)
+        for has_experts in map(config.has_experts, stage):
+            matrices += attention + mlp[has_experts]
+            vectors = biases + 2 * norm + head_norms + router * has_experts
+            sizes.append(attention + mlp[has_experts] + vectors)
         first, last = stage.start == 0, stage.stop == config.n_layers
         if first:
             rest += table + (config.seq_length * h if config.position == "learned" else 0)
         if last:
             rest += norm + (0 if first and config.tie_embeddings else table)
             head += 0 if first else norm + table
-    return Elements(matrices + biases + 2 * norm + head_norms, n_layers, n_layers * matrices, rest, head)
+    return Elements(tuple(sizes), matrices, rest, head)
 
 
 class Precision(NamedTuple):
@@ -108,8 +130,8 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
 
     accumulates: whether the step has backwards before the one that reduces.
     FSDP2 holds copies to compute with: below stage 3 of all parameters, in stage 3 of the tables and of two layers, the
-    current and the next one. Below stage 2 it also adds up gradients in the reduce dtype, unsharded, until the step
-    ends and shards take their place.
+    current and the next one (the two largest, which may not be neighbours). Below stage 2 it also adds up gradients in
+    the reduce dtype, unsharded, until the step ends and shards take their place.
     """
     m, n = size.total, layout.data_parallel_shard
     w, c, r = (dtype.itemsize for dtype in precision)
@@ -123,7 +145,7 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     if layout.zero < 3:
         states.append(State(COPIES, f"{c} M", c * m))
     else:
-        gathered = size.rest + min(size.n_layers, 2) * size.layer
+        gathered = size.rest + size.two_layers
         states.append(State(COPIES, f"{c} (tables + 2 layers)", c * gathered))
     if layout.zero < 2 and accumulates:
         states.append(State(ACCUMULATED, f"{r} M", r * m))
@@ -168,7 +190,7 @@ def in_backward(
         # without a pipeline the last backward reduces layer by layer, makes a shard and frees the compute copy
         reduction = 0.0 if layout.pipeline_parallel > 1 else max(0.0, w / layout.data_parallel_shard - c) * layer
         return InBackward(0.0, cast * made, 0.0 if kind == "W" else cast * size.head, reduction)
-    gathered = c * min(n, 2) * layer if layout.zero == 3 else 0.0
+    gathered = c * size.two_layers if layout.zero == 3 else 0.0
     reduction = r * layer if n > 1 else 0.0
     if layout.zero == 3 and n == 2:  # the second of two layers has no next one to gather
         reduction = max(0.0, reduction - c * layer)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import add
 from typing import NamedTuple
 
 from tpformer.config import RunConfig, recomputed_layers
@@ -139,35 +141,37 @@ class StepModel:
         different: dict[tuple, StageTime] = {}
         found = []
         for index, layers in enumerate(self.ranges):
-            repeated = len(layers) if whole else len(chosen.intersection(layers))
-            key = len(layers), repeated, index == 0, index == last
+            kinds = Counter((whole or layer in chosen, self.model.has_experts(layer)) for layer in layers)
+            key = frozenset(kinds.items()), index == 0, index == last
             if key not in different:
-                different[key] = self._stage(index, len(layers), repeated)
+                different[key] = self._stage(index, kinds)
             found.append(different[key])
         return found
 
-    def _stage(self, index: int, n_layers: int, repeated: int) -> StageTime:
+    def _stage(self, index: int, kinds: Mapping[tuple[bool, bool], int]) -> StageTime:
+        """kinds: how many layers there are by whether they are recomputed, and whether they have experts."""
         software, layout = self.software, self.layout
-        work = self._layers[True].times(repeated) + self._layers[False].times(n_layers - repeated)
+        work = functools.reduce(add, (self._layers[kind].times(number) for kind, number in kinds.items()))
         if index == 0:
             work = work + self._embedding()
         if index == layout.n_stages - 1:
             work = work + self.layer.head()
-        launching, moved = software.host_kernel * n_layers, 0.0
+        n_layers, moved = sum(kinds.values()), 0.0
+        routed = sum(number for (_, experts), number in kinds.items() if experts)
         if layout.offload_activations:
             moved = predicted_stage(self.config, index).offloaded / self.device.host
-        forward, backward = software.kernels
-        host = {
-            "F": max(launching * forward, moved),
-            "I": max(launching * backward * 2 / 3, moved),
-            "W": launching * backward / 3,
-        }
+        forward, backward = (
+            software.host_kernel * (n_layers * each + routed * more)
+            for each, more in zip(software.kernels, software.expert_kernels, strict=True)
+        )
+        host = {"F": max(forward, moved), "I": max(backward * 2 / 3, moved), "W": backward / 3}
         return StageTime(work.without(self.without), host, self._sends(index))
 
     @functools.cached_property
-    def _layers(self) -> dict[bool, Work]:
-        """A layer's work, by whether it is recomputed."""
-        return {again: self.layer.work(again) for again in (False, True)}
+    def _layers(self) -> dict[tuple[bool, bool], Work]:
+        """A layer's work, by whether it is recomputed, and whether it has experts."""
+        kinds = {self.model.has_experts(layer) for layer in (0, self.model.n_layers - 1)}
+        return {(again, kind): self.layer.work(again, experts=kind) for again in (False, True) for kind in kinds}
 
     def _embedding(self) -> Work:
         """Rows of the table, read and written; their gradients are added in float32."""
@@ -261,8 +265,8 @@ class StepModel:
 
     @property
     def layer_elements(self) -> float:
-        """Parameters of one layer on one tensor-parallel rank."""
-        return elements(self.model, [self.ranges[0]], self.layout.tensor_parallel).layer
+        """Parameters of all layers on one tensor-parallel rank."""
+        return elements(self.model, [range(self.model.n_layers)], self.layout.tensor_parallel).layers
 
     def elements(self, rank: int) -> float:
         """Parameters of a pipeline rank's stages on one tensor-parallel rank."""

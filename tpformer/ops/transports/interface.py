@@ -114,10 +114,11 @@ class Transport(Protocol):
 
 @dataclass
 class Registry:
-    """The only module-level state of tpformer.ops: who listens to transports and routers, and the measured times."""
+    """The only module-level state of tpformer.ops: who listens to transports, routers and regions; measured times."""
 
     recorded: Listeners[tuple[str, str]] = field(default_factory=Listeners)
     routed: Listeners[Any] = field(default_factory=Listeners)
+    kept: Listeners[Any] = field(default_factory=Listeners)
     table: TransportTable | None = None
 
 

@@ -1,0 +1,103 @@
+"""Formulas for what one layer keeps of a microbatch for its backward, storage by storage; the dry run counts the same.
+
+Belongs here: arithmetic on a configuration, for a layer with an MLP and for one with experts. How layers add up to a
+stage is in rank_memory.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tpformer.config import MLP_ACTIVATIONS, RunConfig
+
+from .memory import expert_rows, kv_heads, microbatch_rows
+from .states import Precision
+
+
+class Kept(NamedTuple):
+    """Bytes that a layer keeps of one microbatch, by storage."""
+
+    stream: float
+    """Each of two inputs of its branches, which are rows of the residual stream."""
+    heads: tuple[float, ...]
+    """Queries, keys, values, attention's result; with qk_norm queries and keys before their norms, too."""
+    hidden: tuple[float, ...]
+    """What activations read: the MLP's, or those of experts and of the shared expert."""
+    of_attention: float
+    """Statistics of the attention branch: its norm's, those of qk_norm, attention's log-sum-exp; a window's mask."""
+    of_mlp: float
+    """Statistics of the MLP branch's norm."""
+    routing: tuple[float, ...]
+    """What a router decided, and which rows follow from it."""
+    decided: float
+    """The routing that a region with this layer keeps beside its input, so that nothing is decided twice."""
+    waiting: float
+    """What a split backward holds of the MLP branch for the weight gradients, without rows of the residual stream."""
+
+    def storages(self, recompute: str) -> list[float]:
+        """Those that autograd keeps. recompute: none, mlp or full."""
+        if recompute == "full":
+            return [self.stream]
+        kept = [self.stream, self.stream, *self.heads, self.of_attention]
+        return kept if recompute == "mlp" else [*kept, *self.hidden, self.of_mlp, *self.routing]
+
+
+def kept_by_kind(config: RunConfig, *, worst: bool = False) -> dict[bool, Kept]:
+    """The Kept of a layer without experts, and of one with experts if there are some. docs/memory.md has the table.
+
+    worst: all tokens go to this rank's experts; otherwise experts get equal numbers of tokens.
+    """
+    dense = _dense(config)
+    if config.model.n_experts is None:
+        return {False: dense}
+    return {False: dense, True: _experts(config, dense, worst)}
+
+
+def _dense(config: RunConfig) -> Kept:
+    model, layout = config.model, config.parallel
+    t, item = layout.tensor_parallel, Precision.of(config).compute.itemsize
+    statistic = max(4, item)
+    tokens = config.microbatch_size * model.seq_length
+    rows = microbatch_rows(model, layout, config.microbatch_size)
+    norm = rows * statistic * (2 if model.norm == "layernorm" else 1)
+    q, (own, attended) = model.n_heads // t, kv_heads(model, t)
+    heads = [q, attended, attended, q] + ([q, own] if model.qk_norm else [])
+    per_head = q + (q + own if model.qk_norm else 0)
+    repeated = 16 * q if attended > own else 0  # which heads are repeated: two tensors of 8 bytes for each
+    windowed = (model.sliding_window or model.seq_length) < model.seq_length
+    flash = config.train.device != "cpu" and item == 2  # its kernels make no mask
+    mask = item * model.seq_length**2 if windowed and not flash else 0
+    width = -(-model.ffn_size // t)  # the first rank's
+    hidden = (tokens * width * item,) * (2 if MLP_ACTIVATIONS[model.activation][1] else 1)
+    return Kept(
+        rows * model.hidden_size * item,
+        tuple(tokens * each * model.head_size * item for each in heads),
+        hidden,
+        norm + tokens * per_head * statistic + repeated + mask,
+        norm,
+        (),
+        0.0,
+        sum(hidden) + tokens * width * item,
+    )
+
+
+def _experts(config: RunConfig, dense: Kept, worst: bool) -> Kept:
+    model, layout = config.model, config.parallel
+    t, item = layout.tensor_parallel, Precision.of(config).compute.itemsize
+    wide, k, n_experts = max(4, item), model.experts_per_token, model.n_experts or 0
+    tokens, own = config.microbatch_size * model.seq_length, n_experts // t
+    rows, dispatched = microbatch_rows(model, layout, config.microbatch_size), expert_rows(config, worst=worst)
+    width, shared = model.expert_size, -(-model.shared_expert_size // t)
+    hidden = (dispatched * 2 * width * item, *(tokens * shared * item,) * 2 * (shared > 0))
+    slots, weights = 4 * dispatched, wide * dispatched
+    counts = 4 * own * (t if layout.sequence_parallel else 1)
+    routing = [slots, weights, counts, 4 * rows * k, wide * rows * n_experts]
+    loss = 0
+    if config.train.balance_loss:  # slopes by sample, and the sample of each token; the loss itself
+        routing += [wide * (config.microbatch_size + 1) * n_experts, 8 * tokens]
+        loss = wide
+    # beside gate and up, the activation's results; slots, weights and counts, and what was made of them: each row's
+    # token, each expert's first row, each token's rows
+    waiting = item * 3 * (dispatched * width + tokens * shared) + slots + weights + counts
+    waiting += 4 * (dispatched + own + 1 + tokens * k)
+    return dense._replace(hidden=hidden, routing=tuple(routing), decided=sum(routing) + loss, waiting=waiting)
