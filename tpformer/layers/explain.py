@@ -10,6 +10,7 @@ from torch import nn
 
 from tpformer import ops
 from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, machine_for
+from tpformer.ops.route import wide
 from tpformer.ops.transport import (
     break_even,
     column_request,
@@ -18,6 +19,7 @@ from tpformer.ops.transport import (
     row_request,
     why_not_fused,
 )
+from tpformer.ops.transports.experts import reducing
 from tpformer.ops.transports.interface import ALL_REDUCE, Request
 from tpformer.ops.transports.spare import FEWER_CTAS, spare_processors
 
@@ -26,6 +28,7 @@ from .children import fusable, why_called
 from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding, makes_loss
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
+from .moe import Experts, MoE, Router
 
 HEADER = (
     "linear",
@@ -40,15 +43,22 @@ HEADER = (
     "width",
     "reason",
 )
-LAYERS = (*OWN, TransformerBlock, VocabParallelEmbedding, PositionEmbedding, LMHead)
+LAYERS = (*OWN, MoE, Router, Experts, TransformerBlock, VocabParallelEmbedding, PositionEmbedding, LMHead)
 LOSS_REASON = "the chunked loss has collectives of its own: one gather, one reduction"
 
 GATHERED = "; as a module it gathers its output, an all-gather in the forward"
 UNSHARDED = "; as a module it takes an unsharded input, an all-reduce in the backward"
 
+REDUCE_REASON = (
+    "a token's rows lie in several experts' groups, so no tile holds a token's sum: a pass combines them before the "
+    "collective"
+)
+
 
 class LinearPlan(NamedTuple):
     """One linear operation of a model: a layer, or layers that share a gather ("mlp.gate_proj+up_proj").
+
+    Experts are two, whose shapes are those of linears with as much work: "mlp.experts (gather)" and "(reduce)".
 
     operation: what the forward runs: one of the transports' operations (ops.record_transports), "matmul" if the forward
     does not communicate, or a loss ("linear_cross_entropy", or "vocab_parallel_cross_entropy" of all logits).
@@ -80,6 +90,11 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
             continue
         place = torch.device(layer.tp.mesh.device_type if layer.tp.mesh else "cpu") if device.type == "meta" else device
         where = _Place(tokens, dtype, place)
+        if isinstance(layer, MoE) and isinstance(layer.gate, Router) and isinstance(layer.experts, Experts):
+            plans += _moe(f"{path}." * bool(path), layer, where)
+            if layer.fuses() and layer.shared_experts is not None:
+                shared.update(layer.shared_experts.modules())
+            continue
         columns = [layer.get_submodule(name) for name in layer.shares_gather]
         if columns and fusable(ColumnParallelLinear, *columns):
             shared.update(columns)
@@ -136,6 +151,37 @@ def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
     operation = "matmul" if layer.tp.size == 1 else request.op
     shape, local = (where.tokens, n, layer.in_features), (where.tokens, n, width)
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
+
+
+def _moe(prefix: str, layer: MoE, where: _Place) -> list[LinearPlan]:
+    """The plans of a router and of experts, with which a shared expert's linears share gather and reduction."""
+    gate, experts, tp = layer.gate, layer.experts, layer.tp
+    k, rows = gate.policy.k, where.tokens // tp.size if tp.sequence_parallel else where.tokens
+    n, f = gate.n_experts, experts.ffn_hidden_size
+    dtype = wide(where.dtype)
+    alone = column_request(rows, gate.hidden_size, n, dtype, where.device, None, tp.sequence_parallel, "auto")
+    sent = f"; {2 * k * dtype.itemsize} bytes a token are gathered, half as many scattered back" * tp.sharded
+    reason = f"each token is decided once, by the rank that has its row, in {str(dtype).removeprefix('torch.')}{sent}"
+    routed = LinearPlan(
+        f"{prefix}gate", "matmul", alone, (where.tokens, n, gate.hidden_size), (rows, n, gate.hidden_size),
+        ops.Decision("local", reason),
+    )  # fmt: skip
+    gather = _column(f"{prefix}experts (gather)", experts, where, 2 * k * f, experts.width(k), experts.hidden_size)
+    if layer.fuses() and layer.shared_experts is not None:
+        gather = _noted(gather, "; shared_experts are part of it")
+    width, name = -(-k * f // tp.size), reducing(gather.decision.transport)
+    request = row_request(
+        where.tokens, width, experts.hidden_size, where.dtype, where.device, tp.group, tp.sequence_parallel, name
+    )  # fmt: skip
+    reduce = LinearPlan(
+        f"{prefix}experts (reduce)",
+        "matmul" if tp.size == 1 else request.op,
+        request,
+        (where.tokens, experts.hidden_size, k * f),
+        (where.tokens, experts.hidden_size, width),
+        gather.decision if tp.size == 1 else ops.Decision(name, REDUCE_REASON),
+    )
+    return [routed, gather, reduce]
 
 
 def _head(path: str, layer: LMHead, where: _Place, why_all_logits: str | None) -> list[LinearPlan]:

@@ -343,7 +343,7 @@ class MoE(ParallelModule):
         positions: Positions | None = None,
     ) -> Tensor:
         """The layer of norm(rows), or with `residual` rows + dropout(layer(norm(rows))). normed: as in MLP.branch."""
-        if not (self._fusable() and (norm is None or fusable_norm(norm))):
+        if not (self.fuses() and (norm is None or fusable_norm(norm))):
             x = rows if norm is None else call_rows(norm, rows, self.tp)
             y = ops.dropout(self._called(x, positions), dropout)
             return rows + y if residual else y
@@ -363,7 +363,8 @@ class MoE(ParallelModule):
         take_balance_loss(loss)
         return y
 
-    def _fusable(self) -> bool:
+    def fuses(self) -> bool:
+        """Whether all children are this library's and unchanged, so that one operation runs them."""
         shared = self.shared_experts
         if not (fusable(Router, self.gate) and fusable(Experts, self.experts)):
             return False

@@ -60,6 +60,8 @@ def page(question: Question, choices: Sequence[Choice], tokens: float, price: fl
     """The whole page. choices: fastest first. tokens: of the training. price: of one GPU for an hour."""
     model, train, device = question.config.model, question.config.train, question.device
     parameters = f"{count_text(model.n_parameters)} parameters"
+    if model.n_experts is not None:
+        parameters += f" ({count_text(model.n_active_parameters)} active)"
     title = f"Layouts of {model.preset or parameters} on {question.gpus} x {device.name}: predicted"
     asked = (
         f"All figures are predictions of models of time and memory, for {parameters}, "

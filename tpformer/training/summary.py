@@ -31,8 +31,9 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
     if parallel.data_parallel > 1:
         replicas, shards = parallel.data_parallel_replicate, parallel.data_parallel_shard
         layout.append(f"data_parallel {replicas} x {shards}, ZeRO-{parallel.zero}")
+    active = "" if model.n_experts is None else f" ({model.n_active_parameters / 1e6:.2f}M active)"
     growing = f"{train.batch_size_start} growing to " if train.batch_size_start else ""
     return (
-        f"{model.n_parameters / 1e6:.2f}M parameters, {', '.join(layout)}, {device.type}, "
+        f"{model.n_parameters / 1e6:.2f}M parameters{active}, {', '.join(layout)}, {device.type}, "
         f"{growing}{train.global_batch_size} samples of {model.seq_length} tokens a step, from step {step}"
     )

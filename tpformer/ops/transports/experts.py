@@ -40,6 +40,14 @@ def gather_experts(
     return y, gathered
 
 
+def reducing(transport: str) -> str:
+    """The transport that carries experts_reduce for a layer of this transport: fused kernels do not.
+
+    A token's rows lie in the groups of several experts, so no tile of a grouped GEMM holds a token's sum.
+    """
+    return "sequential" if transport == "fused" else transport
+
+
 def experts_reduce(
     transport: Transport,
     rows: Tensor,
@@ -61,7 +69,7 @@ def experts_reduce(
     """
     n = weights.shape[2 if transposed else 1]
     if transport.group is not None:
-        record_transport(SCATTER if scatter else ALL_REDUCE, transport.name)
+        record_transport(SCATTER if scatter else ALL_REDUCE, reducing(transport.name))
 
     def product(rows: Tensor, part: Dispatch, tokens: slice) -> Tensor:
         grouped = implementation("grouped_matmul", rows).grouped_matmul
