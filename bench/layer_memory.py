@@ -14,13 +14,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS
 from tpformer.distributed import build_mesh, record_collectives
+from tpformer.kernels.route import reference as route
 from tpformer.layers import DropoutKey, Positions, TensorParallel
 from tpformer.models import GPTConfig
 from tpformer.models.blocks import transformer_block
+from tpformer.ops.recompute import record_kept
 from tpformer.parallel import reduce_partial_gradients
 from tpformer.planner.storages import NO_NAMES, OTHER, RESULT, Saved
 
@@ -32,6 +35,7 @@ DTYPE, ITEM = torch.bfloat16, 2
 RESIDUALS = ("residual before attention", "residual before MLP")
 STATISTICS, SCORES = "norm mean and rstd", "log-sum-exp"
 BEFORE_NORMS = "q and k before their norms"
+EXPERTS, SHARED, ROUTING = "gate and up of experts", "gate and up of the shared expert", "routing"
 ORDER = (
     *(RESIDUALS[0], "norm output before attention", BEFORE_NORMS, "q", "k", "v", "attention output"),
     *(
@@ -42,6 +46,7 @@ ORDER = (
         "up pre-activation",
         "activation output",
     ),
+    *(EXPERTS, SHARED, ROUTING),
     *("dropout mask", STATISTICS, SCORES, OTHER),
 )
 TORCH_NAMES = {
@@ -85,10 +90,11 @@ class Layer(NamedTuple):
         """ValueError, with the numbers, for what ranks cannot share evenly, or what this machine cannot hold."""
         config, tp = self.config, self.tp
         config.check_ranks(tp)
-        for name, size in (("kv_heads", config.kv_heads), ("ffn_size", config.ffn_size)):
+        width = config.ffn_size if config.n_experts is None else config.shared_expert_size
+        for name, size in (("kv_heads", config.kv_heads), ("MLP width", width)):
             if size % tp:
                 raise ValueError(f"{self.model}: {name}={size} cannot be split evenly over {tp} ranks")
-        weights = ITEM * sum(forward_flops(config, 1).values()) // 2
+        weights = ITEM * config.layer_parameters(0)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if weights > memory:
             raise ValueError(
@@ -102,8 +108,9 @@ def expected_items(layer: Layer) -> dict[str, int]:
     config, tokens, t = layer.config, layer.tokens, layer.tp
     rows = tokens // t
     residual, hidden = ITEM * rows * config.hidden_size, ITEM * tokens * config.ffn_size // t
+    routing = _routing(layer)
     if layer.recompute == "full":
-        return {RESIDUALS[0]: residual}
+        return {RESIDUALS[0]: residual} | routing
     q, kv = (ITEM * tokens * size // t for size in (config.query_size, config.kv_size))
     statistics = 4 * rows * (2 if config.norm == "layernorm" else 1)
     items = {
@@ -111,21 +118,39 @@ def expected_items(layer: Layer) -> dict[str, int]:
         **{"q": q, "k": kv, "v": kv},
         "attention output": q,
         SCORES: 4 * tokens * config.n_heads // t,
+        **routing,
     }
     of_heads = 0
     if config.qk_norm:
         items[BEFORE_NORMS], of_heads = q + kv, 4 * tokens * (config.n_heads + config.kv_heads) // t
     if layer.recompute == "mlp":
         return items | {STATISTICS: statistics + of_heads}
-    gated = MLP_ACTIVATIONS[config.activation][1]
-    pre = ("gate pre-activation", "up pre-activation") if gated else ("fc1 output",)
-    return items | dict.fromkeys(pre, hidden) | {STATISTICS: 2 * statistics + of_heads}
+    if config.n_experts is not None:
+        items[EXPERTS] = ITEM * 2 * tokens * config.experts_per_token * config.expert_size // t
+        if config.shared_expert_size:
+            items[SHARED] = ITEM * 2 * tokens * config.shared_expert_size // t
+    else:
+        gated = MLP_ACTIVATIONS[config.activation][1]
+        items |= dict.fromkeys(("gate pre-activation", "up pre-activation") if gated else ("fc1 output",), hidden)
+    return items | {STATISTICS: 2 * statistics + of_heads}
+
+
+def _routing(layer: Layer) -> dict[str, int]:
+    """8 bytes for each row of this rank's experts, 4 K + 4 E for each of its tokens, and rows of experts by rank."""
+    config, t = layer.config, layer.tp
+    if config.n_experts is None:
+        return {}
+    chosen, rows = layer.tokens * config.experts_per_token // t, layer.tokens // t
+    return {ROUTING: 8 * chosen + 4 * chosen + 4 * rows * config.n_experts + 4 * config.n_experts}
 
 
 def forward_flops(config: GPTConfig, tokens: int) -> dict[str, int]:
     """GEMM FLOPs of one layer's forward by linear: what GEMM counts are compared with."""
     h, q, kv = config.hidden_size, config.query_size, config.kv_size
-    sizes = {"qkv": h * (q + 2 * kv), "o": h * q, "fc1": h * config.hidden_features, "fc2": h * config.ffn_size}
+    hidden = config.activated_features(0)
+    sizes = {"qkv": h * (q + 2 * kv), "o": h * q, "fc1": h * hidden}
+    sizes["fc2"] = h * config.ffn_size if config.n_experts is None else h * hidden // 2
+    sizes["router"] = h * (config.n_experts or 0)
     return {name: 2 * tokens * size for name, size in sizes.items()}
 
 
@@ -134,6 +159,8 @@ def leftover(layer: Layer, x: Tensor) -> str:
     tokens, config = layer.tokens, layer.config
     if x.dtype == torch.bool:
         return "dropout mask"
+    if config.n_experts is not None and (name := _of_experts(layer, x)) is not None:
+        return name
     if x.numel() == tokens // layer.tp or x.shape[1:] == (1,):
         return STATISTICS
     if config.qk_norm and x.shape[1:] == (config.head_size,):
@@ -143,10 +170,32 @@ def leftover(layer: Layer, x: Tensor) -> str:
     return OTHER
 
 
+def _of_experts(layer: Layer, x: Tensor) -> str | None:
+    """The name of what a layer of experts keeps beside its input; None for other tensors."""
+    config, t = layer.config, layer.tp
+    rows = layer.tokens * config.experts_per_token // t
+    shared = (layer.tokens, config.shared_expert_size // t)
+    names = {(rows, 2 * config.expert_size): EXPERTS, shared: SHARED}
+    if x.dtype == torch.int32 or x.shape in ((rows,), (layer.tokens // t, config.n_experts)):
+        return ROUTING
+    return names.get(tuple(x.shape))
+
+
+def balanced_route(logits: Tensor, policy: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """In place of a router's decision: each expert gets as many tokens as the others."""
+    tokens, n_experts = logits.shape
+    chosen = torch.arange(tokens * policy.k, dtype=torch.int32).view(tokens, policy.k) % n_experts
+    return chosen.sort(1).values, torch.ones(tokens, policy.k), logits.softmax(1)
+
+
 @contextmanager
 def named_operations(saved: Saved) -> Iterator[None]:
     """Names what this library's linears are given. A hook would have their layers called as modules, not fused."""
-    column_linear, row_linear = ops.column_linear, ops.row_linear
+    column_linear, row_linear, experts = ops.column_linear, ops.row_linear, ops.experts
+
+    def mixture(x: Tensor, *args: Any, **options: Any) -> Any:
+        saved.name(x, RESIDUALS[1])
+        return experts(x, *args, **options)
 
     def column(x: Tensor, weights: Sequence[Tensor], *args: Any, **options: Any) -> Any:
         saved.name(x, RESIDUALS[0] if len(weights) == 3 else RESIDUALS[1])  # queries, keys and values, or the MLP's
@@ -159,8 +208,12 @@ def named_operations(saved: Saved) -> Iterator[None]:
             saved.name(gate, "gate pre-activation")
         return row_linear(x, *args, activation=activation, gate=gate, **options)
 
-    with mock.patch.object(ops, "column_linear", column), mock.patch.object(ops, "row_linear", row):
+    patched = {"column_linear": column, "row_linear": row, "experts": mixture}
+    with mock.patch.multiple(ops, **patched), record_kept() as decisions:
         yield
+    for x in tree_leaves(decisions):  # what a recomputed region keeps beside its input
+        if isinstance(x, Tensor):
+            saved.pack(x)
 
 
 class Step:
@@ -184,7 +237,8 @@ class Step:
             return self.block(self.x)
         self.positions = Positions(self.layer.batch, self.layer.seq_length)
         key = DropoutKey(seed=0, step=1, sample_index=torch.arange(self.layer.batch), model=self.block)
-        return self.block(self.x, positions=self.positions, dropout_key=key)
+        with mock.patch.object(route, "route_forward", balanced_route):
+            return self.block(self.x, positions=self.positions, dropout_key=key)
 
     def saved_items(self) -> dict[str, int]:
         """Bytes by name that a forward keeps, parameters left out. What all layers share (RoPE's table, the starts of

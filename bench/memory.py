@@ -46,7 +46,8 @@ LLAMA = GPTConfig(
     position="rope",
     bias=False,
 )
-MODELS = {"GPT layer": GPT, "Llama layer": LLAMA}
+MOE = replace(LLAMA, n_experts=8, experts_per_token=2, expert_ffn_size=512, shared_expert_size=256)
+MODELS = {"GPT layer": GPT, "Llama layer": LLAMA, "MoE layer": MOE}
 RANKS = (1, 2, 4)
 LONGEST = 512  # tokens of a preset's sample: bytes per s b h / t do not depend on it
 DURING = ("forward", "backward", "optimizer step")
@@ -139,11 +140,12 @@ def gemm_problems(layer: Layer, row: Row) -> list[str]:
 def collective_problems(counted: Counted) -> list[str]:
     """Where a layer communicates otherwise than sequence parallelism needs: counts, and nothing above tokens * h."""
     layer, found = counted.layer, []
+    routes = int(layer.config.n_experts is not None)  # gathers and scatters of the routing
     # what the recomputed forward gathers and scatters again
     gathers, scatters = {"none": (0, 0), "mlp": (1, 0), "full": (2, 1)}[layer.recompute]
     expected = {
-        "forward": {"all_gather": 2, "reduce_scatter": 2},
-        "backward": {"all_gather": 4 + gathers, "reduce_scatter": 2 + scatters},
+        "forward": {"all_gather": 2 + routes, "reduce_scatter": 2},
+        "backward": {"all_gather": 4 + gathers, "reduce_scatter": 2 + routes + scatters},
         "optimizer step": {"all_reduce": 1},
     }
     limit = layer.tokens * layer.config.hidden_size * DTYPE.itemsize

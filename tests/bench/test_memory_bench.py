@@ -22,8 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 from bench import memory  # noqa: E402
 from bench.layer_memory import (  # noqa: E402
     BEFORE_NORMS,
+    EXPERTS,
     RESIDUALS,
+    ROUTING,
     SCORES,
+    SHARED,
     STATISTICS,
     Counted,
     Layer,
@@ -41,6 +44,7 @@ GPT = replace(memory.GPT, hidden_size=64, n_heads=4, seq_length=32)
 LLAMA = replace(
     memory.LLAMA, qk_norm=True, hidden_size=64, n_heads=4, n_kv_heads=2, seq_length=32, ffn_hidden_size=96, head_dim=24
 )
+MOE = replace(LLAMA, n_experts=8, experts_per_token=4, expert_ffn_size=24, shared_expert_size=16)
 MODES = ("none", "mlp", "full")
 
 
@@ -75,9 +79,11 @@ def counted(layers: Sequence[Layer]) -> list[Counted]:
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_layers_keep_what_they_should(ranks: WorkerPool, t: int) -> None:
-    layers = [Layer(name, config, t, mode) for name, config in (("GPT", GPT), ("Llama", LLAMA)) for mode in MODES] + [
-        Layer("GPT", GPT, t, torch=True)
-    ]
+    layers = [
+        Layer(name, config, t, mode)
+        for name, config in (("GPT", GPT), ("Llama", LLAMA), ("MoE", MOE))
+        for mode in MODES
+    ] + [Layer("GPT", GPT, t, torch=True)]
     first, *others = ranks(t).run(counted, layers) if t > 1 else [counted(layers)]
     assert all(other == first for other in others)
     by_name = {(each.layer.model, each.layer.recompute): each for each in first if not each.layer.torch}
@@ -92,6 +98,10 @@ def test_layers_keep_what_they_should(ranks: WorkerPool, t: int) -> None:
     expected = {"q", "k", "v", "attention output", "gate pre-activation", "up pre-activation", STATISTICS, SCORES}
     assert set(by_name["Llama", "none"].items) == {*expected, *RESIDUALS, BEFORE_NORMS}
     assert set(by_name["Llama", "full"].items) == {RESIDUALS[0]}
+    experts = by_name["MoE", "none"].items
+    assert sum(experts[name] for name in (RESIDUALS[1], EXPERTS, SHARED)) / unit == 2 + 4 * (4 * 24 + 16) / 64
+    assert experts[ROUTING] == 32 / t * (12 * 4 + 4 * 8) + 4 * 8
+    assert by_name["MoE", "full"].items == {RESIDUALS[0]: 2 * unit, ROUTING: experts[ROUTING]}
     torch_items = first[-1].items
     # 34 without parallelism; gathered norm outputs are whole on every rank; its norms' statistics have 2 bytes here
     assert sum(torch_items.values()) / unit == 34 + 4 * (t - 1) + 8 / 64 + 4 / head_dim
@@ -109,7 +119,7 @@ def test_nothing_lives_that_autograd_does_not_show() -> None:
                     storages.add(weakref.ref(x.untyped_storage()))
             return result
 
-    for config, mode in [(GPT, mode) for mode in MODES] + [(LLAMA, "none")]:
+    for config, mode in [(config, mode) for config in (GPT, MOE) for mode in MODES] + [(LLAMA, "none")]:
         step = Step(Layer("layer", config, 1, mode), None)
         expected = step.saved_items()
         del expected[RESIDUALS[0]]  # the input was there before
@@ -125,12 +135,13 @@ def test_nothing_lives_that_autograd_does_not_show() -> None:
         alive = {storage for storage in (each() for each in storages) if storage is not None}
         alive -= {x.untyped_storage() for x in (step.x, *step.block.parameters())}  # seen as the base of views
         shared = 8 * config.seq_length if config.dropout else 0  # where each row's random numbers begin: once for all
+        shared += 8 * (config.n_experts or 0)  # how many tokens each expert has had
         size = sum(storage.nbytes() for storage in alive - {y.untyped_storage()})
         assert size - table - shared == sum(expected.values()), mode
 
 
 def test_no_gemm_is_recomputed() -> None:
-    for config in (GPT, LLAMA):
+    for config in (GPT, LLAMA, MOE):
         for mode in MODES:
             layer = Layer("layer", config, 1, mode)
             assert memory.gemm_problems(layer, memory.gemm_row(layer)) == []

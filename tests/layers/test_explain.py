@@ -99,6 +99,47 @@ def test_explain_names_what_ran_and_the_results_agree(ranks, interpreted, sequen
     assert sum(line.startswith("layers.") for line in tables["mixed"].splitlines()) == 6
 
 
+EXPERTS = {
+    **CONFIG, "n_layers": 2, "bias": False, "n_experts": 4, "expert_ffn_size": 12, "shared_expert_size": 8,
+    "first_dense_layers": 1,
+}  # fmt: skip
+
+
+def explain_experts(name: str, sequence_parallel: bool) -> list[list[str]]:
+    """The cells of the lines of experts in explain()'s table, which is compared with what ran."""
+    model = GPT(GPTConfig(**EXPERTS), seed=3, tp=TensorParallel(tp_mesh(), sequence_parallel, name))
+    _, forward, _ = step(model)
+    plans = [plan for plan in linear_plans(model, 16) if plan.path != "lm_head (logits)"]
+    assert forward == [(p.operation, p.decision.transport) for p in plans if p.operation != "matmul"]
+    lines = model.explain(16).splitlines()
+    assert not any("called as a module" in line or "shared_experts." in line for line in lines)
+    hooked = model.layers["1"].mlp
+    hooked.gate.register_forward_hook(lambda *_: None)
+    text = model.explain(16)
+    assert "mlp.gate is called as a module" in text and "shared_experts.gate_proj+up_proj" in text
+    return [re.split(" {2,}", line) for line in lines if line.startswith("layers.1.mlp.")]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_experts_have_a_line_for_each_side_and_one_for_their_router(ranks, interpreted, sequence_parallel):
+    reduction = "matmul_reduce_scatter" if sequence_parallel else "matmul_all_reduce"
+    for name, pool in {"sequential": ranks, "pipelined": ranks, "fused": interpreted}.items():
+        for router, gather, reduce in pool(2).run(explain_experts, name, sequence_parallel):
+            rows = 8 if sequence_parallel else 16
+            assert router[:5] == ["layers.1.mlp.gate", "matmul", "16 x 4 x 24", f"{rows} x 4 x 24", "local"]
+            assert ("16 bytes a token are gathered" in router[-1]) == sequence_parallel
+            assert gather[0] == "layers.1.mlp.experts (gather)" and gather[2:5] == [
+                "16 x 48 x 24",
+                "16 x 24 x 24",
+                name,
+            ]
+            assert gather[1] == "all_gather_matmul" if sequence_parallel else gather[1].startswith("matmul, backward")
+            carrier = "sequential" if name == "fused" else name
+            shapes = ["16 x 24 x 24", "16 x 24 x 12"]
+            assert reduce[:5] == ["layers.1.mlp.experts (reduce)", reduction, *shapes, carrier]
+            assert reduce[-1].startswith("a token's rows lie in several experts' groups")
+
+
 class Theirs(nn.Module):
     """A user's own model around two of the layers."""
 

@@ -25,6 +25,13 @@ def test_gpt3s_table_and_between():
     assert gpt3_learning_rate(1e6).value == 6e-4 and gpt3_learning_rate(1e13).value == pytest.approx(6e-5)
 
 
+def test_dense_rules_take_the_parameters_that_a_token_uses():
+    config = preset_config("qwen3-30b-a3b")
+    first, second, *_ = advice(config)
+    assert first == chinchilla_tokens(config.n_active_parameters)
+    assert second == gpt3_learning_rate(config.n_active_parameters)
+
+
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False}
 # arXiv:2401.02954, table 2: the authors' own two models, on 2T tokens
 DEEPSEEK = [

@@ -61,6 +61,10 @@ def test_the_example_of_two_nodes():
         placement(configuration(EXAMPLE), 0)
 
 
+EXPERTS = {
+    **MODEL, "activation": "swiglu", "bias": False, "n_experts": 8, "experts_per_token": 4, "expert_ffn_size": 32,
+    "shared_expert_size": 32, "first_dense_layers": 1,
+}  # fmt: skip
 # (layout, a place in its pipeline)
 LAYOUTS = [
     ({**EXAMPLE, "recompute": "mlp"}, 0),
@@ -74,9 +78,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("parallel, place", LAYOUTS, ids=range(len(LAYOUTS)))
-def test_bytes_are_those_that_a_dry_run_counts(parallel, place):
-    config = configuration(parallel)
+OF_EXPERTS = [
+    ({**EXAMPLE, "recompute": "mlp"}, 0),
+    ({"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 3, "recompute": "full"}, 0),
+    ({"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": False}, 1),
+]
+CASES = [*((MODEL, *each) for each in LAYOUTS), *((EXPERTS, *each) for each in OF_EXPERTS)]
+
+
+@pytest.mark.parametrize("model, parallel, place", CASES, ids=range(len(CASES)))
+def test_bytes_are_those_that_a_dry_run_counts(model, parallel, place):
+    config = configuration(parallel, model)
     layout, groups = config.parallel, axis_groups(config.parallel)
     counted = dict.fromkeys(AXES, 0.0)
     for call, times in count_rank(config, layout.world_size // layout.pipeline_parallel * place).collectives.items():

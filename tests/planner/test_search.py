@@ -61,6 +61,26 @@ def test_search_is_as_good_as_brute_force(seed):
     assert all(choice.memory.total <= asked.room for choice in found.choices) and all(found.dropped.values())
 
 
+EXPERTS = {
+    **SMALL, "n_layers": 4, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_heads": 12,
+    "head_dim": 64, "first_dense_layers": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n_experts, memory", [(8, 40e9), (6, 2e9)])
+def test_experts_are_shared_by_ranks_that_divide_them(n_experts, memory):
+    device = type(H100)(**{**vars(H100), "memory": memory})
+    model = {**EXPERTS, "n_experts": n_experts, "expert_ffn_size": 256, "shared_expert_size": 128}
+    asked = question(model, 12, 24, device, Space(microbatch=(1, 2), most_stages=2))
+    found, every = search(asked, 5), brute_force(asked, 5)
+    assert [choice.key for choice in found.choices] == [choice.key for choice in every] and found.choices
+    sizes = {values["tp"] for values in every_layout(asked)}
+    assert sizes == {t for t in (1, 2, 3, 4, 6) if n_experts % t == 0 and 8 % t == 0}
+    assert found.dropped["tp does not divide the experts"] == (n_experts == 6)
+    reason = why_not(asked, with_layout(asked.config, parse_layout("tp=4,dp=3")))
+    assert ("whole experts" in str(reason)) == (n_experts == 6)
+
+
 @pytest.mark.parametrize(
     "preset, gpus, batch, seconds", [("megatron-1008b", 3072, 3072, 10), ("megatron-1008b", 16384, 16384, 60)]
 )
