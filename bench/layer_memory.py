@@ -185,7 +185,7 @@ def balanced_route(logits: Tensor, policy: Any, bias: Tensor | None = None) -> t
     """In place of a router's decision: each expert gets as many tokens as the others."""
     tokens, n_experts = logits.shape
     chosen = torch.arange(tokens * policy.k, dtype=torch.int32).view(tokens, policy.k) % n_experts
-    return chosen.sort(1).values, torch.ones(tokens, policy.k), logits.softmax(1)
+    return chosen.sort(1).values, torch.ones(tokens, policy.k, dtype=logits.dtype), logits.softmax(1)
 
 
 @contextmanager

@@ -71,9 +71,13 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
     of_stages = [model.has_experts(layer) for stage in stages for layer in ranges[stage]]
     transfers = len(of_stages) * TRANSFERS[layout.sequence_parallel][layout.recompute] + ends * OF_END
     routed = sum(of_stages) * ROUTED[layout.sequence_parallel] * model.experts_per_token * tokens
-    wide = max(4, Precision.of(config).compute.itemsize)
-    whole = transfers * gathered_bytes(config) + routed * wide
+    precision = Precision.of(config)
+    whole = transfers * gathered_bytes(config) + routed * max(4, precision.compute.itemsize)
     sent["tp"] = m * sent_bytes("all_gather", whole, layout.tensor_parallel)
+    if layout.sequence_parallel:  # gradients of routers' weights are partial
+        times, dtype = (m, precision.compute) if layout.zero > 1 else (1, precision.reduce)
+        weights = sum(of_stages) * model.hidden_size * (model.n_experts or 0) * dtype.itemsize
+        sent["tp"] += times * sent_bytes("all_reduce", weights, layout.tensor_parallel)
     return sent
 
 

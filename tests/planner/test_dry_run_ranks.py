@@ -1,0 +1,190 @@
+"""Ranks of a real run (gloo) hold and communicate what a dry run counts of them on fake tensors."""
+
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from test_dry_run import LLAMA, MODEL, MOE, configuration, order_of
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from bench.layer_memory import balanced_route
+from tpformer.config import RunConfig
+from tpformer.distributed import record_collectives
+from tpformer.kernels.route import reference as route
+from tpformer.ops.recompute import _Run
+from tpformer.planner.counting import CollectiveCounter
+from tpformer.planner.dry_run import count_rank, plan_config
+from tpformer.planner.rank_memory import predicted_memory
+from tpformer.planner.report import rank_plan
+from tpformer.planner.storages import nbytes, storages
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.setup import build_model, run_mesh
+
+
+class Alive:
+    """The most bytes that autograd keeps at a time. A storage counts until its last handle is gone."""
+
+    def __init__(self, left_out: set[torch.UntypedStorage], ids: torch.Tensor) -> None:
+        self.left_out, self.ids, self.uses = left_out, ids.flatten(), Counter()
+        self.now = self.most = 0
+
+    def pack(self, x: torch.Tensor):
+        storage = x.untyped_storage()
+        if x.dtype == torch.int64 and storage.nbytes() == self.ids.nbytes:
+            if torch.equal(torch.empty(0, dtype=x.dtype).set_(storage), self.ids):
+                return x  # the batch itself
+        return x if storage in self.left_out or x.dim() == 0 else Handle(x, self)  # 0: the factor of the loss
+
+    def keeping(self, once):
+        """A recomputed region's `once` that also counts what is kept, which no hook sees, as long as it is alive."""
+
+        def counted(run, make):
+            kept = once(run, make)
+            for x in tree_leaves(kept) if not run.again else ():
+                if isinstance(x, torch.Tensor):
+                    weakref.finalize(x, bool, Handle(x, self))  # bool only holds the handle until x is gone
+            return kept
+
+        return counted
+
+
+class Handle:
+    def __init__(self, x: torch.Tensor, alive: Alive) -> None:
+        self.x, self.alive, self.storage = x.detach(), alive, x.untyped_storage()
+        alive.uses[self.storage] += 1
+        if alive.uses[self.storage] == 1:
+            alive.now += self.storage.nbytes()
+            alive.most = max(alive.most, alive.now)
+
+    def __del__(self) -> None:
+        self.alive.uses[self.storage] -= 1
+        if self.alive.uses[self.storage] == 0:
+            self.alive.now -= self.storage.nbytes()
+
+
+def real(config: RunConfig, saved: bool) -> dict:
+    """A step of one rank of a real run: bytes held, most bytes saved, the collectives of tpformer and of FSDP2."""
+    mesh = run_mesh(config, "cpu")
+    model = build_model(config, mesh)
+    rows = config.train.global_batch_size // config.parallel.data_parallel
+    batch = torch.randint(config.model.vocab_size, (rows, config.model.seq_length + 1))
+    found = {"parameters": nbytes(model.parameters())}
+    alive = Alive(storages([*model.parameters(), batch]), batch[:, :-1])
+    with record_collectives() as calls, CollectiveCounter(mesh) as fsdp:
+        once = alive.keeping(_Run.once) if saved else _Run.once
+        hooks = (alive.pack, lambda x: x.x if isinstance(x, Handle) else x)
+        # the counts are of experts with equal numbers of tokens
+        balanced = mock.patch.object(route, "route_forward", balanced_route)
+        with balanced, mock.patch.object(_Run, "once", once):
+            with saved_tensors_hooks(*hooks) if saved else nullcontext():
+                model.gradients(batch, first_sample=0, step=1)
+        model.gradient_norm()
+    found |= {"collectives": Counter(calls), "fsdp": fsdp.take(), "saved": alive.most}
+    found["gradients"] = nbytes(parameter.grad for parameter in model.parameters())
+    moments = 0
+    for part in model.parts:
+        optimizer = build_optimizer(part, config.optimizer)
+        optimizer.step()
+        moments += sum(nbytes(v for v in state.values() if v.ndim) for state in optimizer.state.values())
+    return found | {"optimizer": moments}
+
+
+def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None:
+    count = count_rank(config, rank)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(count, name) == found[name], (rank, name)
+    plan = rank_plan(config, count, order_of(config))
+    place = rank * config.parallel.pipeline_parallel // config.parallel.world_size
+    assert predicted_memory(config, place).total == pytest.approx(plan.total, rel=0.02)
+    if fsdp:
+        moved = {call: n for call, n in count.collectives.items() if call.axis.startswith("dp") and call.nbytes > 8}
+        assert moved and moved == {call: n for call, n in found["fsdp"].items() if call.axis.startswith("dp")}
+        return
+    assert plan.peak.saved == found["saved"] > 0
+    calls = Counter[tuple[str, int]]()
+    for call, times in count.collectives.items():
+        if call.operation not in ("send", "receive"):
+            calls[call.operation, call.nbytes] += times
+    assert calls == found["collectives"]
+
+
+WITHOUT_FSDP = {
+    "tp2": ({"tensor_parallel": 2}, {"microbatch_size": 2}, MODEL),
+    "tp2-llama-mlp-recomputed": ({"tensor_parallel": 2, "recompute": "mlp"}, {"microbatch_size": 4}, LLAMA),
+    "pp2-tp2-regions": (
+        {"pipeline_parallel": 2, "tensor_parallel": 2, "recompute": "full", "recompute_interval": 3},
+        {},
+        {**LLAMA, "n_layers": 6},
+    ),
+    "tp4-no-sp": ({"tensor_parallel": 4, "sequence_parallel": False}, {"dtype": "float64"}, LLAMA),
+    "pp2": ({"pipeline_parallel": 2}, {}, MODEL),
+    "pp2-gpipe-tp2": ({"pipeline_parallel": 2, "pipeline_schedule": "GPipe", "tensor_parallel": 2}, {}, LLAMA),
+    "pp2-interleaved": ({"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}, {}, MODEL),
+    "pp4-naive": ({"pipeline_parallel": 4, "pipeline_schedule": "naive"}, {}, MODEL),
+    "tp2-experts": ({"tensor_parallel": 2}, {"microbatch_size": 2, "balance_loss": 0.01}, MOE),
+    "tp4-no-sp-experts-mlp-recomputed": (
+        {"tensor_parallel": 4, "sequence_parallel": False, "recompute": "mlp"},
+        {"dtype": "float64"},
+        MOE,
+    ),
+    "pp2-tp2-experts-recomputed": (
+        {"pipeline_parallel": 2, "tensor_parallel": 2, "recompute": "full"},
+        {"balance_loss": 0.01},
+        MOE,
+    ),
+}
+WITH_FSDP = {
+    "zero1": ({"data_parallel_shard": 2}, {"microbatch_size": 1}, MODEL),
+    "zero2": ({"data_parallel_shard": 2, "zero_stage": 2}, {"microbatch_size": 1}, LLAMA),
+    "zero3-tp2": ({"data_parallel_shard": 2, "zero_stage": 3, "tensor_parallel": 2}, {"microbatch_size": 2}, LLAMA),
+    "zero3-regions": (
+        {"data_parallel_shard": 2, "zero_stage": 3, "recompute": "full", "recompute_interval": 2},
+        {"microbatch_size": 1},
+        LLAMA,
+    ),
+    "zero3-hybrid": (
+        {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_stage": 3},
+        {"microbatch_size": 1, "dtype": "bfloat16"},
+        MODEL,
+    ),
+    "zero0-pp2": ({"pipeline_parallel": 2, "data_parallel_replicate": 2}, {"dtype": "bfloat16"}, MODEL),
+    "zero1-zbv": (
+        {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2},
+        {},
+        MODEL,
+    ),
+    "zero1-zbv-experts": (
+        {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2},
+        {},
+        MOE,
+    ),
+    "zero3-tp2-experts": ({"data_parallel_shard": 2, "zero_stage": 3, "tensor_parallel": 2}, {}, MOE),
+    "zero2-interleaved": (
+        {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_shard": 2, "zero_stage": 2},
+        {},
+        LLAMA,
+    ),
+}
+
+
+def compare(ranks, name: str, some: slice = slice(None)) -> None:
+    fsdp = name in WITH_FSDP
+    config = plan_config(configuration(*(WITH_FSDP if fsdp else WITHOUT_FSDP)[name]))
+    found = ranks(config.parallel.world_size).run(real, config, not fsdp)
+    for rank in range(config.parallel.world_size)[some]:
+        check_rank(config, rank, found[rank], fsdp=fsdp)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("tp2", 0), ("pp2", 0), ("zero2", 1), ("pp2-tp2-experts-recomputed", 3)])
+def test_a_rank_holds_and_moves_what_was_counted(ranks, name, rank):
+    compare(ranks, name, slice(rank, rank + 1))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", [*WITHOUT_FSDP, *WITH_FSDP])
+def test_every_rank_holds_and_moves_what_was_counted(ranks, name):
+    compare(ranks, name)
