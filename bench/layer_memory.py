@@ -90,8 +90,8 @@ class Layer(NamedTuple):
         """ValueError, with the numbers, for what ranks cannot share evenly, or what this machine cannot hold."""
         config, tp = self.config, self.tp
         config.check_ranks(tp)
-        width = config.ffn_size if config.n_experts is None else config.shared_expert_size
-        for name, size in (("kv_heads", config.kv_heads), ("MLP width", width)):
+        width = "ffn_size" if config.n_experts is None else "shared_expert_size"
+        for name, size in (("kv_heads", config.kv_heads), (width, getattr(config, width))):
             if size % tp:
                 raise ValueError(f"{self.model}: {name}={size} cannot be split evenly over {tp} ranks")
         weights = ITEM * config.layer_parameters(0)

@@ -2,6 +2,7 @@
 bytes, and the largest example is counted in one process."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,21 @@ def test_an_example_is_counted_and_fits(path):
             (gigabytes,) = re.findall(r"predicted: ([\d.]+) GB of 80.00 GB: fits", "\n".join(lines))
             wanted = int(re.search(r"# predicted: (\d+) GB of 80,", comment)[1])
             assert float(gigabytes) == pytest.approx(wanted, rel=0.03)
+
+
+@pytest.mark.proof
+def test_a_rank_of_a_large_mixture_of_experts_is_counted_in_seconds():
+    parallel = {"tensor_parallel": 8, "pipeline_parallel": 4, "data_parallel_shard": 4, "recompute": "full"}
+    model = {"preset": "qwen3-235b-a22b", "seq_length": 4096}
+    train = {"device": "cuda", "global_batch_size": 64, "microbatch_size": 1}
+    config = plan_config(configuration(parallel, train, model))
+    begin = time.process_time()
+    count = count_rank(config, 64)
+    assert time.process_time() - begin < 30, "CPU seconds"
+    plan = rank_plan(config, count, order_of(config))
+    assert predicted_memory(config, 2).total == pytest.approx(plan.total, rel=0.001)
+    for state, found in zip(plan.states, (count.parameters, count.gradients, count.optimizer), strict=False):
+        assert state.nbytes == found
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "bfloat16"), ("cuda", "float32"), ("cpu", "bfloat16")])

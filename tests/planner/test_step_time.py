@@ -116,6 +116,44 @@ def test_a_pipeline_over_several_nodes_sends_over_the_network(ranks, slow):
     assert found._tied(0) == pytest.approx(link.seconds(2, nbytes), rel=0.01)
 
 
+EXPERTS = {
+    "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "ffn_hidden_size": 8192,
+    "n_experts": 64, "experts_per_token": 8, "expert_ffn_size": 1024,
+}  # fmt: skip
+
+
+def test_experts_take_longer_than_an_mlp_of_their_width():
+    """The same FLOPs are in more and smaller GEMMs, and a router and its collectives are added."""
+    dense = {key: value for key, value in EXPERTS.items() if "expert" not in key}
+    parallel = {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}
+    plain, experts = model(parallel, **dense), model(parallel, **EXPERTS)
+    first, second = (each.layer.work(False, experts=kind) for each, kind in ((plain, False), (experts, True)))
+    assert first.forward["gemm"] < second.forward["gemm"] < 1.3 * first.forward["gemm"]
+    assert first.weights["gemm"] < second.weights["gemm"] and first.forward["tp"] < second.forward["tp"]
+    assert first.forward["attention"] == second.forward["attention"]
+    groups = [linear for linear in experts.layer.linears[True] if linear.groups > 1]
+    assert [(each.rows, each.n, each.k, each.groups) for each in groups] == [
+        (2048 * 8 // 64, 2 * 1024, 4096, 16),
+        (2048 * 8 // 64, 4096, 1024, 16),
+    ]
+    step = experts.step()
+    assert all(each >= 0 for each in step) and experts.least() <= step.seconds
+    assert step.optimizer > 5 * plain.step().optimizer, "the optimizer has all experts"
+    shared = model(parallel, **EXPERTS, shared_expert_size=1024).layer.work(experts=True)
+    assert shared.forward["gemm"] > second.forward["gemm"] and shared.forward["tp"] == second.forward["tp"]
+    some = model(parallel, **EXPERTS, first_dense_layers=12).step()
+    assert some.optimizer < step.optimizer and plain.step().compute < some.compute < step.compute
+
+
+def test_stages_of_different_layers_differ():
+    found = model({"pipeline_parallel": 4, "pipeline_split": "time"}, **EXPERTS, first_dense_layers=8)
+    kinds = [tuple(map(found.model.has_experts, layers)) for layers in found.ranges]
+    assert len(set(kinds)) == 3 and not any(kinds[0]) and kinds[1] != kinds[2] == kinds[3]
+    seconds = [stage.seconds("F") for stage in found.stages]
+    assert len(set(seconds)) == 4, "the last one has the head"
+    assert found.span == pytest.approx(max(action.end for action in found.timeline()))
+
+
 def test_the_rank_with_most_parameters_counts():
     """With 23 layers on 6 ranks those between the ends have different numbers of them."""
     found = model({"pipeline_parallel": 6, "cpu_offload": True}, batch=6, n_layers=23, vocab_size=128)

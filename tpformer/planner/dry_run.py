@@ -188,6 +188,7 @@ class _Rank:
         x, saved = self._input(part), SavedBytes()
         sample_index = torch.zeros(self.config.microbatch_size, dtype=torch.int64)
         targets = torch.zeros(self.config.microbatch_size, self.config.model.seq_length, dtype=torch.int64)
+        part.balance.scale = torch.ones(())
         with saved.of_part(part), nullcontext() if queue is None else queue.collect():
             y = part(x, targets=targets, sample_index=sample_index, step=1)
         self.copies[index] = sum(storage.nbytes() for storage in storages(part.parameters()) - self.shards)
@@ -200,6 +201,7 @@ class _Rank:
         prepare_backward(part, zero, last=last and (zero >= 2 or not self.pipelined))
         y.backward(torch.empty_like(y))
         del x, y, saved, targets, sample_index
+        part.balance.scale = part.balance.total = None
         queued = 0
         if queue is not None:
             queued = live_bytes(self.mode) - before

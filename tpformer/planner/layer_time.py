@@ -23,7 +23,7 @@ from tpformer.ops.transports.prediction import fused_times, sequential_times
 
 from .devices import Device, as_if_on
 from .memory import kv_heads
-from .roofline import activation_seconds, attention_seconds, gemm_seconds
+from .roofline import GAP, activation_seconds, attention_seconds, gemm_seconds, stream_seconds
 from .software import Software
 
 
@@ -220,15 +220,16 @@ class LayerModel:
             FLOAT32 if self.device.capability else 1.0,
         )
         rows, n_experts = round(self.rows), model.n_experts or 0
-        logits = gemm_seconds(rows, n_experts, self.h, self.device, speed=speed)
-        gradients = gemm_seconds(rows, self.h, n_experts, self.device, speed=speed)
-        gradients += gemm_seconds(n_experts, self.h, rows, self.device, speed=speed)
+        # a library divides such thin products along K, too, so that they fill the device
+        moved = 4 * (rows * (self.h + n_experts) + n_experts * self.h)
+        flops = 2 * rows * n_experts * self.h
+        logits = max(flops / self.device.machine.flops / speed, stream_seconds(moved, self.device)) + GAP
         combined = activation_seconds(2 * self.h * self.tokens * (k / t + 1), self.device)
         sent = exposed_seconds(GATHER, (self.tokens, 1, 2 * k), t, "sequential", self.device, 1.0, 4)
         op = SCATTER if self.layout.sequence_parallel else ALL_REDUCE
         returned = exposed_seconds(op, (self.tokens, k, 1), t, "sequential", self.device, 1.0, 4)
         forward = Terms(gemm=logits, elementwise=combined, tp=sent if self.layout.sequence_parallel else 0.0)
-        return Work(forward, Terms(gemm=gradients, elementwise=combined, tp=returned), Terms())
+        return Work(forward, Terms(gemm=2 * logits, elementwise=combined, tp=returned), Terms())
 
     def elementwise(self, backward: bool, experts: bool = False) -> dict[str, float]:
         """Seconds of the kernels that only move memory: those of the activation, and all others."""
