@@ -28,7 +28,7 @@ def build(folder, quiet):
 
 example = moe.read_toml(moe.EXAMPLE)
 example["model"] |= {"hidden_size": 32, "n_layers": 1, "expert_ffn_size": 16, "seq_length": 16, "n_experts": 4}
-example["train"] |= {"steps": 4}
+example["train"] |= {"steps": 4, "global_batch_size": 8}
 example["log"], example["parallel"] = {"interval": 2}, {}
 moe.read_toml = lambda path: {section: dict(keys) for section, keys in example.items()}
 moe.build_stdlib, moe.QUICK_STEPS, moe.SEEDS = build, 2, (3,)
@@ -51,7 +51,7 @@ def test_the_two_differ_in_experts_alone() -> None:
     sparse, dense = config(SPARSE), config(DENSE)
     check_config(sparse), check_config(dense)
     assert abs(sparse.model.n_active_parameters / dense.model.n_active_parameters - 1) < EQUAL
-    assert sparse.model.n_parameters > 2 * dense.model.n_parameters
+    assert sparse.model.n_parameters > 1.5 * dense.model.n_parameters
     for section in ("data", "parallel", "optimizer", "checkpoint", "log"):
         assert getattr(sparse, section) == getattr(dense, section)
     assert sparse.train.seed == dense.train.seed == 1 and sparse.train.steps == dense.train.steps
