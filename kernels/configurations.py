@@ -4,6 +4,8 @@ Belongs here: the table (at most 24 rows) and `select_tile`. The compile check c
 the row's architectures and dtypes.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 
@@ -63,17 +65,36 @@ def select_tile(
     rows, columns: of an output, with one number of columns for each weight of the launch. chunks: how many times these
     outputs are computed. operands: as in tile_names.
     """
+
+    def tiles(tile: Tile) -> int:
+        return chunks * triton.cdiv(rows, tile.m) * sum(triton.cdiv(n, tile.n) for n in columns)
+
+    return _fastest(device, dtype, tiles, few=chunks * rows <= FEW_ROWS, operands=operands)
+
+
+def select_grouped_tile(device: torch.device, dtype: torch.dtype, rows: int, groups: int, columns: int) -> Tile:
+    """As select_tile, for rows in groups of any sizes: the last row block of each group is half empty in the mean."""
+
+    def tiles(tile: Tile) -> int:
+        return triton.cdiv(2 * rows + groups * tile.m, 2 * tile.m) * triton.cdiv(columns, tile.n)
+
+    return _fastest(device, dtype, tiles, few=rows <= FEW_ROWS)
+
+
+def _fastest(
+    device: torch.device, dtype: torch.dtype, tiles: Callable[[Tile], int], few: bool, operands: int = 1
+) -> Tile:
+    """The configuration whose tiles, so many of each, take the least time by WAVES; the smallest if rows are few."""
     if is_interpreted():
         return TILES["interpreted"]
     major, minor = torch.cuda.get_device_capability(device)
     names = tile_names(10 * major + minor, dtype.itemsize, operands)
-    if chunks * rows <= FEW_ROWS:
+    if few:
         return TILES[names[-1]]
     processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def time(name: str) -> float:
-        tiles = chunks * triton.cdiv(rows, TILES[name].m) * sum(triton.cdiv(n, TILES[name].n) for n in columns)
-        whole, rest = divmod(tiles, processors * len(WAVES[name]))
+        whole, rest = divmod(tiles(TILES[name]), processors * len(WAVES[name]))
         return whole * WAVES[name][-1] + (WAVES[name][triton.cdiv(rest, processors) - 1] if rest else 0)
 
     return TILES[min(names, key=time)]

@@ -22,6 +22,7 @@ from tpformer.kernels.all_gather_matmul.kernel import (
 from tpformer.kernels.all_gather_matmul.plan import IN_FLIGHT
 from tpformer.kernels.configurations import TILES, narrow_tile_names, tile_names
 from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.grouped_matmul.kernel import grouped_matmul, grouped_weight_gradient
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
@@ -36,6 +37,7 @@ M, N, K = 8192, 4096, 2048
 ODD = 4001  # columns
 NARROW = frozenset(("wide_stores",))  # for ODD columns: most rows do not begin at a multiple of 16 bytes
 ROWS = M // WORLD
+GROUPS = 16
 PROGRAMS = 132
 OWN = frozenset(("shard", "a", "problem"))
 OPERANDS = OWN | {f"{name}{i}" for name in ("a", "b") for i in range(3)}
@@ -167,6 +169,41 @@ def matmul_cases() -> Iterator[Case]:
     yield from gemm("matmul_kernel", odd, partial(tile_names, operands=3), waived=NARROW)
 
 
+def grouped_matmul_cases() -> Iterator[Case]:
+    """The cases of grouped_matmul_kernel and grouped_weight_gradient_kernel: rows side by side, and by an index."""
+
+    def product(dtype, tile, indexed=False, transposed=False, columns=N):
+        grouped_matmul(
+            meta(M, K, dtype=dtype), meta(GROUPS, *((K, columns) if transposed else (columns, K)), dtype=dtype),
+            meta(GROUPS + 1, dtype=torch.int32), meta(2 * M, dtype=torch.int32) if indexed else None,
+            transposed=transposed, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    def gradient(dtype, tile, of_dy=False, of_x=False):
+        indices = [meta(M, dtype=torch.int32) if indexed else None for indexed in (of_dy, of_x)]
+        grouped_weight_gradient(
+            meta(M, N, dtype=dtype), meta(M, K, dtype=dtype), meta(GROUPS + 1, dtype=torch.int32), *indices,
+            tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    kernel = "grouped_matmul_kernel"
+    products: list[Variant] = [
+        ("rows", product),
+        ("indexed rows", partial(product, indexed=True)),
+        ("dgrad, rows", partial(product, transposed=True)),
+        ("dgrad, indexed rows", partial(product, indexed=True, transposed=True)),
+    ]
+    yield from gemm(kernel, products)
+    odd = [("indexed rows, odd columns", partial(product, indexed=True, columns=ODD))]
+    yield from gemm(kernel, odd, waived=NARROW)
+    gradients: list[Variant] = [
+        ("rows", gradient),
+        ("indexed dy", partial(gradient, of_dy=True)),
+        ("indexed x", partial(gradient, of_x=True)),
+    ]
+    yield from gemm("grouped_weight_gradient_kernel", gradients)
+
+
 def all_gather_matmul_cases() -> Iterator[Case]:
     """The cases of all_gather_matmul_kernel."""
 
@@ -289,6 +326,7 @@ def gather_cases() -> Iterator[Case]:
 
 KERNELS: tuple[Callable[[], Iterator[Case]], ...] = (
     matmul_cases,
+    grouped_matmul_cases,
     all_gather_matmul_cases,
     matmul_reduce_scatter_cases,
     matmul_all_reduce_cases,

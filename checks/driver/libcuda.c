@@ -139,12 +139,14 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   REQUIRE((size_t)map % 64 == 0, "a tensor map lies at %p, no multiple of 64", (void *)map);
   REQUIRE(type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || itemsize == 4,
           "a tensor map has elements of type %d, which is not known here", type);
-  REQUIRE(rank == 2 && interleave == 0 && swizzle >= 0 && swizzle < 4 && fill == 0 && steps[0] == 1 && steps[1] == 1,
+  REQUIRE((rank == 2 || rank == 3) && interleave == 0 && swizzle >= 0 && swizzle < 4 && fill == 0,
           "%u dims, interleave %d, swizzle %d or fill %d is not known here", rank, interleave, swizzle, fill);
   REQUIRE(address && (size_t)address % 16 == 0, "a tensor map begins at %p, no multiple of 16", address);
-  REQUIRE(strides[0] % 16 == 0 && strides[0] < 1ull << 40, "rows %llu bytes apart, no multiple of 16 below 2^40",
-          (unsigned long long)strides[0]);
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < (int)rank - 1; i++)
+    REQUIRE(strides[i] % 16 == 0 && strides[i] < 1ull << 40, "%s %llu bytes apart, no multiple of 16 below 2^40",
+            i ? "matrices" : "rows", (unsigned long long)strides[i]);
+  for (int i = 0; i < (int)rank; i++) {
+    REQUIRE(steps[i] == 1, "every element of dim %d counts, not every %u-th", i, steps[i]);
     REQUIRE(dims[i] >= 1 && dims[i] <= 1ull << 32, "dim %d has %llu elements", i, (unsigned long long)dims[i]);
     REQUIRE(box[i] >= 1 && box[i] <= 256, "a box has 1 to 256 elements in dim %d, not %u", i, box[i]);
   }
@@ -153,11 +155,21 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
           SWIZZLE_BYTES[swizzle]);
   memset(map, 0, sizeof *map);
   /* a launch's parameter shows what its map is of, first the address */
-  cuuint64_t words[] = {(cuuint64_t)address, type, swizzle, promotion, dims[0], dims[1], strides[0], box[0], box[1]};
+  cuuint64_t words[13] = {(cuuint64_t)address, type, swizzle, promotion, rank};
+  char sizes[128], boxes[64], apart[64];
+  int n = 0, m = 0, k = 0;
+  for (int i = 0; i < (int)rank; i++) {
+    words[5 + i] = dims[i], words[8 + i] = box[i];
+    n += snprintf(sizes + n, sizeof sizes - n, "%s%llu", i ? ", " : "", (unsigned long long)dims[i]);
+    m += snprintf(boxes + m, sizeof boxes - m, "%s%u", i ? ", " : "", box[i]);
+  }
+  for (int i = 0; i < (int)rank - 1; i++) {
+    words[11 + i] = strides[i];
+    k += snprintf(apart + k, sizeof apart - k, "%s%llu", i ? ", " : "", (unsigned long long)strides[i]);
+  }
   memcpy(map->opaque, words, sizeof words);
-  note("{\"map\": %llu, \"type\": %d, \"swizzle\": %d, \"dims\": [%llu, %llu], \"stride\": %llu, \"box\": [%u, %u]}\n",
-       (unsigned long long)address, type, swizzle, (unsigned long long)dims[0], (unsigned long long)dims[1],
-       (unsigned long long)strides[0], box[0], box[1]);
+  note("{\"map\": %llu, \"type\": %d, \"swizzle\": %d, \"dims\": [%s], \"strides\": [%s], \"box\": [%s]}\n",
+       (unsigned long long)address, type, swizzle, sizes, apart, boxes);
   return CUDA_SUCCESS;
 }
 

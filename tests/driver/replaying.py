@@ -23,6 +23,7 @@ from tpformer.kernels.combine.kernel import combine
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
 from tpformer.kernels.finish import Dropout, Finish, Norm
+from tpformer.kernels.grouped_matmul.kernel import grouped_matmul, grouped_weight_gradient
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
@@ -206,6 +207,22 @@ def gemms(shelf: Shelf) -> Iterator[Variant]:
         yield f"derivative, gate {gate}", True, derivative
 
 
+def grouped(shelf: Shelf) -> Iterator[Variant]:
+    """The same of grouped GEMMs, of 8 groups."""
+
+    def call(launcher: Callable, sizes: tuple, indexed: tuple, **options) -> Callable[..., Call]:
+        def make(key: int) -> Call:
+            numbers = [shelf(n, dtype=torch.int32) if n else None for n in (9, *(256 * each for each in indexed))]
+            return launcher, (shelf(256, 64), shelf(*sizes), *numbers), options
+
+        return make
+
+    for i in (False, True):
+        yield f"groups, index {i}", True, call(grouped_matmul, (8, 128, 64), (i,))
+        yield f"groups, transposed, index {i}", True, call(grouped_matmul, (8, 64, 96), (i,), transposed=True)
+        yield f"gradient of groups, index {i}", True, call(grouped_weight_gradient, (256, 96), (i, not i))
+
+
 def fused(shelf: Shelf, channel: Channel) -> Iterator[Variant]:
     """The same of calls over a channel."""
     one, three = [(128, 512)], [(128, 512), (64, 512), (64, 512)]
@@ -354,7 +371,9 @@ def call_variants(stub: Stub) -> list[dict]:
     would show that takes another's plan."""
     shelf = Shelf()
     channel = local_channel(shelf)
-    every = [*gemms(shelf), *fused(shelf, channel), *rows_alone(shelf), *of_experts(shelf), *own(shelf)]
+    every = [
+        *gemms(shelf), *grouped(shelf), *fused(shelf, channel), *rows_alone(shelf), *of_experts(shelf), *own(shelf),
+    ]  # fmt: skip
     layouts = []
     for _, _, make in every:
         shelf.begin([])

@@ -21,7 +21,10 @@ sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 from checks.driver.stub import VARIABLE, build, missing  # noqa: E402
 
 # programs that walk tiles or rows: more than are resident at once would do their work in two waves
-PERSISTENT = ("matmul_kernel", "norm_backward_kernel", "norm_weight_gradient_kernel", "finish_backward_kernel")
+PERSISTENT = (
+    *("matmul_kernel", "grouped_matmul_kernel", "grouped_weight_gradient_kernel"),
+    *("norm_backward_kernel", "norm_weight_gradient_kernel", "finish_backward_kernel"),
+)
 FEW_TILES = "one-shot"  # the GEMM that has fewer tiles than a GPU has SMs
 
 
@@ -43,7 +46,13 @@ def drive(library: Path, what: str, capability: int):
 
 
 def expected_maps(case: dict) -> int:
-    """How many tensor maps a GEMM encodes: A (or its shard and two slots) and the weights, or both of each pair."""
+    """How many tensor maps a GEMM encodes: A (or its shard and two slots) and the weights, or both of each pair.
+
+    Pointers load rows that an index names, and both factors of a gradient of groups.
+    """
+    grouped = {"grouped_matmul_kernel": 1 if "indexed" in case["name"] else 2, "grouped_weight_gradient_kernel": 0}
+    if case["kernel"] in grouped:
+        return grouped[case["kernel"]] if case["tma"] else 0
     factors = 3 if "3 " in case["name"] else 1
     sources = {"matmul_kernel": 1, "all_gather_matmul_kernel": 3}.get(case["kernel"], factors)
     return sources + factors if case["tma"] else 0
@@ -115,7 +124,14 @@ def test_what_is_wrong_is_refused(library) -> None:
     assert len(tried) > 30
     a, w, launch = tried[-1]["records"]
     bfloat16, span = 9, 3  # 128 bytes are swizzled
-    assert a == {"map": a["map"], "type": bfloat16, "swizzle": span, "dims": [64, 256], "stride": 128, "box": [64, 64]}
+    assert a == {
+        "map": a["map"],
+        "type": bfloat16,
+        "swizzle": span,
+        "dims": [64, 256],
+        "strides": [128],
+        "box": [64, 64],
+    }
     assert w == a | {"map": w["map"], "dims": [64, 128], "box": [64, 128]}
     assert launch["grid"] == [4, 1, 1] and launch["taken"] == launch["given"]
 

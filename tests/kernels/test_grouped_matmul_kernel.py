@@ -1,0 +1,211 @@
+"""Grouped GEMMs: autograd and torch agree with the reference, a loop over the groups, and the kernel equals it."""
+
+from importlib import import_module
+from itertools import product
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import WorkerPool
+from testing import assert_kernel_close, poisoned_memory
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tpformer.kernels.configurations import TILES, select_grouped_tile, tile_names
+from tpformer.kernels.grouped_matmul import reference
+from tpformer.kernels.grouped_matmul.reference import grouped_matmul_cost
+from tpformer.kernels.launch import Tile
+
+TILE = Tile(16, 16, 16, 1, 1, False)
+# rows of each group: many, none, tiles and a remainder, whole tiles, one, none; all in one; one each; none at all
+COUNTS = ((5, 0, 17, 16, 1, 0), (0, 37, 0), (1,) * 5, (0, 0))
+SHAPES = ((21, 19), (16, 32), (1, 1))  # (n, k)
+TOKENS = 11  # rows that an index takes from, most of them several times
+GPU_COUNTS = ((300, 0, 129, 64, 1, 0, 2000, 7), (33,) * 128, (0, 0, 1000), (0,) * 8)
+GPU_SHAPES = ((520, 136), (768, 2048), (37, 19))
+
+
+def kernel() -> ModuleType:
+    return import_module("tpformer.kernels.grouped_matmul.kernel")
+
+
+def offsets_of(counts: tuple[int, ...], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+
+
+def draw(seed: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def draw_index(rows: int, device: str = "cpu") -> Tensor:
+    index = torch.randint(TOKENS, (rows,), generator=torch.Generator().manual_seed(rows))
+    return index.to(device, torch.int32)
+
+
+def close(module: ModuleType, name: str, *arguments, tile: Tile | None, **options) -> None:
+    """Compare a function of the kernel with the reference in float64 and in the kernel's dtype."""
+    with poisoned_memory():
+        actual = getattr(module, name)(*arguments, tile=tile, **options)
+    wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+    oracle, baseline = (getattr(reference, name)(*given, **options) for given in (wide, arguments))
+    assert_kernel_close(actual, oracle, baseline, f"{name} {[tuple(x.shape) for x in arguments if x is not None]}")
+
+
+def products(
+    module: ModuleType, counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype, device: str, tile: Tile | None
+) -> None:
+    """Both orientations of the matrices, with rows side by side, and with rows that an index names."""
+    offsets, rows = offsets_of(counts, device), sum(counts)
+    a, tokens, w, wt = draw(n, dtype, device, (rows, k), (TOKENS, k), (len(counts), n, k), (len(counts), k, n))
+    for matrices, transposed in ((w, False), (wt, True)):
+        close(module, "grouped_matmul", a, matrices, offsets, tile=tile, transposed=transposed)
+        index = draw_index(rows, device)
+        close(module, "grouped_matmul", tokens, matrices, offsets, index, tile=tile, transposed=transposed)
+
+
+def gradients(
+    module: ModuleType, counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype, device: str, tile: Tile | None
+) -> None:
+    """The weight's gradient, with an index of dy, of x, and without one."""
+    offsets, rows = offsets_of(counts, device), sum(counts)
+    index = draw_index(rows, device)
+    for of_dy, of_x in ((None, None), (index, None), (None, index)):
+        sizes = [(rows if given is None else TOKENS, width) for given, width in ((of_dy, n), (of_x, k))]
+        dy, x = draw(k, dtype, device, *sizes)
+        close(module, "grouped_weight_gradient", dy, x, offsets, of_dy, of_x, tile=tile)
+
+
+def all_cases() -> None:
+    cases = [*((counts, *SHAPES[0]) for counts in COUNTS), *((COUNTS[0], *shape) for shape in SHAPES[1:])]
+    for case in cases:
+        products(kernel(), *case, torch.float32, "cpu", TILE)
+        gradients(kernel(), *case, torch.float32, "cpu", TILE)
+    products(kernel(), *cases[0], torch.float32, "cpu", TILE._replace(tma=True))
+    products(kernel(), *cases[0], torch.float16, "cpu", TILE._replace(tma=True))
+    gradients(kernel(), *cases[0], torch.float16, "cpu", TILE)
+
+
+def test_kernels_match_the_reference(interpreted: WorkerPool) -> None:
+    interpreted(1).run(all_cases)
+
+
+def infinities_of_another_group() -> None:
+    """Groups share blocks of rows, and their matrices lie side by side: no product may take what is another group's."""
+    n, k, offsets = 19, 21, offsets_of((5, 20, 3))
+    a, dy, w, wt = draw(0, torch.float32, "cpu", (28, k), (28, n), (3, n, k), (3, k, n))
+    for x in (a[5:25], dy[5:25], w[1], wt[1]):
+        x.fill_(float("inf"))
+    for tma in (False, True):
+        tile = TILE._replace(tma=tma)
+        for matrices, transposed in ((w, False), (wt, True)):
+            y = kernel().grouped_matmul(a, matrices, offsets, transposed=transposed, tile=tile)
+            assert y[:5].isfinite().all() and y[25:].isfinite().all()
+        gradient = kernel().grouped_weight_gradient(dy, a, offsets, tile=tile)
+        assert gradient[0].isfinite().all() and gradient[2].isfinite().all()
+
+
+def test_groups_do_not_leak(interpreted: WorkerPool) -> None:
+    interpreted(1).run(infinities_of_another_group)
+
+
+def strided() -> None:
+    """Rows of a larger matrix, whose other columns are NaN; zeros and ones, whose sums are exact."""
+    counts, n = (4, 0, 18), 23
+    for tma, index in product((False, True), (None, draw_index(22) + 11)):
+        a, w = torch.full((22, 40), float("nan"))[:, 3:20], torch.randint(0, 2, (3, n, 17)).float()
+        a.copy_(torch.randint(0, 2, (22, 17)))
+        dy, tile, offsets = torch.randint(0, 2, (22, n)).float(), TILE._replace(tma=tma), offsets_of(counts)
+        for programs in (1, 3):
+            y = kernel().grouped_matmul(a, w, offsets, index, tile=tile, programs=programs)
+            assert torch.equal(y, reference.grouped_matmul(a, w, offsets, index))
+            gradient = kernel().grouped_weight_gradient(dy, a, offsets, None, index, tile=tile, programs=programs)
+            assert torch.equal(gradient, reference.grouped_weight_gradient(dy, a, offsets, None, index))
+
+
+def test_zeros_and_ones_are_exact_in_strided_operands(interpreted: WorkerPool) -> None:
+    interpreted(1).run(strided)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_autograd_agrees_with_the_reference(counts: tuple[int, ...]) -> None:
+    """The gradients of a loop over masks: dgrad is the transposed product, and of an index the sum over its rows."""
+    n, k, offsets, index = 5, 7, offsets_of(counts), draw_index(sum(counts))
+    tokens, w = (x.requires_grad_() for x in draw(1, torch.float64, "cpu", (TOKENS, k), (len(counts), n, k)))
+    group = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    taken = tokens[index]
+    y = torch.stack([w[e] @ row for e, row in zip(group.tolist(), taken, strict=True)] or [torch.zeros(n)])[
+        : len(index)
+    ]
+    with torch.no_grad():
+        found = reference.grouped_matmul(tokens, w, offsets, index)
+    torch.testing.assert_close(found, y.to(found.dtype), rtol=0, atol=1e-13)
+    if len(index) == 0:
+        return
+    (dy,) = draw(2, torch.float64, "cpu", tuple(y.shape))
+    dtaken, dw = torch.autograd.grad(y, (taken, w), dy)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            reference.grouped_matmul(dy, w, offsets, transposed=True), dtaken, rtol=0, atol=1e-13
+        )
+        gradient = reference.grouped_weight_gradient(dy, tokens, offsets, None, index)
+        torch.testing.assert_close(gradient, dw, rtol=0, atol=1e-13)
+        flipped = reference.grouped_weight_gradient(tokens, dy, offsets, index)
+        torch.testing.assert_close(flipped, dw.transpose(1, 2), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torch_agrees_with_the_reference(dtype: torch.dtype) -> None:
+    """torch.nn.functional.grouped_mm multiplies group by group on a CPU, so its bits are the same."""
+    counts, n, k = COUNTS[0], 24, 16
+    offsets = offsets_of(counts)
+    a, dy, w = draw(3, dtype, "cpu", (sum(counts), k), (sum(counts), n), (len(counts), n, k))
+    y = F.grouped_mm(a, w.transpose(1, 2), offs=offsets[1:])
+    assert torch.equal(reference.grouped_matmul(a, w, offsets), y)
+    da = F.grouped_mm(dy, w, offs=offsets[1:])
+    assert torch.equal(reference.grouped_matmul(dy, w, offsets, transposed=True), da)
+    dw = F.grouped_mm(dy.t(), a, offs=offsets[1:])
+    assert torch.equal(reference.grouped_weight_gradient(dy, a, offsets), dw)
+
+
+def test_the_reference_has_shapes_without_values() -> None:
+    a, w, offsets = (torch.empty(size, device="meta") for size in ((12, 3), (4, 5, 3), (5,)))
+    assert reference.grouped_matmul(a, w, offsets).shape == (12, 5)
+    assert reference.grouped_weight_gradient(a.new_empty(12, 5), a, offsets).shape == (4, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "columns", "expected"),
+    [
+        (16384, 8, 28672, "large"),  # Mixtral 8x7B on one GPU: 2048 rows a group
+        (8192, 16, 1536, "large"),  # Qwen3 30B on 8 GPUs: 512 rows a group
+        (4096, 128, 2048, "small"),  # 32 rows a group
+        (64, 8, 28672, "small"),
+    ],
+)
+def test_the_tile_follows_the_rows_of_a_group(monkeypatch, rows, groups, columns, expected) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    assert select_grouped_tile(device, torch.bfloat16, rows, groups, columns) == TILES[expected]
+    assert select_grouped_tile(device, torch.float32, rows, groups, columns) == TILES["exact"]
+
+
+def test_cost() -> None:
+    assert grouped_matmul_cost(12, 5, 7, 3, 2) == (2 * 12 * 5 * 7, 2 * (12 * (5 + 7) + 3 * 5 * 7))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [*TILES, None])
+def test_on_gpu(name: str | None, dtype: torch.dtype) -> None:
+    """Every tile, and the one that the launcher picks."""
+    capability = 10 * torch.cuda.get_device_capability()[0]
+    if name is not None and name not in tile_names(capability, dtype.itemsize):
+        pytest.skip(f"{name} is not for sm_{capability} and {dtype}")
+    for counts, (n, k) in [*((COUNTS[0], shape) for shape in SHAPES), *product(GPU_COUNTS, GPU_SHAPES)]:
+        tile = None if name is None else TILES[name]
+        products(kernel(), counts, n, k, dtype, "cuda", tile)
+        gradients(kernel(), counts, n, k, dtype, "cuda", tile)
