@@ -62,13 +62,13 @@ def load_matrix(
 
 
 @triton.jit
-def find_tile(offsets, ends, tile, tiles_n, BLOCK_M: tl.constexpr):
-    """(group, first row, end of the group's rows, column block) of a tile. ends: each group's row blocks and those of
-    the groups before it."""
+def find_tile(offsets, ends, tile, tiles_n, BLOCK_M: tl.constexpr, following=1):
+    """(group, first row, end of the group's rows, column block) of a tile. offsets: where each group's rows begin; they
+    end with what lies `following` elements behind. ends: each group's row blocks and those of the groups before it."""
     passed = ends <= tile // tiles_n
     group = tl.sum(passed.to(tl.int32))
     before = tl.max(tl.where(passed, ends, 0))
-    begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
+    begin, end = tl.load(offsets + group), tl.load(offsets + group + following)
     row_block, column_block = swizzle(tile - before * tiles_n, tl.cdiv(end - begin, BLOCK_M), tiles_n)
     return group, begin + row_block * BLOCK_M, end, column_block
 
