@@ -71,10 +71,12 @@ def extract(x: Array, first: int, count: int) -> Array:
     return (x << x.dtype.type(bits - first - count)) >> x.dtype.type(bits - count)
 
 
-def shuffle(x: Array, lane: Array, flips: bool) -> Array:
-    """shfl.sync.idx and bfly: from a lane of the own warp, or from that whose bits differ from the own lane's."""
-    source = np.broadcast_to(lane, x.shape).reshape(-1, LANES).astype(np.int64) & (LANES - 1)
-    return np.take_along_axis(x.reshape(-1, LANES), LANE ^ source if flips else source, 1).reshape(-1)
+def shuffle(x: Array, lane: Array, mode: str) -> Array:
+    """shfl.sync from a lane of the own warp: idx that lane, bfly the one whose bits differ from the own lane's in those
+    of `lane`, up the one so many lanes below, or the own one where there is none."""
+    given = np.broadcast_to(lane, x.shape).reshape(-1, LANES).astype(np.int64) & (LANES - 1)
+    source = {"idx": given, "bfly": LANE ^ given, "up": np.where(LANE < given, LANE, LANE - given)}[mode]
+    return np.take_along_axis(x.reshape(-1, LANES), source, 1).reshape(-1)
 
 
 def multiply_fragments(d: tuple, a: tuple, b: tuple, c: tuple, kind: str) -> None:

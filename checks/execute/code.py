@@ -196,10 +196,10 @@ class Code:
 
     def emit_shfl(self, i: Instruction, line: int) -> list[str]:
         (target, source, lane, *segment), (_, _, mode, kind) = i.operands, i.parts
-        if segment != ["31", "-1"] or mode not in ("bfly", "idx"):
+        if segment != {"bfly": ["31", "-1"], "idx": ["31", "-1"], "up": ["0", "-1"]}.get(mode):
             raise Unsupported(i.opcode)
         values = f"{self.value(source, kind)}, {self.value(lane, 'u32')}"
-        return self.put(target, kind, f"a.shuffle({values}, flips={mode == 'bfly'})")
+        return self.put(target, kind, f"a.shuffle({values}, '{mode}')")
 
     def emit_mov(self, i: Instruction, line: int) -> list[str]:
         kind, (target, source) = i.parts[-1], i.operands

@@ -13,6 +13,7 @@ import row_checks
 import test_activation_kernel as activations
 import test_cross_entropy_kernel as losses
 import test_dropout_kernel as dropouts
+import test_grouped_matmul_kernel as groups
 import test_matmul_kernel as matmuls
 import test_norm_kernel as norms
 import test_rope_kernel as ropes
@@ -32,6 +33,15 @@ def test_layouts_of_matmul(shape, dtype) -> None:
 def test_epilogues_of_matmul(dtype) -> None:
     with executing():
         matmuls.epilogues(17, 37, 19, dtype, "cpu", TILE)
+
+
+@dtypes
+@pytest.mark.parametrize("counts", groups.COUNTS)
+def test_groups(counts, dtype) -> None:
+    for schedule in SCHEDULES if counts == groups.COUNTS[0] else (PLAIN,):
+        with executing(schedule):
+            for check in (groups.products, groups.gradients):
+                check(groups.kernel(), counts, 21, 19, dtype, "cpu", TILE)
 
 
 @dtypes

@@ -27,6 +27,7 @@ REACH = {
     "all_gather_matmul/kernel.py": ["gather", "all-gather matmul"],
     "cross_entropy/kernel.py": ["targets outside", "cross entropy"],
     "dropout/kernel.py": ["dropout"],
+    "grouped_matmul/kernel.py": ["groups"],
     "launch.py": ["matmul by descriptors"],
     "matmul_all_reduce/kernel.py": ["all-reduce"],
     "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
