@@ -79,6 +79,13 @@ def shuffle(x: Array, lane: Array, mode: str) -> Array:
     return np.take_along_axis(x.reshape(-1, LANES), source, 1).reshape(-1)
 
 
+def reduce_lanes(x: Array, members: Array, operation: str) -> Array:
+    """redux.sync: add or max of the lanes of a warp whose bits are set in `members`, for all of its lanes."""
+    ufunc, initial = {"add": (np.add, 0), "max": (np.maximum, np.iinfo(x.dtype).min)}[operation]
+    inside = (np.broadcast_to(members, x.shape).reshape(-1, LANES).astype(np.int64) >> LANE) & 1 == 1
+    return np.repeat(ufunc.reduce(x.reshape(-1, LANES), 1, x.dtype, where=inside, initial=initial), LANES)
+
+
 def multiply_fragments(d: tuple, a: tuple, b: tuple, c: tuple, kind: str) -> None:
     """mma.m16n8k16: d = a b + c for each warp, from the fragments that its lanes hold (PTX manual, 9.7.14)."""
     warps = len(a[0]) // LANES

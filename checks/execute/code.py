@@ -201,6 +201,11 @@ class Code:
         values = f"{self.value(source, kind)}, {self.value(lane, 'u32')}"
         return self.put(target, kind, f"a.shuffle({values}, '{mode}')")
 
+    def emit_redux(self, i: Instruction, line: int) -> list[str]:
+        (target, source, members), (_, _, operation, kind) = i.operands, i.parts
+        values = f"{self.value(source, kind)}, {self.value(members, 's32')}"
+        return self.put(target, kind, f"a.reduce_lanes({values}, '{operation}')")
+
     def emit_mov(self, i: Instruction, line: int) -> list[str]:
         kind, (target, source) = i.parts[-1], i.operands
         names = split_operands(next((x for x in i.operands if x.startswith("{")), "").strip("{}"))

@@ -44,6 +44,12 @@ def test_groups(counts, dtype) -> None:
                 check(groups.kernel(), counts, 21, 19, dtype, "cpu", TILE)
 
 
+def test_many_groups() -> None:
+    """More than a program has threads, so that warps add up the row blocks of all through shared memory."""
+    with executing(SCHEDULES[1]):
+        groups.products(groups.kernel(), (1, 0, 2) * 33, 5, 3, torch.bfloat16, "cpu", TILE)
+
+
 @dtypes
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("rows, n, options", [(5, 33, {}), (3, 64, {}), (5, 33, {"widest": 16})])

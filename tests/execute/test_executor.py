@@ -10,7 +10,7 @@ import torch
 from copies import copy
 from execution import SCHEDULES, Execution
 
-from checks.execute.arithmetic import shuffle
+from checks.execute.arithmetic import reduce_lanes, shuffle
 from checks.execute.code import Code
 from checks.execute.memory import Fault
 from checks.execute.ptx import Unsupported, parse
@@ -318,6 +318,13 @@ def test_what_cannot_go_on(text, message) -> None:
 def test_unknown_instructions_are_errors(text) -> None:
     with pytest.raises(Unsupported, match=re.escape(text.split()[0])):
         Code(parse(kernel(text).asm["ptx"]))
+
+
+def test_reductions_of_lanes() -> None:
+    values = np.arange(64, dtype=np.int32) - 40
+    assert (reduce_lanes(values, np.int32(-1), "max") == np.repeat([-9, 23], 32)).all()
+    assert (reduce_lanes(values, np.int32(5), "add") == np.repeat([-40 - 38, -8 - 6], 32)).all()
+    assert reduce_lanes(values, np.int32(-1), "add").dtype == np.int32
 
 
 def test_lanes_of_a_shuffle() -> None:
