@@ -7,7 +7,21 @@ import sys
 
 from checks import faults, host, layouts, observe, protocol, zero
 
-from . import bubbles, cpu, fused, generate, in_place, layer, learning_rate, matmul, memory, nvlink, planner, pretrain
+from . import (
+    bubbles,
+    cpu,
+    fused,
+    generate,
+    grouped_matmul,
+    in_place,
+    layer,
+    learning_rate,
+    matmul,
+    memory,
+    nvlink,
+    planner,
+    pretrain,
+)
 from .families import matrix as families
 from .memory_bound import benches as memory_bound
 from .runner import Bench, main
@@ -24,7 +38,7 @@ BENCHES: tuple[Bench, ...] = (
         protocol.BENCH,
         host.BENCH,
     ),
-    *(matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
+    *(matmul.BENCH, grouped_matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
 )
 
 if __name__ == "__main__":  # worker processes import this module again

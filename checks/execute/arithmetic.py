@@ -83,10 +83,19 @@ def permute(low: Array, high: Array, selector: Array) -> Array:
     return result
 
 
-def shuffle(x: Array, lane: Array, flips: bool) -> Array:
-    """shfl.sync.idx and bfly: from a lane of the own warp, or from that whose bits differ from the own lane's."""
-    source = np.broadcast_to(lane, x.shape).reshape(-1, LANES).astype(np.int64) & (LANES - 1)
-    return np.take_along_axis(x.reshape(-1, LANES), LANE ^ source if flips else source, 1).reshape(-1)
+def shuffle(x: Array, lane: Array, mode: str) -> Array:
+    """shfl.sync from a lane of the own warp: idx that lane, bfly the one whose bits differ from the own lane's in those
+    of `lane`, up the one so many lanes below, or the own one where there is none."""
+    given = np.broadcast_to(lane, x.shape).reshape(-1, LANES).astype(np.int64) & (LANES - 1)
+    source = {"idx": given, "bfly": LANE ^ given, "up": np.where(LANE < given, LANE, LANE - given)}[mode]
+    return np.take_along_axis(x.reshape(-1, LANES), source, 1).reshape(-1)
+
+
+def reduce_lanes(x: Array, members: Array, operation: str) -> Array:
+    """redux.sync: add or max of the lanes of a warp whose bits are set in `members`, for all of its lanes."""
+    ufunc, initial = {"add": (np.add, 0), "max": (np.maximum, np.iinfo(x.dtype).min)}[operation]
+    inside = (np.broadcast_to(members, x.shape).reshape(-1, LANES).astype(np.int64) >> LANE) & 1 == 1
+    return np.repeat(ufunc.reduce(x.reshape(-1, LANES), 1, x.dtype, where=inside, initial=initial), LANES)
 
 
 def reduce(x: Array, operation: np.ufunc) -> Array:

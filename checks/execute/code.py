@@ -197,10 +197,15 @@ class Code:
 
     def emit_shfl(self, i: Instruction, line: int) -> list[str]:
         (target, source, lane, *segment), (_, _, mode, kind) = i.operands, i.parts
-        if segment != ["31", "-1"] or mode not in ("bfly", "idx"):
+        if segment != {"bfly": ["31", "-1"], "idx": ["31", "-1"], "up": ["0", "-1"]}.get(mode):
             raise Unsupported(i.opcode)
         values = f"{self.value(source, kind)}, {self.value(lane, 'u32')}"
-        return self.put(target, kind, f"a.shuffle({values}, flips={mode == 'bfly'})")
+        return self.put(target, kind, f"a.shuffle({values}, '{mode}')")
+
+    def emit_redux(self, i: Instruction, line: int) -> list[str]:
+        (target, source, members), (_, _, operation, kind) = i.operands, i.parts
+        values = f"{self.value(source, kind)}, {self.value(members, 's32')}"
+        return self.put(target, kind, f"a.reduce_lanes({values}, '{operation}')")
 
     def emit_redux(self, i: Instruction, line: int) -> list[str]:
         (target, source, _), (_, _, operation, kind) = i.operands, i.parts

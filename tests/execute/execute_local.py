@@ -14,6 +14,7 @@ import test_activation_kernel as activations
 import test_combine_kernel as combinations
 import test_cross_entropy_kernel as losses
 import test_dropout_kernel as dropouts
+import test_grouped_matmul_kernel as groups
 import test_matmul_kernel as matmuls
 import test_norm_kernel as norms
 import test_rope_kernel as ropes
@@ -35,6 +36,21 @@ def test_layouts_of_matmul(shape, dtype) -> None:
 def test_epilogues_of_matmul(dtype) -> None:
     with executing():
         matmuls.epilogues(17, 37, 19, dtype, "cpu", TILE)
+
+
+@dtypes
+@pytest.mark.parametrize("counts", groups.COUNTS)
+def test_groups(counts, dtype) -> None:
+    for schedule in SCHEDULES if counts == groups.COUNTS[0] else (PLAIN,):
+        with executing(schedule):
+            for check in (groups.products, groups.gradients):
+                check(groups.kernel(), counts, 21, 19, dtype, "cpu", TILE)
+
+
+def test_many_groups() -> None:
+    """More than a program has threads, so that warps add up the row blocks of all through shared memory."""
+    with executing(SCHEDULES[1]):
+        groups.products(groups.kernel(), (1, 0, 2) * 33, 5, 3, torch.bfloat16, "cpu", TILE)
 
 
 @dtypes

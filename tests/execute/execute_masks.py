@@ -28,6 +28,7 @@ REACH = {
     "combine/kernel.py": ["combine"],
     "cross_entropy/kernel.py": ["targets outside", "cross entropy"],
     "dropout/kernel.py": ["dropout"],
+    "grouped_matmul/kernel.py": ["groups"],
     "launch.py": ["matmul by descriptors"],
     "matmul_all_reduce/kernel.py": ["all-reduce"],
     "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],

@@ -14,6 +14,7 @@ from execution import Execution, executing, run_group
 pytest.importorskip("triton")
 
 import test_all_gather_matmul_kernel as gathers
+import test_grouped_matmul_kernel as grouped
 import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
@@ -29,6 +30,12 @@ SHAPES = {
     "ampere": (torch.bfloat16, (136, 144, 176)),
     "ampere_small": (torch.bfloat16, (64, 80, 264)),
     "exact": (torch.float32, (72, 40, 56)),
+}
+# name of a tile -> (dtype, rows of each group, N, K)
+GROUPED: dict = {
+    "ampere": (torch.bfloat16, (136, 40), 250, 176),
+    "ampere_small": (torch.bfloat16, (24, 0, 104), 40, 264),
+    "exact": (torch.float32, (32, 0, 40), 40, 56),
 }
 GEMMS = {
     "all-gather": gathers.linear(1, "gelu"),
@@ -57,7 +64,7 @@ def executing_with(tile: str) -> Iterator[Execution]:
 
 
 def test_these_are_all_that_ship() -> None:
-    assert set(SHAPES) == {*tile_names(80, 2), *tile_names(80, 4)}
+    assert set(SHAPES) == set(GROUPED) == {*tile_names(80, 2), *tile_names(80, 4)}
     assert len({(SHAPES[name][0], TILES[name].warps) for name in SHAPES}) == len(SHAPES)
     assert set(FEW) == {*narrow_tile_names(80, 2), *narrow_tile_names(80, 4)}
 
@@ -70,6 +77,14 @@ def test_matmul(name) -> None:
         matmuls.layouts(m, n, k, dtype, "cpu", None)
         outputs = matmul_derivative(a, w, x, "gelu", gate)
     matmuls.close(outputs, matmul_derivative_reference, a, w, x, "gelu", gate)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_matmul(name) -> None:
+    dtype, *case = GROUPED[name]
+    with executing_with(name):
+        grouped.products(grouped.kernel(), *case, dtype, "cpu", None)
+        grouped.gradients(grouped.kernel(), *case, dtype, "cpu", None)
 
 
 @pytest.mark.parametrize("name", SHAPES)

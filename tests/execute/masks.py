@@ -28,6 +28,7 @@ import test_all_gather_matmul_kernel as gathers
 import test_combine_kernel as combinations
 import test_cross_entropy_kernel as losses
 import test_dropout_kernel as dropouts
+import test_grouped_matmul_kernel as groups
 import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
@@ -137,6 +138,14 @@ def matmul(module: Callable[[str], ModuleType], shape: Shape, tile: Tile = TILE)
         matmuls.epilogues(*shape, FLOAT, "cpu", tile)
 
 
+def grouped_matmul(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    """The last group, which ends where the memory ends, has one row, then as many as the shape has."""
+    rows, n, k = shape
+    groups.products(module("grouped_matmul"), (rows % 3, rows, 1), n, k, FLOAT, "cpu", TILE)
+    for counts in ((rows % 3, rows, 1), (1, rows)):
+        groups.gradients(module("grouped_matmul"), counts, n, k, FLOAT, "cpu", TILE)
+
+
 def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: int = gemms.WRITER_FLAGS) -> None:
     """Run a communicating GEMM on the virtual ranks of a group. flags: of a writer, that the launcher asks for. No
     others may be set: in a channel without them they are those of the next writer."""
@@ -205,6 +214,7 @@ CASES: dict[str, tuple[Callable[..., None], bool, list[Shape]]] = {
     "targets outside": (strange_targets, False, [()]),
     "matmul": (matmul, False, [(10, 7, 5), (10, 9, 5), *every_remainder(4, 4, 4)]),
     "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), False, [(6, 12, 4), *every_remainder(4, 8, 4)]),
+    "groups": (grouped_matmul, False, [(7, 7, 5), (8, 9, 5), (10, 5, 6), *every_remainder(4, 4, 4)]),
     "all-gather matmul": (all_gather_matmul, True, [(5, 6, 8), (5, 6, 7), *every_remainder(4, 4, 4)]),
     "gather": (gather, True, [(5,), *[(n,) for n in range(1, 9)]]),
     "reduce-scatter": (matmul_reduce_scatter, True, [(11, 6, 7), *every_remainder(4, 4, 4)]),

@@ -4,11 +4,13 @@ do bounds, alignment, what is never written and what is still being copied. Noth
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from copies import copy
 from execution import SCHEDULES, Execution
 
+from checks.execute.arithmetic import reduce_lanes, shuffle
 from checks.execute.code import Code
 from checks.execute.memory import Fault
 from checks.execute.ptx import Unsupported, parse
@@ -337,3 +339,19 @@ def test_what_cannot_go_on(text, message) -> None:
 def test_unknown_instructions_are_errors(text) -> None:
     with pytest.raises(Unsupported, match=re.escape(text.split()[0])):
         Code(parse(kernel(text).asm["ptx"]))
+
+
+def test_reductions_of_lanes() -> None:
+    values = np.arange(64, dtype=np.int32) - 40
+    assert (reduce_lanes(values, np.int32(-1), "max") == np.repeat([-9, 23], 32)).all()
+    assert (reduce_lanes(values, np.int32(5), "add") == np.repeat([-40 - 38, -8 - 6], 32)).all()
+    assert reduce_lanes(values, np.int32(-1), "add").dtype == np.int32
+
+
+def test_lanes_of_a_shuffle() -> None:
+    """Each of two warps takes from its own lanes; a lane that has none so far below keeps its own value."""
+    lanes = np.arange(64)
+    first, lane = lanes // 32 * 32, lanes % 32
+    assert (shuffle(lanes, np.uint32(5), "idx") == first + 5).all()
+    assert (shuffle(lanes, np.uint32(6), "bfly") == first + (lane ^ 6)).all()
+    assert (shuffle(lanes, np.uint32(4), "up") == np.where(lane < 4, lanes, lanes - 4)).all()

@@ -19,8 +19,8 @@ from tpformer.kernels.grouped_matmul.reference import grouped_matmul_cost
 from tpformer.kernels.launch import Tile
 
 TILE = Tile(16, 16, 16, 1, 1, False)
-# rows of each group: many, none, tiles and a remainder, whole tiles, one, none; all in one; one each; none at all
-COUNTS = ((5, 0, 17, 16, 1, 0), (0, 37, 0), (1,) * 5, (0, 0))
+# rows of each group: few, none, a tile and a remainder, a whole one, one, none; all in one; one each; none; one group
+COUNTS = ((5, 0, 17, 16, 1, 0), (0, 37, 0), (1,) * 5, (0, 0), (19,))
 SHAPES = ((21, 19), (16, 32), (1, 1))  # (n, k)
 TOKENS = 11  # rows that an index takes from, most of them several times
 GPU_COUNTS = ((300, 0, 129, 64, 1, 0, 2000, 7), (33,) * 128, (0, 0, 1000), (0,) * 8)
