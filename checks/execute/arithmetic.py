@@ -92,15 +92,11 @@ def shuffle(x: Array, lane: Array, mode: str) -> Array:
 
 
 def reduce_lanes(x: Array, members: Array, operation: str) -> Array:
-    """redux.sync: add or max of the lanes of a warp whose bits are set in `members`, for all of its lanes."""
-    ufunc, initial = {"add": (np.add, 0), "max": (np.maximum, np.iinfo(x.dtype).min)}[operation]
+    """redux.sync: sum or extreme of the lanes of a warp whose bits are set in `members`, for all of its lanes."""
+    bounds = np.iinfo(x.dtype)
+    ufunc, initial = {"add": (np.add, 0), "max": (np.maximum, bounds.min), "min": (np.minimum, bounds.max)}[operation]
     inside = (np.broadcast_to(members, x.shape).reshape(-1, LANES).astype(np.int64) >> LANE) & 1 == 1
     return np.repeat(ufunc.reduce(x.reshape(-1, LANES), 1, x.dtype, where=inside, initial=initial), LANES)
-
-
-def reduce(x: Array, operation: np.ufunc) -> Array:
-    """redux.sync: each lane gets what all lanes of its warp give."""
-    return operation.reduce(x.reshape(-1, LANES), 1).repeat(LANES)
 
 
 def multiply_fragments(d: tuple, a: tuple, b: tuple, c: tuple, kind: str) -> None:

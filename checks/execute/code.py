@@ -207,12 +207,6 @@ class Code:
         values = f"{self.value(source, kind)}, {self.value(members, 's32')}"
         return self.put(target, kind, f"a.reduce_lanes({values}, '{operation}')")
 
-    def emit_redux(self, i: Instruction, line: int) -> list[str]:
-        (target, source, _), (_, _, operation, kind) = i.operands, i.parts
-        if operation not in ("min", "max"):
-            raise Unsupported(i.opcode)
-        return self.put(target, kind, f"a.reduce({self.value(source, kind)}, np.{UFUNCS[operation]})")
-
     def emit_mov(self, i: Instruction, line: int) -> list[str]:
         kind, (target, source) = i.parts[-1], i.operands
         names = split_operands(next((x for x in i.operands if x.startswith("{")), "").strip("{}"))
