@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..all_gather_matmul import plan
 from ..all_gather_matmul.kernel import all_gather_matmul_space, gather_of, push_rows
 from ..configurations import select_grouped_tile
 from ..cost import gemm_seconds
-from ..grouped_matmul.kernel import GroupedForm, find_tile, load_matrix, load_rows, numbers, pointer_stages
-from ..launch import Tile, launch_options, packed, padded
+from ..grouped_matmul.kernel import GroupedForm, find_tile, load_matrix, load_rows, matrices, numbers, pointer_stages
+from ..launch import Tile, launch_options, packed
 from ..protocol import Channel, flags_of, reach, serve, wait
 from ..replay import launch
 from ..tile import add_product, store_activated
@@ -182,12 +181,8 @@ def all_gather_grouped_matmul(
     channel.require("all_gather_matmul", *all_gather_matmul_space(rows, k, world, shard.element_size()))
     y = shard.new_empty(len(tokens), n)
     tile = tile or select_grouped_tile(shard.device, shard.dtype, len(tokens) // served, groups * world, n)
-    whole, flat = packed(shard), padded(weights.flatten(0, 1))
+    whole, (stored, weight_stride) = packed(shard), matrices(weights, transposed, tile)
     stride = whole.shape[1]
-    stored: Tensor | TensorDescriptor = flat
-    if tile.tma:
-        apart, block = flat.stride(0), [1, tile.k, tile.n] if transposed else [1, tile.n, tile.k]
-        stored = TensorDescriptor(flat, list(weights.shape), [weights.shape[1] * apart, apart, 1], block)
     slots = [channel.slot(parity, stride, shard) for parity in (0, 1)]
     blocks = len(tokens) // served // tile.m + groups * world  # of rows, at most
     machine, filled = plan.machine_of(shard.device), len(tokens) // served + groups * world * tile.m // 2  # in the mean
@@ -197,7 +192,7 @@ def all_gather_grouped_matmul(
     launch(
         all_gather_grouped_matmul_kernel, (total, served),
         channel.links, channel.rank, whole, *slots, tokens, stored, starts_of(counts, served), y,
-        Experts(n, k, stride, flat.stride(0), len(slots[0]) // served), rows, groups, *pushing,
+        Experts(n, k, stride, weight_stride, len(slots[0]) // served), rows, groups, *pushing,
         GroupedForm(tile, triton.next_power_of_2(groups), transposed),
         gather_of(channel, shard, pushing.pushers > 0, keep),
         **launch_options(tile.warps, pointer_stages(tile), cooperative=True),
