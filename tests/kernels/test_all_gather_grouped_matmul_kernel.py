@@ -5,7 +5,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from pool import WorkerPool
 
 pytest.importorskip("triton")
@@ -44,9 +43,12 @@ def routed(world: int, rows: int, kind: str) -> list[Dispatch]:
     return [Dispatch(dispatch(routing, rank * EXPERTS, EXPERTS, total, world)) for rank in range(world)]
 
 
-def filled(y: torch.Tensor, rows: int) -> torch.Tensor:
-    """y with zeros below, as ranks have different numbers of rows."""
-    return F.pad(y, (0, 0, 0, CHOSEN * rows - len(y)))
+class Parts(tuple):
+    """Virtual ranks' results, which have different numbers of rows."""
+
+    def chunk(self, world: int) -> "Parts":
+        assert len(self) == world
+        return self
 
 
 def grouped(transposed: bool = False, kind: str = "mixed") -> gemms.Gemm:
@@ -59,8 +61,7 @@ def grouped(transposed: bool = False, kind: str = "mixed") -> gemms.Gemm:
         counts = torch.cat([each.counts for each in served]).to(x["a"].device)
         tokens = torch.cat([each.tokens for each in served]).to(x["a"].device)
         y = all_gather_grouped_matmul(x["a"], x["w"], channel, counts, tokens, transposed=transposed, tile=tile)
-        parts = y.split([len(each.tokens) for each in served])
-        return [torch.cat([filled(part, rows * world) for part in parts])]
+        return [y if len(served) == 1 else Parts(y.split([len(each.tokens) for each in served]))]
 
     def reference(xs):
         rows = len(xs[0]["a"])
@@ -69,7 +70,7 @@ def grouped(transposed: bool = False, kind: str = "mixed") -> gemms.Gemm:
             [x["a"] for x in xs], [x["w"] for x in xs], [each.counts.to(device) for each in every],
             [each.tokens.to(device) for each in every], transposed=transposed,
         )  # fmt: skip
-        return [[filled(y, rows * len(xs))] for y in products]
+        return [[y] for y in products]
 
     return gemms.Gemm(make, launch, reference)
 
