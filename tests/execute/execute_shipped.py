@@ -93,6 +93,8 @@ def test_grouped_matmul(name) -> None:
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_groups(gemm, name) -> None:
     dtype, shape = SHAPES[name]
+    if gemm == "all-gather, experts" and name == "ampere":
+        shape = (shape[0], 250, shape[2])  # with fewer columns the smaller tile is picked
     with executing_with(name) as execution:
         run_group(GEMMS[gemm], execution, WORLD, dtype, shape, 1, None, capacity=1 << 19, writer_flags=32)
 
