@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul
 from tpformer.kernels.all_gather_matmul.kernel import (
     all_gather_matmul,
     all_gather_matmul_derivative,
@@ -250,6 +251,33 @@ def all_gather_matmul_cases() -> Iterator[Case]:
     yield from gemm(kernel, odd, partial(tile_names, operands=3), waived=NARROW, **expected)
 
 
+def all_gather_grouped_matmul_cases() -> Iterator[Case]:
+    """The cases of all_gather_grouped_matmul_kernel."""
+
+    def product(dtype, tile, push=True, transposed=False, columns=N):
+        words = partial(meta, dtype=torch.int32)
+        all_gather_grouped_matmul(
+            meta(ROWS, K, dtype=dtype),
+            meta(GROUPS, *((K, columns) if transposed else (columns, K)), dtype=dtype),
+            channel(), words(WORLD, GROUPS), words(M), transposed=transposed,
+            push=push, keep=push, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    kernel = "all_gather_grouped_matmul_kernel"
+    # TMA loads the matrices alone, which no rank writes
+    expected: dict[str, Any] = {
+        "acquires": 2,
+        "own": frozenset(("shard", "tokens", "weights", "starts", "problem")),
+        "waived": frozenset(("fence_before_tma_load",)),
+    }
+    yield from gemm(kernel, [("copies", partial(product, push=False))], releases=1, **expected)
+    expected |= {"releases": 2, "local_atomics": 1, "in_flight": IN_FLIGHT}
+    pushes: list[Variant] = [("push", product), ("dgrad", partial(product, transposed=True))]
+    yield from gemm(kernel, pushes, **expected)
+    expected["waived"] |= NARROW
+    yield from gemm(kernel, [("push, odd columns", partial(product, columns=ODD))], **expected)
+
+
 def matmul_reduce_scatter_cases() -> Iterator[Case]:
     """The cases of matmul_reduce_scatter_kernel."""
 
@@ -328,6 +356,7 @@ KERNELS: tuple[Callable[[], Iterator[Case]], ...] = (
     matmul_cases,
     grouped_matmul_cases,
     all_gather_matmul_cases,
+    all_gather_grouped_matmul_cases,
     matmul_reduce_scatter_cases,
     matmul_all_reduce_cases,
     gather_cases,

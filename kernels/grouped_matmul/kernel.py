@@ -62,13 +62,13 @@ def load_matrix(
 
 
 @triton.jit
-def find_tile(offsets, ends, tile, tiles_n, BLOCK_M: tl.constexpr):
-    """(group, first row, end of the group's rows, column block) of a tile. ends: each group's row blocks and those of
-    the groups before it."""
+def find_tile(offsets, ends, tile, tiles_n, BLOCK_M: tl.constexpr, following=1):
+    """(group, first row, end of the group's rows, column block) of a tile. offsets: where each group's rows begin; they
+    end with what lies `following` elements behind. ends: each group's row blocks and those of the groups before it."""
     passed = ends <= tile // tiles_n
     group = tl.sum(passed.to(tl.int32))
     before = tl.max(tl.where(passed, ends, 0))
-    begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
+    begin, end = tl.load(offsets + group), tl.load(offsets + group + following)
     row_block, column_block = swizzle(tile - before * tiles_n, tl.cdiv(end - begin, BLOCK_M), tiles_n)
     return group, begin + row_block * BLOCK_M, end, column_block
 
@@ -166,6 +166,16 @@ def pointer_stages(tile: Tile) -> int:
     return tile.stages if FENCED or not tile.tma else 1
 
 
+def matrices(weights: Tensor, transposed: bool, tile: Tile) -> tuple[Tensor | TensorDescriptor, int]:
+    """(what kernels take for the matrices of all groups, elements from one row to the next)."""
+    flat = padded(weights.flatten(0, 1))
+    stride = flat.stride(0)
+    if not tile.tma:
+        return flat, stride
+    block = [1, tile.k, tile.n] if transposed else [1, tile.n, tile.k]
+    return TensorDescriptor(flat, list(weights.shape), [weights.shape[1] * stride, stride, 1], block), stride
+
+
 @replayed
 def grouped_matmul(
     a: Tensor,
@@ -195,16 +205,12 @@ def grouped_matmul(
     if rows == 0:
         return y
     tile = tile or select_grouped_tile(a.device, a.dtype, rows, groups, n)
-    a, flat = padded(a), padded(weights.flatten(0, 1))
+    a, (stored, stride) = padded(a), matrices(weights, transposed, tile)
     tiles = (rows // tile.m + groups) * triton.cdiv(n, tile.n)  # at most
-    stored: Tensor | TensorDescriptor = flat
-    if tile.tma:
-        stride, block = flat.stride(0), [1, tile.k, tile.n] if transposed else [1, tile.n, tile.k]
-        stored = TensorDescriptor(flat, list(weights.shape), [weights.shape[1] * stride, stride, 1], block)
     launch(
         grouped_matmul_kernel, (persistent_programs(a.device, tiles, tile, programs),),
         a if index is not None else operand(a, (tile.m, tile.k), tile), index, stored, offsets, y,
-        n, k, a.stride(0), flat.stride(0), groups, GroupedForm(tile, triton.next_power_of_2(groups), transposed),
+        n, k, a.stride(0), stride, groups, GroupedForm(tile, triton.next_power_of_2(groups), transposed),
         **launch_options(tile.warps, tile.stages if index is None else pointer_stages(tile)),
     )  # fmt: skip
     return y

@@ -17,8 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels"), str(ROOT / "tests/driver
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from replaying import call_variants, compared, keep_little  # noqa: E402
-from shelf import Shelf  # noqa: E402
+from replaying import Shelf, call_variants, compared, keep_little  # noqa: E402
 
 from checks.driver.stub import GPUS, Stub, memory  # noqa: E402
 

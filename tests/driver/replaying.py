@@ -13,27 +13,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from expert_calls import grouped, of_experts
-from shelf import Call, Shelf, Variant
 from torch import Tensor
+from variants import Call, Shelf, Variant, fused, gemms, grouped, local_channel, of_experts, rows_alone
 
 from checks.driver.stub import Stub
 from tpformer.kernels import replay
-from tpformer.kernels.activation.kernel import activation_backward, activation_forward
 from tpformer.kernels.all_gather_matmul import kernel as gathers
-from tpformer.kernels.configurations import TILES
-from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
-from tpformer.kernels.finish import Dropout, Finish, Norm
-from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
+from tpformer.kernels.finish import Finish
+from tpformer.kernels.matmul.kernel import matmul
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
-from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
-from tpformer.kernels.norm.kernel import finish_norm_forward, norm_backward, norm_forward
-from tpformer.kernels.protocol import Channel, bump, bump_kernel
-from tpformer.kernels.rope.kernel import rope_rotate
+from tpformer.kernels.protocol import Channel, bump_kernel
 
 ADDRESS = 1 << 40  # of a process's memory, at least; no size here is as large
 SAID = ("launch", "function", "grid", "threads", "shared", "cooperative", "taken", "maps")
-WORLD = 8
 
 
 def launches(attempt: dict, given: list[Tensor], results: list[Tensor]) -> list:
@@ -117,144 +109,6 @@ def compared(stub: Stub, shelf: Shelf, recorded: Callable[[], Call], call: Calla
     return {"plain": plain, "replayed": len(done), "same": same, "layouts": layouts, "said": [wanted, found]}
 
 
-def local_channel(shelf: Shelf) -> Channel:
-    """A channel of one rank of WORLD, larger than all calls below need."""
-    capacity, flags = 1 << 22, 1 << 12
-    word, table = partial(shelf, dtype=torch.int32), partial(shelf, dtype=torch.int64)
-    slot = partial(shelf, capacity, dtype=torch.uint8)
-    return Channel(
-        rank=3, served=1, world=WORLD, data=table(1, WORLD), flags=table(1, WORLD), epoch=word(1), error=word(1, 4),
-        stopped=word(1, 2), slots=(slot(), slot()), parity_stride=capacity, capacity=capacity, writer_flags=flags,
-        limit=160, counters=word(1, WORLD * flags),
-    )  # fmt: skip
-
-
-def finish_of(
-    shelf: Shelf, rows: int, n: int, key: int, parts: str = "bias dropout residual", p: float = 0.25
-) -> Finish:
-    dropout = Dropout(shelf(rows, dtype=torch.int64), key, p) if "dropout" in parts else None
-    bias = shelf(n) if "bias" in parts else None
-    return Finish(bias, dropout, shelf(rows, n) if "residual" in parts else None)
-
-
-def gemms(shelf: Shelf) -> Iterator[Variant]:
-    """Names of calls without communication, whether they are replayed, and the calls; their argument is a key."""
-
-    def product(m, n, k, weights=1, bias=None, dtype=torch.bfloat16, skew=0, **options) -> Callable[..., Call]:
-        def make(key: int) -> Call:
-            a = shelf(*((k, m) if options.get("a_transposed") else (m, k)), dtype=dtype, skew=skew)
-            b = [shelf(*((k, n) if options.get("b_transposed") else (n, k)), dtype=dtype) for _ in range(weights)]
-            biases = None if bias is None else [shelf(n, dtype=dtype, skew=bias) for _ in b]
-            return matmul, (a, b, biases), options
-
-        return make
-
-    yield "matmul", True, product(256, 128, 64)
-    yield "one column", True, product(256, 1, 64)
-    yield "one row", True, product(1, 128, 64)
-    yield "odd sizes", True, product(100, 129, 72)
-    yield "one element wide", True, product(128, 130, 8)
-    yield "bias", True, product(256, 128, 64, bias=0)
-    yield "bias, skewed", True, product(256, 128, 64, bias=1)
-    yield "bias, skewed by half", True, product(256, 128, 64, bias=4)
-    yield "three weights", True, product(256, 128, 64, weights=3)
-    yield "two weights, biases, activation", True, product(256, 128, 64, weights=2, bias=0, activation="gelu")
-    yield "weight gradient", True, product(64, 128, 256, a_transposed=True, b_transposed=True)
-    yield "float32", True, product(256, 128, 64, dtype=torch.float32)
-    yield "float16", True, product(256, 128, 64, dtype=torch.float16)
-    yield "programs", True, product(256, 128, 64, programs=1)
-    for name in ("small", "medium"):
-        yield f"{name} tile", True, product(256, 128, 64, tile=TILES[name])
-    yield "rows apart", True, lambda key: (matmul, (shelf(256, 128)[:, :64], [shelf(128, 64)], None), {})
-    yield "input, skewed: it is copied", False, product(256, 128, 64, skew=1)
-    yield "rows of 130 bytes: they are copied", False, product(256, 128, 65)
-    for gate in (False, True):
-
-        def derivative(key: int, gate: bool = gate) -> Call:
-            x = (shelf(256, 64), shelf(64, 128), shelf(256, 128), "silu", shelf(256, 128) if gate else None)
-            return matmul_derivative, x, {}
-
-        yield f"derivative, gate {gate}", True, derivative
-
-
-def fused(shelf: Shelf, channel: Channel) -> Iterator[Variant]:
-    """The same of calls over a channel."""
-    one, three = [(128, 512)], [(128, 512), (64, 512), (64, 512)]
-    for shapes in (one, three):
-        for push in (False, True):
-
-            def gather(key: int, shapes: list = shapes, push: bool = push) -> Call:
-                weights = [shelf(*shape) for shape in shapes]
-                return gathers.all_gather_matmul, (shelf(32, 512), weights, channel), {"push": push, "keep": push}
-
-            yield f"gather, {len(shapes)} weights, push {push}", True, gather
-    yield (
-        "gather, derivative",
-        True,
-        lambda key: (
-            gathers.all_gather_matmul_derivative,
-            (shelf(32, 512), shelf(512, 128), channel, shelf(256, 128), "gelu"),
-            {"spare": 32},
-        ),
-    )
-    yield "gather", True, lambda key: (gathers.await_gathered, (channel, shelf(32, 512), True), {})
-    yield "gathered copy", True, lambda key: (gathers.gathered_copy, (channel, shelf(32, 512)), {})
-    yield "gathered copy, a part", False, lambda key: (gathers.gathered_copy, (channel, shelf(32, 511)), {})
-    yield "bump", True, lambda key: (bump, (channel,), {})
-    for parts in ("", "bias", "dropout residual", "bias dropout residual"):
-        for launcher, rows in ((matmul_reduce_scatter, 32), (matmul_all_reduce, 256)):
-
-            def reduce(key: int, parts: str = parts, launcher: Callable = launcher, rows: int = rows) -> Call:
-                finish = finish_of(shelf, rows, 512, key, parts)
-                return launcher, ([shelf(256, 64)], [shelf(512, 64)], channel, finish), {"spare": 4}
-
-            yield f"{launcher.__name__}, {parts}", True, reduce
-
-
-def rows_alone(shelf: Shelf) -> Iterator[Variant]:
-    """The same of calls that multiply nothing."""
-    norm = partial(Norm, "layernorm", eps=1e-5)
-
-    def normalise(key: int, parts: str) -> Call:
-        finish = finish_of(shelf, 64, 512, key, parts)
-        return finish_norm_forward, (shelf(64, 512), finish._replace(norm=norm(shelf(512), shelf(512)))), {}
-
-    yield "norm", True, lambda key: (norm_forward, (shelf(64, 512), norm(shelf(512), shelf(512))), {})
-    yield "norm of x itself", True, partial(normalise, parts="")
-    yield "finish and norm", True, partial(normalise, parts="bias dropout residual")
-    yield "norm without a weight: ones are made", False, lambda key: (
-        norm_forward, (shelf(64, 512), Norm("rmsnorm", None, None, None)), {},
-    )  # fmt: skip
-
-    def norm_gradient(key: int) -> Call:
-        statistics = (shelf(64, 1, dtype=torch.float32), shelf(64, 1, dtype=torch.float32))
-        x = (shelf(64, 512), shelf(64, 512), statistics, norm(shelf(512), shelf(512)), shelf(64, 512))
-        return norm_backward, x, {}
-
-    yield "norm's gradient", True, norm_gradient
-    for p in (0.25, 0.5):
-        yield f"dropout {p}", True, lambda key, p=p: (
-            finish_forward, (shelf(64, 512), finish_of(shelf, 64, 512, key, p=p)), {},
-        )  # fmt: skip
-    yield "bias's gradient alone", True, lambda key: (finish_backward, (shelf(64, 512), None, True), {})
-    yield "dropout's gradient", True, lambda key: (
-        finish_backward, (shelf(64, 512), finish_of(shelf, 64, 512, key).dropout, True), {},
-    )  # fmt: skip
-    yield "activation", True, lambda key: (activation_forward, (shelf(64, 512), "gelu", None), {})
-    yield "no activation", True, lambda key: (activation_forward, (shelf(64, 512), None, None), {})
-    yield "activation's gradient", True, lambda key: (
-        activation_backward, (shelf(64, 512), shelf(64, 512), "silu", shelf(64, 512)), {},
-    )  # fmt: skip
-    yield "rope", True, lambda key: (
-        rope_rotate,
-        (
-            shelf(64, 4, 64), shelf(64, 2, 64), tuple(shelf(64, 32, dtype=torch.float32) for _ in range(2)),
-            shelf(64, dtype=torch.int64),
-        ),
-        {},
-    )  # fmt: skip
-
-
 @replay.replayed
 def of_own(first: Any, second: Any, served: int = 2, spoil: bool = False, zeroed: int = 2) -> Tensor:
     """A launcher of parts of what it is given and of what it allocates."""
@@ -313,7 +167,7 @@ def call_variants(stub: Stub) -> list[dict]:
     shelf = Shelf()
     channel = local_channel(shelf)
     every = [
-        *gemms(shelf), *grouped(shelf), *fused(shelf, channel), *rows_alone(shelf), *of_experts(shelf), *own(shelf)
+        *gemms(shelf), *grouped(shelf), *fused(shelf, channel), *rows_alone(shelf), *of_experts(shelf), *own(shelf),
     ]  # fmt: skip
     layouts = []
     for _, _, make in every:

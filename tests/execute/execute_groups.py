@@ -13,6 +13,7 @@ from execution import PLAIN, SCHEDULES, Schedule, executing, group, run_group
 
 pytest.importorskip("triton")
 
+import test_all_gather_grouped_matmul_kernel as experts
 import test_all_gather_matmul_kernel as gathers
 import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_reduce_scatter_kernel as scatters
@@ -28,6 +29,9 @@ GEMMS = {
     "all-gather": gathers.linear(1),
     "all-gather, several": gathers.linear(3, "gelu"),
     "all-gather, derivative": gathers.derivative("silu", True),  # of odd columns, in pieces of 8
+    "all-gather, experts": experts.grouped(),
+    "all-gather, experts, dgrad": experts.grouped(True, "own"),
+    "all-gather, experts, ranks without rows": experts.grouped(kind="one"),
     "all-reduce, one shot": all_reduces.gemm(1, False, True),
     "all-reduce, two shots": all_reduces.gemm(1, False, False),
 }
@@ -43,21 +47,22 @@ def test_groups(name, world, dtype) -> None:
             run_group(GEMMS[name], run, world, dtype, (17, 23, 19))
 
 
-@pytest.mark.parametrize("name", ["reduce-scatter", "all-gather", "all-reduce, two shots"])
+@pytest.mark.parametrize("name", ["reduce-scatter", "all-gather", "all-gather, experts", "all-reduce, two shots"])
 def test_groups_of_four(name) -> None:
     with executing(Schedule(3)) as run:
         run_group(GEMMS[name], run, 4, torch.bfloat16, (17, 23, 19))
 
 
 @pytest.mark.parametrize("joins", [0, 1, 2, 3])
-def test_pushers_that_take_tiles(joins, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["all-gather", "all-gather, experts"])
+def test_pushers_that_take_tiles(name, joins, monkeypatch) -> None:
     """Two of four programs push a shard of several pieces, and take tiles of the chunks from number `joins` on."""
     monkeypatch.setattr(execution, "DEVICE", SimpleNamespace(multi_processor_count=4, **SHARED))
     monkeypatch.setattr(plan, "IN_FLIGHT", 128)
     monkeypatch.setattr(plan, "plan_push", lambda *_: plan.Push(2, joins))
     for schedule in SCHEDULES:
         with executing(schedule) as run:
-            run_group(GEMMS["all-gather"], run, 3, torch.bfloat16, (17, 23, 19))
+            run_group(GEMMS[name], run, 3, torch.bfloat16, (17, 23, 19))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

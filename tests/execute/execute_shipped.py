@@ -13,6 +13,7 @@ from execution import Execution, executing, run_group
 
 pytest.importorskip("triton")
 
+import test_all_gather_grouped_matmul_kernel as experts
 import test_all_gather_matmul_kernel as gathers
 import test_grouped_matmul_kernel as grouped
 import test_matmul_all_reduce_kernel as all_reduces
@@ -40,6 +41,7 @@ GROUPED: dict = {
 GEMMS = {
     "all-gather": gathers.linear(1, "gelu"),
     "all-gather, derivative": gathers.derivative("silu", True),
+    "all-gather, experts": experts.grouped(),
     "reduce-scatter": scatters.gemm(1, scatters.gemms.FINISH, loads=scatters.LOADS),
     "all-reduce, two shots": all_reduces.gemm(1, True, False),
 }
@@ -91,6 +93,8 @@ def test_grouped_matmul(name) -> None:
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_groups(gemm, name) -> None:
     dtype, shape = SHAPES[name]
+    if gemm == "all-gather, experts" and name == "ampere":
+        shape = (shape[0], 250, shape[2])  # with fewer columns the smaller tile is picked
     with executing_with(name) as execution:
         run_group(GEMMS[gemm], execution, WORLD, dtype, shape, 1, None, capacity=1 << 19, writer_flags=32)
 

@@ -30,7 +30,7 @@ CAPACITY, WRITER_FLAGS = 1 << 15, 16
 BEFORE = 2**31 - 2  # the epoch before: the first operation's is positive as int32, the second's wraps
 LIMIT = 20  # polls of a wait that is over at once or never
 PATIENCE = 30  # seconds
-FOLDERS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+FOLDERS = ("all_gather_matmul", "all_gather_grouped_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 class Side(NamedTuple):
@@ -83,6 +83,17 @@ def all_gather_matmul(side: Side, x: Tensor) -> Tensor:
         return module.all_gather_matmul(x, [WEIGHT], side.channel, tile=TILE)[0]
 
 
+def all_gather_grouped_matmul(side: Side, x: Tensor) -> Tensor:
+    """Both experts of a rank take all tokens."""
+    module, world = side.kernel("all_gather_grouped_matmul"), side.channel.world
+    counts = torch.full((world, 2), len(x), dtype=torch.int32)
+    tokens = torch.arange(world * len(x), dtype=torch.int32).repeat(2)
+    with mock.patch.object(module.plan, "IN_FLIGHT", IN_FLIGHT):
+        return module.all_gather_grouped_matmul(
+            x, torch.stack([WEIGHT, -WEIGHT]), side.channel, counts, tokens, tile=TILE
+        )
+
+
 def matmul_reduce_scatter(side: Side, x: Tensor) -> Tensor:
     return side.kernel("matmul_reduce_scatter").matmul_reduce_scatter([x], [WEIGHT], side.channel, tile=TILE)
 
@@ -97,6 +108,10 @@ OPERATIONS = {
     "all_gather_matmul": Operation(
         all_gather_matmul,
         lambda inputs, rank: gathered(inputs, rank) @ WEIGHT.T,
+    ),
+    "all_gather_grouped_matmul": Operation(
+        all_gather_grouped_matmul,
+        lambda inputs, rank: torch.cat([gathered(inputs, rank) @ WEIGHT.T, gathered(inputs, rank) @ -WEIGHT.T]),
     ),
     "matmul_reduce_scatter": Operation(
         matmul_reduce_scatter,

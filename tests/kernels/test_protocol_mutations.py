@@ -15,7 +15,7 @@ from mutations import Edit, move, mutated_packages, replace
 from schedules import BEFORE, OPERATIONS, TWO_PHASES, run_all
 
 NAMES = set(OPERATIONS)
-GATHERS = {"await_gathered", "all_gather_matmul"}
+GATHERS = {"await_gathered", "all_gather_matmul", "all_gather_grouped_matmul"}
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 
 Mutation = dict[str, list[Edit]]  # by file
@@ -40,6 +40,7 @@ MUTATIONS: dict[str, Mutation] = {
     "slot 0 in both parities": {
         "protocol.py": [replace("(me.epoch & 1).to(tl.int64)", "(me.epoch & 0).to(tl.int64)")],
         "all_gather_matmul/kernel.py": [replace("& 1) == 1", "& 0) == 1")],
+        "all_gather_grouped_matmul/kernel.py": [replace("& 1) == 1", "& 0) == 1")],
     },
     "waits accept the epoch before": {
         "protocol.py": [
@@ -64,6 +65,7 @@ MUTATIONS: dict[str, Mutation] = {
             replace("in range(second, WORLD):", "in range(second, WORLD - 1):"),
             replace("in range(1, WORLD):", "in range(1, WORLD - 1):"),
         ],
+        "all_gather_grouped_matmul/kernel.py": [replace("in range(second, WORLD):", "in range(second, WORLD - 1):")],
         "matmul_reduce_scatter/kernel.py": [replace("0, limit, WORLD)", "0, limit, WORLD - 1)")],
         "matmul_all_reduce/kernel.py": [
             replace("0, limit, WORLD)", "0, limit, WORLD - 1)"),

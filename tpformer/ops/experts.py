@@ -190,7 +190,8 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
     if dy is None:
         dy = torch.zeros_like(saved.x)
     dy, _ = implementation("dropout", dy).finish_backward(dy, layout.dropout, False)
-    da, whole = gather_experts(layout.gathering, dy, sent, own.down, transposed=True)
+    keep = layout.deferred is not None
+    da, whole = gather_experts(layout.gathering, dy, sent, own.down, transposed=True, keep=keep)
     dhidden, a, dw = implementation("weighted_activation", da).weighted_activation_backward(
         da, saved.hidden, layout.activation, sent.weights
     )

@@ -1,10 +1,12 @@
 """The two sides of a layer of experts over tensor-parallel ranks: gather and grouped GEMM; grouped GEMM and reduction.
 
 Belongs here: how each transport carries them. `sequential` is the specification. The chunks of `pipelined` are the rows
-of one rank's tokens.
+of one rank's tokens. `fused` has a kernel for the gather. Its reduction is sequential's, because a token's rows lie in
+several experts' groups, so that no tile's epilogue has a token's sum.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
@@ -16,15 +18,27 @@ from ..dispatch import Dispatch
 from ..implementation import implementation
 from .interface import ALL_REDUCE, GATHER, SCATTER, Transport, finish_rows, record_transport
 
+if TYPE_CHECKING:
+    from .fused import Fused  # imports triton
+
 
 def gather_experts(
-    transport: Transport, x: Tensor, dispatch: Dispatch, weights: Tensor, *, transposed: bool = False
+    transport: Transport,
+    x: Tensor,
+    dispatch: Dispatch,
+    weights: Tensor,
+    *,
+    transposed: bool = False,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y (R, N), gathered rows (T, K)): each dispatched row of gather(x) times the transpose of its expert's matrix.
 
-    Shapes: x (T / t, K), or all rows with the local transport; weights (E, N, K), or (E, K, N) if transposed.
+    Shapes: x (T / t, K), or all rows with the local transport; weights (E, N, K), or (E, K, N) if transposed. The
+    group's next operation may overwrite the gathered rows, unless `keep`.
     Communication: one all-gather of T * K * itemsize bytes.
     """
+    if transport.name == "fused":
+        return cast("Fused", transport).gather_grouped(x, dispatch, weights, transposed=transposed, keep=keep)
     if transport.group is not None:
         record_transport(GATHER, transport.name)
     grouped = implementation("grouped_matmul", x).grouped_matmul

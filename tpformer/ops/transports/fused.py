@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from tpformer.distributed.collectives import check_divisible, record
 from tpformer.distributed.groups import kernel_workspace
 from tpformer.distributed.kernel_workspace import KernelWorkspace
+from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul
 from tpformer.kernels.all_gather_matmul.kernel import (
     all_gather_matmul,
     all_gather_matmul_derivative,
@@ -26,6 +27,7 @@ from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel
 
+from ..dispatch import Dispatch
 from ..norm import Normed
 from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
 from .prediction import send_by_copies
@@ -111,6 +113,22 @@ class Fused:
         workspace.end()
         gathered = gathered_copy(channel, dy) if keep else self._gathered(channel, workspace, dy)
         return dx, dgate, a, gathered
+
+    def gather_grouped(
+        self, x: Tensor, dispatch: Dispatch, weights: Tensor, *, transposed: bool, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What experts.gather_experts returns. Every rank calls it, also one whose experts have no row."""
+        record_transport(GATHER, self.name)
+        # of a dense GEMM with as much work, if all ranks have as many rows
+        columns = max(1, dispatch.k * weights.shape[2 if transposed else 1] // self.group.size())
+        channel, workspace, sent = self._begin_gather("all_gather_grouped_matmul", x, columns, keep=True)
+        push = sent is None
+        y = all_gather_grouped_matmul(
+            x, weights, channel, dispatch.counts, dispatch.tokens, transposed=transposed, push=push, keep=push,
+            spare=self.spare,
+        )  # fmt: skip
+        workspace.end()
+        return y, gathered_copy(channel, x) if keep else self._gathered(channel, workspace, x)
 
     def matmul_reduce(
         self,

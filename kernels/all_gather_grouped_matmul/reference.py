@@ -1,0 +1,57 @@
+"""All-gather, then a grouped GEMM of the dispatched rows: the specification for all ranks in one process (torch only),
+where each source's rows begin, and the cost.
+
+Letters: T tokens on t ranks; R rows in E groups, one for each expert of a rank; N output and K input features.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..cost import Cost
+from ..grouped_matmul.reference import grouped_matmul
+
+
+def all_gather_grouped_matmul_reference(
+    shards: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    tokens: Sequence[Tensor],
+    *,
+    transposed: bool = False,
+) -> list[Tensor]:
+    """For every rank r: grouped_matmul of the rows tokens[r] of concat(shards), by r's matrices.
+
+    Shapes: shards t of (T / t, K); weights[r] (E, N, K), or (E, K, N) if transposed; counts[r] (t, E) int32; tokens[r]
+    (R_r,) int32; results (R_r, N).
+    """
+    gathered = torch.cat(list(shards))
+    return [
+        grouped_matmul(gathered, matrices, offsets_of(own), index, transposed=transposed)
+        for matrices, own, index in zip(weights, counts, tokens, strict=True)
+    ]
+
+
+def offsets_of(counts: Tensor) -> Tensor:
+    """(E + 1,) int32: where each expert's rows begin, and where the last one's end. counts: (t, E)."""
+    return F.pad(counts.sum(0).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def starts_of(counts: Tensor, served: int = 1) -> Tensor:
+    """(served, t + 1, E) int32: the row at which an expert's rows from each source begin. They end where those from the
+    next source begin, as rows are sorted by expert, then by token. counts: (served * t, E), of the served ranks, whose
+    rows follow one another."""
+    sums = F.pad(counts.unflatten(0, (served, -1)).cumsum(1), (0, 0, 1, 0))
+    rows = sums[:, -1].flatten()
+    return (sums + (rows.cumsum(0) - rows).view(served, 1, -1)).to(torch.int32)
+
+
+def all_gather_grouped_matmul_cost(
+    rows: int, n: int, k: int, groups: int, tokens: int, world: int, itemsize: int
+) -> Cost:
+    """Of one rank: the grouped GEMM, with every matrix once for each source's rows, and a write of the tokens that it
+    receives."""
+    received = (world - 1) * tokens // world * k
+    return Cost(2 * rows * n * k, itemsize * (rows * (n + k) + world * groups * n * k + received))
