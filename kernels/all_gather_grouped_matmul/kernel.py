@@ -116,7 +116,7 @@ def all_gather_grouped_matmul_kernel(
     own = starts + me.rank * groups
     blocks = count_blocks(own, groups, FORM)
     tiles = tl.max(blocks) * tiles_n
-    begin, distance = take_turn(program, programs, pushers, joins < 1, 0, tiles)
+    begin, distance = take_turn(program, programs, pushers, joins == 0, 0, tiles)
     expert_tiles(
         problem, shard, (virtual - me.rank) * rows, tokens, weights, first_group, own, blocks, y, groups, begin, tiles,
         distance, FORM,

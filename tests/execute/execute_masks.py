@@ -24,6 +24,7 @@ from masks import CASES, try_mutants, verdict
 # the cases that reach a file's masks, fastest first
 REACH = {
     "activation/kernel.py": ["activation"],
+    "all_gather_grouped_matmul/kernel.py": ["all-gather groups"],
     "all_gather_matmul/kernel.py": ["gather", "all-gather matmul"],
     "combine/kernel.py": ["combine"],
     "cross_entropy/kernel.py": ["targets outside", "cross entropy"],
@@ -61,6 +62,10 @@ EQUIVALENT = {
         "the last tile of a chunk then multiplies rows of the next one, too, which no rank adds or stores",
     "all_gather_matmul/kernel.py push_rows: tl.minimum(turn, end) -> tl.minimum(end, end)": TURN,
     "all_gather_matmul/kernel.py push_rows: tl.minimum(turn, end) -> tl.minimum(turn, turn)": TURN,
+    "all_gather_grouped_matmul/kernel.py expert_tiles:"
+    " load_rows(source, rows, inside, at, k, problem.a_stride, BLOCK_K)"
+    " -> load_rows(source, rows, inside, at, k + 1, problem.a_stride, BLOCK_K)":
+        "rows of a shard and of a slot are padded by zeros to a multiple of a block's four columns",
     "matmul_reduce_scatter/kernel.py matmul_reduce_scatter_kernel: tl.minimum(rows - first_row, BLOCK_M)"
     " -> tl.minimum(BLOCK_M, BLOCK_M)": PACKED,
     "cross_entropy/kernel.py slice_statistics_kernel: whole < valid -> whole < valid + 1":

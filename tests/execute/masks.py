@@ -24,6 +24,7 @@ from unittest import mock
 import gemms
 import row_checks
 import test_activation_kernel as activations
+import test_all_gather_grouped_matmul_kernel as experts
 import test_all_gather_matmul_kernel as gathers
 import test_combine_kernel as combinations
 import test_cross_entropy_kernel as losses
@@ -172,6 +173,27 @@ def all_gather_matmul(module: Callable[[str], ModuleType], shape: Shape, watch: 
         on_ranks(gathers.derivative("silu", gated=True), 2, shape, watch)
 
 
+def all_gather_grouped_matmul(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
+    kernel = module("all_gather_grouped_matmul")
+    with mock.patch.object(experts, "all_gather_grouped_matmul", kernel.all_gather_grouped_matmul):
+        on_ranks(experts.grouped(), 2, shape, watch)
+        on_ranks(experts.grouped(True, "own"), 2, shape, watch)
+    second_of_two(kernel.all_gather_grouped_matmul, shape[0], watch)
+
+
+def second_of_two(launcher: Callable, rows: int, watch: Watch) -> None:
+    """A launch of one rank alone, whose shard begins at a token that is not 0, and whose peer has sent its rows."""
+    both, tokens = virtual_channel(2, 1 << 12, 1, epoch=1, limit=LIMIT), torch.arange(2 * rows, dtype=torch.int32)
+    watch.shared[:] = [storage_of(both.slots[0])]
+    slots = tuple(slot.view(2, -1)[1] for slot in both.slots)
+    names = ("data", "flags", "epoch", "error", "stopped", "counters")
+    channel = replace(both, rank=1, served=1, slots=slots, **{name: getattr(both, name)[1:] for name in names})
+    channel.slot(1, 4, torch.empty(0))[:rows] = 1.0
+    counts = torch.tensor([[rows], [rows]], dtype=torch.int32)
+    y = launcher(torch.full((rows, 4), 2.0), torch.ones(1, 3, 4), channel, counts, tokens, tile=TILE)
+    assert torch.equal(y, torch.tensor([4.0, 8.0]).repeat_interleave(rows)[:, None].expand(-1, 3))
+
+
 def gather(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
     """A rank's own shard, put into a slot that it fills, and copied out of one that ends where its memory ends."""
     shard = torch.arange(12.0 * shape[0]).view(3, -1)
@@ -216,6 +238,7 @@ CASES: dict[str, tuple[Callable[..., None], bool, list[Shape]]] = {
     "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), False, [(6, 12, 4), *every_remainder(4, 8, 4)]),
     "groups": (grouped_matmul, False, [(7, 7, 5), (8, 9, 5), (10, 5, 6), *every_remainder(4, 4, 4)]),
     "all-gather matmul": (all_gather_matmul, True, [(5, 6, 8), (5, 6, 7), *every_remainder(4, 4, 4)]),
+    "all-gather groups": (all_gather_grouped_matmul, True, [(5, 6, 8), (13, 6, 7), *every_remainder(4, 4, 4)]),
     "gather": (gather, True, [(5,), *[(n,) for n in range(1, 9)]]),
     "reduce-scatter": (matmul_reduce_scatter, True, [(11, 6, 7), *every_remainder(4, 4, 4)]),
     "all-reduce": (matmul_all_reduce, True, [(13, 6, 7), *every_remainder(4, 4, 4)]),
