@@ -146,13 +146,14 @@ class LayerModel:
     def _exposed(self, op: str, linear: Linear, gemm: float, backward: bool) -> float:
         """Seconds that a linear's collective adds to its forward, or to the GEMM of its input gradients.
 
-        Experts have plain collectives with every transport but `pipelined` (ops/transports/experts.py).
+        Experts are gathered for as a dense linear of as much work is, and reduced by a plain collective with every
+        transport but `pipelined` (ops/transports/experts.py).
         """
         if linear.shares:
             return 0.0
         n, k = (linear.k, linear.n) if backward else (linear.n, linear.k)
         transport = self.software.backward_transport if backward else self.software.forward_transport
-        if linear.groups > 1 and transport in ("auto", "fused"):
+        if linear.groups > 1 and op != GATHER and transport in ("auto", "fused"):
             transport = "sequential"
         itemsize = self.device.itemsize
         if op == GATHER and not backward and self.software.gathered_bytes:
