@@ -1,4 +1,4 @@
-"""The memory model beside the dry run's counts: 37 layouts, every stage's bytes and the sum at the peak."""
+"""The memory model beside the dry run's counts: 38 layouts, every stage's bytes and the sum at the peak."""
 
 import re
 from pathlib import Path
@@ -60,6 +60,7 @@ LAYOUTS = [
     (SHARED, {"recompute": "full", "recompute_interval": 2, "recompute_layers": "0:3", "balance_loss": 0.01}),
     ({**MOE, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", "offload_activations": True}),
     (MOE, {"pipeline_parallel": 2, **ZBV, "tensor_parallel": 2}),
+    (MOE, {"pipeline_parallel": 2, **ZBV, "tensor_parallel": 2, "balance_loss": 0.01}),
     (SHARED, {"pipeline_parallel": 2, **ZBV, "tensor_parallel": 2, "data_parallel_shard": 2, "recompute": "mlp"}),
     ({**SHARED, "n_layers": 8}, {"pipeline_parallel": 4, "data_parallel_shard": 2, "recompute": "full"}),
     ({**SHARED, "n_layers": 8}, {"pipeline_parallel": 2, **ILV, "data_parallel_shard": 2, "zero_stage": 2}),

@@ -283,10 +283,10 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
     if whole is not None:
         return tuple(make(index, whole) if wants else None for index, wants in enumerate(wanted))
     if layout.deferred is not None and any(wanted):
-        sinks = [layout.deferred.sinks[0], *layout.deferred.sinks[2:4]]
+        sinks, transport = [layout.deferred.sinks[0], *layout.deferred.sinks[2:4]], layout.gathering
 
-        def run() -> None:
-            gathered = layout.gathering.start_gather(rows)()
+        def run() -> None:  # without the layout, whose router has each token's sample
+            gathered = transport.start_gather(rows)()
             for index, wants in enumerate(wanted):
                 if wants:
                     sinks[index](make(index, gathered))
