@@ -20,6 +20,7 @@ from checks.compile.cases import Case  # noqa: E402
 from checks.compile.rules import evaluate  # noqa: E402
 from checks.compile.shipped import cases  # noqa: E402
 from tpformer.kernels import protocol, tile  # noqa: E402
+from tpformer.kernels.all_gather_grouped_matmul import kernel as grouped_gathers  # noqa: E402
 from tpformer.kernels.all_gather_matmul import kernel as all_gather_matmul  # noqa: E402
 from tpformer.kernels.configurations import TILES  # noqa: E402
 from tpformer.kernels.matmul_all_reduce import kernel as matmul_all_reduce  # noqa: E402
@@ -31,8 +32,8 @@ pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE
 # of every kernel that talks to other ranks, the variant to break: of GEMMs one that pushes, and both shots
 GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kernel finish"
 ONE_SHOT, TWO_SHOT = "matmul_all_reduce_kernel one-shot", "matmul_all_reduce_kernel two-shot"
-AWAIT = "await_gathered_kernel 8 ranks"
-VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT]
+AWAIT, GROUPED = "await_gathered_kernel 8 ranks", "all_gather_grouped_matmul_kernel dgrad"
+VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT, GROUPED]
 ANNOUNCING = [ONE_SHOT, TWO_SHOT]
 UNFENCED = {"fences", "fence_before_flag"}
 
@@ -123,6 +124,12 @@ PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         move("limit = wait(me, own_flags, chunk", "linear_tiles(problem, slot"),
         LATE,
         [GATHER],
+    ),
+    "wait behind the tiles of a rank's tokens": (
+        grouped_gathers.all_gather_grouped_matmul_kernel,
+        move("limit = wait(me, own_flags, source", "before = (before + tiles)"),
+        LATE,
+        [GROUPED],
     ),
     "finishing wait behind its loads": (
         matmul_reduce_scatter.matmul_reduce_scatter_kernel,
