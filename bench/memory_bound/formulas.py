@@ -181,7 +181,7 @@ def weighted_activation_backward(da: Tensor, gate_up: Tensor, name: str, weights
 
 
 def combine(rows: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """The sum of each token's rows, each of which there is."""
+    """The sum of each token's rows. This rank holds all of them."""
     return wide(rows[positions]).sum(1).to(rows.dtype)
 
 

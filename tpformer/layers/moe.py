@@ -103,7 +103,7 @@ class Router(ParallelModule):
         initial = Normal(hidden_size**-0.5 if init_std is None else init_std)
         self.add_parameter("weight", (n_experts, hidden_size), initial, shard=None, device=device, dtype=dtype)
         self.bias: Tensor | None
-        place = self.device_for(device) if self.tp.mesh is not None else device
+        place = self.device_for(device)
         zeros = torch.zeros(n_experts, dtype=wide(self.weight.dtype), device=place) if bias else None
         self.register_buffer("bias", zeros)
         self.reset_parameters()
