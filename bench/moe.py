@@ -34,10 +34,11 @@ SEEDS, QUICK_SEEDS, QUICK_STEPS = (1, 2, 3), (1,), 20
 EQUAL = 0.01  # how far the two may differ in active parameters, as a share
 OF_EXPERTS = re.compile("expert|router|balance|first_dense")  # the names of keys that the dense model does not have
 NOTE = (
-    "Both train with the same settings on the same samples in the same order, on two ranks. A seed fixes weights and "
-    "data. The loss is that of the validation set at the end. tokens/s is the median of a run's intervals but the "
-    "first, without validation, and the median of the seeds. load: tokens of the busiest expert over the mean, in the "
-    "worst layer. entropy: that of the loads over its maximum, the mean of the layers. Both are of the last step."
+    "Both models train with the same settings on the same samples in the same order, on two ranks. A seed fixes "
+    "weights and data. `loss` is the loss on the validation set at the end. `tokens/s` is the median over a run's "
+    "intervals without the first, validation left out; of that, the table shows the median over the seeds. `load` "
+    "divides the tokens of the busiest expert by the mean, in the layer where this is largest. `entropy` divides the "
+    "entropy of the loads by its maximum, and is averaged over the layers. Both belong to the last step."
 )
 Row = dict[str, Any]
 

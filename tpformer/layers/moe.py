@@ -202,7 +202,7 @@ def take_balance_loss(loss: Tensor | None) -> None:
 
 
 class Experts(ParallelModule):
-    """n_experts gated MLPs without biases, whose matrices are stacked: down_proj[e](act(gate(x)) * up(x)).
+    """n_experts gated MLPs without biases, whose matrices are stacked: y = W_down[e] (act(W_gate[e] x) * (W_up[e] x)).
 
     Layout:  gate_up_proj (n_experts, 2 * ffn_hidden_size, hidden_size), the gate first, and down_proj (n_experts,
              hidden_size, ffn_hidden_size) are Shard(0): each rank has n_experts / t whole experts. x and result as in
