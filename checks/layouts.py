@@ -171,8 +171,11 @@ def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping
 
 
 def routing_of(runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> Row:
-    """Of a model with experts: the hash of where its tokens went in float64, here and in one process, the number of
-    tokens, and the tokens that float32 routed differently, as routing.flips; {} for other models."""
+    """How a model with experts routed its tokens; {} for other models.
+
+    hash, one: hashes of all decisions in float64, here and in one process; tokens: how many decisions there are;
+    flips: the tokens that this layout routes differently from one process in float32 (routing.flips).
+    """
     if not expected[FLOAT64].routed:
         return {}
     one = expected[FLOAT64].routed

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from .autocast import autocast_dtype, cast, cast_back
 from .first_derivative import first_derivative
 from .implementation import implementation
-from .norm import Norm, Normed, parameters, restored
+from .norm import Norm, Normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, column_request, open_transport
@@ -57,12 +57,7 @@ class ColumnLinearFunction(torch.autograd.Function):
     def forward(ctx, x, norm_weight, norm_bias, layout: _Layout, normed: Normed | None, *weights_and_biases):
         n = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
-        mean = rstd = None
-        rows = x
-        if layout.norm is not None and normed is not None:
-            rows, mean, rstd = normed
-        elif layout.norm is not None:
-            rows, (mean, rstd) = implementation("norm", x).norm_forward(x, layout.norm)
+        rows, mean, rstd = normalised(x, layout.norm, normed)
         ctx.layout, ctx.deferred = layout, layout.deferred
         ctx.set_materialize_grads(False)  # the weight of an output that nobody uses gets no gradient, not zeros
         ctx.save_for_backward(x, norm_weight, norm_bias, mean, rstd, *weights)

@@ -21,7 +21,7 @@ from .autocast import cast as autocast_to
 from .dispatch import Dispatch, Sent, dispatch
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
-from .norm import Norm, Normed, parameters, restored
+from .norm import Norm, Normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .recompute import once, running_again
 from .route import Decided, Router, Routing, decide, decide_backward
@@ -93,12 +93,7 @@ class ExpertsFunction(torch.autograd.Function):
         *matrices,
     ):
         own = ExpertWeights(*matrices)
-        mean = rstd = None
-        rows = x
-        if layout.norm is not None and normed is not None:
-            rows, mean, rstd = normed
-        elif layout.norm is not None:
-            rows, (mean, rstd) = implementation("norm", x).norm_forward(x, layout.norm)
+        rows, mean, rstd = normalised(x, layout.norm, normed)
         decided, kept = once(lambda: _sent(rows, router_weight, weights, layout, len(own.gate_up)))
         sent = Dispatch(kept)
         given = None if weights is None else trace(weights)
@@ -328,7 +323,7 @@ def experts(
              backward all-gather B twice (dy, and x again for the weights) and reduce-scatter B; and for the routing
              8 K bytes a token gathered in the forward, 4 K scattered in the backward. Otherwise: an all-reduce of B in
              the forward and in the backward, and one of 4 K bytes a token in the backward.
-             With fewer ranks than experts no expert is cut: its rows would be few and its GEMMs thin.
+             No expert is cut over ranks: its part's GEMMs would be thin.
     deferred: its queue takes the gradients of matrices; it has a sink for each.
     With sequence_parallel the gradients of the norm's parameters and of router_weight are partial sums, over this
     rank's rows. Under torch.autocast as column_linear and row_linear; the router computes in float32 always.

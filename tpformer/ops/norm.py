@@ -35,6 +35,16 @@ def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> N
     return None if norm is None else Norm(norm.kind, weight, bias, norm.eps)
 
 
+def normalised(x: Tensor, norm: Norm | None, normed: Normed | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(norm(x), mean, rstd): what was given, or made here; (x, None, None) without a norm."""
+    if norm is None:
+        return x, None, None
+    if normed is not None:
+        return normed
+    y, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
+    return y, mean, rstd
+
+
 class NormFunction(torch.autograd.Function):
     """y = norm(x) for x, y (tokens, N), weight and bias (N,); rstd, and for layernorm mean, are (tokens, 1).
 
@@ -44,7 +54,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm: Norm):
-        y, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
+        y, mean, rstd = normalised(x, norm, None)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.norm = norm
         return y
