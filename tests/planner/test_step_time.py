@@ -131,6 +131,8 @@ def test_experts_take_longer_than_an_mlp_of_their_width():
     assert first.forward["gemm"] < second.forward["gemm"] < 1.3 * first.forward["gemm"]
     assert first.weights["gemm"] < second.weights["gemm"] and first.forward["tp"] < second.forward["tp"]
     assert first.forward["attention"] == second.forward["attention"]
+    alone = model({"data_parallel_shard": 8, "zero_stage": 1}, **EXPERTS).layer.work(experts=True)
+    assert second.forward["wait"] == 2 * OURS.host_kernel > 0 == first.forward["wait"] == alone.forward["wait"]
     groups = [linear for linear in experts.layer.linears[True] if linear.experts]
     assert [(each.rows, each.n, each.k, each.experts) for each in groups] == [
         (2048 * 8 // 64, 2 * 1024, 4096, 16),

@@ -4,7 +4,7 @@ Belongs here: which kernels and collectives a layer runs, on a configuration alo
 tensor-parallel communication by transport in ops/transports/prediction.py, stages and steps in step_time.py.
 
 All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), recompute, logits,
-launch (on a CPU).
+launch (on a CPU), wait (for the host).
 """
 
 from __future__ import annotations
@@ -226,8 +226,9 @@ class LayerModel:
     def routing(self) -> Work:
         """The router of a layer with experts, what it sends, and the sums of each token's rows.
 
-        Its GEMM is in float32, and its weights' gradient is not deferred. The host's wait for the numbers of rows is
-        left out, and so are indices.
+        Its GEMM is in float32, and its weights' gradient is not deferred. On several ranks the host waits for the
+        numbers of rows, and the device has nothing to do until they are read and the next kernel is launched: each is
+        taken to be as long as a launch. Indices are left out.
         """
         model, t, k, speed = (
             self.model,
@@ -245,6 +246,7 @@ class LayerModel:
         op = SCATTER if self.layout.sequence_parallel else ALL_REDUCE
         returned = exposed_seconds(op, (self.tokens, k, 1), t, "sequential", self.device, 1.0, 4)
         forward = Terms(gemm=logits, elementwise=combined, tp=sent if self.layout.sequence_parallel else 0.0)
+        forward["wait"] = 2 * self.software.host_kernel * (t > 1)
         return Work(forward, Terms(gemm=2 * logits, elementwise=combined, tp=returned), Terms())
 
     def elementwise(self, backward: bool, experts: bool = False) -> dict[str, float]:
