@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 UNINSTALLED := PYTHONPATH=.:tests $(PYTHON)
 # seconds of a test: many compile kernels for one to three minutes, and one that hangs must leave time for others
 REPORTED = $(UNINSTALLED) -m pytest -p gpu_report --override-ini timeout=300 $(if $(PART),--part $(PART))
-GPU_BENCHES := matmul grouped_matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce \
+GPU_BENCHES := matmul grouped_matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce all_gather_grouped_matmul \
 	norm activation rope dropout cross_entropy route weighted_activation combine layer pretrain
 
 # two tests at a time, one file's tests in one process: many tests wait, for timeouts and for one another's ranks.

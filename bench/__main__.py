@@ -11,6 +11,7 @@ from . import (
     bubbles,
     cpu,
     fused,
+    gathered_experts,
     generate,
     grouped_matmul,
     in_place,
@@ -40,7 +41,15 @@ BENCHES: tuple[Bench, ...] = (
         protocol.BENCH,
         host.BENCH,
     ),
-    *(matmul.BENCH, grouped_matmul.BENCH, *fused.BENCHES, *memory_bound.BENCHES, layer.BENCH, nvlink.BENCH),
+    *(
+        matmul.BENCH,
+        grouped_matmul.BENCH,
+        *fused.BENCHES,
+        gathered_experts.BENCH,
+        *memory_bound.BENCHES,
+        layer.BENCH,
+        nvlink.BENCH,
+    ),
 )
 
 if __name__ == "__main__":  # worker processes import this module again

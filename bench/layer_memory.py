@@ -60,7 +60,8 @@ TORCH_NAMES = {
 
 
 class Layer(NamedTuple):
-    """One layer that is counted: its architecture, tokens, ranks, and whether it is tpformer's or torch's."""
+    """The last layer of a model, which is counted: its architecture, tokens, ranks, and whether it is tpformer's or
+    torch's."""
 
     model: str
     config: GPTConfig
@@ -94,7 +95,7 @@ class Layer(NamedTuple):
         for name, size in (("kv_heads", config.kv_heads), (width, getattr(config, width))):
             if size % tp:
                 raise ValueError(f"{self.model}: {name}={size} cannot be split evenly over {tp} ranks")
-        weights = ITEM * config.layer_parameters(0)
+        weights = ITEM * config.layer_parameters(config.n_layers - 1)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if weights > memory:
             raise ValueError(
@@ -147,7 +148,7 @@ def _routing(layer: Layer) -> dict[str, int]:
 def forward_flops(config: GPTConfig, tokens: int) -> dict[str, int]:
     """GEMM FLOPs of one layer's forward by linear: what GEMM counts are compared with."""
     h, q, kv = config.hidden_size, config.query_size, config.kv_size
-    hidden = config.activated_features(0)
+    hidden = config.activated_features(config.n_layers - 1)
     sizes = {"qkv": h * (q + 2 * kv), "o": h * q, "fc1": h * hidden}
     sizes["fc2"] = h * config.ffn_size if config.n_experts is None else h * hidden // 2
     sizes["router"] = h * (config.n_experts or 0)
@@ -228,7 +229,7 @@ class Step:
         else:
             tp = TensorParallel(mesh, sequence_parallel=True)
             options: dict = {"recompute": layer.recompute, "tp": tp, "dtype": DTYPE}
-            self.block = transformer_block(config, device="meta", **options).to_empty(device="cpu")
+            self.block = transformer_block(config, config.n_layers - 1, device="meta", **options).to_empty(device="cpu")
             shape = (layer.tokens // layer.tp, config.hidden_size)
         self.x = torch.randn(shape).to(DTYPE).requires_grad_()
 

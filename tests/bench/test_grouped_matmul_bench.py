@@ -1,16 +1,18 @@
-"""The bench of grouped GEMMs without a GPU: sizes of the models, what torch's two ways compute, and the gate.
+"""The benches of grouped GEMMs without a GPU: sizes of the models, what torch's two ways compute, and the gates.
 
 Marked `gpu`: the bench as a whole, --quick.
 """
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
+from bench import gathered_experts  # noqa: E402
 from bench import grouped_matmul as bench  # noqa: E402
 from bench.grouped_matmul import DGRAD, DOWN, FORWARD, UP, WGRAD, Grouped  # noqa: E402
 from bench.runner import main  # noqa: E402
@@ -67,6 +69,27 @@ def test_without_a_gpu_it_predicts(capsys: pytest.CaptureFixture) -> None:
     found = {(row["case"].split(",")[0], row["shape"]): row["value"] for row in bench.predictions()}
     # 16 groups of 8192 rows in all, and half of a large tile's 128 rows for each: 8192 / 9216 of what GEMMs sustain
     assert found["prediction: forward", "30B gate+up 16 x 1536 x 2048 8192"] == pytest.approx(700 * 8192 / 9216, abs=1)
+
+
+def gate_of_a_gather(case: str, layer: str) -> str:
+    """What the gate of the fused kernel says of a result that is right, and then of a wrong one."""
+    torch.manual_seed(0)
+    small = {"DEVICE": "cpu", "DTYPE": torch.float32, "MODELS": {"tiny": TINY}}
+    with mock.patch.multiple(bench, **small):
+        found = gathered_experts.build(Grouped(case, "tiny", layer, 40, 8))
+        gathered_experts.check_gathered(found)
+        found.channel.gathered(1, found.shard).add_(1)  # what the peers have sent
+        try:
+            gathered_experts.check_gathered(found)
+        except AssertionError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("case, layer", [(FORWARD, UP), (DGRAD, DOWN)])
+def test_the_gate_of_a_fused_gather(case: str, layer: str, interpreted) -> None:
+    (said,) = interpreted(1).run(gate_of_a_gather, case, layer)
+    assert "push=False, group" in said and "error" in said
 
 
 @pytest.mark.gpu

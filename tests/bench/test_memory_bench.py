@@ -44,7 +44,9 @@ GPT = replace(memory.GPT, hidden_size=64, n_heads=4, seq_length=32)
 LLAMA = replace(
     memory.LLAMA, qk_norm=True, hidden_size=64, n_heads=4, n_kv_heads=2, seq_length=32, ffn_hidden_size=96, head_dim=24
 )
-MOE = replace(LLAMA, n_experts=8, experts_per_token=4, expert_ffn_size=24, shared_expert_size=16)
+MOE = replace(
+    LLAMA, n_layers=2, first_dense_layers=1, n_experts=8, experts_per_token=4, expert_ffn_size=24, shared_expert_size=16
+)
 MODES = ("none", "mlp", "full")
 
 

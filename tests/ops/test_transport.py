@@ -19,7 +19,7 @@ from tpformer.kernels.cost import (
     overlapped_seconds,
 )
 from tpformer.ops import transport
-from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Request, record_transport
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Grouped, Request, record_transport
 from tpformer.ops.transports.prediction import send_by_copies
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -27,8 +27,9 @@ CUDA, CPU = device("cuda"), device("cpu")
 BF16 = torch.bfloat16
 
 
-def request(op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, choice="auto") -> Request:
-    return Request(op, m, n, k, dtype, where, SimpleNamespace(size=lambda: ranks), choice)  # type: ignore[arg-type]
+def request(op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, choice="auto", grouped=None) -> Request:
+    group = SimpleNamespace(size=lambda: ranks)
+    return Request(op, m, n, k, dtype, where, group, choice, grouped)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -97,6 +98,16 @@ def test_auto_takes_what_the_model_calls_faster(node, options, expected):
         float(part) for part in re.findall(r"(?:fused|sequential) (\d+) us \(GEMM \d+, links \d+", reason)
     )
     assert (fused < sequential) == (name == "fused") and reason.startswith("predicted: fused ")
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(8192, "sequential"), (32768, "fused")])
+def test_auto_does_not_fuse_the_gather_for_experts_with_few_tokens(node, table, tokens, expected):
+    """Qwen3-30B-A3B: with few tokens, reading all matrices once for each rank's rows is more than the overlap hides."""
+    sizes = {"m": tokens, "n": 8 * 1536 // 8, "k": 2048}
+    linear, experts = choice(**sizes), choice(**sizes, grouped=Grouped(chosen=8, groups=128 // 8, n=1536))
+    assert linear[0] == "fused" and experts[0] == expected
+    ops.use_measured_table(table(row(ranks=8, fused_us=1)))  # of linears
+    assert choice(**sizes, grouped=Grouped(8, 16, 1536)) == experts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -131,8 +131,10 @@ def test_experts_take_longer_than_an_mlp_of_their_width():
     assert first.forward["gemm"] < second.forward["gemm"] < 1.3 * first.forward["gemm"]
     assert first.weights["gemm"] < second.weights["gemm"] and first.forward["tp"] < second.forward["tp"]
     assert first.forward["attention"] == second.forward["attention"]
-    groups = [linear for linear in experts.layer.linears[True] if linear.groups > 1]
-    assert [(each.rows, each.n, each.k, each.groups) for each in groups] == [
+    alone = model({"data_parallel_shard": 8, "zero_stage": 1}, **EXPERTS).layer.work(experts=True)
+    assert second.forward["wait"] == 2 * OURS.host_kernel > 0 == first.forward["wait"] == alone.forward["wait"]
+    groups = [linear for linear in experts.layer.linears[True] if linear.experts]
+    assert [(each.rows, each.n, each.k, each.experts) for each in groups] == [
         (2048 * 8 // 64, 2 * 1024, 4096, 16),
         (2048 * 8 // 64, 4096, 1024, 16),
     ]
@@ -143,6 +145,16 @@ def test_experts_take_longer_than_an_mlp_of_their_width():
     assert shared.forward["gemm"] > second.forward["gemm"] and shared.forward["tp"] == second.forward["tp"]
     some = model(parallel, **EXPERTS, first_dense_layers=12).step()
     assert some.optimizer < step.optimizer and plain.step().compute < some.compute < step.compute
+
+
+def test_experts_are_reduced_by_a_collective_and_gathered_for_as_their_tokens_allow():
+    """A rank's only expert is one, too. With few tokens a fused gather would read the matrices too often."""
+    for n_experts, samples, few in ((8, 8, False), (64, 1, True)):
+        layer = model({"tensor_parallel": 8}, microbatch=samples, **{**EXPERTS, "n_experts": n_experts}).layer
+        up, down = (linear for linear in layer.linears[True] if linear.experts)
+        assert down.experts == n_experts // 8
+        assert layer.linear_forward(down)["tp"] == layer._links(SCATTER)
+        assert (layer.linear_forward(up)["tp"] < layer._links(GATHER)) != few
 
 
 def test_stages_of_different_layers_differ():

@@ -120,13 +120,16 @@ class _Place(NamedTuple):
     device: torch.device
 
 
-def _column(path: str, layer: ParallelModule, where: _Place, n: int, width: int, k: int) -> LinearPlan:
+def _column(
+    path: str, layer: ParallelModule, where: _Place, n: int, width: int, k: int, grouped: ops.Grouped | None = None
+) -> LinearPlan:
     """The plan of column-parallel GEMMs that have n output features in all, `width` of them on one rank."""
-    rows = where.tokens // layer.tp.size if layer.tp.sequence_parallel else where.tokens
+    tp = layer.tp
+    rows = where.tokens // tp.size if tp.sequence_parallel else where.tokens
     request = column_request(
-        rows, k, width, where.dtype, where.device, layer.tp.group, layer.tp.sequence_parallel, layer.tp.transport
+        rows, k, width, where.dtype, where.device, tp.group, tp.sequence_parallel, tp.transport, grouped
     )
-    operation = "matmul" if request.op == ALL_REDUCE or layer.tp.size == 1 else request.op
+    operation = "matmul" if request.op == ALL_REDUCE or tp.size == 1 else request.op
     shape, local = (where.tokens, n, k), (where.tokens, width, k)
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
 
@@ -166,7 +169,15 @@ def _moe(prefix: str, layer: MoE, where: _Place) -> list[LinearPlan]:
         f"{prefix}gate", "matmul", alone, (where.tokens, n, gate.hidden_size), (rows, n, gate.hidden_size),
         ops.Decision("local", reason),
     )  # fmt: skip
-    gather = _column(f"{prefix}experts (gather)", experts, where, 2 * k * f, experts.width(k), experts.hidden_size)
+    gather = _column(
+        f"{prefix}experts (gather)",
+        experts,
+        where,
+        2 * k * f,
+        experts.width(k),
+        experts.hidden_size,
+        experts.grouped(k),
+    )
     if layer.fuses() and layer.shared_experts is not None:
         gather = _noted(gather, "; shared_experts are part of it")
     width, name = -(-k * f // tp.size), reducing(gather.decision.transport)

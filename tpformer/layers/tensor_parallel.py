@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.config import TRANSPORTS, check_choice
 from tpformer.ops.autocast import autocast_dtype
 from tpformer.ops.transport import LOCAL, column_request, open_transport, row_request
-from tpformer.ops.transports.interface import Request, Transport
+from tpformer.ops.transports.interface import Grouped, Request, Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,24 +81,25 @@ class TensorParallel:
     def _opened(self) -> dict[tuple, Transport]:
         return {}
 
-    def column_transport(self, x: Tensor, width: int) -> Transport:
+    def column_transport(self, x: Tensor, width: int, grouped: Grouped | None = None) -> Transport:
         """The transport of an ops.column_linear from x (..., K) to `width` output features of one rank.
 
-        It is chosen once for each shape. Errors: ValueError for a transport that cannot run.
+        grouped: of experts that have as much work. The choice is made once for each shape.
+        Errors: ValueError for a transport that cannot run.
         """
-        return self._transport(column_request, x, x.shape[-1], width)
+        return self._transport(column_request, x, x.shape[-1], width, grouped)
 
     def row_transport(self, x: Tensor, width: int, n: int) -> Transport:
         """The transport of an ops.row_linear from rows x, `width` input features of one rank, to n output features."""
         return self._transport(row_request, x, width, n)
 
-    def _transport(self, request: Callable[..., Request], x: Tensor, k: int, n: int) -> Transport:
+    def _transport(self, request: Callable[..., Request], x: Tensor, k: int, n: int, *more: Any) -> Transport:
         if self.size == 1:
             return LOCAL
         rows, dtype = x.shape[:-1].numel(), autocast_dtype(x) or x.dtype
-        key = (request, rows, k, n, dtype, x.device)
+        key = (request, rows, k, n, dtype, x.device, *more)
         if key not in self._opened:
-            asked = request(rows, k, n, dtype, x.device, self.group, self.sequence_parallel, self.transport)
+            asked = request(rows, k, n, dtype, x.device, self.group, self.sequence_parallel, self.transport, *more)
             self._opened[key] = open_transport(asked)
         return self._opened[key]
 

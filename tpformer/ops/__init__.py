@@ -16,7 +16,7 @@ from .route import Balance, Policy, Router, Routing, route
 from .row_linear import row_linear
 from .sequence import gather_columns, gather_rows, reduce_rows, scatter_rows, sum_gradient, take_columns
 from .transport import TRANSPORTS, Decision, choose_transport, use_measured_table
-from .transports.interface import record_transports
+from .transports.interface import Grouped, record_transports
 from .weight_gradients import Deferred, WeightGradientQueue, active_queue
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Deferred",
     "Dropout",
     "ExpertWeights",
+    "Grouped",
     "Norm",
     "Normed",
     "Offload",

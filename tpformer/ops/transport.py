@@ -15,9 +15,9 @@ from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.cost import Machine, break_even_width, machine_for
 
 from .implementation import KERNEL_DTYPES
-from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Request, Transport
+from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Grouped, Request, Transport
 from .transports.pipelined import Pipelined
-from .transports.prediction import Times, chosen_launch, fused_times, sequential_times
+from .transports.prediction import Times, chosen_launch, fused_times, grouped_seconds, sequential_times
 from .transports.sequential import Sequential
 from .transports.spare import spare_processors
 
@@ -47,14 +47,16 @@ def column_request(
     group: ProcessGroup | None,
     sequence_parallel: bool,
     transport: str,
+    grouped: Grouped | None = None,
 ) -> Request:
     """The request of a column_linear for x (rows, k). n: this rank's output features, of all weights together.
+    grouped: as in Request.
 
     Without sequence parallelism only the backward communicates: dx = all_reduce(dy W).
     """
     if sequence_parallel:
         ranks = 1 if group is None else group.size()
-        return Request(GATHER, rows * ranks, n, k, dtype, device, group, transport)
+        return Request(GATHER, rows * ranks, n, k, dtype, device, group, transport, grouped)
     return Request(ALL_REDUCE, rows, k, n, dtype, device, group, transport)
 
 
@@ -212,15 +214,23 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
     assert request.group is not None
     sizes = (request.m, request.n, request.k)
     spare = spare_processors(request.group) if spare is None else spare
+    t, dtype, device = request.ranks, request.dtype, request.device
+    gemms: list[float | None] = [None, None]
+    if request.grouped is not None:
+        gemms = [
+            grouped_seconds(request.grouped, request.m, request.k, t, sources, dtype, device, machine, free)
+            for sources, free in ((t, spare), (1, 0))
+        ]
     return {
-        "fused": fused_times(request.op, sizes, request.ranks, request.dtype, request.device, machine, spare),
-        "sequential": sequential_times(request.op, sizes, request.ranks, request.dtype.itemsize, machine),
+        "fused": fused_times(request.op, sizes, t, dtype, device, machine, spare, gemms[0]),
+        "sequential": sequential_times(request.op, sizes, t, dtype.itemsize, machine, gemms[1]),
     }
 
 
 def _measured(request: Request) -> Decision | None:
-    """The transport that was measured fastest for the nearest shape, among those that can run here."""
-    if REGISTRY.table is None:
+    """The transport that was measured fastest for the nearest shape, among those that can run here. Nobody measures
+    experts."""
+    if REGISTRY.table is None or request.grouped is not None:
         return None
     row = REGISTRY.table.nearest(request.op, request.ranks, dtype_name(request.dtype), request.m, request.n, request.k)
     if row is None:

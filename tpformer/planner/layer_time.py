@@ -4,7 +4,7 @@ Belongs here: which kernels and collectives a layer runs, on a configuration alo
 tensor-parallel communication by transport in ops/transports/prediction.py, stages and steps in step_time.py.
 
 All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), recompute, logits,
-launch (on a CPU).
+launch (on a CPU), wait (for the host).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from tpformer.config import RunConfig
 from tpformer.kernels.cost import overlapped_seconds
 from tpformer.layers.embedding import padded_vocab
-from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
-from tpformer.ops.transports.prediction import fused_times, sequential_times
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Grouped
+from tpformer.ops.transports.prediction import fused_times, grouped_seconds, sequential_times
 
 from .devices import Device, as_if_on
 from .memory import kv_heads
@@ -66,8 +66,8 @@ class Work(NamedTuple):
 class Linear(NamedTuple):
     """A linear on one rank: n output and k input features; column-parallel, or else row-parallel.
 
-    groups: so many linears with rows of their own, a rank's experts; `rows` of each. shares: its collectives are those
-    of another linear.
+    experts: so many linears with rows of their own, a rank's experts; `rows` of each. None: it is one of no experts.
+    shares: its collectives are those of another linear.
     """
 
     name: str
@@ -75,23 +75,35 @@ class Linear(NamedTuple):
     k: int
     column: bool
     rows: int
-    groups: int = 1
+    experts: int | None = None
     shares: bool = False
 
 
 @functools.lru_cache(maxsize=65536)
 def exposed_seconds(
-    op: str, sizes: tuple[int, int, int], t: int, transport: str, device: Device, gemm: float, itemsize: int
+    op: str,
+    sizes: tuple[int, int, int],
+    t: int,
+    transport: str,
+    device: Device,
+    gemm: float,
+    itemsize: int,
+    grouped: Grouped | None = None,
 ) -> float:
-    """Seconds that a linear's communication adds to its GEMM's `gemm`. sizes: M of all ranks, N and K of this rank."""
+    """Seconds that a linear's communication adds to its GEMM's `gemm`. sizes: M of all ranks, N and K of this rank.
+    grouped: of experts that are gathered for, and have as much work."""
     if t == 1:
         return 0.0
     if transport == "auto":
         ways = ("sequential", "fused") if device.capability else ("sequential",)
-        return min(exposed_seconds(op, sizes, t, each, device, gemm, itemsize) for each in ways)
+        return min(exposed_seconds(op, sizes, t, each, device, gemm, itemsize, grouped) for each in ways)
     if transport == "fused":
         with as_if_on(device) as cuda:
-            found = fused_times(op, sizes, t, torch.bfloat16, cuda, device.machine)
+            parts = None
+            if grouped is not None:
+                m, _, k = sizes
+                parts = grouped_seconds(grouped, m, k, t, t, torch.bfloat16, cuda, device.machine)
+            found = fused_times(op, sizes, t, torch.bfloat16, cuda, device.machine, gemm=parts)
         return max(0.0, found.device - gemm)
     found = sequential_times(op, sizes, t, itemsize, device.machine, gemm)
     if transport == "pipelined":
@@ -135,30 +147,33 @@ class LayerModel:
         shared = model.shared_expert_size
         return grouped if shared == 0 else grouped + self._mlp(2 * shared, shared, shares=True)
 
-    def _gemm(self, m: int, n: int, k: int, groups: int = 1, added: float = 0.0) -> float:
-        return gemm_seconds(m, n, k, self.device, batch=groups, added=added, speed=self.software.speed)
+    def _gemm(self, m: int, n: int, k: int, experts: int | None, added: float = 0.0) -> float:
+        return gemm_seconds(m, n, k, self.device, batch=experts or 1, added=added, speed=self.software.speed)
 
     def _cast(self, linear: Linear, operands: int) -> float:
         """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""
         elements = linear.n * linear.k * (operands > 0) + linear.rows * (linear.n if operands > 1 else linear.k)
-        return activation_seconds(self.software.cast * elements * linear.groups, self.device)
+        return activation_seconds(self.software.cast * elements * (linear.experts or 1), self.device)
 
     def _exposed(self, op: str, linear: Linear, gemm: float, backward: bool) -> float:
         """Seconds that a linear's collective adds to its forward, or to the GEMM of its input gradients.
 
-        Experts are gathered for as a dense linear of as much work is, and reduced by a plain collective with every
-        transport but `pipelined` (ops/transports/experts.py).
+        Experts are reduced by a plain collective with every transport but `pipelined` (ops/transports/experts.py).
         """
         if linear.shares:
             return 0.0
         n, k = (linear.k, linear.n) if backward else (linear.n, linear.k)
+        grouped = None
+        if linear.experts is not None and op == GATHER:
+            chosen = self.model.experts_per_token
+            grouped, n = Grouped(chosen, linear.experts, n), -(-chosen * n // self.t)
         transport = self.software.backward_transport if backward else self.software.forward_transport
-        if linear.groups > 1 and op != GATHER and transport in ("auto", "fused"):
+        if linear.experts is not None and op != GATHER and transport in ("auto", "fused"):
             transport = "sequential"
         itemsize = self.device.itemsize
         if op == GATHER and not backward and self.software.gathered_bytes:
             itemsize = self.software.gathered_bytes
-        return exposed_seconds(op, (self.tokens, n, k), self.t, transport, self.device, gemm, itemsize)
+        return exposed_seconds(op, (self.tokens, n, k), self.t, transport, self.device, gemm, itemsize, grouped)
 
     def _links(self, op: str) -> float:
         """Seconds of a collective of rows as wide as the residual stream, if nothing hides it."""
@@ -167,7 +182,7 @@ class LayerModel:
 
     def linear_forward(self, linear: Linear) -> Terms:
         """The forward of one linear."""
-        gemm = self._gemm(linear.rows, linear.n, linear.k, linear.groups)
+        gemm = self._gemm(linear.rows, linear.n, linear.k, linear.experts)
         found = Terms(gemm=gemm, cast=self._cast(linear, 1))
         if self.layout.sequence_parallel:
             found["tp"] = self._exposed(GATHER if linear.column else SCATTER, linear, gemm, False)
@@ -177,8 +192,8 @@ class LayerModel:
 
     def linear_backward(self, linear: Linear) -> tuple[Terms, Terms]:
         """(input gradients, weight gradients) of one linear."""
-        dgrad = self._gemm(linear.rows, linear.k, linear.n, linear.groups)
-        wgrad = self._gemm(linear.n, linear.k, linear.rows, linear.groups, self.software.accumulation)
+        dgrad = self._gemm(linear.rows, linear.k, linear.n, linear.experts)
+        wgrad = self._gemm(linear.n, linear.k, linear.rows, linear.experts, self.software.accumulation)
         inputs = Terms(gemm=dgrad, cast=self._cast(linear, 2))
         weights = Terms(gemm=wgrad)
         if linear.shares:
@@ -211,8 +226,9 @@ class LayerModel:
     def routing(self) -> Work:
         """The router of a layer with experts, what it sends, and the sums of each token's rows.
 
-        Its GEMM is in float32, and its weights' gradient is not deferred. The host's wait for the numbers of rows is
-        left out, and so are indices.
+        Its GEMM is in float32, and its weights' gradient is not deferred. On several ranks the host waits for the
+        numbers of rows, and the device has nothing to do until they are read and the next kernel is launched: each is
+        taken to be as long as a launch. Indices are left out.
         """
         model, t, k, speed = (
             self.model,
@@ -230,6 +246,7 @@ class LayerModel:
         op = SCATTER if self.layout.sequence_parallel else ALL_REDUCE
         returned = exposed_seconds(op, (self.tokens, k, 1), t, "sequential", self.device, 1.0, 4)
         forward = Terms(gemm=logits, elementwise=combined, tp=sent if self.layout.sequence_parallel else 0.0)
+        forward["wait"] = 2 * self.software.host_kernel * (t > 1)
         return Work(forward, Terms(gemm=2 * logits, elementwise=combined, tp=returned), Terms())
 
     def elementwise(self, backward: bool, experts: bool = False) -> dict[str, float]:

@@ -24,10 +24,22 @@ from ..norm import Normed
 GATHER, SCATTER, ALL_REDUCE = OPERATIONS
 
 
+class Grouped(NamedTuple):
+    """The grouped GEMM that a layer of experts has in place of a column-parallel linear."""
+
+    chosen: int
+    """Experts of a token."""
+    groups: int
+    """Experts of a rank."""
+    n: int
+    """Output features of each."""
+
+
 class Request(NamedTuple):
     """A linear that needs a transport: its operation (one of OPERATIONS) and one rank's GEMM, (m, k) @ (k, n).
 
-    m counts the rows of all ranks; n and k are this rank's. transport: the user's choice, or "auto".
+    m counts the rows of all ranks; n and k are this rank's. transport: the user's choice, or "auto". grouped: of
+    experts, for which n is the width of a linear with as much work.
     """
 
     op: str
@@ -38,6 +50,7 @@ class Request(NamedTuple):
     device: torch.device
     group: ProcessGroup | None
     transport: str = "auto"
+    grouped: Grouped | None = None
 
     @property
     def ranks(self) -> int:

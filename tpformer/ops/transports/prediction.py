@@ -25,8 +25,8 @@ from tpformer.kernels.cost import (
     tile_seconds,
 )
 
-from .exchange import Exchange, Launch, Sums, planned_launch, tile_count
-from .interface import GATHER, REGISTRY
+from .exchange import Exchange, Launch, Sums, planned_launch, share, tile_count
+from .interface import GATHER, REGISTRY, Grouped
 
 
 class Times(NamedTuple):
@@ -129,6 +129,35 @@ def all_reduce_seconds(found: Exchange, sums: Sums, gemm: float, links: float, m
         for busy in (together, sums.programs * sums.copy_in_flight)
     )
     return max(arrived, computed + sums.copied * copy) + sums.behind * last_copy
+
+
+def grouped_seconds(
+    grouped: Grouped,
+    m: int,
+    k: int,
+    t: int,
+    sources: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    machine: Machine,
+    spare: int = 0,
+) -> float:
+    """The grouped GEMM of one of t ranks for m tokens of all ranks, if all experts get equally many.
+
+    sources: from so many ranks rows come apart. Each has row blocks of its own, of which the last one of a group is
+    half empty in the mean, and every matrix is read for each. So it takes the waves of its tiles, or the memory's time.
+    """
+    from tpformer.kernels.all_gather_grouped_matmul.reference import all_gather_grouped_matmul_cost
+    from tpformer.kernels.configurations import select_grouped_tile
+    from tpformer.kernels.launch import persistent_programs
+
+    rows, groups = share(m * grouped.chosen, t), grouped.groups * sources
+    tile = select_grouped_tile(device, dtype, rows, groups, grouped.n)
+    tiles = share(2 * rows + groups * tile.m, 2 * tile.m) * share(grouped.n, tile.n)
+    programs, processors = persistent_programs(device, tiles, tile, spare=spare), processors_of(device)
+    waves = share(tiles, programs) * tile_seconds(tile[:2], k, share(programs, processors), machine, processors)
+    cost = all_gather_grouped_matmul_cost(rows, grouped.n, k, grouped.groups, m, sources, dtype.itemsize)
+    return max(waves, cost.flops / machine.flops, cost.bytes / machine.memory)
 
 
 def kernel_gemm_seconds(

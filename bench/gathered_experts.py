@@ -1,0 +1,156 @@
+"""What does it cost that experts start while tokens arrive, as far as one GPU can say it?
+
+Belongs here: one of t ranks whose peers have all arrived, what it must give, what it is timed beside, and predictions
+for t GPUs. The products are those of grouped_matmul.py whose rows are gathered.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpformer.ops.transport import column_request, predicted_times
+from tpformer.ops.transports.interface import Grouped
+
+from . import grouped_matmul
+from .accuracy import poisoned
+from .channels import local_channel
+from .grouped_matmul import DGRAD, DOWN, FORWARD, MODELS, UP, Operands, check_groups, draw, ours
+from .predict import FUSED as PREDICTED
+from .predict import MODEL, SEQUENTIAL, as_if_on, present_machine
+from .ratios import Row, compared, draw_ratios, means, ratios, table
+from .runner import Bench
+from .timing import FULL, QUICK, Call, measure
+
+if TYPE_CHECKING:
+    from tpformer.kernels.protocol import Channel
+
+BARE, FUSED, PUSHED, BUMPED = "grouped_matmul", "fused", "fused, SM push", "fused, with bump"
+RANKS, RANK = 8, 1  # the rank that is served, whose rows are not the first ones
+TOKENS = (8192, 32768)  # of all ranks
+
+
+class Gathered(NamedTuple):
+    """A product on rank RANK: operands with all ranks' rows, and what the fused kernel takes in place of them."""
+
+    product: grouped_matmul.Grouped
+    operands: Operands
+    shard: Tensor
+    counts: Tensor
+    channel: Channel
+
+
+def products(quick: bool) -> list[grouped_matmul.Grouped]:
+    """Gate and up of each model, and the gradient of down's rows; quick: of one, with few tokens."""
+    return [
+        grouped_matmul.Grouped(case, model, layer, tokens, RANKS)
+        for model in (["30B"] if quick else grouped_matmul.MODELS)
+        for case, layer in ((FORWARD, UP), (DGRAD, DOWN))
+        for tokens in (TOKENS[:1] if quick else TOKENS)
+    ]
+
+
+def build(product: grouped_matmul.Grouped) -> Gathered:
+    """The operands that `draw` gives, with every rank's rows in both slots, and the flags of the peers set."""
+    from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul_space
+
+    o, rows = draw(product), product.tokens // product.t
+    assert o.left_index is not None
+    shard = o.left.chunk(product.t)[RANK].clone()
+    space = all_gather_matmul_space(rows, shard.shape[1], product.t, shard.element_size())
+    channel = local_channel(product.t, *space, shard.device, RANK)
+    for parity in (0, 1):
+        channel.gathered(parity, shard).copy_(o.left)
+    sizes = torch.tensor(o.bounds, device=shard.device).diff()
+    expert = torch.repeat_interleave(torch.arange(product.groups, device=shard.device), sizes)
+    place = o.left_index.long() // rows * product.groups + expert
+    counts = torch.bincount(place, minlength=product.t * product.groups).to(torch.int32)
+    return Gathered(product, o, shard, counts.view(product.t, product.groups), channel)
+
+
+def launch(found: Gathered, *, push: bool, programs: int | None = None) -> Tensor:
+    """The fused kernel, at the epoch that `bump` has begun."""
+    from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul
+
+    o, transposed = found.operands, found.product.case == DGRAD
+    return all_gather_grouped_matmul(
+        found.shard, o.right, found.channel, found.counts, o.left_index,
+        transposed=transposed, push=push, programs=programs,
+    )  # fmt: skip
+
+
+def check_gathered(found: Gathered) -> None:
+    """AssertionError unless both ways to send the shard give each group's product, with no wait expired."""
+    from tpformer.kernels.protocol import bump
+
+    baseline = grouped_matmul.loop(found.product.case, found.operands)
+    for push in (False, True):
+        bump(found.channel)
+        actual = poisoned(partial(launch, found, push=push), baseline)
+        what = f"{found.product.case} {found.product}, push={push}"
+        check_groups(what, found.product.case, found.operands, actual, baseline)
+        assert not found.channel.error.any(), f"{what}: a wait expired: {found.channel.error.tolist()}"
+
+
+def check() -> None:
+    for product in products(quick=False):
+        check_gathered(build(product))
+
+
+def tax_rows(product: grouped_matmul.Grouped, quick: bool) -> list[Row]:
+    """The fused kernel, whose peers have all arrived, against the GEMM of rows that have been gathered."""
+    from tpformer.kernels.protocol import bump
+
+    found = build(product)
+    begin = partial(bump, found.channel)
+    calls = {
+        BARE: Call(partial(ours, product.case, found.operands)),
+        FUSED: Call(partial(launch, found, push=False), begin),
+        BUMPED: Call(lambda: (begin(), launch(found, push=False))),
+        PUSHED: Call(partial(launch, found, push=True), begin),
+    }
+    pairs = [(name, BARE) for name in (FUSED, BUMPED, PUSHED)]
+    return compared(f"tax, rank of {RANKS}", product, measure(calls, QUICK if quick else FULL), pairs)
+
+
+def rows(quick: bool) -> list[Row]:
+    measured = [row for product in products(quick) for row in tax_rows(product, quick)]
+    return [*measured, *predictions(quick), *means(measured)]
+
+
+def predictions(quick: bool = False) -> list[Row]:
+    """The gather fused with the experts' GEMM beside the collective and the GEMM, as "auto" compares them."""
+    machine, found = present_machine(), []
+    for product in products(quick):
+        chosen = MODELS[product.model].experts_per_token
+        n, k = (product.k, product.n) if product.case == DGRAD else (product.n, product.k)
+        group = SimpleNamespace(size=lambda: RANKS)
+        with as_if_on(machine) as device:
+            request = column_request(
+                product.tokens // RANKS, k, -(-chosen * n // RANKS), torch.bfloat16, device, group, True, "auto",
+                Grouped(chosen, product.groups, n),
+            )  # fmt: skip
+            times = predicted_times(request, machine, spare=0)
+        seconds = {PREDICTED: [times["fused"].device], SEQUENTIAL: [times["sequential"].device]}
+        label = f"prediction: {product.case}, {RANKS} {machine.name}"
+        found += compared(label, product, seconds, [(PREDICTED, SEQUENTIAL)])
+    return found
+
+
+BENCH = Bench(
+    name="all_gather_grouped_matmul",
+    description="experts' GEMM fused with its all-gather on 1 GPU: its tax; and predictions for 8 GPUs",
+    device="cuda",
+    check=check,
+    run=ratios(rows),
+    predict=lambda: table(predictions()),
+    draw=draw_ratios,
+    note=f"{MODEL} A shape is experts of a rank x N x K, then the tokens of all ranks. Tax: rank {RANK} of {RANKS} "
+    "alone, its peers' flags set and their rows in its slot, against the grouped GEMM of rows that have been gathered. "
+    "It contains that row blocks end with each rank's rows, and that every matrix is read once for each rank's rows. "
+    "SM push: programs first store the shard 7 times, here to memory. with bump: and the kernel that moves the epoch.",
+)
