@@ -156,7 +156,7 @@ def test_names_of_test_files_differ():
 
 def test_sizes():
     for path in PYTHON:
-        assert path.read_text().count("\n") <= 400, name(path)
+        assert path.read_text().count("\n") < 400, name(path)
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 limit = 150 if node.name.endswith("_kernel") else 60

@@ -84,11 +84,10 @@ class Trainer:
         self.linears = self.model.explain(default_dtype(config))  # refuses a transport that cannot run
         self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
         microbatches = config.n_microbatches * config.parallel.data_parallel
-        half = default_dtype(config) == torch.float16
         # 2**16 times the number of microbatches, rounded up to a power of two
         first_scale = 2.0 ** (16 + (microbatches - 1).bit_length())
         where = local_part(self.model.parameters()[0]).device
-        self.scaler = LossScaler(first_scale, device=where) if half else None
+        self.scaler = LossScaler(first_scale, device=where) if default_dtype(config) == torch.float16 else None
         self.tally = Tally(config)
         self.batches = Batches(config, self.model, self.data.train, self.device)
         self.watch = NormWatch(self.model) if config.log.norm_interval else None
