@@ -191,6 +191,12 @@ def test_a_report_of_experts_says_what_the_most_loaded_rank_needs():
     assert not any("experts" in line for line in report(dense, [0], 1e9))
 
 
+def test_active_parameters_of_a_small_model_are_not_rounded_to_nothing():
+    first = next(head(plan_config(configuration({}, {}, MOE))))
+    active = GPTConfig(**MOE).n_active_parameters
+    assert f"({active / 1e6:.2f}M active)" in first and active > 1e4
+
+
 def test_a_thousand_billion_parameters_on_3072_ranks(commands):
     code, out, err = commands.run("dry-run", str(ROOT / "examples/gpt_1t.toml"))
     assert code == 0 and err == "", err

@@ -112,6 +112,36 @@ def test_item_29_a_balance_loss_is_the_same_with_any_microbatch_and_layout(ranks
     check(ranks(ranks_of(LAYOUTS[layout])).run(trained, LAYOUTS[layout], 2, False, 1.0), expected)
 
 
+def balance_alone(parallel: Mapping[str, Any], targets: list[float]) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """What a balance loss adds to the loss and to its gradients, where these shares of the tokens are targets."""
+    results = []
+    for share in targets:
+        found = []
+        for coefficient in (0.0, 1.0):
+            model = build(run_config(parallel, 2, balance_loss=coefficient))
+            rows, first = own_batch(model)
+            drawn = torch.rand(BATCH, 9, generator=torch.Generator().manual_seed(1))[first : first + len(rows)]
+            loss = model.gradients(torch.where(drawn < share, rows, ~rows), first_sample=first, step=1)
+            named = [pair for part in model.parts for pair in part.named_parameters()]
+            found.append((float(loss), {name: full_tensor(p.grad).clone() for name, p in named}))
+        (without, less), (loss, gradients) = found
+        results.append((loss - without, {name: gradient - less[name] for name, gradient in gradients.items()}))
+    return results
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets(ranks, layout):
+    """Fails if a balance loss, a sum over all tokens, is divided by the number of targets, as losses of targets are."""
+    parallel = {} if layout is None else LAYOUTS[layout]
+    ((expected, gradients),) = ranks(1).run(balance_alone, {}, [1.0])[0]
+    assert expected > 1
+    for (loss, own), (nothing, none) in ranks(ranks_of(parallel)).run(balance_alone, parallel, [0.3, 0.0]):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        for name, gradient in own.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-13, msg=name)
+        assert nothing == 0 and not any(gradient.any() for gradient in none.values()), "a batch without targets"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_items_32_38_39_an_expert_without_tokens_has_a_gradient_of_zero(ranks, layout):
     """Fails if rows beyond the last group reach a sum, if a rank without tokens leaves a collective out, or if AdamW

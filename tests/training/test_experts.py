@@ -43,6 +43,14 @@ def test_settings_that_contradict_each_other_are_refused(model, words):
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("experts_per_token", 4), ("router_normalised", False), ("router_top_groups", 2)]
+)
+def test_a_setting_of_experts_without_experts_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"^{name}={value} without experts would do nothing: set n_experts$"):
+        GPTConfig(**{name: value})
+
+
 def test_what_depends_on_the_layout_is_refused():
     with pytest.raises(ValueError, match="balance_loss_over='batch' is not supported.*57 % larger"):
         check_config(config_of({}, train={"balance_loss_over": "batch"}))

@@ -46,13 +46,16 @@ def check_experts(config: Any) -> None:
 def _check_unused(config: Any) -> None:
     """ValueError for a setting of experts that would do nothing, because there are none."""
     given = {
+        "experts_per_token": config.experts_per_token != 2,
         "expert_ffn_size": config.expert_ffn_size is not None,
         "shared_expert_size": config.shared_expert_size > 0,
         "first_dense_layers": config.first_dense_layers > 0,
         "router_score": config.router_score != "softmax",
+        "router_normalised": not config.router_normalised,
         "router_scale": config.router_scale != 1,
         "router_bias": config.router_bias,
         "router_groups": config.router_groups > 1,
+        "router_top_groups": config.router_top_groups > 1,
     }
     for name, is_given in given.items():
         if is_given:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tpformer import ops
 from tpformer.layers import TensorParallel, balance_losses
-from tpformer.ops.cross_entropy import IGNORE_INDEX
 
 
 class _Attached(torch.autograd.Function):
@@ -38,11 +37,14 @@ class BalanceLoss:
 
     scale: what the whole loss will be multiplied by, a scalar. A part that is not the last needs it, as the loss is
     made elsewhere. total: the scaled losses of such a part since it was set to None, for whoever reports the loss.
+    share: the targets of a batch over its tokens, a scalar, where a summed loss will be divided by the targets: balance
+    losses are sums over all tokens, so they count with this factor. None: all tokens are targets.
     """
 
     def __init__(self, coefficient: float, tp: TensorParallel) -> None:
         self.coefficient, self.tp = coefficient, tp
         self.scale: Tensor | None = None
+        self.share: Tensor | None = None
         self.total: Tensor | None = None
 
     @contextmanager
@@ -63,11 +65,14 @@ class BalanceLoss:
         return ops.reduce_rows(total.view(1, 1), self.tp.group, False).view(()) if self.tp.sharded else total
 
     def added(self, loss: Tensor, losses: list[Tensor], targets: Tensor, reduction: str) -> Tensor:
-        """The loss with the balance losses: their sum, or with reduction "mean" that over the number of targets."""
+        """The loss with the balance losses: their sum times share, or with reduction "mean" that over the tokens."""
         if not losses:
             return loss
         total = self._sum(losses).to(loss.dtype)
-        return loss + (total if reduction == "sum" else total / (targets != IGNORE_INDEX).sum())
+        return loss + (self._shared(total) if reduction == "sum" else total / targets.numel())
+
+    def _shared(self, total: Tensor) -> Tensor:
+        return total if self.share is None else total * self.share.to(total.dtype)
 
     def attached(self, x: Tensor, losses: list[Tensor]) -> Tensor:
         """The rows of a part that is not the last; their backward is that of the balance losses, too."""
@@ -79,6 +84,7 @@ class BalanceLoss:
                 "the summed loss will be multiplied by"
             )
         total = self._sum(losses)
-        scaled = total.detach() * self.scale.to(total.dtype)
+        scale = self._shared(self.scale.to(total.dtype))
+        scaled = total.detach() * scale
         self.total = scaled if self.total is None else self.total + scaled
-        return _Attached.apply(x, total, self.scale)
+        return _Attached.apply(x, total, scale)

@@ -91,10 +91,10 @@ def head(config: RunConfig) -> Iterator[str]:
     layout, m = config.parallel, config.n_microbatches
     axes = f"pp {layout.pipeline_parallel} x dp_replicate {layout.data_parallel_replicate}"
     axes += f" x dp_shard {layout.data_parallel_shard} x tp {layout.tensor_parallel}"
-    n = count_parameters(config)
+    n, active = count_parameters(config), config.model.n_active_parameters
     parameters = f"{n / 1e9:.1f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
     if config.model.n_experts is not None:
-        parameters += f" ({config.model.n_active_parameters / 1e9:.2f}B active)"
+        parameters += f" ({active / 1e9:.2f}B active)" if active >= 1e8 else f" ({active / 1e6:.2f}M active)"
     yield f"{parameters} parameters, world size {layout.world_size}: {axes}"
     regions = f" by {layout.recompute_interval} layers" if layout.recompute_interval > 1 else ""
     yield (

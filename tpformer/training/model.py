@@ -135,7 +135,7 @@ class ModelParts:
         """
         targets = self._total((batch[:, 1:] >= 0).sum())
         self._scale = loss_scale / targets.clamp(min=1)
-        self._prepare_experts()
+        self._prepare_experts(targets / (batch[:, 1:].numel() * self.layout.data_parallel))
         total = self._run(batch, first_sample, step, train=True)
         for part in self.parts:
             reduce_partial_gradients(part)
@@ -146,10 +146,11 @@ class ModelParts:
                 total = total + part.balance.total
         return self._total(total, "pp") / loss_scale
 
-    def _prepare_experts(self) -> None:
-        """Set what the experts of a step need and count: the scale of balance losses, and no tokens yet."""
+    def _prepare_experts(self, share: Tensor) -> None:
+        """Set what the experts of a step need and count: scale and share of balance losses, and no tokens yet."""
         for part in self.parts:
             part.balance.scale, part.balance.total = torch.as_tensor(self._scale), None
+            part.balance.share = share
             for router in routers(part).values():
                 router.load = None
 
