@@ -5,11 +5,12 @@ import pytest
 import torch
 from steps import Results, assert_same, gradients, joined
 from test_moe_layer import BATCH, EXPERTS, SEQ, by_loop, inputs, make_moe
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from tpformer import ops
 from tpformer.distributed import build_mesh
-from tpformer.layers import MoE, Positions, Router, balance_losses
+from tpformer.layers import MoE, Positions, Router, TensorParallel, TransformerBlock, balance_losses
 from tpformer.ops.route import record_routing
 
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
@@ -148,6 +149,40 @@ def test_positions_beside_slices_of_samples(ranks, sequence_parallel, hooked):
 def test_positions_of_another_shape_are_refused():
     with balance_losses(), pytest.raises(ValueError, match="that are not those of Positions"):
         make_moe("balance")(inputs()[0], Positions(SEQ, BATCH))
+
+
+def wrapped(sequence_parallel: bool, part: str | None, how: str) -> tuple[Results, list[int]]:
+    """A block with padding, of which one part is within a wrapper of torch."""
+    mesh = mesh_of_all()
+    torch.manual_seed(0)
+    moe = {"n_experts": EXPERTS, "ffn_hidden_size": 12, "balance": 0.3}
+    options: dict = {"bias": False, "activation": "swiglu", "dtype": torch.float64}
+    block = TransformerBlock(16, 2, moe=moe, tp=TensorParallel(mesh, sequence_parallel), **options)
+    gate = block.mlp.gate
+    if part is not None:
+        inner = block.get_submodule(part)
+        outer = checkpoint_wrapper(inner) if how == "checkpointed" else torch.compile(inner, backend="eager")
+        block.set_submodule(part, outer)
+    x, dy = (own(z, mesh, sequence_parallel, 1).clone() for z in inputs())
+    x.requires_grad_()
+    with balance_losses() as losses:
+        y = block(x, positions=Positions(BATCH, SEQ, key_padding_mask=PADDING))
+    ((y * dy).sum() + losses[0]).backward()
+    found = {name.split(".")[-1]: each for name, each in gradients(block).items() if name.endswith("up_proj")}
+    return {"y": y.detach(), "dx": x.grad, **found}, gate.load.tolist()
+
+
+@pytest.mark.parametrize("how", ["checkpointed", "compiled"])
+@pytest.mark.parametrize("part", ["mlp", "mlp.gate", "mlp.experts"])
+@pytest.mark.parametrize("t", [1, 2])
+def test_a_wrapped_part_knows_samples_and_padding(ranks, t, part, how):
+    """Fails if a wrapper keeps positions from a router: it would count padding, and refuse to balance."""
+    ((wanted, load),) = ranks(1).run(wrapped, False, None, "")
+    assert sum(load) == 2 * int((~PADDING).sum())
+    results = ranks(t).run(wrapped, t > 1, part, how)
+    assert all(each == load for _, each in results)
+    for result in joined([result for result, _ in results], 1):
+        assert_same(result, wanted)
 
 
 def test_training_follows_inference_in_training_mode():

@@ -30,7 +30,7 @@ from tpformer.ops.sequence import flat_rows
 from tpformer.ops.uncompiled import untraced
 from tpformer.torch_private import has_saved_tensors_hooks, in_backward, is_own_parameter
 
-from .children import call_rows, fusable, fusable_norm
+from .children import call_rows, fusable, fusable_norm, unwrapped
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import Normal, ParallelModule
@@ -385,12 +385,12 @@ class MoE(ParallelModule):
         """The children, called as modules."""
         for name, kind in (("gate", Router), ("experts", Experts)):
             child = getattr(self, name)
-            if self.tp.size > 1 and not isinstance(child, kind):
+            if self.tp.size > 1 and not isinstance(unwrapped(child), kind):
                 raise ValueError(
                     f"{name} is a {type(child).__name__}, which does not know what {self.tp.size} tensor-parallel "
                     f"ranks share: derive it from {kind.__name__}, or replace the whole MoE"
                 )
-        routing = self.gate(x, positions) if isinstance(self.gate, Router) else self.gate(x)
+        routing = self.gate(x, positions) if isinstance(unwrapped(self.gate), Router) else self.gate(x)
         y = self.experts(x, routing)
         return y if self.shared_experts is None else y + call_rows(self.shared_experts, x, self.tp)
 

@@ -291,6 +291,19 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
     return None, None, None
 
 
+def _check_routing(
+    rows: int, router_weight: Tensor | None, router: Router | None, routing: Routing | None, parts: int
+) -> None:
+    """ValueError unless either a router is given, or a routing of the rows on all `parts` ranks."""
+    if (router is None) == (routing is None) or (router is None) != (router_weight is None):
+        raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
+    if routing is not None and len(routing.experts) != rows * parts:
+        raise ValueError(
+            f"a routing of {len(routing.experts)} tokens for x with {rows} rows on each of {parts} ranks: give that of "
+            f"all {rows * parts} tokens, in the order of ranks"
+        )
+
+
 @uncompiled
 def experts(
     x: Tensor,
@@ -332,14 +345,8 @@ def experts(
     Errors:  ValueError unless exactly one of router and routing is given, and for a routing of other tokens than x.
     Source:  Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841)
     """
-    if (router is None) == (routing is None) or (router is None) != (router_weight is None):
-        raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
     parts = group.size() if group is not None and sequence_parallel else 1
-    if routing is not None and len(routing.experts) != len(x) * parts:
-        raise ValueError(
-            f"a routing of {len(routing.experts)} tokens for x with {len(x)} rows on each of {parts} ranks: give that "
-            f"of all {len(x) * parts} tokens, in the order of ranks"
-        )
+    _check_routing(len(x), router_weight, router, routing, parts)
     autocast, added = autocast_dtype(x), residual
     carry = residual is x and autocast is None
     rows, inside = x, None if carry else residual
@@ -356,6 +363,4 @@ def experts(
     tensors = (rows, *parameters(norm), normed, inside, router_weight, weights)
     with without_autocast(x):
         y, loss = ExpertsFunction.apply(*tensors, layout, *matrices)
-    if autocast is not None and added is not None:
-        y = added + y
-    return y, loss
+    return (y if autocast is None or added is None else added + y), loss
