@@ -15,7 +15,7 @@ from tpformer.torch_private import forward_hooks, forward_pre_hooks
 
 from .attention import SelfAttention
 from .cache import LayerCache, require_cache
-from .children import call_rows, fusable, keeps_forward, others_hook, why_called
+from .children import call_rows, fusable, keeps_forward, others_hook, unwrapped, why_called
 from .dropout import DropoutKey
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
@@ -198,7 +198,7 @@ class TransformerBlock(ParallelModule):
     ) -> Tensor:
         """x + dropout(mlp(norm(x))). normed: norm(x), if it was made together with x."""
         norm, mlp = self.post_attention_layernorm, self.mlp
-        options: dict = {"positions": positions} if isinstance(mlp, MoE) else {}
+        options: dict = {"positions": positions} if isinstance(unwrapped(mlp), MoE) else {}
         if not (fusable(MLP, mlp) or fusable(MoE, mlp)):
             return x + ops.dropout(call_rows(mlp, call_rows(norm, x, self.tp), self.tp, **options), site)
         # This does the same in fewer passes, as above, and does not keep act(fc1(...)), either. The second run of a

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tpformer import ops
 from tpformer.torch_private import (
+    WRAPPERS,
     forward_hooks,
     forward_pre_hooks,
     has_backward_hooks,
@@ -46,6 +47,12 @@ def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
     if has_global_hooks():
         return "hooks are registered for all modules"
     return None
+
+
+def unwrapped(child: nn.Module) -> nn.Module:
+    """The module within wrappers such as torch.compile's, which give it the arguments that they get."""
+    inner = next((each for name, each in child.named_children() if name in WRAPPERS), None)
+    return child if inner is None else unwrapped(inner)
 
 
 def others_hook(hooks: Mapping[int, Callable]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,9 @@ from tpformer.ops.recompute import running_again
 from tpformer.ops.route import wide
 from tpformer.ops.sequence import flat_rows
 from tpformer.ops.uncompiled import untraced
-from tpformer.torch_private import in_backward, is_own_parameter
+from tpformer.torch_private import has_saved_tensors_hooks, in_backward, is_own_parameter
 
-from .children import call_rows, fusable, fusable_norm
+from .children import call_rows, fusable, fusable_norm, unwrapped
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import Normal, ParallelModule
@@ -113,6 +113,14 @@ class Router(ParallelModule):
         if self.bias is not None:
             self.bias.zero_()
 
+    def _apply(self, *args: Any, **options: Any) -> Self:
+        """As nn.Module's, for .to() and the like, but the bias stays in at least float32: a step of it is small."""
+        before = self.bias
+        super()._apply(*args, **options)
+        if before is not None and self.bias is not None and self.bias.dtype != wide(self.bias.dtype):
+            self.bias = before.to(self.bias.device, wide(self.bias.dtype))
+        return self
+
     @property
     def balances(self) -> bool:
         """Whether a forward makes a balance loss now."""
@@ -126,19 +134,18 @@ class Router(ParallelModule):
         load = None
         if not in_backward():  # where torch's checkpoint repeats a forward, its tokens have been counted
             if self.load is None or self.load.device != rows.device:
-                self.load = torch.zeros(self.n_experts, dtype=torch.int64, device=rows.device)
+                with torch.inference_mode(False):  # the tensor is kept, and training may follow
+                    self.load = torch.zeros(self.n_experts, dtype=torch.int64, device=rows.device)
             load = self.load
-        padding = None if positions is None else positions.key_padding_mask
         counted = None
-        if padding is not None:
-            assert positions is not None
-            counted = ~positions.to_rows(padding.reshape(-1).to(rows.device))
+        if positions is not None and positions.key_padding_mask is not None:
+            counted = ~positions.to_rows(positions.key_padding_mask.reshape(-1).to(rows.device))
         balance = self._balance(positions, counted, rows.device) if self.balances else None
         return ops.Router(self.policy, bias, load, counted, balance)
 
     def _check_loss_is_taken(self) -> None:
         if in_backward():
-            if not self._gave_loss:
+            if not (self._gave_loss and has_saved_tensors_hooks()):  # torch's other checkpoint has such hooks
                 raise ValueError(
                     "the balance loss of a Router is lost in torch.utils.checkpoint with use_reentrant=True, whose "
                     "first forward has no graph: set use_reentrant=False, or the block's recompute"
@@ -157,9 +164,8 @@ class Router(ParallelModule):
                 "the balance loss is one of sequences, and rows do not tell them: pass positions=Positions(batch, "
                 "seq_length), or x as (batch, seq, hidden)"
             )
-        batch, seq = positions.batch, positions.seq_length
-        sample = torch.arange(batch, device=device).repeat_interleave(seq)
-        sample = positions.to_rows(sample)
+        batch = positions.batch
+        sample = positions.to_rows(torch.arange(batch, device=device).repeat_interleave(positions.seq_length))
         if counted is not None:
             sample = torch.where(counted, sample, batch)
         return ops.Balance(self.balance, batch, sample)
@@ -177,15 +183,13 @@ class Router(ParallelModule):
 
     def forward(self, x: Tensor, positions: Positions | None = None) -> ops.Routing:
         """Where all tokens go. positions: needed for a balance loss, if x does not tell its batch and sequence."""
-        if positions is None and x.ndim == 3:
-            positions = positions_of(x, None, self.tp)
-        rows = flat_rows(x)
-        weight = self.local("weight", self.tp.sequence_parallel)
+        if positions is not None or x.ndim == 3:
+            positions = positions_of(x, positions, self.tp)
+        rows, sharded = flat_rows(x), self.tp.sequence_parallel
+        weight = self.local("weight", sharded)
         assert weight is not None
-        routing, loss = ops.route(
-            rows, weight, self.options(rows, positions), group=self.tp.group,
-            sequence_parallel=self.tp.sequence_parallel,
-        )  # fmt: skip
+        options = self.options(rows, positions)
+        routing, loss = ops.route(rows, weight, options, group=self.tp.group, sequence_parallel=sharded)
         take_balance_loss(loss)
         return routing
 
@@ -330,8 +334,8 @@ class MoE(ParallelModule):
 
     def forward(self, x: Tensor, positions: Positions | None = None) -> Tensor:
         """The layer of x (..., hidden_size); result like x. positions: as in Router."""
-        if positions is None and x.ndim == 3:
-            positions = positions_of(x, None, self.tp)
+        if positions is not None or x.ndim == 3:
+            positions = positions_of(x, positions, self.tp)
         y = self.branch(flat_rows(x), positions=positions)
         return y if y.shape == x.shape else y.view(x.shape)
 
@@ -381,12 +385,12 @@ class MoE(ParallelModule):
         """The children, called as modules."""
         for name, kind in (("gate", Router), ("experts", Experts)):
             child = getattr(self, name)
-            if self.tp.size > 1 and not isinstance(child, kind):
+            if self.tp.size > 1 and not isinstance(unwrapped(child), kind):
                 raise ValueError(
                     f"{name} is a {type(child).__name__}, which does not know what {self.tp.size} tensor-parallel "
                     f"ranks share: derive it from {kind.__name__}, or replace the whole MoE"
                 )
-        routing = self.gate(x, positions) if isinstance(self.gate, Router) else self.gate(x)
+        routing = self.gate(x, positions) if isinstance(unwrapped(self.gate), Router) else self.gate(x)
         y = self.experts(x, routing)
         return y if self.shared_experts is None else y + call_rows(self.shared_experts, x, self.tp)
 

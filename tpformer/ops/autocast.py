@@ -5,6 +5,7 @@ autograd casts their gradients back.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -22,6 +23,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     device = x.device.type
     available = torch.amp.is_autocast_available(device)  # not for meta tensors
     return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast is off on x's device, for an operation that has cast what is to be cast."""
+    if not any_autocast() or not torch.amp.is_autocast_available(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

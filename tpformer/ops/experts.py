@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.distributed.collectives import all_reduce, reduce_scatter
 from tpformer.kernels.cast import cast
 from tpformer.kernels.finish import Dropout, Finish
 
-from .autocast import autocast_dtype, cast_back
+from .autocast import autocast_dtype, cast_back, without_autocast
 from .autocast import cast as autocast_to
 from .dispatch import Dispatch, Sent, dispatch
 from .first_derivative import first_derivative, trace
@@ -24,7 +25,7 @@ from .implementation import implementation
 from .norm import Norm, Normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .recompute import once, running_again
-from .route import Decided, Router, Routing, decide, decide_backward
+from .route import Decided, Router, Routing, decide, decide_backward, wide
 from .transport import LOCAL
 from .transports.experts import experts_reduce, gather_experts, weight_gradient
 from .transports.interface import Transport
@@ -125,7 +126,9 @@ class ExpertsFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, dy, dbalance):
-        return _backward(_Saved(ctx), dy, dbalance)
+        saved = _Saved(ctx)
+        with without_autocast(saved.x):
+            return _backward(saved, dy, dbalance)
 
 
 def _sent(
@@ -227,14 +230,12 @@ def _routing_gradients(
     """(drows with the router's part, gradient of the router's weight, gradient of given weights (T, K))."""
     layout, sent = saved.layout, saved.sent
     if saved.decided is None or saved.router_weight is None:
-        return drows, None, sent.spread(dw) if saved.wants_weights else None
+        return drows, None, all_reduce(sent.spread(dw), layout.group) if saved.wants_weights else None
     if not (saved.wants_router or saved.wants_rows):
         return drows, None, None
     assert layout.router is not None
-    drouted, drouter = decide_backward(
-        sent.spread(dw), dbalance, saved.decided, rows, saved.router_weight, layout.router.policy, layout.group,
-        layout.sequence_parallel,
-    )  # fmt: skip
+    own = (reduce_scatter if layout.sequence_parallel else all_reduce)(sent.spread(dw), layout.group)
+    drouted, drouter = decide_backward(own, dbalance, saved.decided, rows, saved.router_weight, layout.router.policy)
     if drows is not None:
         drows = cast(drouted.add_(drows), drows.dtype)
     return drows, cast(drouter, saved.router_weight.dtype), None
@@ -290,6 +291,19 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
     return None, None, None
 
 
+def _check_routing(
+    rows: int, router_weight: Tensor | None, router: Router | None, routing: Routing | None, parts: int
+) -> None:
+    """ValueError unless either a router is given, or a routing of the rows on all `parts` ranks."""
+    if (router is None) == (routing is None) or (router is None) != (router_weight is None):
+        raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
+    if routing is not None and len(routing.experts) != rows * parts:
+        raise ValueError(
+            f"a routing of {len(routing.experts)} tokens for x with {rows} rows on each of {parts} ranks: give that of "
+            f"all {rows * parts} tokens, in the order of ranks"
+        )
+
+
 @uncompiled
 def experts(
     x: Tensor,
@@ -323,15 +337,16 @@ def experts(
              backward all-gather B twice (dy, and x again for the weights) and reduce-scatter B; and for the routing
              8 K bytes a token gathered in the forward, 4 K scattered in the backward. Otherwise: an all-reduce of B in
              the forward and in the backward, and one of 4 K bytes a token in the backward.
+             With `routing` its weights' gradient is all-reduced instead, and so is equal on all ranks.
              No expert is cut over ranks: its part's GEMMs would be thin.
     deferred: its queue takes the gradients of matrices; it has a sink for each.
     With sequence_parallel the gradients of the norm's parameters and of router_weight are partial sums, over this
     rank's rows. Under torch.autocast as column_linear and row_linear; the router computes in float32 always.
-    Errors:  ValueError unless exactly one of router and routing is given.
+    Errors:  ValueError unless exactly one of router and routing is given, and for a routing of other tokens than x.
     Source:  Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841)
     """
-    if (router is None) == (routing is None) or (router is None) != (router_weight is None):
-        raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
+    parts = group.size() if group is not None and sequence_parallel else 1
+    _check_routing(len(x), router_weight, router, routing, parts)
     autocast, added = autocast_dtype(x), residual
     carry = residual is x and autocast is None
     rows, inside = x, None if carry else residual
@@ -344,8 +359,8 @@ def experts(
         transport, group, sequence_parallel, norm, router, None if routing is None else routing.experts, activation,
         n_experts, dropout, carry, ends_region and running_again(), deferred,
     )  # fmt: skip
-    weights = None if routing is None else routing.weights
-    y, loss = ExpertsFunction.apply(rows, *parameters(norm), normed, inside, router_weight, weights, layout, *matrices)
-    if autocast is not None and added is not None:
-        y = added + y
-    return y, loss
+    weights = None if routing is None else routing.weights.to(wide(rows.dtype))
+    tensors = (rows, *parameters(norm), normed, inside, router_weight, weights)
+    with without_autocast(x):
+        y, loss = ExpertsFunction.apply(*tensors, layout, *matrices)
+    return (y if autocast is None or added is None else added + y), loss

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from tpformer.distributed.collectives import all_gather
 from tpformer.kernels.cast import cast
 from tpformer.kernels.route.reference import Policy
 
+from .autocast import without_autocast
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .recompute import once
@@ -149,24 +150,16 @@ def _slopes(experts: Tensor, balance: Balance, scores: Tensor) -> Tensor:
 
 
 def decide_backward(
-    dweights: Tensor | None,
+    own: Tensor | None,
     dbalance: Tensor | None,
     decided: Decided,
     rows: Tensor,
     weight: Tensor,
     policy: Policy,
-    group: ProcessGroup | None,
-    sequence_parallel: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(drows (M, H), dweight (E, H)) in at least float32, from this rank's part of the routing's weights (T, K).
-
-    Each rank has the gradients of its own experts' weights, and zeros for the others.
-    Communication: one reduce-scatter of 4 K bytes per token, 8 K in float64; an all-reduce without sequence_parallel.
-    """
-    if dweights is None:
+    """(drows (M, H), dweight (E, H)) in at least float32, from the gradient (M, K) of the own tokens' weights."""
+    if own is None:
         own = torch.zeros_like(decided.own_experts, dtype=decided.scores.dtype)
-    else:
-        own = (reduce_scatter if sequence_parallel else all_reduce)(dweights, group)
     dshares = None
     if dbalance is not None and decided.slopes is not None:
         dshares = decided.slopes[decided.own_sample] * dbalance
@@ -179,7 +172,7 @@ class RouteFunction(torch.autograd.Function):
     """weights (T, K) of all tokens, and the balance loss, from x (M, H) and the router's weight W (E, H).
 
     forward   logits = x W^T, in at least float32; experts, weights and scores by kernels/route; gather to all ranks
-    backward  dlogits by kernels/route from the weights' gradients, each rank's summed; dx = dlogits W, dW = dlogits^T x
+    backward  dlogits by kernels/route from the gradients of the own tokens' weights; dx = dlogits W, dW = dlogits^T x
     """
 
     @staticmethod
@@ -197,7 +190,11 @@ class RouteFunction(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dweights, _, dbalance):
         x, weight, *saved = ctx.saved_tensors
-        dx, dweight = decide_backward(dweights, dbalance, Decided(None, *saved), x, weight, *ctx.options)
+        policy, group, sequence_parallel = ctx.options
+        if dweights is not None and sequence_parallel and group is not None:
+            dweights = dweights.chunk(group.size())[group.rank()]
+        with without_autocast(x):
+            dx, dweight = decide_backward(dweights, dbalance, Decided(None, *saved), x, weight, policy)
         return cast(dx, x.dtype), cast(dweight, weight.dtype), None, None, None
 
 
@@ -208,12 +205,12 @@ def route(
     """(where all tokens of the group go, the balance loss of this rank's tokens or None).
 
     Shapes:  x (tokens / t, H) with sequence_parallel, else (tokens, H), equal on all ranks; weight (E, H), equal on all
-             ranks. The routing is that of all tokens. It is equal on all ranks, its weights' gradients are partial.
+             ranks. The routing is that of all tokens. It and its weights' gradients are equal on all ranks.
     Saves:   x, and 4 K + 4 E bytes a token: its experts and scores. A recomputed region keeps the decision, too.
-    Communication, per rank, with sequence_parallel: forward all-gather of 8 K bytes a token; backward reduce-scatter of
-             4 K bytes a token. Otherwise forward none; backward all-reduce of 4 K bytes a token. float64: twice that.
+    Communication, per rank, with sequence_parallel: an all-gather of 8 K bytes a token in the forward, 16 K in float64.
     The weight's gradient is, with sequence_parallel, a partial sum over this rank's rows.
     Source:  kernels/route/reference.py
     """
-    weights, experts, loss = RouteFunction.apply(x, weight, router, group, sequence_parallel)
+    with without_autocast(x):
+        weights, experts, loss = RouteFunction.apply(x, weight, router, group, sequence_parallel)
     return Routing(experts, weights), loss
