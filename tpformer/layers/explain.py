@@ -169,15 +169,8 @@ def _moe(prefix: str, layer: MoE, where: _Place) -> list[LinearPlan]:
         f"{prefix}gate", "matmul", alone, (where.tokens, n, gate.hidden_size), (rows, n, gate.hidden_size),
         ops.Decision("local", reason),
     )  # fmt: skip
-    gather = _column(
-        f"{prefix}experts (gather)",
-        experts,
-        where,
-        2 * k * f,
-        experts.width(k),
-        experts.hidden_size,
-        experts.grouped(k),
-    )
+    grouped, path = experts.grouped(k), f"{prefix}experts (gather)"
+    gather = _column(path, experts, where, 2 * k * f, grouped.width(tp.size), experts.hidden_size, grouped)
     if layer.fuses() and layer.shared_experts is not None:
         gather = _noted(gather, "; shared_experts are part of it")
     width, name = -(-k * f // tp.size), reducing(gather.decision.transport)

@@ -259,22 +259,19 @@ class Experts(ParallelModule):
         sinks = [lambda gradient, name=name: self.accumulate(name, gradient) for name in ("gate_up_proj", "down_proj")]
         return ops.Deferred(queue, [*sinks, *(layer.take_weight_gradient for layer in layers)])
 
-    def width(self, k: int) -> int:
-        """Output features of one rank's column-parallel linear with as much work, for k experts a token."""
-        return -(-2 * k * self.ffn_hidden_size // self.tp.size)
-
     def grouped(self, k: int) -> ops.Grouped:
         """What "auto" has to know of the GEMM behind the gather, for k experts a token."""
         return ops.Grouped(k, self.n_experts // self.tp.size, 2 * self.ffn_hidden_size)
 
     def run(self, rows: Tensor, k: int, shared: MLP | None = None, **options: Any) -> tuple[Tensor, Tensor | None]:
         """ops.experts of rows (tokens / t, hidden_size) with this layer's matrices and transport."""
+        grouped = self.grouped(k)
         return ops.experts(
             rows,
             self.matrices(shared),
             n_experts=self.n_experts,
             activation=self.activation,
-            transport=self.tp.column_transport(rows, self.width(k), self.grouped(k)),
+            transport=self.tp.column_transport(rows, grouped.width(self.tp.size), grouped),
             group=self.tp.group,
             sequence_parallel=self.tp.sequence_parallel,
             deferred=self.deferred(shared),

@@ -34,6 +34,10 @@ class Grouped(NamedTuple):
     n: int
     """Output features of each."""
 
+    def width(self, ranks: int) -> int:
+        """Output features of one rank's column-parallel linear with as much work."""
+        return -(-self.chosen * self.n // ranks)
+
 
 class Request(NamedTuple):
     """A linear that needs a transport: its operation (one of OPERATIONS) and one rank's GEMM, (m, k) @ (k, n).
