@@ -10,6 +10,7 @@ from checks import faults, host, layouts, observe, protocol, zero
 from . import (
     bubbles,
     cpu,
+    data_parallel,
     fused,
     gathered_experts,
     generate,
@@ -29,7 +30,16 @@ from .memory_bound import benches as memory_bound
 from .runner import Bench, main
 
 BENCHES: tuple[Bench, ...] = (
-    *(cpu.BENCH, generate.BENCH, memory.BENCH, pretrain.BENCH, bubbles.BENCH, layouts.BENCH, zero.BENCH),
+    *(
+        cpu.BENCH,
+        generate.BENCH,
+        memory.BENCH,
+        pretrain.BENCH,
+        bubbles.BENCH,
+        data_parallel.BENCH,
+        layouts.BENCH,
+        zero.BENCH,
+    ),
     *(
         families.BENCH,
         learning_rate.BENCH,

@@ -1,8 +1,20 @@
-"""What all-reduce algorithms send, by their formulas, and how long that takes."""
+"""What all-reduce algorithms send, by their formulas and as counted; what they add up; how long that takes."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tpformer.distributed.algorithms import ALGORITHMS, NAMES, Link, Traffic, all_reduce_seconds
+from tpformer.distributed import record_collectives
+from tpformer.distributed.algorithms import ALGORITHMS, NAMES, Link, Traffic, all_reduce_seconds, hierarchical
+from tpformer.distributed.reductions import REDUCTIONS, Members, reduce_by
 
 FAST, SLOW = Link(2e-6, 300e9), Link(12e-6, 40e9)
 
@@ -38,3 +50,140 @@ def test_seconds():
     assert both == pytest.approx(ring + 6 * 12e-6 + 1.5 * 0.25e9 / 40e9)
     small = {name: all_reduce_seconds(name, 1e3, 8, 8, FAST, SLOW) for name in NAMES}
     assert min(small, key=small.__getitem__) in ("butterfly", "tree"), "latency decides"
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def run_all(n: int, dtype: torch.dtype) -> dict:
+    """By algorithm and nodes: the result, the bytes of each message, and the clock: steps that wait for one another."""
+    group, found = world(), {}
+    exchange = Members.exchange
+    clock = 0
+
+    def counted(members, sends, receives):
+        """Each message brings its sender's clock, which is behind this step's own messages."""
+        nonlocal clock
+        exchange(members, sends, receives)
+        now = torch.tensor([clock])
+        came = [(peer, torch.zeros(1, dtype=torch.int64)) for peer, x in receives if x.numel()]
+        with record_collectives():
+            exchange(members, [(peer, now) for peer, x in sends if x.numel()], came)
+        if came or sends:
+            clock = 1 + max([clock, *(int(each) for _, each in came)])
+
+    sizes = [inside for inside in range(1, group.size() + 1) if group.size() % inside == 0]
+    for name, inside in [*((name, 1) for name in REDUCTIONS), *(("hierarchical", inside) for inside in sizes)]:
+        x, clock = numbers(group.rank(), n, dtype), 0
+        with record_collectives() as plain:
+            assert reduce_by(name, x, group, inside=inside) is x
+        again = numbers(group.rank(), n, dtype)
+        with mock.patch.object(Members, "exchange", counted):
+            reduce_by(name, again, group, inside=inside)
+        assert torch.equal(x, again), "the same bits every time"
+        found[name, inside] = x, [nbytes for _, nbytes in plain], clock
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_algorithms_send_what_their_formulas_say(ranks, size):
+    """And all ranks end with the same bits, which are one process's sum to 1e-12."""
+    n = 840 * 8  # what every number of ranks divides
+    by_rank = ranks(size).run(run_all, n, torch.float64)
+    whole = sum(numbers(rank, n, torch.float64) for rank in range(size))
+    for name, inside in by_rank[0]:
+        results, messages, clocks = zip(*(found[name, inside] for found in by_rank), strict=True)
+        assert all(torch.equal(result, results[0]) for result in results), name
+        assert (results[0] - whole).abs().max() <= 1e-12 * whole.abs().max(), name
+        cost = hierarchical(inside, size // inside, n) if name == "hierarchical" else ALGORITHMS[name](size, n)
+        sent = [sum(each) / 8 for each in messages]
+        counted = Traffic(max(clocks), sum(map(len, messages)), sum(sent), max(sent))
+        assert counted == pytest.approx(cost), (name, inside)
+
+
+def uneven() -> bool:
+    """Values that the ranks do not share evenly, fewer than ranks, none, a matrix, integers."""
+    group = world()
+    for name in REDUCTIONS:
+        for shape in ((13,), (2,), (0,), (3, 5), ()):
+            x = torch.full(shape, group.rank() + 1)
+            assert torch.equal(reduce_by(name, x, group), torch.full(shape, 15)), (name, shape)
+    x = torch.ones(4, 4).t()[:2]
+    for arguments, words in (
+        (("round", torch.ones(2), group), "there is no all-reduce 'round': choose one of driver"),
+        (("ring", x, group), r"strides \(1, 4\): copy it first"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            reduce_by(*arguments)
+    with pytest.raises(ValueError, match="5 ranks are not whole nodes of 2: choose a divisor of 5"):
+        reduce_by("hierarchical", torch.ones(2), group, inside=2)
+    return True
+
+
+def test_any_sizes(ranks):
+    assert all(ranks(5).run(uneven))
+
+
+def reduce_beside_a_dead_rank(name: str, folder: str, rank: int) -> None:
+    """In a process of its own: rank 2 of 5 kills itself when the group is there; the others write what they hear."""
+    store = dist.FileStore(f"{folder}/{name}", 5)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=5, timeout=timedelta(seconds=20))
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        reduce_by(name, torch.ones(1 << 16), world())
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    Path(f"{folder}/{name}-{rank}").write_text(said)
+    os._exit(0)  # without the end of a group that has lost a rank
+
+
+def reduce_beside_dead_ranks(folder: str) -> None:
+    """All algorithms, one after the other, each in five forks of this process, as its group loses a rank."""
+    for name in (*REDUCTIONS, "hierarchical"):
+        started = []
+        for rank in range(5):
+            started.append(os.fork())
+            if started[-1] == 0:
+                reduce_beside_a_dead_rank(name, folder, rank)
+        for process in started:
+            os.waitpid(process, 0)
+
+
+def test_a_dead_rank_is_named(tmp_path):
+    """By the ranks that wait for it, and at once: no timeout has to pass. What others say follows from that."""
+    code = "import sys, test_algorithms; test_algorithms.reduce_beside_dead_ranks(sys.argv[1])"
+    folder = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": str(folder.parents[1])}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=folder, env=environment, check=True)
+    for name in (*REDUCTIONS, "hierarchical"):
+        said = [(tmp_path / f"{name}-{rank}").read_text() for rank in (0, 1, 3, 4)]
+        assert any(f"the {name} all-reduce failed on rank" in each and ": rank 2 has died" in each for each in said), (
+            said
+        )
+
+
+def reduce_without_one(name: str) -> str:
+    """What a rank is told if rank 1 never comes."""
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    try:
+        if group.rank() != 1:
+            reduce_by(name, torch.ones(100), group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+def test_a_rank_that_does_not_come_is_named(ranks):
+    first, _, *others = ranks(3).run(reduce_without_one, "all_pairs")
+    assert any("rank 1 has died, or did not answer in time" in each for each in (first, *others))

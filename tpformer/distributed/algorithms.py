@@ -1,6 +1,6 @@
 """All-reduce algorithms of data parallelism: what each sends, step by step, and the seconds that this takes.
 
-Belongs here: one cost function for each algorithm. No process groups and no tensors yet: what the planner needs.
+Belongs here: one cost function for each algorithm, without process groups or tensors. reductions.py runs them.
 
 P ranks hold N values each and end with the sum. With P not a power of two, the butterfly and halving-doubling fold:
 P - 2^k ranks send theirs to a partner first, and get the sums last.
@@ -56,27 +56,26 @@ def ring(ranks: int, values: float) -> Traffic:
 def tree(ranks: int, values: float) -> Traffic:
     """Sums go up a binary tree and come down: 2 (P-1) messages of N values, from a rank with children at most 3."""
     steps, children = 2 * math.floor(math.log2(ranks)), min(2, ranks - 1)
-    inner = ranks > 3  # then a rank has a parent and two children
+    inner = ranks > 4  # then a rank has a parent and two children
     return Traffic(steps, 2 * (ranks - 1), 2 * (ranks - 1) * values, (children + inner) * values)
 
 
 def butterfly(ranks: int, values: float) -> Traffic:
     """Recursive doubling: in log2 P steps every rank exchanges all of its values with a partner."""
-    levels, folded = _levels(ranks)
-    core = (ranks - folded) * levels
-    return Traffic(
-        levels + 2 * (folded > 0), core + 2 * folded, (core + 2 * folded) * values, (levels + (folded > 0)) * values
-    )
+    doublings, folded = levels(ranks)
+    core = (ranks - folded) * doublings
+    messages, most = core + 2 * folded, doublings + (folded > 0)
+    return Traffic(doublings + 2 * (folded > 0), messages, messages * values, most * values)
 
 
 def halving_doubling(ranks: int, values: float) -> Traffic:
     """Recursive halving, then doubling: 2 log2 P steps, in which a rank sends 2 (P-1) / P of its values."""
-    levels, folded = _levels(ranks)
+    doublings, folded = levels(ranks)
     core = ranks - folded
     each = 2 * (core - 1) / core * values
     return Traffic(
-        2 * levels + 2 * (folded > 0),
-        2 * levels * core + 2 * folded,
+        2 * doublings + 2 * (folded > 0),
+        2 * doublings * core + 2 * folded,
         core * each + 2 * folded * values,
         each + (folded > 0) * values,
     )
@@ -88,10 +87,22 @@ def parameter_server(ranks: int, values: float) -> Traffic:
     return Traffic(2 * (ranks - 1), 2 * ranks * (ranks - 1), ranks * each, each)
 
 
-def _levels(ranks: int) -> tuple[int, int]:
+def hierarchical(inside: int, nodes: int, values: float) -> Traffic:
+    """A ring in each node of `inside` ranks adds up the values, each rank's part goes around a ring across the nodes,
+    and the rings in the nodes collect the parts."""
+    here, across = ring(inside, values), ring(nodes, values / inside)
+    return Traffic(
+        here.steps + across.steps,
+        nodes * here.messages + inside * across.messages,
+        nodes * here.values + inside * across.values,
+        here.busiest + across.busiest,
+    )
+
+
+def levels(ranks: int) -> tuple[int, int]:
     """(log2 of the largest power of two among the ranks, how many ranks it leaves out)."""
-    levels = ranks.bit_length() - 1
-    return levels, ranks - (1 << levels)
+    found = ranks.bit_length() - 1
+    return found, ranks - (1 << found)
 
 
 ALGORITHMS: dict[str, Callable[[int, float], Traffic]] = {
