@@ -130,7 +130,7 @@ def balance_alone(parallel: Mapping[str, Any], targets: list[float]) -> list[tup
 
 
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
-def test_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets(ranks, layout):
+def test_item_48_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets(ranks, layout):
     """Fails if a balance loss, a sum over all tokens, is divided by the number of targets, as losses of targets are."""
     parallel = {} if layout is None else LAYOUTS[layout]
     ((expected, gradients),) = ranks(1).run(balance_alone, {}, [1.0])[0]
