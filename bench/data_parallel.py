@@ -22,7 +22,7 @@ from rich.table import Table
 
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS, HIERARCHICAL, Traffic, hierarchical
-from tpformer.distributed.reductions import REDUCTIONS, reduce_by
+from tpformer.distributed.reductions import RUNNABLE, reduce_by
 
 from .bars import Bar, write_bars
 from .ranks import Calls, Ranks
@@ -79,7 +79,7 @@ def rank_calls(repeats: int) -> Calls:
         return median(found)
 
     calls: dict[str, Any] = {}
-    for name in (*REDUCTIONS, HIERARCHICAL):
+    for name in RUNNABLE:
         calls[f"count {name}"] = lambda name=name: count(name)
         for values in TIMED:
             calls[f"{name} {values}"] = lambda name=name, values=values: seconds(name, values)
@@ -89,7 +89,7 @@ def rank_calls(repeats: int) -> Calls:
 def counted(ranks: Ranks, size: int) -> list[Row]:
     """A row for each algorithm."""
     rows = []
-    for name in (*REDUCTIONS, HIERARCHICAL):
+    for name in RUNNABLE:
         messages, values, results = zip(*ranks.call(f"count {name}"), strict=True)
         found = sum(messages), sum(values), max(values)
         cost = cost_of(name, size, COUNTED)
@@ -107,7 +107,7 @@ def counted(ranks: Ranks, size: int) -> list[Row]:
 def timed(ranks: Ranks) -> tuple[list[Row], Row]:
     """(a row for each algorithm and size, latency in us and bandwidth in GB/s of the fit with its mean error)."""
     rows = []
-    for name in (*REDUCTIONS, HIERARCHICAL):
+    for name in RUNNABLE:
         for values in TIMED:
             cost = cost_of(name, TIMED_RANKS, values)
             row = {"algorithm": name, "bytes": 4 * values, "steps": cost.steps, "busiest": 4 * cost.busiest}

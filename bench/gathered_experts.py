@@ -126,13 +126,13 @@ def predictions(quick: bool = False) -> list[Row]:
     """The gather fused with the experts' GEMM beside the collective and the GEMM, as "auto" compares them."""
     machine, found = present_machine(), []
     for product in products(quick):
-        chosen = MODELS[product.model].experts_per_token
         n, k = (product.k, product.n) if product.case == DGRAD else (product.n, product.k)
+        grouped = Grouped(MODELS[product.model].experts_per_token, product.groups, n)
         group = SimpleNamespace(size=lambda: RANKS)
         with as_if_on(machine) as device:
             request = column_request(
-                product.tokens // RANKS, k, -(-chosen * n // RANKS), torch.bfloat16, device, group, True, "auto",
-                Grouped(chosen, product.groups, n),
+                product.tokens // RANKS, k, grouped.width(RANKS), torch.bfloat16, device, group, True, "auto",
+                grouped,
             )  # fmt: skip
             times = predicted_times(request, machine, spare=0)
         seconds = {PREDICTED: [times["fused"].device], SEQUENTIAL: [times["sequential"].device]}

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -172,7 +173,7 @@ in {result["steps"]} steps ([results](../bench/results/cpu/moe.json), [picture](
 
 {table}
 
-{NOTE}
+{textwrap.fill(NOTE, 118)}
 
 Experts end {dense["loss"] - sparse["loss"]:.3f} nats/byte lower, at {result["speed_ratio"]:.2f} of the dense speed.
 {result["machine"]["cpu"]}, {result["machine"]["cores"]} cores, torch {result["versions"]["torch"]}, {result["date"]}.

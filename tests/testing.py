@@ -1,10 +1,11 @@
-"""The rule by which a low-precision result is accepted, and poisoned memory.
+"""The rule by which a low-precision result is accepted, poisoned memory, and a small dataset.
 
-Belongs here: what tests of every folder judge results with.
+Belongs here: what tests of several folders judge results with, and give to what they run.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -49,3 +50,13 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def build_small_split(folder: Path, quiet: bool) -> tuple[Path, Path]:
+    """In place of training.data.build_stdlib: a training and a validation dataset of 40 small programs."""
+    from tpformer.training.data import build_split
+
+    for index in range(40):
+        (folder / f"{index}.txt").write_text(f"def f{index}(x):\n    return x * {index} + 1\n" * 9)
+    build_split([folder], folder / "text", "bytes", 0.3, quiet=quiet)
+    return folder / "text_train", folder / "text_valid"

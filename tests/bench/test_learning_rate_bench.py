@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from commands import Commands
+from commands import Commands, execute
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
@@ -18,25 +18,14 @@ RUN = """
 import bench.learning_rate as learning_rate
 from bench.runner import main
 from tpformer.models import GPTConfig
-from tpformer.training.data import build_split
+from testing import build_small_split
 
-def build(folder, quiet):
-    for index in range(40):
-        (folder / f"{index}.txt").write_text(f"def f{index}(x):\\n    return x * {index} + 1\\n" * 9)
-    build_split([folder], folder / "text", "bytes", 0.3, quiet=quiet)
-    return folder / "text_train", folder / "text_valid"
-
-learning_rate.build_stdlib = build
+learning_rate.build_stdlib = build_small_split
 learning_rate.MODEL = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=16, n_heads=2)
 learning_rate.SAMPLES, learning_rate.VALIDATION, learning_rate.RATES = 128, 4, (1e-3, 2e-3)
 learning_rate.SEEDS, learning_rate.WARM_UP = (1, 2), 0.5
 sys.exit(main(["learning_rate"], [learning_rate.BENCH], Path(sys.argv[1])))
 """
-
-
-def execute(script: str, *arguments: str) -> None:
-    sys.argv = ["bench", *arguments]
-    exec(script, {"__name__": "bench of few samples", "sys": sys, "Path": Path})
 
 
 def test_the_cases() -> None:

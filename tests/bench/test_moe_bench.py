@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from commands import Commands
+from commands import Commands, execute
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
@@ -18,29 +18,18 @@ from tpformer.config import RunConfig, check_config  # noqa: E402
 RUN = """
 import bench.moe as moe
 from bench.runner import main
-from tpformer.training.data import build_split
-
-def build(folder, quiet):
-    for index in range(40):
-        (folder / f"{index}.txt").write_text(f"def f{index}(x):\\n    return x * {index} + 1\\n" * 9)
-    build_split([folder], folder / "text", "bytes", 0.3, quiet=quiet)
-    return folder / "text_train", folder / "text_valid"
+from testing import build_small_split
 
 example = moe.read_toml(moe.EXAMPLE)
 example["model"] |= {"hidden_size": 32, "n_layers": 1, "expert_ffn_size": 16, "seq_length": 16, "n_experts": 4}
 example["train"] |= {"steps": 4, "global_batch_size": 8}
 example["log"], example["parallel"] = {"interval": 2}, {}
 moe.read_toml = lambda path: {section: dict(keys) for section, keys in example.items()}
-moe.build_stdlib, moe.QUICK_STEPS, moe.SEEDS = build, 2, (3,)
+moe.build_stdlib, moe.QUICK_STEPS, moe.SEEDS = build_small_split, 2, (3,)
 results = Path(sys.argv[1])
 assert main(["moe", "--quick"], [moe.BENCH], results) == 0 and not results.exists()
 sys.exit(main(["moe"], [moe.BENCH], results))
 """
-
-
-def execute(script: str, *arguments: str) -> None:
-    sys.argv = ["bench", *arguments]
-    exec(script, {"__name__": "bench of few steps", "sys": sys, "Path": Path})
 
 
 def config(name: str) -> RunConfig:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS, NAMES, Link, Traffic, all_reduce_seconds, hierarchical
-from tpformer.distributed.reductions import REDUCTIONS, Members, reduce_by
+from tpformer.distributed.reductions import RUNNABLE, RUNS, Members, reduce_by
 
 FAST, SLOW = Link(2e-6, 300e9), Link(12e-6, 40e9)
 
@@ -79,7 +79,7 @@ def run_all(n: int, dtype: torch.dtype) -> dict:
             clock = 1 + max([clock, *(int(each) for _, each in came)])
 
     sizes = [inside for inside in range(1, group.size() + 1) if group.size() % inside == 0]
-    for name, inside in [*((name, 1) for name in REDUCTIONS), *(("hierarchical", inside) for inside in sizes)]:
+    for name, inside in [*((name, 1) for name in RUNS), *(("hierarchical", inside) for inside in sizes)]:
         x, clock = numbers(group.rank(), n, dtype), 0
         with record_collectives() as plain:
             assert reduce_by(name, x, group, inside=inside) is x
@@ -110,7 +110,7 @@ def test_algorithms_send_what_their_formulas_say(ranks, size):
 def uneven() -> bool:
     """Values that the ranks do not share evenly, fewer than ranks, none, a matrix, integers."""
     group = world()
-    for name in REDUCTIONS:
+    for name in RUNS:
         for shape in ((13,), (2,), (0,), (3, 5), ()):
             x = torch.full(shape, group.rank() + 1)
             assert torch.equal(reduce_by(name, x, group), torch.full(shape, 15)), (name, shape)
@@ -148,7 +148,7 @@ def reduce_beside_a_dead_rank(name: str, folder: str, rank: int) -> None:
 
 def reduce_beside_dead_ranks(folder: str) -> None:
     """All algorithms, one after the other, each in five forks of this process, as its group loses a rank."""
-    for name in (*REDUCTIONS, "hierarchical"):
+    for name in RUNNABLE:
         started = []
         for rank in range(5):
             started.append(os.fork())
@@ -164,7 +164,7 @@ def test_a_dead_rank_is_named(tmp_path):
     folder = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": str(folder.parents[1])}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=folder, env=environment, check=True)
-    for name in (*REDUCTIONS, "hierarchical"):
+    for name in RUNNABLE:
         said = [(tmp_path / f"{name}-{rank}").read_text() for rank in (0, 1, 3, 4)]
         assert any(f"the {name} all-reduce failed on rank" in each and ": rank 2 has died" in each for each in said), (
             said

@@ -202,7 +202,7 @@ def hierarchical(members: Members, x: Tensor, inside: int) -> None:
     ring_gather(here, x)
 
 
-REDUCTIONS: dict[str, Callable[[Members, Tensor], None]] = {
+RUNS: dict[str, Callable[[Members, Tensor], None]] = {
     "driver": driver,
     "all_pairs": all_pairs,
     "ring": ring,
@@ -210,21 +210,20 @@ REDUCTIONS: dict[str, Callable[[Members, Tensor], None]] = {
     "butterfly": butterfly,
     "halving_doubling": halving_doubling,
 }
+RUNNABLE = (*RUNS, HIERARCHICAL)
 
 
 def reduce_by(algorithm: str, x: Tensor, group: dist.ProcessGroup, *, inside: int = 1) -> Tensor:
     """Add up x, of any shape, over the ranks of the group, in place and by this algorithm; returns x.
 
-    algorithm: one of REDUCTIONS, or "hierarchical", in which `inside` neighbouring ranks are one node.
+    algorithm: one of RUNNABLE. In "hierarchical", `inside` neighbouring ranks are one node.
     Numerics: in x's dtype, so use one that can add up; all ranks end with the same bits.
     Communicates: messages, each recorded as a "send"; how many, and of how many values, is in algorithms.py.
     Errors: ValueError for an unknown algorithm, an x that is not contiguous, and ranks that `inside` does not divide;
     RuntimeError that names a rank which has died or does not answer in time.
     """
-    if algorithm not in (*REDUCTIONS, HIERARCHICAL):
-        raise ValueError(
-            f"there is no all-reduce {algorithm!r}: choose one of {', '.join((*REDUCTIONS, HIERARCHICAL))}"
-        )
+    if algorithm not in RUNNABLE:
+        raise ValueError(f"there is no all-reduce {algorithm!r}: choose one of {', '.join(RUNNABLE)}")
     if not x.is_contiguous():
         raise ValueError(
             f"reduce_by works in place on contiguous memory, and x has strides {x.stride()}: copy it first"
@@ -236,5 +235,5 @@ def reduce_by(algorithm: str, x: Tensor, group: dist.ProcessGroup, *, inside: in
     if algorithm == HIERARCHICAL:
         hierarchical(members, flat, inside)
     else:
-        REDUCTIONS[algorithm](members, flat)
+        RUNS[algorithm](members, flat)
     return x

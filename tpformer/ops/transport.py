@@ -215,15 +215,16 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
     sizes = (request.m, request.n, request.k)
     spare = spare_processors(request.group) if spare is None else spare
     t, dtype, device = request.ranks, request.dtype, request.device
-    gemms: list[float | None] = [None, None]
-    if request.grouped is not None:
-        gemms = [
-            grouped_seconds(request.grouped, request.m, request.k, t, sources, dtype, device, machine, free)
-            for sources, free in ((t, spare), (1, 0))
-        ]
+
+    def gemm(sources: int, spare: int) -> float | None:
+        """Of experts; a linear's is the model's own."""
+        if request.grouped is None:
+            return None
+        return grouped_seconds(request.grouped, request.m, request.k, t, sources, dtype, device, machine, spare)
+
     return {
-        "fused": fused_times(request.op, sizes, t, dtype, device, machine, spare, gemms[0]),
-        "sequential": sequential_times(request.op, sizes, t, dtype.itemsize, machine, gemms[1]),
+        "fused": fused_times(request.op, sizes, t, dtype, device, machine, spare, gemm(t, spare)),
+        "sequential": sequential_times(request.op, sizes, t, dtype.itemsize, machine, gemm(1, 0)),
     }
 
 

@@ -165,8 +165,8 @@ class LayerModel:
         n, k = (linear.k, linear.n) if backward else (linear.n, linear.k)
         grouped = None
         if linear.experts is not None and op == GATHER:
-            chosen = self.model.experts_per_token
-            grouped, n = Grouped(chosen, linear.experts, n), -(-chosen * n // self.t)
+            grouped = Grouped(self.model.experts_per_token, linear.experts, n)
+            n = grouped.width(self.t)
         transport = self.software.backward_transport if backward else self.software.forward_transport
         if linear.experts is not None and op != GATHER and transport in ("auto", "fused"):
             transport = "sequential"
