@@ -58,6 +58,12 @@ def padded(x: Tensor) -> Tensor:
     return x if contiguous and rows_are_aligned(x, x.stride(0)) else padded_copy(x)[:, : x.shape[1]]
 
 
+def zero_padded(x: Tensor) -> Tensor:
+    """As `padded`, with rows that are multiples of ALIGNMENT long: x itself, or a copy that zeros may make wider."""
+    whole = x.shape[1] * x.element_size() % ALIGNMENT == 0
+    return padded(x) if whole else padded_copy(x)
+
+
 def packed(x: Tensor) -> Tensor:
     """x (R, C) without gaps between rows, which are multiples of ALIGNMENT long: x itself, or a padded, wider copy."""
     return x if x.is_contiguous() and rows_are_aligned(x, x.shape[1]) else padded_copy(x)

@@ -36,6 +36,7 @@ from .memory_bound import MEMORY_BOUND
 WORLD = 8
 M, N, K = 8192, 4096, 2048
 ODD = 4001  # columns
+ODD_INNER = 2001  # of both factors
 NARROW = frozenset(("wide_stores",))  # for ODD columns: most rows do not begin at a multiple of 16 bytes
 ROWS = M // WORLD
 GROUPS = 16
@@ -173,17 +174,18 @@ def matmul_cases() -> Iterator[Case]:
 def grouped_matmul_cases() -> Iterator[Case]:
     """The cases of grouped_matmul_kernel and grouped_weight_gradient_kernel: rows side by side, and by an index."""
 
-    def product(dtype, tile, indexed=False, transposed=False, columns=N):
+    def product(dtype, tile, indexed=False, transposed=False, columns=N, inner=K):
         grouped_matmul(
-            meta(M, K, dtype=dtype), meta(GROUPS, *((K, columns) if transposed else (columns, K)), dtype=dtype),
+            meta(M, inner, dtype=dtype),
+            meta(GROUPS, *((inner, columns) if transposed else (columns, inner)), dtype=dtype),
             meta(GROUPS + 1, dtype=torch.int32), meta(2 * M, dtype=torch.int32) if indexed else None,
             transposed=transposed, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
-    def gradient(dtype, tile, of_dy=False, of_x=False):
+    def gradient(dtype, tile, of_dy=False, of_x=False, columns=N):
         indices = [meta(M, dtype=torch.int32) if indexed else None for indexed in (of_dy, of_x)]
         grouped_weight_gradient(
-            meta(M, N, dtype=dtype), meta(M, K, dtype=dtype), meta(GROUPS + 1, dtype=torch.int32), *indices,
+            meta(M, columns, dtype=dtype), meta(M, K, dtype=dtype), meta(GROUPS + 1, dtype=torch.int32), *indices,
             tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
@@ -194,8 +196,16 @@ def grouped_matmul_cases() -> Iterator[Case]:
         ("dgrad, rows", partial(product, transposed=True)),
         ("dgrad, indexed rows", partial(product, indexed=True, transposed=True)),
     ]
+    products += [
+        (f"{name}, odd inner dim", partial(product, inner=ODD_INNER, **options))
+        for name, options in (
+            ("rows", {}),
+            ("indexed rows", {"indexed": True}),
+            ("dgrad, indexed rows", {"indexed": True, "transposed": True}),
+        )
+    ]
     yield from gemm(kernel, products)
-    odd = [("indexed rows, odd columns", partial(product, indexed=True, columns=ODD))]
+    odd: list[Variant] = [("indexed rows, odd columns", partial(product, indexed=True, columns=ODD))]
     yield from gemm(kernel, odd, waived=NARROW)
     gradients: list[Variant] = [
         ("rows", gradient),
@@ -203,6 +213,8 @@ def grouped_matmul_cases() -> Iterator[Case]:
         ("indexed x", partial(gradient, of_x=True)),
     ]
     yield from gemm("grouped_weight_gradient_kernel", gradients)
+    odd = [("indexed dy, odd columns", partial(gradient, of_dy=True, columns=ODD))]
+    yield from gemm("grouped_weight_gradient_kernel", odd, waived=NARROW)
 
 
 def all_gather_matmul_cases() -> Iterator[Case]:
@@ -254,11 +266,11 @@ def all_gather_matmul_cases() -> Iterator[Case]:
 def all_gather_grouped_matmul_cases() -> Iterator[Case]:
     """The cases of all_gather_grouped_matmul_kernel."""
 
-    def product(dtype, tile, push=True, transposed=False, columns=N):
+    def product(dtype, tile, push=True, transposed=False, columns=N, inner=K):
         words = partial(meta, dtype=torch.int32)
         all_gather_grouped_matmul(
-            meta(ROWS, K, dtype=dtype),
-            meta(GROUPS, *((K, columns) if transposed else (columns, K)), dtype=dtype),
+            meta(ROWS, inner, dtype=dtype),
+            meta(GROUPS, *((inner, columns) if transposed else (columns, inner)), dtype=dtype),
             channel(), words(WORLD, GROUPS), words(M), transposed=transposed,
             push=push, keep=push, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
@@ -272,7 +284,12 @@ def all_gather_grouped_matmul_cases() -> Iterator[Case]:
     }
     yield from gemm(kernel, [("copies", partial(product, push=False))], releases=1, **expected)
     expected |= {"releases": 2, "local_atomics": 1, "in_flight": IN_FLIGHT}
-    pushes: list[Variant] = [("push", product), ("dgrad", partial(product, transposed=True))]
+    pushes: list[Variant] = [
+        ("push", product),
+        ("dgrad", partial(product, transposed=True)),
+        ("push, odd inner dim", partial(product, inner=ODD_INNER)),
+        ("dgrad, odd inner dim", partial(product, transposed=True, inner=ODD_INNER)),
+    ]
     yield from gemm(kernel, pushes, **expected)
     expected["waived"] |= NARROW
     yield from gemm(kernel, [("push, odd columns", partial(product, columns=ODD))], **expected)

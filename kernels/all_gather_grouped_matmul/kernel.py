@@ -14,7 +14,16 @@ from ..all_gather_matmul import plan
 from ..all_gather_matmul.kernel import all_gather_matmul_space, gather_of, push_rows
 from ..configurations import select_grouped_tile
 from ..cost import gemm_seconds
-from ..grouped_matmul.kernel import GroupedForm, find_tile, load_matrix, load_rows, matrices, numbers, pointer_stages
+from ..grouped_matmul.kernel import (
+    GroupedForm,
+    aligned,
+    find_tile,
+    load_matrix,
+    load_rows,
+    matrices,
+    numbers,
+    pointer_stages,
+)
 from ..launch import Tile, launch_options, packed
 from ..protocol import Channel, flags_of, reach, serve, wait
 from ..replay import launch
@@ -74,7 +83,8 @@ def expert_tiles(
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_K: tl.constexpr = TILE.k
     n, k = problem.n, problem.k
-    tiles_n, steps = tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K)
+    tiles_n, steps, columns = tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), aligned(k, y)
+    a_stride, weight_stride = aligned(problem.a_stride, y), aligned(problem.weight_stride, y)
     for tile in range(begin, end, distance):
         group, row, row_end, column_block = find_tile(starts, blocks, tile, tiles_n, BLOCK_M, groups)
         column, matrix = column_block * BLOCK_N, first_group + group
@@ -82,12 +92,13 @@ def expert_tiles(
         result, part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
             at = step * BLOCK_K
-            left = load_rows(source, rows, inside, at, k, problem.a_stride, BLOCK_K)
-            stride = problem.weight_stride
+            left = load_rows(source, rows, inside, at, columns, a_stride, BLOCK_K)
             if FORM.transposed:
-                right = load_matrix(weights, matrix, at, column, k, n, stride, BLOCK_K, BLOCK_N, TILE.tma)
+                right = load_matrix(weights, matrix, at, column, k, n, weight_stride, BLOCK_K, BLOCK_N, TILE.tma)
             else:
-                right = load_matrix(weights, matrix, column, at, n, k, stride, BLOCK_N, BLOCK_K, TILE.tma).T
+                right = load_matrix(
+                    weights, matrix, column, at, n, columns, weight_stride, BLOCK_N, BLOCK_K, TILE.tma
+                ).T
             result, part = add_product(result, part, left, right, step, steps)
         store_activated(y, result, None, row, column, row_end, n, "", BLOCK_M, BLOCK_N)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..configurations import select_grouped_tile, select_tile
-from ..launch import Tile, launch_options, operand, padded, persistent_programs
+from ..launch import Tile, launch_options, operand, padded, persistent_programs, zero_padded
 from ..replay import launch, replayed
 from ..tile import add_product, store_activated, swizzle
 
@@ -36,6 +36,14 @@ def load_rows(source, rows, inside, column, column_end, stride, COLUMNS: tl.cons
     columns = column + tl.arange(0, COLUMNS)
     mask = inside[:, None] & (columns < column_end)[None, :]
     return tl.load(source + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def aligned(columns, source):
+    """Columns or a stride of zero_padded rows, rounded up so that the compiler sees a multiple of 16 bytes. If it did
+    not know that, each element would be loaded alone, and registers would spill."""
+    ELEMENTS: tl.constexpr = 128 // source.dtype.element_ty.primitive_bitwidth
+    return tl.cdiv(columns, ELEMENTS) * ELEMENTS
 
 
 @triton.jit
@@ -75,7 +83,7 @@ def find_tile(offsets, ends, tile, tiles_n, BLOCK_M: tl.constexpr, following=1):
 
 @triton.jit(do_not_specialize=["groups"])
 def grouped_matmul_kernel(
-    a,  # (T, k), a descriptor if it is loaded without index and the tile has TMA
+    a,  # (T, k), zero_padded; a descriptor if it is loaded without index and the tile has TMA
     index,  # (R,) int32 or None
     weights,  # (groups, n, k) or (groups, k, n), a descriptor if the tile has TMA
     offsets,  # (groups + 1,) int32
@@ -96,7 +104,8 @@ def grouped_matmul_kernel(
     begins = tl.load(offsets + each, mask=each < groups, other=0)
     counts = tl.load(offsets + each + 1, mask=each < groups, other=0) - begins
     ends = tl.cumsum(tl.cdiv(counts, BLOCK_M))
-    tiles_n, steps = tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K)
+    tiles_n, steps, columns = tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), aligned(k, y)
+    a_stride, weight_stride = aligned(a_stride, y), aligned(weight_stride, y)
     for tile in range(tl.program_id(0), tl.max(ends) * tiles_n, tl.num_programs(0)):
         group, row, row_end, column_block = find_tile(offsets, ends, tile, tiles_n, BLOCK_M)
         column = column_block * BLOCK_N
@@ -107,11 +116,11 @@ def grouped_matmul_kernel(
             if TILE.tma and index is None:
                 left = a.load([row, at])  # the rows of the next group among them are not stored
             else:
-                left = load_rows(a, rows, inside, at, k, a_stride, BLOCK_K)
+                left = load_rows(a, rows, inside, at, columns, a_stride, BLOCK_K)
             if FORM.transposed:
                 right = load_matrix(weights, group, at, column, k, n, weight_stride, BLOCK_K, BLOCK_N, TILE.tma)
             else:
-                right = load_matrix(weights, group, column, at, n, k, weight_stride, BLOCK_N, BLOCK_K, TILE.tma).T
+                right = load_matrix(weights, group, column, at, n, columns, weight_stride, BLOCK_N, BLOCK_K, TILE.tma).T
             result, part = add_product(result, part, left, right, step, steps)
         store_activated(y, result, None, row, column, row_end, n, "", BLOCK_M, BLOCK_N)
 
@@ -168,7 +177,7 @@ def pointer_stages(tile: Tile) -> int:
 
 def matrices(weights: Tensor, transposed: bool, tile: Tile) -> tuple[Tensor | TensorDescriptor, int]:
     """(what kernels take for the matrices of all groups, elements from one row to the next)."""
-    flat = padded(weights.flatten(0, 1))
+    flat = (padded if transposed else zero_padded)(weights.flatten(0, 1))
     stride = flat.stride(0)
     if not tile.tma:
         return flat, stride
@@ -205,7 +214,7 @@ def grouped_matmul(
     if rows == 0:
         return y
     tile = tile or select_grouped_tile(a.device, a.dtype, rows, groups, n)
-    a, (stored, stride) = padded(a), matrices(weights, transposed, tile)
+    a, (stored, stride) = zero_padded(a), matrices(weights, transposed, tile)
     tiles = (rows // tile.m + groups) * triton.cdiv(n, tile.n)  # at most
     launch(
         grouped_matmul_kernel, (persistent_programs(a.device, tiles, tile, programs),),

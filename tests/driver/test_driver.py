@@ -97,11 +97,15 @@ def test_every_launcher(library, capability) -> None:
     assert [case["case"] for case in cases if not case["same"]] == []
     again = {(case["kernel"], case["name"]) for case in cases if not case["replayed"]}
     # polls are timed once; rows that do not begin at multiples of 16 bytes are copied in every call
-    derivatives = {(f"{name}_kernel", "gated derivative, odd columns") for name in ("matmul", "all_gather_matmul")}
+    copied = {(f"{name}_kernel", "gated derivative, odd columns") for name in ("matmul", "all_gather_matmul")}
+    copied.add(("grouped_weight_gradient_kernel", "indexed dy, odd columns"))
+    forms = ("rows", "indexed rows", "dgrad, indexed rows")
+    copied |= {("grouped_matmul_kernel", f"{form}, odd inner dim") for form in forms}
     # and the gather of experts, which have other numbers of rows in every call, keeps no plan
-    experts = {("all_gather_grouped_matmul_kernel", name) for name in ("copies", "push", "dgrad", "push, odd columns")}
+    odd = ("push, odd columns", "push, odd inner dim", "dgrad, odd inner dim")
+    experts = {("all_gather_grouped_matmul_kernel", name) for name in ("copies", "push", "dgrad", *odd)}
     polls = {("poll_in_vain_kernel", "1 rank"), ("await_gathered_kernel", "8 ranks, odd rows")}
-    assert again == polls | derivatives | experts
+    assert again == polls | copied | experts
     assert any(case["waits"] for case in cases) and any(case["tma"] for case in cases) == (capability >= 90)
     assert uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases}) == []
 

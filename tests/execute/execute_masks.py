@@ -63,8 +63,8 @@ EQUIVALENT = {
     "all_gather_matmul/kernel.py push_rows: tl.minimum(turn, end) -> tl.minimum(end, end)": TURN,
     "all_gather_matmul/kernel.py push_rows: tl.minimum(turn, end) -> tl.minimum(turn, turn)": TURN,
     "all_gather_grouped_matmul/kernel.py expert_tiles:"
-    " load_rows(source, rows, inside, at, k, problem.a_stride, BLOCK_K)"
-    " -> load_rows(source, rows, inside, at, k + 1, problem.a_stride, BLOCK_K)":
+    " load_rows(source, rows, inside, at, columns, a_stride, BLOCK_K)"
+    " -> load_rows(source, rows, inside, at, columns + 1, a_stride, BLOCK_K)":
         "rows of a shard and of a slot are padded by zeros to a multiple of a block's four columns",
     "matmul_reduce_scatter/kernel.py matmul_reduce_scatter_kernel: tl.minimum(rows - first_row, BLOCK_M)"
     " -> tl.minimum(BLOCK_M, BLOCK_M)": PACKED,

@@ -51,6 +51,7 @@ from tpformer.kernels.route.reference import Policy
 
 TILE = Tile(4, 4, 4, 1, 1, False)
 WIDE_TILE = Tile(4, 8, 4, 1, 1, True)
+DEEP_TILE = Tile(4, 4, 8, 1, 1, False)  # two times 16 bytes, up to a multiple of which kernels of groups read rows
 SHAPES_OF_MUTANTS = 3  # so many of a case's first shapes; they are chosen so that mutants show
 LIMIT = 4  # polls: a flag is there at once, or never
 FLOAT = torch.float32
@@ -142,9 +143,9 @@ def matmul(module: Callable[[str], ModuleType], shape: Shape, tile: Tile = TILE)
 def grouped_matmul(module: Callable[[str], ModuleType], shape: Shape) -> None:
     """The last group, which ends where the memory ends, has one row, then as many as the shape has."""
     rows, n, k = shape
-    groups.products(module("grouped_matmul"), (rows % 3, rows, 1), n, k, FLOAT, "cpu", TILE)
+    groups.products(module("grouped_matmul"), (rows % 3, rows, 1), n, k, FLOAT, "cpu", DEEP_TILE)
     for counts in ((rows % 3, rows, 1), (1, rows)):
-        groups.gradients(module("grouped_matmul"), counts, n, k, FLOAT, "cpu", TILE)
+        groups.gradients(module("grouped_matmul"), counts, n, k, FLOAT, "cpu", DEEP_TILE)
 
 
 def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: int = gemms.WRITER_FLAGS) -> None:
@@ -236,7 +237,7 @@ CASES: dict[str, tuple[Callable[..., None], bool, list[Shape]]] = {
     "targets outside": (strange_targets, False, [()]),
     "matmul": (matmul, False, [(10, 7, 5), (10, 9, 5), *every_remainder(4, 4, 4)]),
     "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), False, [(6, 12, 4), *every_remainder(4, 8, 4)]),
-    "groups": (grouped_matmul, False, [(7, 7, 5), (8, 9, 5), (10, 5, 6), *every_remainder(4, 4, 4)]),
+    "groups": (grouped_matmul, False, [(7, 7, 5), (8, 9, 5), (10, 5, 4), *every_remainder(4, 4, 8)]),
     "all-gather matmul": (all_gather_matmul, True, [(5, 6, 8), (5, 6, 7), *every_remainder(4, 4, 4)]),
     "all-gather groups": (all_gather_grouped_matmul, True, [(5, 6, 8), (13, 6, 7), *every_remainder(4, 4, 4)]),
     "gather": (gather, True, [(5,), *[(n,) for n in range(1, 9)]]),
