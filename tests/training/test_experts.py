@@ -9,6 +9,7 @@ import torch
 from tpformer.config import GPTConfig, RunConfig, build_config, check_config
 from tpformer.layers import Policy, Router
 from tpformer.training.experts import load_numbers, named_loads
+from tpformer.training.summary import notices
 
 MODEL = {
     **{"vocab_size": 257, "seq_length": 16, "n_layers": 3, "hidden_size": 16, "n_heads": 4, "position": "rope"},
@@ -61,6 +62,15 @@ def test_what_depends_on_the_layout_is_refused():
         check_config(config_of(dense, train={"balance_loss": 0.1}))
 
 
+def test_settings_that_teach_a_router_nothing_are_named():
+    with pytest.raises(ValueError, match="train.router_bias_rate=0.01 without biases would do nothing"):
+        check_config(config_of({"router_bias": False}, train={"router_bias_rate": 0.01}))
+    (sentence,) = notices(config_of({"experts_per_token": 1}))
+    assert "the router gets no gradient from the loss of tokens; set router_normalised = false" in sentence
+    for right in ({}, {"experts_per_token": 1, "router_normalised": False}):
+        assert notices(config_of(right)) == []
+
+
 def test_numbers_of_loads():
     """Two layers of four experts: one balanced, one with half of its tokens at one expert."""
     config = config_of({"experts_per_token": 2})
@@ -70,6 +80,8 @@ def test_numbers_of_loads():
         {"expert_load": 64 * 4 / tokens, "expert_entropy": (1 + 0.75) / 2, "expert_dropped": 0}
     )
     assert load_numbers(config, [0] * 4 + [31] + [32] * 3 + [64, 32, 32, 0], 4)["expert_dropped"] == 1
+    alone = config_of({"n_experts": 1, "experts_per_token": 1})
+    assert load_numbers(alone, [0, 64, 64], 4) == {"expert_load": 1, "expert_entropy": 1, "expert_dropped": 0}
     named = named_loads(config, loads)
     assert len(named) == 8 and named["load.layers.1.3"] == 32 and named["load.layers.2.0"] == 64
 

@@ -369,6 +369,11 @@ def _check_train(config: RunConfig) -> None:
             f"train.balance_loss={train.balance_loss} without experts would do nothing: set model.n_experts, or leave "
             f"it out"
         )
+    if train.router_bias_rate != TrainSection.router_bias_rate and not config.model.router_bias:
+        raise ValueError(
+            f"train.router_bias_rate={train.router_bias_rate} without biases would do nothing: set "
+            f"model.router_bias = true, or leave it out"
+        )
     if train.dtype is not None:
         check_choice("train.dtype", train.dtype, DTYPES)
     if train.device is not None:

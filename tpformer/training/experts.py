@@ -1,6 +1,6 @@
 """What a step says about experts: how many tokens each one had, and the biases that follow from that.
 
-Belongs here: loads of the global batch, equal in every layout, and the numbers that are logged of them.
+Belongs here: loads of the global batch, equal in every layout, and what is logged of them and of routers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from tpformer.config import RunConfig
+from tpformer.config import GPTConfig, RunConfig
 from tpformer.distributed import all_reduce
 from tpformer.layers.moe import Router, routers
 
@@ -25,6 +25,16 @@ def _routers_of_layers(model: ModelParts) -> dict[int, Router]:
             for router in routers(layer).values():
                 found[int(name)] = router
     return found
+
+
+def router_notice(config: GPTConfig) -> str | None:
+    """A sentence if the loss of tokens cannot teach the router anything, because all weights are 1; else None."""
+    if config.n_experts is None or config.experts_per_token > 1 or not config.router_normalised:
+        return None
+    return (
+        "model.experts_per_token=1 with model.router_normalised: the weight of a token's only expert is always 1, so "
+        "the router gets no gradient from the loss of tokens; set router_normalised = false to train it"
+    )
 
 
 @torch.no_grad()
@@ -71,7 +81,8 @@ def load_numbers(config: RunConfig, loads: list[float], samples: int) -> dict[st
         total = sum(load)
         most = max(most, max(load) * len(load) / total)
         shares = [tokens / total for tokens in load if tokens]
-        entropies.append(-sum(share * math.log(share) for share in shares) / max(math.log(len(load)), 1e-9))
+        entropy = -sum(share * math.log(share) for share in shares)
+        entropies.append(entropy / math.log(len(load)) if len(load) > 1 else 1.0)
         counted += total
     sent = len(layers) * samples * model.seq_length * model.experts_per_token
     return {

@@ -1,11 +1,13 @@
-"""What a run says of itself in words and shares: the first line of its log, and how much of its devices it uses."""
+"""What a run says of itself in words and shares: the first lines of its log, and how much of its devices it uses."""
 
 import torch
 
 from tpformer.config import RunConfig
 from tpformer.kernels.cost import machine_for
 
+from .experts import router_notice
 from .metrics import rounded
+from .schedules import warmup_notice
 
 
 def mfu(config: RunConfig, device: torch.device, tokens_per_second: float) -> dict[str, float]:
@@ -37,3 +39,9 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
         f"{model.n_parameters / 1e6:.2f}M parameters{active}, {', '.join(layout)}, {device.type}, "
         f"{growing}{train.global_batch_size} samples of {model.seq_length} tokens a step, from step {step}"
     )
+
+
+def notices(config: RunConfig) -> list[str]:
+    """A sentence for each setting that is allowed, but keeps the run from learning what it should."""
+    found = [warmup_notice(config.train.steps, config.optimizer), router_notice(config.model)]
+    return [sentence for sentence in found if sentence is not None]

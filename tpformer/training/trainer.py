@@ -34,11 +34,11 @@ from .resolve import mask_notes, resolve, vocabulary_note
 from .results import Launched, Tally
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
 from .saves import ADVICE, RunLost, Saves, check_history, lost, note_saved
-from .schedules import batch_size, learning_rate, samples_before, warmup_notice
+from .schedules import batch_size, learning_rate, samples_before
 from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
 from .step import LossScaler, evaluate, train_step, why_skipped
-from .summary import mfu, summary
+from .summary import mfu, notices, summary
 from .transfers import Fetched, to_device
 
 
@@ -321,7 +321,7 @@ class Trainer:
             log.note(summary(config, self.device, self.step))
             if self.config.parallel.tensor_parallel > 1:
                 log.note(self.linears)
-            if notice := warmup_notice(final, config.optimizer):
+            for notice in notices(config):
                 log.note(notice)
         self.speed = Speed(self._tokens(self.step))
         if self._validation_lost():
