@@ -5,6 +5,7 @@ Belongs here: which ones, and the configuration of each. How they are trained an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
@@ -37,7 +38,7 @@ NEWER_MODEL, EIGHT, SIXTEEN = list(MODELS)[1:]
 class Case(NamedTuple):
     """A layout, and the settings that it is trained with. microbatch_size None: the configuration derives it.
 
-    model: the name of its options in MODELS; without a name it is a GPT-2.
+    model: the name of its options in MODELS; without a name it is a GPT-2. sgd: it trains by SGD in the place of AdamW.
     """
 
     layout: Layout
@@ -45,6 +46,7 @@ class Case(NamedTuple):
     tied: bool = True
     layers: int = LAYERS
     model: str = ""
+    sgd: bool = False
 
     def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
         model = ModelSection(
@@ -56,13 +58,15 @@ class Case(NamedTuple):
             balance_loss=0.01 if self.model == SIXTEEN else 0.0,
         )  # fmt: skip
         optimizer = OptimizerSection(lr=lr, warmup_steps=steps // 5)
+        if self.sgd:
+            optimizer = replace(optimizer, name="sgd", lr=100 * lr, momentum=0.9, nesterov=True)
         data = DataSection(train=(train,))
         return RunConfig(model=model, data=data, parallel=self.layout, optimizer=optimizer, train=section)
 
     @property
     def alone(self) -> Case:
         """The same model in one process."""
-        return Case(Layout(), tied=self.tied, layers=self.layers, model=self.model)
+        return self._replace(layout=Layout(), microbatch_size=None)
 
     @property
     def n_microbatches(self) -> int:
@@ -83,10 +87,13 @@ class Case(NamedTuple):
         words += ["CPU offload"] if layout.cpu_offload else []
         words += [] if self.tied else ["untied"]
         words += [self.model] if self.model else []
+        words += ["SGD"] if self.sgd else []
         return ", ".join(words) or ALONE
 
 
-def case(microbatch_size: int | None = None, tied: bool = True, model: str = "", **layout: object) -> Case:
+def case(
+    microbatch_size: int | None = None, tied: bool = True, model: str = "", sgd: bool = False, **layout: object
+) -> Case:
     """A case from Layout's keywords, some by short names. It has 4 layers, or one a stage if stages are more."""
     short = {
         "tp": "tensor_parallel",
@@ -97,7 +104,7 @@ def case(microbatch_size: int | None = None, tied: bool = True, model: str = "",
         "zero": "zero_stage",
     }
     made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
-    return Case(made, microbatch_size, tied, max(LAYERS, made.n_stages), model)
+    return Case(made, microbatch_size, tied, max(LAYERS, made.n_stages), model, sgd)
 
 
 ONE = case()
@@ -137,6 +144,12 @@ CASES = (
         case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=NEWER_MODEL),
     ),
     case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", model=NEWER_MODEL),
+    # another optimizer: on each axis, and on all
+    *(case(4, sgd=True), case(tp=2, sgd=True), case(2, tp=4, sequence_parallel=False, sgd=True)),
+    *(case(2, pp=2, schedule="ZBVZeroBubble", sgd=True), case(2, pp=4, schedule="1F1B", sgd=True)),
+    *(case(2, shard=2, zero=1, sgd=True), case(2, shard=4, zero=3, sgd=True)),
+    *(case(1, replicate=2, shard=2, zero=2, sgd=True), case(4, shard=2, zero=3, cpu_offload=True, sgd=True)),
+    case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", sgd=True),
 )
 # the least, on at most four processes
 QUICK_CASES = (case(4, tp=2), case(2, shard=2, zero=3), case(2, tp=2, pp=2, schedule="ZBVZeroBubble"))

@@ -64,7 +64,8 @@ NOTE = (
     "sliding window, scaled RoPE, two key-value heads and a gated MLP; the other is a GPT-2. With experts the hash "
     "of every (step, layer, token) -> experts is that of one process in float64; float32 may send a token elsewhere "
     f"if the scores were nearer than {FLIP_GAP:g} in one process. 8 experts: 2 for each token. 16: 4, a shared one, a "
-    "dense layer first, sigmoid scores, 2 of 4 groups, a bias that each step moves, and a balance loss."
+    "dense layer first, sigmoid scores, 2 of 4 groups, a bias that each step moves, and a balance loss. SGD: with "
+    "Nesterov's momentum and 100 times the rate, in place of AdamW."
 )
 Row = dict[str, Any]
 
@@ -121,7 +122,7 @@ def setup(runs: Mapping[str, RunConfig]) -> Calls:
         if degrees not in meshes:
             meshes[degrees] = run_mesh(config, "cpu")
         gc.collect()  # frees the model of the run before, which refers to itself
-        return train(config, meshes[degrees], config.train.dtype == FLOAT64 and config.optimizer.lr == LR)
+        return train(config, meshes[degrees], config.train.dtype == FLOAT64 and config.optimizer.lr != CURVE_LR)
 
     return {name: partial(call, config) for name, config in runs.items()}
 

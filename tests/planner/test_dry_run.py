@@ -1,6 +1,7 @@
 """What a dry run counts on fake tensors is what ranks of a real run hold and communicate. Its formulas give the counted
 bytes, and the largest example is counted in one process."""
 
+import dataclasses
 import re
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bench.layer_memory import Layer, expected_items
-from tpformer.config import RunConfig, build_config, read_toml
+from tpformer.config import OptimizerSection, RunConfig, build_config, read_toml
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
 from tpformer.planner.bubbles import schedule_order
@@ -97,6 +98,17 @@ ZERO = {
     "2": ({**SHARDED, "zero_stage": 2}, 4, 2, 0),
     "3": ({**SHARDED, "zero_stage": 3}, 4, None, 0),
 }
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "sgd"}, {"name": "sgd", "momentum": 0.9}], ids=["SGD", "momentum"])
+def test_the_state_of_sgd_is_the_formula(optimizer):
+    """A shard's momentum, 4 bytes a parameter, or nothing."""
+    config = configuration(SHARDED, {"microbatch_size": 1}, {**MODEL, "n_layers": 2, "vocab_size": 256})
+    config = plan_config(dataclasses.replace(config, optimizer=OptimizerSection(**optimizer)))
+    count = count_rank(config, 0)
+    assert count.optimizer == 4 * config.model.n_parameters // 4 * ("momentum" in optimizer)
+    states = {state.name: state.nbytes for state in rank_plan(config, count, None).states}
+    assert states["optimizer"] == count.optimizer
 
 
 @pytest.mark.parametrize("stage", ZERO)

@@ -1,46 +1,117 @@
 """Weight decay follows its groups, and local updates are torch's."""
 
+from functools import partial
+from pathlib import Path
+
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tpformer.config import OptimizerSection
+from tpformer.config import OptimizerSection, build_config, check_config
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import reduce_partial_gradients
-from tpformer.training.optimizer import LocalAdamW, build_optimizer
+from tpformer.training.checkpoint import Checkpointer, CheckpointError, load_checkpoint
+from tpformer.training.checkpoint_files import step_path
+from tpformer.training.optimizer import LocalAdamW, LocalSGD, build_optimizer
+
+NESTEROV = {"momentum": 0.9, "nesterov": True}
 
 
-def test_matrices_decay_and_vectors_do_not():
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_matrices_decay_and_vectors_do_not(name, kind):
     model = GPT(GPTConfig(vocab_size=50, seq_length=8, n_layers=1, hidden_size=16, n_heads=2))
-    optimizer = build_optimizer(model, OptimizerSection(weight_decay=0.3))
+    optimizer = build_optimizer(model, OptimizerSection(name=name, weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.3), name
-    assert isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(optimizer, kind)
 
 
-def steps_of(adamw: type[torch.optim.AdamW]):
+def steps_of(kind):
     """Make three updates of DTensor parameters on two ranks; return this rank's part of parameters and states."""
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
     model = GPT(GPTConfig(vocab_size=50, seq_length=8, n_layers=1, hidden_size=16, n_heads=2), tp=mesh)
-    optimizer = adamw(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
     ids = torch.arange(8).view(1, 8)
     for _ in range(3):
         model(ids, targets=ids.flip(1)).backward()
         reduce_partial_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-    states = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     assert all(isinstance(each, DTensor) for each in (*model.parameters(), *states))
     return [each.to_local().detach().clone() for each in (*model.parameters(), *states)]
 
 
-def both_optimizers():
-    return steps_of(LocalAdamW), steps_of(torch.optim.AdamW)
+def each_and_torchs():
+    """(this rank's tensors, of the optimizer here and of torch's) for each kind."""
+    adamw = [partial(kind, fused=True) for kind in (LocalAdamW, torch.optim.AdamW)]
+    both = partial(LocalSGD, fused=True), torch.optim.SGD  # torch has no fused one for DTensors
+    sgd = [[partial(kind, **options) for kind in both] for options in (NESTEROV, {})]
+    return [[steps_of(kind) for kind in kinds] for kinds in (adamw, *sgd)]
 
 
 def test_local_updates_are_those_of_torch(ranks):
-    for mine, torchs in ranks(2).run(both_optimizers):
-        assert len(mine) == len(torchs) > 30
-        assert all(torch.equal(a, b) for a, b in zip(mine, torchs, strict=True))
+    for found in ranks(2).run(each_and_torchs):
+        for (mine, torchs), moments in zip(found, (2, 1, 0), strict=True):
+            assert len(mine) == len(torchs) == (1 + moments) * len(found[2][0]) and len(found[2][0]) > 10
+            bound = 0 if moments == 2 else 1e-6
+            assert all(torch.allclose(a, b, rtol=bound, atol=bound) for a, b in zip(mine, torchs, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"name": "adamw"}, {"name": "sgd", **NESTEROV}, {"name": "sgd"}])
+def test_a_skipped_first_step_leaves_nothing(options):
+    """torch's fused SGD would keep memory that nobody has written as momentum."""
+    ends = []
+    for skips in (0, 3):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 30)
+        optimizer = build_optimizer(model, OptimizerSection(weight_decay=0.1, **options))
+        for skipped in [1.0] * skips + [0.0] * 4:
+            gradient = float("nan") if skipped else 1.0
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.update(0.1, torch.tensor(skipped))
+        ends.append([each.detach() for each in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "lion"}, "optimizer.name='lion': choose one of adamw, sgd"),
+        ({"momentum": 0.9}, 'optimizer.momentum=0.9 is of sgd.* set optimizer.name = "sgd"'),
+        ({"name": "sgd", "beta2": 0.9}, "optimizer.beta2=0.9 is of adamw"),
+        ({"name": "sgd", "nesterov": True}, "optimizer.nesterov=True needs a momentum"),
+    ],
+)
+def test_settings_of_another_optimizer_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        check_config(build_config({"optimizer": options, "data": {"train": ["x"]}}))
+
+
+def change_optimizers(directory: Path) -> list[str]:
+    """What a checkpoint of one optimizer says to another."""
+    said, model = [], torch.nn.Linear(4, 3)
+    sections = OptimizerSection(), OptimizerSection(name="sgd", momentum=0.9)
+    for section, other in zip(sections, reversed(sections), strict=True):
+        optimizer = build_optimizer(model, section)
+        model(torch.ones(4)).sum().backward()
+        optimizer.update(0.1, torch.tensor(0.0))
+        checkpointer = Checkpointer(directory / section.name)
+        checkpointer.save(1, [model], [optimizer])
+        checkpointer.wait()
+        path = step_path(directory / section.name, 1)
+        with pytest.raises(CheckpointError) as error:
+            load_checkpoint(path, [model], [build_optimizer(model, other)])
+        load_checkpoint(path, [model], [build_optimizer(model, section)])
+        said.append(str(error.value))
+    return said
+
+
+def test_the_state_of_another_optimizer_is_refused(ranks, tmp_path):
+    (said,) = ranks(1).run(change_optimizers, tmp_path)
+    assert "holds exp_avg, exp_avg_sq, step of weight, which another optimizer has kept: go on with that one" in said[0]
+    assert "holds momentum_buffer of weight" in said[1]

@@ -27,10 +27,10 @@ from .run import (
     TrainSection,
     batch_sizes,
     build_config,
-    check_config,
     read_toml,
     to_toml,
 )
+from .run_checks import check_config
 
 __all__ = [
     "CheckpointSection",

@@ -54,6 +54,7 @@ RANGES = {
     "optimizer.beta1": SHARE,
     "optimizer.beta2": SHARE,
     "optimizer.eps": POSITIVE,
+    "optimizer.momentum": SHARE,
     "optimizer.weight_decay": AMOUNT,
     "optimizer.clip_norm": AMOUNT,
     "train.steps": COUNT,

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen dataclass per section, its TOML file, and the checks before anything starts.
+"""The configuration of a run: one frozen dataclass per section, and its TOML file. run_checks.py checks it.
 
 A preset, the TOML file and the command line are merged as plain dicts, in this order: a later one replaces an earlier
 one's values. The dataclasses are built after that, so a value that none of them sets can still be derived.
@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import GPTConfig
-from .checks import check_choice, check_known
-from .experts import check_balance
-from .layout import Layout, recomputed_layers
+from .checks import check_known
+from .layout import Layout
 from .presets import preset
-from .ranges import check_ranges
-from .transport_table import DTYPES, read_transport_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +78,10 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]: AdamW, and its learning rate, which rises linearly and then follows the schedule."""
+    """[optimizer]: AdamW or SGD, and the learning rate, which rises linearly and then follows the schedule."""
 
+    name: str = "adamw"
+    """adamw or sgd."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
@@ -96,10 +95,19 @@ class OptimizerSection:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.0
+    """Of sgd: what a step keeps of the sum of the gradients before it."""
+    nesterov: bool = False
+    """Of sgd with momentum: step as if the sum had the gradient twice (Nesterov's accelerated gradient)."""
     weight_decay: float = 0.1
-    """On matrices only, not on biases and norms."""
+    """On matrices only, not on biases and norms. sgd adds it to the gradient, adamw takes it off the parameter."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+
+    @property
+    def moments(self) -> int:
+        """Tensors as large as a parameter that the optimizer keeps for it."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +206,6 @@ class RunConfig:
         return self.train.global_batch_size // (self.parallel.data_parallel * self.microbatch_size)
 
 
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
-GROWTHS = 10_000  # of a batch, because every step goes through them
 Values = Mapping[str, Mapping[str, Any]]
 
 
@@ -278,103 +284,7 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def check_config(config: RunConfig, *, trains: bool = True) -> None:
-    """ValueError, with the numbers and the remedy, for a run that cannot work. It needs no process group.
-
-    trains: whether the run needs training data.
-    """
-    model, parallel = config.model, config.parallel
-    parallel.check()
-    for section in ("run", "data", "optimizer", "train", "checkpoint", "log"):  # model and layout check their own
-        check_ranges(section, getattr(config, section))
-    model.check_ranks(parallel.tensor_parallel)
-    _check_batch(config)
-    for size in batch_sizes(config.train):
-        for samples in (size, size // 2) if config.log.noise_interval else (size,):
-            parallel.check_pipeline(model.n_layers, samples // (parallel.data_parallel * config.microbatch_size))
-    recomputed_layers(parallel.recompute, parallel.recompute_layers, parallel.recompute_interval, model.n_layers)
-    if parallel.transport_table:
-        read_transport_table(parallel.transport_table)
-    check_choice("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
-    _check_train(config)
-    _check_recorded(config)
-    if trains and not config.data.train:
-        raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
-    if config.data.weights and len(config.data.weights) != len(config.data.train):
-        raise ValueError(
-            f"data.weights has {len(config.data.weights)} numbers for {len(config.data.train)} datasets in data.train"
-        )
-
-
 def batch_sizes(train: TrainSection) -> range:
     """The samples of a step: from those of the first to global_batch_size, which is the only size without a ramp."""
     first = train.batch_size_start or train.global_batch_size
     return range(first, train.global_batch_size + 1, first)
-
-
-def _check_batch(config: RunConfig) -> None:
-    """Data-parallel ranks must be able to share a step's samples, tensor-parallel ranks a microbatch's tokens."""
-    samples, tp = config.microbatch_size, config.parallel.tensor_parallel
-    train, data_parallel = config.train, config.parallel.data_parallel
-    for name in ("global_batch_size", "batch_size_start"):
-        size = getattr(train, name)
-        if size is not None and size % (data_parallel * samples):
-            raise ValueError(
-                f"train.{name}={size} is not a multiple of {data_parallel} data-parallel ranks * "
-                f"train.microbatch_size={samples} = {data_parallel * samples}: change either"
-            )
-    if train.global_batch_size % (train.batch_size_start or 1):
-        raise ValueError(
-            f"train.global_batch_size={train.global_batch_size} is not a multiple of "
-            f"train.batch_size_start={train.batch_size_start}, by which it grows: change either"
-        )
-    if (growths := len(batch_sizes(train)) - 1) > GROWTHS:
-        raise ValueError(
-            f"train.batch_size_start={train.batch_size_start} would grow to train.global_batch_size="
-            f"{train.global_batch_size} in {growths} times, of which there may be at most {GROWTHS}: raise it"
-        )
-    first, unit = batch_sizes(train)[0], 2 * data_parallel * samples
-    if config.log.noise_interval and first % unit:
-        raise ValueError(
-            f"log.noise_interval={config.log.noise_interval} takes the gradients of half a batch of {first} samples, "
-            f"which {data_parallel} data-parallel ranks * train.microbatch_size={samples} cannot share: make the batch "
-            f"a multiple of {unit}"
-        )
-    tokens = samples * config.model.seq_length
-    if config.parallel.sequence_parallel and tokens % tp:
-        raise ValueError(
-            f"train.microbatch_size * model.seq_length = {samples} * {config.model.seq_length} = {tokens} tokens "
-            f"cannot be split over parallel.tensor_parallel={tp} ranks: make it a multiple of {tp}, or set "
-            f"parallel.sequence_parallel = false"
-        )
-
-
-def _check_recorded(config: RunConfig) -> None:
-    """A step that is to be recorded must come, and have what is recorded of it."""
-    for name in ("timeline_step", "profile_step"):
-        if (step := getattr(config.log, name)) > config.train.steps:
-            raise ValueError(f"log.{name}={step} is after the last step: set it to at most {config.train.steps}")
-    if config.log.timeline_step and config.parallel.pipeline_parallel == 1:
-        raise ValueError(
-            f"log.timeline_step={config.log.timeline_step} records a pipeline, and parallel.pipeline_parallel=1 has "
-            f"none: leave it out, or set log.profile_step for a trace"
-        )
-
-
-def _check_train(config: RunConfig) -> None:
-    train = config.train
-    check_balance(train.balance_loss_over)
-    if train.balance_loss and config.model.n_experts is None:
-        raise ValueError(
-            f"train.balance_loss={train.balance_loss} without experts would do nothing: set model.n_experts, or leave "
-            f"it out"
-        )
-    if train.router_bias_rate != TrainSection.router_bias_rate and not config.model.router_bias:
-        raise ValueError(
-            f"train.router_bias_rate={train.router_bias_rate} without biases would do nothing: set "
-            f"model.router_bias = true, or leave it out"
-        )
-    if train.dtype is not None:
-        check_choice("train.dtype", train.dtype, DTYPES)
-    if train.device is not None:
-        check_choice("train.device", train.device, ("cpu", "cuda"))

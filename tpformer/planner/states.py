@@ -97,11 +97,13 @@ def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
 
 
 class Precision(NamedTuple):
-    """master: the dtype of parameters and optimizer. compute: of the computation. reduce: in which gradients add up."""
+    """master: the dtype of parameters and optimizer. compute: of the computation. reduce: in which gradients add up.
+    moments: tensors as large as a parameter that the optimizer keeps for it."""
 
     master: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    moments: int = 2
 
     @classmethod
     def of(cls, config: RunConfig) -> Precision:
@@ -109,7 +111,13 @@ class Precision(NamedTuple):
         compute = getattr(torch, str(config.train.dtype))
         low = compute.itemsize < 4
         master = torch.float32 if low else compute
-        return cls(master, compute, getattr(torch, config.parallel.reduce_dtype) if low else master)
+        reduce = getattr(torch, config.parallel.reduce_dtype) if low else master
+        return cls(master, compute, reduce, config.optimizer.moments)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of an element: (master, compute, reduce)."""
+        return self.master.itemsize, self.compute.itemsize, self.reduce.itemsize
 
 
 def accumulates(config: RunConfig) -> bool:
@@ -126,7 +134,7 @@ class State(NamedTuple):
 
 
 def model_states(size: Elements, layout: Layout, precision: Precision, *, accumulates: bool) -> list[State]:
-    """The model states of a rank: parameters, gradients and Adam's moments as shards, and what FSDP2 holds unsharded.
+    """The model states of a rank: parameters, gradients and the optimizer's as shards, and what FSDP2 holds unsharded.
 
     accumulates: whether the step has backwards before the one that reduces.
     FSDP2 holds copies to compute with: below stage 3 of all parameters, in stage 3 of the tables and of two layers, the
@@ -134,11 +142,11 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     the reduce dtype, unsharded, until the step ends and shards take their place.
     """
     m, n = size.total, layout.data_parallel_shard
-    w, c, r = (dtype.itemsize for dtype in precision)
+    w, c, r = precision.sizes
     states = [
         State(PARAMETERS, f"{w} M / {n}", w * m / n),
         State(GRADIENTS, f"{w} M / {n}", w * m / n),
-        State(OPTIMIZER, f"{2 * w} M / {n}", 2 * w * m / n),
+        State(OPTIMIZER, f"{precision.moments * w} M / {n}", precision.moments * w * m / n),
     ]
     if not uses_fsdp(layout, precision.compute):
         return states
@@ -180,7 +188,7 @@ def in_backward(
     kind: B, or in schedules that split the backward I (input gradients) or W (weight gradients, of all layers at once).
     accumulates: as in model_states. If the compute dtype is also the reduce dtype, autograd adds up gradients in place.
     """
-    w, c, r = (dtype.itemsize for dtype in precision)
+    w, c, r = precision.sizes
     layer, n = size.layer, size.n_layers
     if not uses_fsdp(layout, precision.compute):
         return InBackward(0.0, c * layer, 0.0, 0.0)

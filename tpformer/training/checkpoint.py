@@ -49,6 +49,7 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .checkpoint_metadata import METADATA, CheckpointError
+from .optimizer import LocalUpdate
 
 T = TypeVar("T")
 
@@ -157,6 +158,11 @@ def _load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Ma
     state: dict[int, dict[str, Tensor]] = {}
     tensors: dict[str, Tensor] = {}
     for number, (name, parameter) in enumerate(_named_parameters(part, optimizer)):
+        if isinstance(optimizer, LocalUpdate) and (other := saved.get(name, {}).keys() - set(optimizer.STATE_NAMES)):
+            raise CheckpointError(
+                f"{path} holds {listed(sorted(other))} of {name}, which another optimizer has kept: go on with that "
+                f"one (optimizer.name), or start a new run from the weights (model.init_from)"
+            )
         state[number] = {
             key: torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
             if entry.size == parameter.shape

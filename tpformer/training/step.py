@@ -17,7 +17,7 @@ from .data import Samples, TokenSamples
 from .experts import settle_experts
 from .model import NO_TARGET, ModelParts, token_ids
 from .norms import NormWatch
-from .optimizer import LocalAdamW
+from .optimizer import LocalUpdate
 from .transfers import to_device
 
 
@@ -73,7 +73,7 @@ class LossScaler:
 
 def train_step(
     model: ModelParts,
-    optimizers: Sequence[LocalAdamW],
+    optimizers: Sequence[LocalUpdate],
     batch: Tensor,
     *,
     first_sample: int,

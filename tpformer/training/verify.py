@@ -38,7 +38,6 @@ from .source import open_source
 from .step import StepResult, batch, train_step
 
 STEPS, BOUND = 2, 1e-9
-STATE_BYTES = 32  # for each parameter in float64: itself, its gradient and AdamW's two moments
 ITEM_BYTES = 8  # of a number in float64
 PROCESS_BYTES = 250 * 2**20  # an interpreter with torch, without the memory that ranks share
 RANDOM = "random tokens"
@@ -122,9 +121,10 @@ def needed_bytes(config: RunConfig) -> tuple[int, int]:
     model, layout = config.model, config.parallel
     tokens = config.microbatch_size * model.seq_length
     kept = ITEM_BYTES * tokens * (sum(map(model.kept_features, range(model.n_layers))) + (model.vocab_size or 0))
-    one = STATE_BYTES * model.n_parameters + kept
+    held = ITEM_BYTES * (2 + config.optimizer.moments) * model.n_parameters  # parameters, gradients, moments
+    one = held + kept
     here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)) if config.train.device == "cpu" else 1
-    states = STATE_BYTES * model.n_parameters * layout.data_parallel_replicate * here // layout.world_size
+    states = held * layout.data_parallel_replicate * here // layout.world_size
     return one, states + (here * PROCESS_BYTES if config.train.device == "cpu" else 0)
 
 
