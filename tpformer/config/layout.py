@@ -14,6 +14,7 @@ from .ranges import check_range, check_ranges
 
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 RECOMPUTE = ("none", "mlp", "full")
+ALL_REDUCES = ("library", "driver", "all_pairs", "ring", "tree", "butterfly", "halving_doubling", "hierarchical")
 
 
 class ScheduleKind(NamedTuple):
@@ -46,6 +47,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "pipeline_schedule": SCHEDULES,
     "pipeline_split": ("parameters", "time"),
     "reduce_dtype": ("float32", "bfloat16"),
+    "all_reduce": ALL_REDUCES,
     "recompute": RECOMPUTE,
 }
 
@@ -78,6 +80,8 @@ class Layout:
     """0 shares nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Unset: 1 if data_parallel_shard > 1."""
     reduce_dtype: str = "float32"
     """float32 or bfloat16: how 16-bit runs add up gradients over data-parallel ranks (ZeRO 0, 1: and microbatches)."""
+    all_reduce: str = "library"
+    """How replicas add up gradients: by the library's all-reduce, or by messages, to learn from: ring, tree, ..."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
     recompute: str = "none"
@@ -133,8 +137,16 @@ class Layout:
         for name, choices in CHOICES.items():
             check_choice(f"parallel.{name}", getattr(self, name), choices)
         self._check_zero()
+        self._check_replicas()
         if self.pipeline_parallel > 1:
             self._check_stages_per_rank()
+
+    def _check_replicas(self) -> None:
+        if self.all_reduce != "library" and self.data_parallel_replicate == 1:
+            raise ValueError(
+                f"parallel.all_reduce={self.all_reduce!r} sums over replicas, of which there is one: set "
+                f"data_parallel_replicate, or leave it out"
+            )
 
     def _check_zero(self) -> None:
         shard, replicate = self.data_parallel_shard, self.data_parallel_replicate

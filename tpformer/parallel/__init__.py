@@ -16,7 +16,7 @@ from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
 from .split import split_stages
 from .tied import TiedParameter
-from .zero import apply_zero, data_parallel_mesh, prepare_backward, reshard
+from .zero import apply_zero, prepare_backward, reshard
 
 __all__ = [
     "SCHEDULES",
@@ -26,7 +26,6 @@ __all__ = [
     "TiedParameter",
     "apply_zero",
     "clip_grad_norm_",
-    "data_parallel_mesh",
     "gather_actions",
     "gradient_norm",
     "gradient_norms",

@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.config import Layout
 
+from .replicas import ReplicaSum
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a run's mesh that FSDP2 works on: dp_shard, with dp_replicate before it where that is not 1."""
-    return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+
+def _fsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """The axes of a run's mesh that FSDP2 works on: dp_shard, and before it dp_replicate if FSDP2 sums over it."""
+    alone = mesh["dp_replicate"].size() == 1 or layout.all_reduce != "library"
+    return mesh["dp_shard"] if alone else mesh["dp_replicate", "dp_shard"]
 
 
 def uses_fsdp(layout: Layout, compute_dtype: torch.dtype) -> bool:
@@ -40,8 +43,8 @@ def apply_zero(
         all-gather of P * compute itemsize: stages 0 to 2 once a step; stage 3 in the forward and the backward of each
         microbatch (the rest of `part` in the forward only);
         reduce-scatter of P * reduce itemsize: stages 0 and 1 once a step, stages 2 and 3 once a microbatch;
-        all-reduce over dp_replicate of what the reduce-scatter leaves: once a step, but once a microbatch where stages
-        2 and 3 reduce in 16 bits, in which microbatches must not be added up.
+        all-reduce over dp_replicate, by layout.all_reduce, of what the reduce-scatter leaves: once a step, but once a
+        microbatch where stages 2 and 3 reduce in 16 bits, in which microbatches must not be added up.
     """
     master = next((parameter.dtype for parameter in part.parameters()), compute_dtype)
     low = compute_dtype.itemsize < master.itemsize
@@ -50,7 +53,7 @@ def apply_zero(
         reduce_dtype=getattr(torch, layout.reduce_dtype) if low else master,
         cast_forward_inputs=False,
     )
-    options: dict[str, Any] = {"mesh": data_parallel_mesh(mesh), "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": _fsdp_mesh(mesh, layout), "mp_policy": policy}
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     shards = mesh["dp_shard"].size()
@@ -64,6 +67,8 @@ def apply_zero(
         # left to itself, torch takes the unit that ended a forward before this one: with several microbatches in flight
         # it gathers units that are not needed, or stops gathering ahead (pytorch#164756)
         unit.set_modules_to_backward_prefetch([before])
+        if layout.all_reduce != "library":
+            unit.set_all_reduce_hook(ReplicaSum(layout, mesh.get_group("dp_replicate")))
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:
@@ -83,7 +88,11 @@ def prepare_backward(part: nn.Module, zero_stage: int, *, last: bool) -> None:
     if isinstance(part, FSDPModule):
         part.set_requires_gradient_sync(last or zero_stage >= 2)
         # sums over dp_shard may wait for the all-reduce only in a dtype that can add up microbatches
-        part.set_requires_all_reduce(last or fully_shard.state(part)._mp_policy.reduce_dtype.itemsize < 4)
+        reduces = last or fully_shard.state(part)._mp_policy.reduce_dtype.itemsize < 4
+        part.set_requires_all_reduce(reduces)
+        for group in parameter_groups(part):
+            if isinstance(group._all_reduce_hook, ReplicaSum):
+                group._all_reduce_hook.last = reduces
         part.set_is_last_backward(last or zero_stage >= 2)  # its reductions are complete when it returns
         part.set_reshard_after_backward(last or zero_stage == 3)
 

@@ -298,7 +298,9 @@ class StepModel:
         inside = max(1, min(ranks, self.device.gpus_per_node // distance))
         while ranks % inside:
             inside -= 1
-        return all_reduce_seconds(self.all_reduce, nbytes, inside, ranks // inside, self.fast, self.slow)
+        own = layout.all_reduce if replicas else "library"
+        algorithm = self.all_reduce if own == "library" else own
+        return all_reduce_seconds(algorithm, nbytes, inside, ranks // inside, self.fast, self.slow)
 
     def data_parallel(self, rank: int) -> float:
         """Seconds of gathers and reductions of a rank that no computation hides."""
