@@ -22,9 +22,11 @@ from tpformer.training.step import train_step
 MODEL = {"vocab_size": 128, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 2, "position": "rope"}
 
 
-def config_of(**parallel: object) -> RunConfig:
+def config_of(n_layers: int = 2, **parallel: object) -> RunConfig:
     train = {"global_batch_size": 8, "microbatch_size": 1, "device": "cpu", "dtype": "float32"}
-    config = build_config({"model": MODEL, "parallel": parallel, "train": train, "data": {"train": ["unused"]}})
+    config = build_config(
+        {"model": {**MODEL, "n_layers": n_layers}, "parallel": parallel, "train": train, "data": {"train": ["unused"]}}
+    )
     check_config(config)
     return config
 
@@ -116,7 +118,7 @@ def test_the_ranks_of_a_node(ranks):
 
 
 def test_what_would_do_nothing_is_refused():
-    with pytest.raises(ValueError, match="parallel.all_reduce='ring' sums over replicas, of which there is one"):
+    with pytest.raises(ValueError, match="all_reduce='ring' is about sums over replicas, of which there is one"):
         config_of(all_reduce="ring", data_parallel_shard=2)
     with pytest.raises(ValueError, match="parallel.all_reduce='star': choose one of library, driver"):
         config_of(all_reduce="star", data_parallel_replicate=2)

@@ -15,6 +15,7 @@ from .ranges import check_range, check_ranges
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 RECOMPUTE = ("none", "mlp", "full")
 ALL_REDUCES = ("library", "driver", "all_pairs", "ring", "tree", "butterfly", "halving_doubling", "hierarchical")
+COMPRESSIONS = ("none", "bfloat16", "int8", "topk", "powersgd")
 
 
 class ScheduleKind(NamedTuple):
@@ -48,6 +49,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "pipeline_split": ("parameters", "time"),
     "reduce_dtype": ("float32", "bfloat16"),
     "all_reduce": ALL_REDUCES,
+    "compression": COMPRESSIONS,
     "recompute": RECOMPUTE,
 }
 
@@ -82,6 +84,14 @@ class Layout:
     """float32 or bfloat16: how 16-bit runs add up gradients over data-parallel ranks (ZeRO 0, 1: and microbatches)."""
     all_reduce: str = "library"
     """How replicas add up gradients: by the library's all-reduce, or by messages, to learn from: ring, tree, ..."""
+    compression: str = "none"
+    """How replicas send less of their gradients, which changes the run: bfloat16, int8, topk or powersgd."""
+    error_feedback: bool = True
+    """With compression: add what was lost of a gradient to the next step's."""
+    compression_share: float = 0.01
+    """Of topk: the share of a unit's values that a replica sends."""
+    compression_rank: int = 4
+    """Of powersgd: the columns of the two thin matrices that stand for a matrix."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
     recompute: str = "none"
@@ -142,11 +152,28 @@ class Layout:
             self._check_stages_per_rank()
 
     def _check_replicas(self) -> None:
-        if self.all_reduce != "library" and self.data_parallel_replicate == 1:
+        own = {"all_reduce": "library", "compression": "none"}
+        given = [f"{name}={value!r}" for name, default in own.items() if (value := getattr(self, name)) != default]
+        if given and self.data_parallel_replicate == 1:
             raise ValueError(
-                f"parallel.all_reduce={self.all_reduce!r} sums over replicas, of which there is one: set "
-                f"data_parallel_replicate, or leave it out"
+                f"parallel.{given[0]} is about sums over replicas, of which there is one: set data_parallel_replicate, "
+                f"or leave it out"
             )
+        if len(given) == 2:
+            raise ValueError(f"parallel.{given[0]} and {given[1]}: a compression has its own exchange, leave out one")
+        if self.compression != "none" and self.reduce_dtype != "float32":
+            raise ValueError(
+                f"parallel.compression={self.compression!r} with reduce_dtype={self.reduce_dtype!r}: gradients are "
+                f"compressed from float32, leave reduce_dtype out"
+            )
+        for name, of in (("compression_share", "topk"), ("compression_rank", "powersgd")):
+            if (value := getattr(self, name)) != getattr(Layout, name) and self.compression != of:
+                raise ValueError(f"parallel.{name}={value} is of compression={of!r}, and it is {self.compression!r}")
+
+    @property
+    def sums_replicas_itself(self) -> bool:
+        """Whether gradients are summed over replicas by something else than the library's all-reduce."""
+        return self.all_reduce != "library" or self.compression != "none"
 
     def _check_zero(self) -> None:
         shard, replicate = self.data_parallel_shard, self.data_parallel_replicate

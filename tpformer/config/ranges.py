@@ -46,6 +46,8 @@ RANGES = {
     "parallel.data_parallel_replicate": COUNT,
     "parallel.data_parallel_shard": COUNT,
     "parallel.zero_stage": "[0, 3]",
+    "parallel.compression_share": "(0, 1]",
+    "parallel.compression_rank": COUNT,
     "parallel.recompute_interval": COUNT,
     "optimizer.lr": AMOUNT,
     "optimizer.min_lr_ratio": "[0, 1]",

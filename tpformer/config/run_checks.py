@@ -36,6 +36,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     _check_optimizer(config.optimizer)
     _check_train(config)
     _check_recorded(config)
+    _check_compression(config)
     if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
@@ -104,6 +105,22 @@ def _check_recorded(config: RunConfig) -> None:
         raise ValueError(
             f"log.timeline_step={config.log.timeline_step} records a pipeline, and parallel.pipeline_parallel=1 has "
             f"none: leave it out, or set log.profile_step for a trace"
+        )
+
+
+def _check_compression(config: RunConfig) -> None:
+    """What is kept of a step's gradients must be in the next step's units, and be kept once a step."""
+    if config.parallel.compression == "none":
+        return
+    if config.train.dtype == "float16":
+        raise ValueError(
+            f"parallel.compression={config.parallel.compression!r} keeps errors of gradients, and train.dtype=float16 "
+            f'scales each step\'s in another way: set train.dtype = "bfloat16"'
+        )
+    if config.log.noise_interval:
+        raise ValueError(
+            f"log.noise_interval={config.log.noise_interval} takes gradients twice in a step, and "
+            f"parallel.compression={config.parallel.compression!r} keeps their errors once: leave one of them out"
         )
 
 

@@ -16,7 +16,7 @@ from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
 from .split import split_stages
 from .tied import TiedParameter
-from .zero import apply_zero, prepare_backward, reshard
+from .zero import apply_zero, prepare_backward, replica_sums, reshard, settle_compression
 
 __all__ = [
     "SCHEDULES",
@@ -34,7 +34,9 @@ __all__ = [
     "pipeline_sequential",
     "prepare_backward",
     "reduce_partial_gradients",
+    "replica_sums",
     "reshard",
     "scale_gradients",
+    "settle_compression",
     "split_stages",
 ]

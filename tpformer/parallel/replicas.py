@@ -7,6 +7,7 @@ which backward is the last. Which messages are sent is in tpformer/distributed/r
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.distributed import ProcessGroup
 
 from tpformer.config import Layout
 from tpformer.distributed.reductions import reduce_by
+
+from .compression import compression_of
 
 
 def ranks_of_a_node(group: ProcessGroup) -> int:
@@ -35,12 +38,14 @@ class ReplicaSum:
     """FSDP2's all-reduce hook of one unit: adds up its gradient shards over the replicas, in place.
 
     last: whether replicas add up now; zero.prepare_backward sets it. Sums over microbatches wait here until then.
-    Communicates: what reduce_by says, for the elements of the unit's shards, once a step, but once a microbatch where
-    stages 2 and 3 reduce in 16 bits.
+    shapes: of the shards of the unit's parameters, as FSDP2 pads them.
+    Communicates: what reduce_by or the compression says, for the elements of the unit's shards, once a step, but once a
+    microbatch where stages 2 and 3 reduce in 16 bits.
     """
 
-    def __init__(self, layout: Layout, group: ProcessGroup) -> None:
+    def __init__(self, layout: Layout, group: ProcessGroup, shapes: Sequence[tuple[int, ...]]) -> None:
         self.algorithm, self.group = layout.all_reduce, group
+        self.compression = compression_of(layout, group, shapes)
         self.inside = ranks_of_a_node(group) if self.algorithm == "hierarchical" else 1
         self.last = True
         self._waiting: Tensor | None = None
@@ -54,4 +59,12 @@ class ReplicaSum:
         if self._waiting is not None:
             x += self._waiting
             self._waiting = None
-        reduce_by(self.algorithm, x, self.group, inside=self.inside)
+        if self.compression is None:
+            reduce_by(self.algorithm, x, self.group, inside=self.inside)
+        elif len(x) == self.compression.elements:
+            self.compression.add(x)
+        else:
+            raise RuntimeError(
+                f"parallel.compression needs the gradients of all parameters of a unit, {self.compression.elements} "
+                f"elements, and got {len(x)}: train all parameters, or leave it out"
+            )

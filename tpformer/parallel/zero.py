@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -21,7 +21,7 @@ from .replicas import ReplicaSum
 
 def _fsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     """The axes of a run's mesh that FSDP2 works on: dp_shard, and before it dp_replicate if FSDP2 sums over it."""
-    alone = mesh["dp_replicate"].size() == 1 or layout.all_reduce != "library"
+    alone = mesh["dp_replicate"].size() == 1 or layout.sums_replicas_itself
     return mesh["dp_shard"] if alone else mesh["dp_replicate", "dp_shard"]
 
 
@@ -67,8 +67,10 @@ def apply_zero(
         # left to itself, torch takes the unit that ended a forward before this one: with several microbatches in flight
         # it gathers units that are not needed, or stops gathering ahead (pytorch#164756)
         unit.set_modules_to_backward_prefetch([before])
-        if layout.all_reduce != "library":
-            unit.set_all_reduce_hook(ReplicaSum(layout, mesh.get_group("dp_replicate")))
+        if layout.sums_replicas_itself:
+            held = [each for group in _groups(fully_shard.state(unit)) for each in group.fsdp_params]
+            shapes = [each.padded_sharded_param_size for each in held]
+            unit.set_all_reduce_hook(ReplicaSum(layout, mesh.get_group("dp_replicate"), shapes))
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:
@@ -107,8 +109,37 @@ def reshard(part: nn.Module) -> None:
 def parameter_groups(part: FSDPModule) -> Iterator[Any]:
     """FSDP2's groups of parameters that it gathers together, after the part's first forward: the root's first."""
     for state in fully_shard.state(part)._state_ctx.all_states:
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group per state
-        yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+        yield from _groups(state)
+
+
+def _groups(state: Any) -> Iterable[Any]:
+    """The groups of parameters of one of FSDP2's states; torch 2.11 has one group per state."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return groups if groups is not None else filter(None, [state._fsdp_param_group])
+
+
+def replica_sums(part: nn.Module) -> dict[str, ReplicaSum]:
+    """What adds up the gradients of each of FSDP2's units over replicas; {} if it is the library.
+
+    By the unit's name in the part, or for what is left of the part, by its parameters' names: two parts of a rank may
+    share some of them.
+    """
+    units = {name: module for name, module in part.named_modules() if isinstance(module, FSDPModule)}
+    whole, inner = units.pop("", None), tuple(f"{name}." for name in units if name)
+    rest = [name for name, _ in part.named_parameters() if not name.startswith(inner)]
+    if whole is not None and rest:
+        units["+".join(rest)] = whole
+    hooks = {name: [g._all_reduce_hook for g in _groups(fully_shard.state(unit))] for name, unit in units.items()}
+    return {name: hook for name, found in hooks.items() for hook in found if isinstance(hook, ReplicaSum)}
+
+
+def settle_compression(parts: Iterable[nn.Module], skipped: Tensor) -> None:
+    """End a step for what compressions keep of it. skipped: a scalar, 1 if the step changed nothing, else 0."""
+    for part in parts:
+        for group in parameter_groups(part) if isinstance(part, FSDPModule) else ():
+            hook = group._all_reduce_hook
+            if isinstance(hook, ReplicaSum) and hook.compression is not None:
+                hook.compression.settle(skipped)
 
 
 def take_weight_gradients(part: nn.Module) -> None:

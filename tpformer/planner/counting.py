@@ -59,6 +59,7 @@ SEND = "send"
 OPERATIONS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
     "allreduce_": ("all_reduce", 0),
     "all_reduce": ("all_reduce", 0),  # functional: DTensor adds up partial gradients by it
     SEND: (SEND, 0),

@@ -219,6 +219,9 @@ def rank_memory(
         on_device.pop(1 if states[1].nbytes <= states[4].nbytes else 4)
     if layout.offload_activations:
         host += peak.in_flight * max(stage.offloaded for stage in stages)
+    if layout.compression != "none" and layout.error_feedback:  # of the step before, and of this one
+        errors = 2 * precision.reduce.itemsize * of_rank.total / layout.data_parallel_shard
+        on_device.append(("errors of compression", errors))
     parts = [*on_device, ("saved activations", float(peak.saved))]
     if peak.queued:
         parts.append(("queued weight gradients", float(peak.queued)))

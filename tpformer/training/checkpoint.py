@@ -4,11 +4,10 @@ They are written while training goes on, and verified before they are loaded. A 
 DCP's files, trainer.json (the step and the trainer's own numbers) and manifest.json (size and SHA-256 of every file).
 It is written under a temporary name and renamed when complete, so an interrupted save leaves the previous ones whole.
 Tensors have the same global names on every part and rank: model.NAME, and optimizer.NAME.KEY for each key of a
-parameter's optimizer state.
+parameter's optimizer state. What compressed sums of gradients keep is each rank's own: sums.RANK.UNIT.KEY.
 """
 
 import json
-import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -26,9 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from tpformer.parallel import local_part
 from tpformer.processes.files import naming
-from tpformer.torch_private import foreach_norm
 from tpformer.weights.files import listed
 
 from .checkpoint_files import (
@@ -49,7 +45,15 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .checkpoint_metadata import METADATA, CheckpointError
-from .optimizer import LocalUpdate
+from .checkpoint_tensors import (
+    check_pairs,
+    first_not_finite,
+    load_optimizer,
+    load_sums,
+    model_tensors,
+    optimizer_tensors,
+    sum_tensors,
+)
 
 T = TypeVar("T")
 
@@ -101,80 +105,6 @@ class _Writer(dcp.FileSystemWriter):
             super().finish(metadata, results)
 
 
-# tensors
-
-
-def first_not_finite(parts: Sequence[nn.Module]) -> str | None:
-    """The first parameter of which this rank holds a value that is not finite, or None.
-
-    Cost: one pass over the parameters, in one launch for each device and dtype, and one wait for each device.
-    """
-    held = {name: local_part(x.detach()) for part in parts for name, x in part.named_parameters()}
-    by_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in held.items():
-        if tensor.numel() and tensor.is_floating_point():
-            by_device[tensor.device][name] = tensor
-    for tensors in by_device.values():
-        # the largest absolute value cannot overflow, as a sum could
-        largest = torch.stack([norm.double() for norm in foreach_norm(list(tensors.values()), math.inf)])
-        for name, value in zip(tensors, largest.tolist(), strict=True):
-            if not math.isfinite(value):
-                return name
-    return None
-
-
-def _named_parameters(part: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """(name in the part, parameter) in the optimizer's order. ValueError for a parameter that is not in the part."""
-    names = {id(parameter): name for name, parameter in part.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names for parameter in parameters):
-        raise ValueError("an optimizer has parameters that its model part does not have: give both in the same order")
-    return [(names[id(parameter)], parameter) for parameter in parameters]
-
-
-def _model_tensors(part: nn.Module) -> dict[str, Tensor]:
-    """A part's parameters and buffers by global name. They share memory with the part; DTensors stay DTensors."""
-    return {MODEL + name: value for name, value in part.state_dict().items() if isinstance(value, Tensor)}
-
-
-def _optimizer_tensors(part: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    found = {
-        f"{OPTIMIZER}{name}.{key}": value
-        for name, parameter in _named_parameters(part, optimizer)
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    if wrong := [name for name, value in found.items() if not isinstance(value, Tensor)]:
-        raise ValueError(f"{listed(wrong)} cannot be saved: only tensors can, which load without running anything")
-    return found
-
-
-def _check_pairs(parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    if len(optimizers) != len(parts):
-        raise ValueError(f"{len(optimizers)} optimizers for {len(parts)} model parts: give each part its own, in order")
-
-
-def _load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the optimizer's state by the saved state of its parameters. Its hyperparameters stay as they are."""
-    state: dict[int, dict[str, Tensor]] = {}
-    tensors: dict[str, Tensor] = {}
-    for number, (name, parameter) in enumerate(_named_parameters(part, optimizer)):
-        if isinstance(optimizer, LocalUpdate) and (other := saved.get(name, {}).keys() - set(optimizer.STATE_NAMES)):
-            raise CheckpointError(
-                f"{path} holds {listed(sorted(other))} of {name}, which another optimizer has kept: go on with that "
-                f"one (optimizer.name), or start a new run from the weights (model.init_from)"
-            )
-        state[number] = {
-            key: torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
-            if entry.size == parameter.shape
-            else torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in saved.get(name, {}).items()
-        }
-        tensors |= {f"{OPTIMIZER}{name}.{key}": value for key, value in state[number].items()}
-    read_tensors(path, tensors)
-    # torch moves what is not laid out as the parameter (AdamW's counter) to the device that its kernels need
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
 def load_checkpoint(
     path: Path,
     parts: Sequence[nn.Module],
@@ -189,7 +119,7 @@ def load_checkpoint(
     CheckpointError, on all ranks, for names or shapes that the model and the checkpoint do not share.
     """
     if optimizers:
-        _check_pairs(parts, optimizers)
+        check_pairs(parts, optimizers)
 
     def load() -> tuple[set[str], set[str], dict[str, Any]]:
         states: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
@@ -198,11 +128,12 @@ def load_checkpoint(
             states[parameter][key] = entry
         loaded: set[str] = set()
         for index, part in enumerate(parts):
-            tensors = _model_tensors(part)
+            tensors = model_tensors(part)
             read_tensors(path, tensors)
             loaded |= {name.removeprefix(MODEL) for name in tensors}
             if optimizers:
-                _load_optimizer(path, part, optimizers[index], states)
+                load_optimizer(path, part, optimizers[index], states)
+                load_sums(path, part)
         return loaded, set(saved_tensors(path, MODEL)), read_note(path)[1]
 
     results = _on_every_rank(group, load)
@@ -282,11 +213,11 @@ class Checkpointer:
         parameter is not finite on some rank.
         """
         self.settle()
-        _check_pairs(parts, optimizers)
+        check_pairs(parts, optimizers)
         note = json.dumps({"step": step, "extra": dict(extra or {})})
         tensors: dict[str, Tensor] = {}
         for part, optimizer in zip(parts, optimizers, strict=True):
-            tensors |= _model_tensors(part) | _optimizer_tensors(part, optimizer)
+            tensors |= model_tensors(part) | optimizer_tensors(part, optimizer) | sum_tensors(part)
         if offenders := [each for each in _on_every_rank(self._group, lambda: first_not_finite(parts)) if each]:
             raise FloatingPointError(f"checkpoint of step {step} is not saved: {offenders[0]} is not finite")
         temporary = self.directory / f".saving-{step}"

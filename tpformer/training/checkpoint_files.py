@@ -21,7 +21,7 @@ from tpformer.weights.files import listed
 from .checkpoint_metadata import METADATA, CheckpointError, MetadataReader, read_metadata
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, OPTIMIZER, SUMS = "model.", "optimizer.", "sums."
 
 
 def fsync(path: Path) -> None:
@@ -190,7 +190,7 @@ def read_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def saved_tensors(path: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """{name without prefix: shape and dtype} of a checkpoint's tensors. prefix: MODEL or OPTIMIZER."""
+    """{name without prefix: shape and dtype} of a checkpoint's tensors. prefix: MODEL, OPTIMIZER or SUMS."""
     saved = read_metadata(path).state_dict_metadata
     return {name.removeprefix(prefix): entry for name, entry in saved.items() if name.startswith(prefix)}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpformer.ops.embedding import check_ids
-from tpformer.parallel import local_norms, scale_gradients
+from tpformer.parallel import local_norms, scale_gradients, settle_compression
 
 from .data import Samples, TokenSamples
 from .experts import settle_experts
@@ -103,6 +103,7 @@ def train_step(
     scale_gradients(model.parameters(), clip / scale)
     for optimizer in optimizers:
         optimizer.update(lr, skipped)
+    settle_compression(model.parts, skipped)
     loads = settle_experts(model, skipped)
     if scaler is not None:
         scaler.update(skipped)

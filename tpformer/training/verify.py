@@ -81,8 +81,13 @@ def verify_config(config: RunConfig) -> RunConfig:
     """The configuration to verify: in float64, on the CPU unless it names a device, with the vocabulary filled in.
 
     If a training dataset does not exist, data.train becomes RANDOM. ValueError if the vocabulary is unknown then.
-    With data.mask a random half of such tokens are targets.
+    With data.mask a random half of such tokens are targets. ValueError for compressed gradients, whose run is another.
     """
+    if config.parallel.compression != "none":
+        raise ValueError(
+            f"parallel.compression={config.parallel.compression!r} changes the run on purpose, so that it is not that "
+            f"of one process: verify the layout without it"
+        )
     train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
     data = dataclasses.replace(config.data, valid=())
     config = dataclasses.replace(config, train=train, data=data)

@@ -1,0 +1,129 @@
+"""The tensors of a checkpoint by their global names, and what is checked of them.
+
+Belongs here: what a model part, its optimizer and its compressed sums hold that has to be saved. Files are in
+checkpoint_files.py, saving and loading in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tpformer.parallel import local_part, replica_sums
+from tpformer.parallel.compression import Compression
+from tpformer.torch_private import foreach_norm
+from tpformer.weights.files import listed
+
+from .checkpoint_files import MODEL, OPTIMIZER, SUMS, read_tensors, saved_tensors
+from .checkpoint_metadata import CheckpointError
+from .optimizer import LocalUpdate
+
+
+def first_not_finite(parts: Sequence[nn.Module]) -> str | None:
+    """The first parameter of which this rank holds a value that is not finite, or None.
+
+    Cost: one pass over the parameters, in one launch for each device and dtype, and one wait for each device.
+    """
+    held = {name: local_part(x.detach()) for part in parts for name, x in part.named_parameters()}
+    by_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in held.items():
+        if tensor.numel() and tensor.is_floating_point():
+            by_device[tensor.device][name] = tensor
+    for tensors in by_device.values():
+        # the largest absolute value cannot overflow, as a sum could
+        largest = torch.stack([norm.double() for norm in foreach_norm(list(tensors.values()), math.inf)])
+        for name, value in zip(tensors, largest.tolist(), strict=True):
+            if not math.isfinite(value):
+                return name
+    return None
+
+
+def named_parameters(part: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """(name in the part, parameter) in the optimizer's order. ValueError for a parameter that is not in the part."""
+    names = {id(parameter): name for name, parameter in part.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in parameters):
+        raise ValueError("an optimizer has parameters that its model part does not have: give both in the same order")
+    return [(names[id(parameter)], parameter) for parameter in parameters]
+
+
+def model_tensors(part: nn.Module) -> dict[str, Tensor]:
+    """A part's parameters and buffers by global name. They share memory with the part; DTensors stay DTensors."""
+    return {MODEL + name: value for name, value in part.state_dict().items() if isinstance(value, Tensor)}
+
+
+def optimizer_tensors(part: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by global name. ValueError for a value that is no tensor."""
+    found = {
+        f"{OPTIMIZER}{name}.{key}": value
+        for name, parameter in named_parameters(part, optimizer)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    if wrong := [name for name, value in found.items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"{listed(wrong)} cannot be saved: only tensors can, which load without running anything")
+    return found
+
+
+def check_pairs(parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """ValueError unless each part has an optimizer."""
+    if len(optimizers) != len(parts):
+        raise ValueError(f"{len(optimizers)} optimizers for {len(parts)} model parts: give each part its own, in order")
+
+
+def load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the optimizer's state by the saved state of its parameters. Its hyperparameters stay as they are."""
+    state: dict[int, dict[str, Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
+    for number, (name, parameter) in enumerate(named_parameters(part, optimizer)):
+        if isinstance(optimizer, LocalUpdate) and (other := saved.get(name, {}).keys() - set(optimizer.STATE_NAMES)):
+            raise CheckpointError(
+                f"{path} holds {listed(sorted(other))} of {name}, which another optimizer has kept: go on with that "
+                f"one (optimizer.name), or start a new run from the weights (model.init_from)"
+            )
+        state[number] = {
+            key: torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+            if entry.size == parameter.shape
+            else torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in saved.get(name, {}).items()
+        }
+        tensors |= {f"{OPTIMIZER}{name}.{key}": value for key, value in state[number].items()}
+    read_tensors(path, tensors)
+    # torch moves what is not laid out as the parameter (AdamW's counter) to the device that its kernels need
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _compressions(part: nn.Module) -> dict[str, Compression]:
+    """What compresses the sums of each of FSDP2's units, by a name with this rank in it: each rank loses its own."""
+    found = {name: hook.compression for name, hook in replica_sums(part).items()}
+    return {f"{dist.get_rank()}.{name}.": each for name, each in found.items() if each is not None}
+
+
+def sum_tensors(part: nn.Module) -> dict[str, Tensor]:
+    """What compressed sums keep for the next step, by global name; {} without compression."""
+    found = _compressions(part).items()
+    return {f"{SUMS}{name}{key}": value for name, each in found for key, value in each.state.items()}
+
+
+def load_sums(path: Path, part: nn.Module) -> None:
+    """Give compressed sums what the checkpoint has of them; one without compression has nothing, and nothing was lost.
+
+    CheckpointError if it is of another layout, whose ranks have lost other parts of the gradients.
+    """
+    saved, compressions = saved_tensors(path, SUMS), _compressions(part)
+    for name, each in compressions.items() if saved else ():
+        own = {key.removeprefix(name): entry for key, entry in saved.items() if key.startswith(name)}
+        if not own or ("error" in own and own["error"].size.numel() != each.error_elements):
+            raise CheckpointError(
+                f"{path} holds what compression has left out of gradients, for the ranks of another layout: go on in "
+                f"the layout that saved it, or leave compression out (--run.changes parallel.compression)"
+            )
+        each.state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in own.items()}
+        read_tensors(path, {f"{SUMS}{name}{key}": value for key, value in each.state.items()})
