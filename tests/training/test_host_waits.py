@@ -7,7 +7,6 @@ import torch
 from waits import counted_waits
 
 from tpformer.config import build_config
-from tpformer.training import trainer as trainer_module
 from tpformer.training.metrics import Speed
 from tpformer.training.trainer import Trainer
 
@@ -37,19 +36,16 @@ def waits(values: dict, parallel: dict, dtype: str, also: str = "") -> tuple[Cou
     sections = {**values, "parallel": parallel, "model": model, "log": log, "train": train}
     trainer = Trainer(build_config(sections, {"data": {"valid": []}}))
     trainer.saves.save, trainer.speed = lambda *_, **__: None, Speed(0)
-    train_step = trainer_module.train_step
+    take_step = trainer.take_step
 
     def step(*arguments, **options):
-        result = train_step(*arguments, **options)
+        result = take_step(*arguments, **options)
         WAITS[also](result.loss)
         return result
 
-    trainer_module.train_step = step
-    try:
-        with trainer._watched, counted_waits() as found:
-            trainer._train(None, [])
-    finally:
-        trainer_module.train_step = train_step
+    trainer.take_step = step
+    with trainer._watched, counted_waits() as found:
+        trainer._train(None, [])
     return found, trainer.tally.skipped
 
 

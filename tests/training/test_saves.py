@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tpformer.config import build_config, to_toml
 from tpformer.parallel import local_part
+from tpformer.training import parameter_server
 from tpformer.training import trainer as trainer_module
 from tpformer.training.checkpoint import Checkpointer, newest_good, steps
 from tpformer.training.metrics import read_metrics
@@ -59,7 +60,7 @@ def train(values: dict, resume: bool = False) -> tuple[list[str], str]:
 @contextmanager
 def no_number_after(step: int, rank: int, where: str):
     """On one rank a weight becomes NaN, before the gradients of a step or behind its update."""
-    gradients, train_step = ModelParts.gradients, trainer_module.train_step
+    gradients, train_step = ModelParts.gradients, parameter_server.train_step
 
     def spoil(model, now):
         if now == step and dist.get_rank() == rank:
@@ -77,11 +78,11 @@ def no_number_after(step: int, rank: int, where: str):
             spoil(model, options["step"])
         return result
 
-    ModelParts.gradients, trainer_module.train_step = spoiled_gradients, spoiled_step
+    ModelParts.gradients, parameter_server.train_step = spoiled_gradients, spoiled_step
     try:
         yield
     finally:
-        ModelParts.gradients, trainer_module.train_step = gradients, train_step
+        ModelParts.gradients, parameter_server.train_step = gradients, train_step
 
 
 def spoiled(values: dict, step: int, where: str):

@@ -15,6 +15,7 @@ from .ranges import check_range, check_ranges
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 RECOMPUTE = ("none", "mlp", "full")
 ALL_REDUCES = ("library", "driver", "all_pairs", "ring", "tree", "butterfly", "halving_doubling", "hierarchical")
+SERVERS = ("none", "sync", "stale")
 COMPRESSIONS = ("none", "bfloat16", "int8", "topk", "powersgd")
 
 
@@ -50,6 +51,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "reduce_dtype": ("float32", "bfloat16"),
     "all_reduce": ALL_REDUCES,
     "compression": COMPRESSIONS,
+    "parameter_server": SERVERS,
     "recompute": RECOMPUTE,
 }
 
@@ -92,6 +94,12 @@ class Layout:
     """Of topk: the share of a unit's values that a replica sends."""
     compression_rank: int = 4
     """Of powersgd: the columns of the two thin matrices that stand for a matrix."""
+    parameter_server: str = "none"
+    """sync or stale, to learn from: ranks push gradients to servers of parameters and pull these, at once or late."""
+    staleness: int = 16
+    """With a stale server: how many updates may come between a gradient's parameters and its own update."""
+    arrivals: str = ""
+    """With a stale server: the ranks in whose order gradients are taken, again and again, such as "0,1,0,2"."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
     recompute: str = "none"
@@ -148,6 +156,7 @@ class Layout:
             check_choice(f"parallel.{name}", getattr(self, name), choices)
         self._check_zero()
         self._check_replicas()
+        self._check_server()
         if self.pipeline_parallel > 1:
             self._check_stages_per_rank()
 
@@ -169,6 +178,38 @@ class Layout:
         for name, of in (("compression_share", "topk"), ("compression_rank", "powersgd")):
             if (value := getattr(self, name)) != getattr(Layout, name) and self.compression != of:
                 raise ValueError(f"parallel.{name}={value} is of compression={of!r}, and it is {self.compression!r}")
+
+    def _check_server(self) -> None:
+        for name in ("staleness", "arrivals"):
+            if (value := getattr(self, name)) != getattr(Layout, name) and self.parameter_server != "stale":
+                raise ValueError(f"parallel.{name}={value!r} is of parameter_server='stale': set that, or leave it out")
+        if self.parameter_server == "none":
+            return
+        ranks = self.data_parallel_replicate
+        wrong = {
+            name: value
+            for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_shard", "cpu_offload")
+            + ("all_reduce", "compression", "recompute_interval", "offload_activations")
+            if (value := getattr(self, name)) != getattr(Layout, name)
+        }
+        if wrong or ranks == 1:
+            given = ", ".join(f"{name}={value!r}" for name, value in wrong.items()) or "data_parallel_replicate=1"
+            raise ValueError(
+                f"parallel.parameter_server={self.parameter_server!r} is for whole models on data_parallel_replicate "
+                f"ranks, to learn from, and not with {given}: leave one of them out"
+            )
+        if self.parameter_server == "stale":
+            if self.staleness < ranks - 1:
+                raise ValueError(
+                    f"parallel.staleness={self.staleness} with {ranks} workers: each has an update between two of any "
+                    f"other even if they take turns, so that at least {ranks - 1} are needed"
+                )
+            workers = self.arrivals.split(",") if self.arrivals else list(map(str, range(ranks)))
+            if {worker.strip() for worker in workers} != set(map(str, range(ranks))):
+                raise ValueError(
+                    f"parallel.arrivals={self.arrivals!r} must name each of the {ranks} workers, 0 to {ranks - 1}, and "
+                    f'no others, such as "{",".join(map(str, range(ranks)))}"'
+                )
 
     @property
     def sums_replicas_itself(self) -> bool:

@@ -46,6 +46,7 @@ RANGES = {
     "parallel.data_parallel_replicate": COUNT,
     "parallel.data_parallel_shard": COUNT,
     "parallel.zero_stage": "[0, 3]",
+    "parallel.staleness": AMOUNT,
     "parallel.compression_share": "(0, 1]",
     "parallel.compression_rank": COUNT,
     "parallel.recompute_interval": COUNT,

@@ -37,6 +37,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     _check_train(config)
     _check_recorded(config)
     _check_compression(config)
+    _check_server(config)
     if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
@@ -121,6 +122,25 @@ def _check_compression(config: RunConfig) -> None:
         raise ValueError(
             f"log.noise_interval={config.log.noise_interval} takes gradients twice in a step, and "
             f"parallel.compression={config.parallel.compression!r} keeps their errors once: leave one of them out"
+        )
+
+
+def _check_server(config: RunConfig) -> None:
+    """A parameter server works on CPU processes, in the dtype of the parameters, and measures no norms by layer."""
+    server, train = config.parallel.parameter_server, config.train
+    if server == "none":
+        return
+    found = {
+        "train.dtype": train.dtype if train.dtype in ("bfloat16", "float16") else None,
+        "train.device": train.device if train.device == "cuda" else None,
+        "model.n_experts": config.model.n_experts,
+        "log.norm_interval": config.log.norm_interval or None,
+        "log.noise_interval": config.log.noise_interval or None,
+    }
+    if given := [f"{key}={value}" for key, value in found.items() if value is not None]:
+        raise ValueError(
+            f"parallel.parameter_server={server!r} is for dense models in float32 or float64 on CPU processes, to "
+            f"learn from, and not with {', '.join(given)}: leave that out"
         )
 
 

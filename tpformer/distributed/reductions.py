@@ -26,9 +26,9 @@ Message = tuple[int, Tensor]  # the other rank, by its place among the members, 
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks of a group that reduce together, in this order. This rank is one of them."""
+    """Ranks of a group that exchange together, in this order. This rank is one of them. what: names it in an error."""
 
-    algorithm: str
+    what: str
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
 
@@ -68,7 +68,7 @@ class Members:
             ranks = sorted({rank for rank, _, _ in batch})
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {ranks}"
             raise RuntimeError(
-                f"the {self.algorithm} all-reduce failed on rank {self.group.rank()} of {self.group.size()}: {who} "
+                f"{self.what} failed on rank {self.group.rank()} of {self.group.size()}: {who} "
                 f"has died, or did not answer in time ({str(error).splitlines()[0]})"
             ) from error
 
@@ -196,8 +196,8 @@ def hierarchical(members: Members, x: Tensor, inside: int) -> None:
     """Rings in the nodes, of `inside` neighbouring ranks each, add up; rings across the nodes add the parts."""
     node, place = divmod(members.me, inside)
     own = range(node * inside, (node + 1) * inside)
-    here = Members(members.algorithm, members.group, tuple(members.ranks[each] for each in own))
-    across = Members(members.algorithm, members.group, members.ranks[place::inside])
+    here = Members(members.what, members.group, tuple(members.ranks[each] for each in own))
+    across = Members(members.what, members.group, members.ranks[place::inside])
     ring(across, ring_scatter(here, x))
     ring_gather(here, x)
 
@@ -231,7 +231,7 @@ def reduce_by(algorithm: str, x: Tensor, group: dist.ProcessGroup, *, inside: in
     size = group.size()
     if size % inside:
         raise ValueError(f"{size} ranks are not whole nodes of {inside}: choose a divisor of {size}")
-    members, flat = Members(algorithm, group, tuple(range(size))), x.detach().view(-1)
+    members, flat = Members(f"the {algorithm} all-reduce", group, tuple(range(size))), x.detach().view(-1)
     if algorithm == HIERARCHICAL:
         hierarchical(members, flat, inside)
     else:

@@ -10,6 +10,7 @@ less what was given out: nothing is lost, it comes later.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,7 @@ from tpformer.distributed.collectives import record
 BLOCK = 256  # values that share a scale in int8
 
 
-class Compression:
+class Compression(ABC):
     """The sum of one unit's gradient shards over the replicas.
 
     state: tensors of this rank that the next step needs, by name; a checkpoint holds them. A step gives new ones, which
@@ -43,9 +44,9 @@ class Compression:
         """The size of state["error"]."""
         return self.elements
 
+    @abstractmethod
     def add(self, x: Tensor) -> None:
         """x: (elements,) of at least float32, of this rank; then, in place, the sum over the ranks."""
-        raise NotImplementedError
 
     def settle(self, skipped: Tensor) -> None:
         """End a step. skipped: a scalar, 1 if the step changed nothing, else 0; the host does not wait for it."""
@@ -79,13 +80,13 @@ class Rounded(Compression):
 
     block = 1  # a rank's part is a multiple of it
 
+    @abstractmethod
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """(parts, n) values -> what is sent of them, (parts, ...) each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, codes: Sequence[Tensor]) -> Tensor:
         """What `encode` gave -> (parts, n) float32."""
-        raise NotImplementedError
 
     @property
     def error_elements(self) -> int:

@@ -27,7 +27,8 @@ def _fsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 def uses_fsdp(layout: Layout, compute_dtype: torch.dtype) -> bool:
     """Whether a run with this layout and compute dtype needs FSDP2: to share, to offload, or to compute in 16 bits."""
-    return layout.data_parallel > 1 or layout.cpu_offload or compute_dtype.itemsize < 4
+    shares = layout.data_parallel > 1 and layout.parameter_server == "none"
+    return shares or layout.cpu_offload or compute_dtype.itemsize < 4
 
 
 def apply_zero(

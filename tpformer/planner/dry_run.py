@@ -68,6 +68,10 @@ def plan_config(config: RunConfig) -> RunConfig:
     Errors: check_config's, and ValueError if the vocabulary is unset and neither of these is there.
     """
     data = config.data
+    if config.parallel.parameter_server != "none":
+        raise ValueError(
+            f"parallel.parameter_server={config.parallel.parameter_server!r} is not counted by a dry run: leave it out"
+        )
     if config.model.vocab_size is None:
         known = data.train and (data.tokenizer is not None or read_sidecar(data.train[0]) is not None)
         if not known and config.model.known_vocab_size is None:

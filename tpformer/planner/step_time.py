@@ -99,10 +99,9 @@ class StepModel:
         all_reduce: str = "ring",
     ) -> None:
         self.config, self.model, self.layout = config, config.model, config.parallel
-        if self.layout.compression != "none":
-            raise ValueError(
-                f"parallel.compression={self.layout.compression!r} has no model of its time: plan without it"
-            )
+        for key in ("compression", "parameter_server"):
+            if (value := getattr(self.layout, key)) != "none":
+                raise ValueError(f"parallel.{key}={value!r} has no model of its time: plan without it")
         self.device, self.software, self.without, self.all_reduce = device, software, without, all_reduce
         self.layer = LayerModel(config, device, software)
         self.m = config.n_microbatches

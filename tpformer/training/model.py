@@ -29,6 +29,18 @@ from tpformer.parallel import (
 NO_TARGET = -1  # token 0 that is no target: what fills up a batch, and gives no loss
 
 
+def inputs_of(batch: Tensor, first_sample: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, targets, index of each sample) of a batch (samples, seq_length + 1), of which first_sample is the first."""
+    ids, targets = token_ids(batch[:, :-1]), batch.masked_fill(batch < 0, IGNORE_INDEX)[:, 1:]
+    return ids, targets, torch.arange(first_sample, first_sample + len(ids), device=ids.device)
+
+
+def summed_loss(part: GPT, batch: Tensor, first_sample: int, step: int) -> Tensor:
+    """The loss of a whole model in training, summed over the targets of a batch. No communication."""
+    ids, targets, index = inputs_of(batch, first_sample)
+    return part(ids, targets=targets, sample_index=index, step=step)
+
+
 def token_ids(batch: Tensor) -> Tensor:
     """The ids of a batch in which a token that is no target is stored as -1 - id. int64, of the batch's shape."""
     return torch.where(batch < 0, ~batch, batch)
@@ -107,7 +119,10 @@ class ModelParts:
         )
 
     def own_samples(self, first: int, global_batch_size: int) -> tuple[int, int]:
-        """(first, number) of this data-parallel rank's samples of a global batch that begins with sample `first`."""
+        """(first, number) of this data-parallel rank's samples of a global batch that begins with sample `first`: all
+        of them with a stale parameter server, where ranks share them out as they go."""
+        if self.layout.parameter_server == "stale":
+            return first, global_batch_size
         share = global_batch_size // self.layout.data_parallel
         return first + self.data_rank * share, share
 
@@ -174,8 +189,7 @@ class ModelParts:
 
         In a pipeline only the rank of the last stage has losses; others return 0.
         """
-        ids, targets = token_ids(batch[:, :-1]), batch.masked_fill(batch < 0, IGNORE_INDEX)[:, 1:]
-        index = torch.arange(first_sample, first_sample + len(ids), device=ids.device)
+        ids, targets, index = inputs_of(batch, first_sample)
         if self.pipeline is not None:
             run = self.pipeline.step if train else self.pipeline.evaluate
             return run(ids, targets, targets=targets, sample_index=index, step=step)

@@ -41,7 +41,10 @@ _TABLE = {
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
     "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard zero_stage "
     "all_reduce cpu_offload recompute recompute_layers recompute_interval offload_activations",
-    ("parallel", REFUSED): "reduce_dtype compression error_feedback compression_share compression_rank",
+    (
+        "parallel",
+        REFUSED,
+    ): "parameter_server staleness arrivals reduce_dtype compression error_feedback compression_share compression_rank",
     (
         "optimizer",
         REFUSED,

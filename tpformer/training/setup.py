@@ -92,11 +92,14 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     layout, compute = config.parallel, default_dtype(config)
     architecture = config.model.architecture
     ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
+    # a parameter server sends whole parameters, which are plain tensors without tensor parallelism
+    served = layout.parameter_server != "none"
+    tp = None if served else TensorParallel(mesh["tp"], layout.sequence_parallel, layout.transport)
     parts = []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
         part = GPT(
             architecture,
-            tp=TensorParallel(mesh["tp"], layout.sequence_parallel, layout.transport),
+            tp=tp,
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,
             recompute_interval=layout.recompute_interval,

@@ -30,6 +30,7 @@ from .metrics import ROWS, MetricsLog, Speed, cut_metrics, is_validated, plot_lo
 from .norms import NormWatch, batch_gradient_norm
 from .observe import WandbError, WandbLog, check_wandb, profiled
 from .optimizer import build_optimizer
+from .parameter_server import take_steps
 from .resolve import mask_notes, resolve, vocabulary_note
 from .results import Launched, Tally
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
@@ -37,7 +38,7 @@ from .saves import ADVICE, RunLost, Saves, check_history, lost, note_saved
 from .schedules import batch_size, learning_rate, samples_before
 from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
-from .step import LossScaler, evaluate, train_step, why_skipped
+from .step import LossScaler, evaluate, why_skipped
 from .summary import mfu, notices, summary
 from .transfers import Fetched, to_device
 
@@ -83,6 +84,7 @@ class Trainer:
         self.model = build_model(config, self.mesh)
         self.linears = self.model.explain(default_dtype(config))  # refuses a transport that cannot run
         self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
+        self.take_step = take_steps(self.model, self.optimizers)
         microbatches = config.n_microbatches * config.parallel.data_parallel
         # 2**16 times the number of microbatches, rounded up to a power of two
         first_scale = 2.0 ** (16 + (microbatches - 1).bit_length())
@@ -183,9 +185,7 @@ class Trainer:
         check_all(step)
         profiles = self.leader and step == config.log.profile_step
         with self._recorded(step), profiled(self.directory / "profile.json") if profiles else nullcontext():
-            result = train_step(
-                self.model,
-                self.optimizers,
+            result = self.take_step(
                 samples.rows,
                 first_sample=samples.first,
                 step=step,

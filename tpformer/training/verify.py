@@ -83,11 +83,12 @@ def verify_config(config: RunConfig) -> RunConfig:
     If a training dataset does not exist, data.train becomes RANDOM. ValueError if the vocabulary is unknown then.
     With data.mask a random half of such tokens are targets. ValueError for compressed gradients, whose run is another.
     """
-    if config.parallel.compression != "none":
-        raise ValueError(
-            f"parallel.compression={config.parallel.compression!r} changes the run on purpose, so that it is not that "
-            f"of one process: verify the layout without it"
-        )
+    for key in ("compression", "parameter_server"):
+        if (value := getattr(config.parallel, key)) != "none":
+            raise ValueError(
+                f"parallel.{key}={value!r} changes the run on purpose, or how its steps are taken: verify the layout "
+                f"without it"
+            )
     train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
     data = dataclasses.replace(config.data, valid=())
     config = dataclasses.replace(config, train=train, data=data)

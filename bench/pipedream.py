@@ -1,0 +1,215 @@
+"""PipeDream as it was published, simulated in one process on real gradients: no flush, stashed weights, replicated
+stages.
+
+Belongs here: the order of a pipeline without flush, the versions of weights that its stages hold, and training in that
+order. What is compared with it is in data_parallel.py.
+
+A stage alternates between the forward of one minibatch and the backward of another, and updates its weights after each
+backward. So a minibatch meets other weights on its way back than on its way there, unless a stage keeps those of its
+forward until its backward: it stashes them. Source: arXiv:1806.03377 (PipeDream), sections 3.2 and 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from tpformer.config import OptimizerSection
+from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import split_stages
+from tpformer.training.model import inputs_of
+from tpformer.training.optimizer import build_optimizer
+
+FORWARD, BACKWARD = 1, 2  # units of time: a backward takes twice as long
+
+
+class Action(NamedTuple):
+    """What a worker does from `start` on: the forward or backward ("F" or "B") of a minibatch."""
+
+    start: int
+    stage: int
+    worker: int
+    kind: str
+    minibatch: int
+
+
+def in_flight(replicas: Sequence[int], stage: int) -> int:
+    """Minibatches between their forward and the end of their backward on a worker of a stage, at most: ceil(workers of
+    this stage and all after it / workers of this stage). So many versions of its weights it may hold."""
+    return -(-sum(replicas[stage:]) // replicas[stage])
+
+
+def schedule(replicas: Sequence[int], minibatches: int) -> list[Action]:
+    """Who does what when. replicas: the workers of each stage, which take minibatches by turns.
+
+    A worker begins with as many forwards as may be in flight, then takes a backward after each forward. Workers of one
+    stage add up the gradients of a round, one minibatch of each: a backward of theirs ends when all of it have.
+    """
+    stages = len(replicas)
+    ready_forward = [set[int]() for _ in replicas]
+    ready_backward = [set[int]() for _ in replicas]
+    ready_forward[0] = set(range(minibatches))
+    ends: list[tuple[int, Action]] = []  # of running actions
+    busy = {(stage, worker): False for stage in range(stages) for worker in range(replicas[stage])}
+    flying, last = dict.fromkeys(busy, 0), dict.fromkeys(busy, "B")
+    waiting: dict[tuple[int, int], set[int]] = {}  # the minibatches of a stage's round whose backwards have computed
+    now, found = 0, []
+
+    def choose(stage: int, worker: int) -> Action | None:
+        own = [sorted(each for each in ready[stage] if each % replicas[stage] == worker)
+               for ready in (ready_forward, ready_backward)]  # fmt: skip
+        full = flying[stage, worker] >= in_flight(replicas, stage)
+        kinds = "BF" if last[stage, worker] == "F" or full else "FB"
+        for kind in kinds:
+            if kind == "F" and own[0] and not full:
+                return Action(now, stage, worker, kind, own[0][0])
+            if kind == "B" and own[1]:
+                return Action(now, stage, worker, kind, own[1][0])
+        return None
+
+    def finish(action: Action) -> None:
+        stage, minibatch = action.stage, action.minibatch
+        if action.kind == "F":
+            following = ready_forward[stage + 1] if stage + 1 < stages else ready_backward[stage]
+            following.add(minibatch)
+            busy[stage, action.worker] = False
+            return
+        first = minibatch - minibatch % replicas[stage]
+        members = set(range(first, min(first + replicas[stage], minibatches)))
+        computed = waiting.setdefault((stage, first), set())
+        computed.add(minibatch)
+        if stage:
+            ready_backward[stage - 1].add(minibatch)
+        if computed == members:
+            for member in members:
+                busy[stage, member % replicas[stage]] = False
+                flying[stage, member % replicas[stage]] -= 1
+
+    while len(found) < 2 * stages * minibatches or ends:
+        for end, action in sorted(ends):
+            if end == now:
+                finish(action)
+                ends.remove((end, action))
+        for stage, worker in busy:
+            if not busy[stage, worker] and (action := choose(stage, worker)) is not None:
+                found.append(action)
+                ends.append((now + (FORWARD if action.kind == "F" else BACKWARD), action))
+                (ready_forward if action.kind == "F" else ready_backward)[stage].remove(action.minibatch)
+                flying[stage, worker] += action.kind == "F"
+                busy[stage, worker], last[stage, worker] = True, action.kind
+        now = min((end for end, _ in ends), default=now)
+    return found
+
+
+class Stage:
+    """A stage's part of the model, its latest weights, and those that it has stashed."""
+
+    def __init__(self, part: GPT, optimizer: OptimizerSection, replicas: int) -> None:
+        self.part, self.replicas = part, replicas
+        self.optimizer = build_optimizer(part, optimizer)
+        self.latest = self._copy()
+        self.stashed: dict[int, tuple[dict[str, Tensor], Tensor, Tensor]] = {}
+        """By minibatch: the weights of its forward, its input, and its output."""
+        self.gradients: list[list[Tensor]] = []
+        """Of the round's minibatches so far."""
+        self.most_versions, self.most_bytes = 1, 0
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: each.detach().clone().requires_grad_() for name, each in self.part.named_parameters()}
+
+    def forward(self, minibatch: int, x: Tensor, **options: Tensor | int) -> Tensor:
+        """Compute with the latest weights, and stash them."""
+        x = x.detach().requires_grad_(x.is_floating_point())
+        y = functional_call(self.part, self.latest, (x,), options)
+        self.stashed[minibatch] = self.latest, x, y
+        versions = {id(weights): weights for weights, _, _ in self.stashed.values()}
+        versions[id(self.latest)] = self.latest
+        self.most_versions = max(self.most_versions, len(versions))
+        held = sum(each.nbytes for weights in versions.values() for each in weights.values())
+        self.most_bytes = max(self.most_bytes, held)
+        return y.detach()
+
+    def backward(self, minibatch: int, gradient: Tensor) -> Tensor | None:
+        """The input's gradient, by the stashed weights. The gradients of the weights wait for `update`."""
+        weights, x, y = self.stashed.pop(minibatch)
+        wanted = [*weights.values(), *([x] if x.requires_grad else [])]
+        found = list(torch.autograd.grad(y, wanted, gradient))
+        self.gradients.append(found[: len(weights)])
+        return found[-1] if x.requires_grad else None
+
+    def update(self, lr: float) -> None:
+        """Change the latest weights by the mean of a round's gradients."""
+        for parameter, *grads in zip(self.part.parameters(), *self.gradients, strict=True):
+            parameter.grad = sum(grads[1:], grads[0]) / len(grads)
+        self.gradients = []
+        self.optimizer.update(lr, torch.zeros(()))
+        self.latest = self._copy()
+
+
+class Trained(NamedTuple):
+    """losses: of each minibatch, by its own forward. versions, nbytes: the most that a worker of each stage held."""
+
+    losses: list[float]
+    versions: list[int]
+    nbytes: list[int]
+    parts: list[GPT]
+
+
+def train(
+    config: GPTConfig,
+    replicas: Sequence[int],
+    batch_of: Callable[[int], Tensor],
+    minibatches: int,
+    optimizer: OptimizerSection,
+    lr_of: Callable[[int], float],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Trained:
+    """Train a model in stages with so many workers each, in the order of `schedule`.
+
+    batch_of: the rows (samples, seq_length + 1) of a minibatch 0, 1, ... lr_of: the learning rate of its update.
+    Without a flush nothing waits: the weights of a stage are those after all updates that it has made.
+    """
+    ranges = split_stages(config.layer_costs("parameters"), len(replicas))
+    parts = [GPT(config, part=each, seed=seed, dtype=dtype) for each in ranges]
+    stages = [Stage(part, optimizer, count) for part, count in zip(parts, replicas, strict=True)]
+    if config.tie_embeddings and len(stages) > 1:
+        raise ValueError("stages update apart from one another, so embeddings cannot be tied: set tie_embeddings=False")
+    inputs: dict[tuple[int, int], Tensor] = {}
+    gradients: dict[tuple[int, int], Tensor] = {}
+    losses = [0.0] * minibatches
+    ends = []
+    for action in schedule(replicas, minibatches):
+        ends.append((action.start + (FORWARD if action.kind == "F" else BACKWARD), action.kind == "F", action))
+    computed = [0] * len(stages)
+    # weights are read when a forward begins, and changed when a round's last backward ends
+    events = sorted(
+        [(a.start, 1, a) for _, forward, a in ends if forward] + [(end, 0, a) for end, f, a in ends if not f]
+    )
+    for _, is_forward, action in events:
+        stage, number = stages[action.stage], action.minibatch
+        rows = batch_of(number)
+        ids, targets, index = inputs_of(rows, number * len(rows))
+        count = int((targets >= 0).sum())
+        if is_forward:
+            last = action.stage == len(stages) - 1
+            x = ids if action.stage == 0 else inputs.pop((action.stage, number))
+            y = stage.forward(number, x, **({"targets": targets} if last else {}), sample_index=index, step=number + 1)
+            if last:
+                losses[number] = float(y) / count
+                gradients[action.stage, number] = torch.full_like(y, 1 / count)
+            else:
+                inputs[action.stage + 1, number] = y
+            continue
+        back = stage.backward(number, gradients.pop((action.stage, number)))
+        if back is not None:
+            gradients[action.stage - 1, number] = back
+        computed[action.stage] += 1
+        if len(stage.gradients) == stage.replicas or computed[action.stage] == minibatches:
+            stage.update(lr_of(number))
+    return Trained(losses, [s.most_versions for s in stages], [s.most_bytes for s in stages], parts)
