@@ -126,8 +126,8 @@ class Stage:
         x = x.detach().requires_grad_(x.is_floating_point())
         y = functional_call(self.part, self.latest, (x,), options)
         self.stashed[minibatch] = self.latest, x, y
-        versions = {id(weights): weights for weights, _, _ in self.stashed.values()}
-        versions[id(self.latest)] = self.latest
+        own = (held for other, held in self.stashed.items() if (other - minibatch) % self.replicas == 0)
+        versions = {id(weights): weights for weights, _, _ in own}
         self.most_versions = max(self.most_versions, len(versions))
         held = sum(each.nbytes for weights in versions.values() for each in weights.values())
         self.most_bytes = max(self.most_bytes, held)

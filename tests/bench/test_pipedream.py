@@ -1,0 +1,134 @@
+"""The simulation of PipeDream: its order, the versions that its stages hold, and what it trains."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+
+from bench.pipedream import BACKWARD, FORWARD, in_flight, schedule, train  # noqa: E402
+from tpformer.config import OptimizerSection  # noqa: E402
+from tpformer.models import GPT, GPTConfig  # noqa: E402
+from tpformer.parallel import split_stages  # noqa: E402
+from tpformer.training.optimizer import build_optimizer  # noqa: E402
+
+CONFIG = GPTConfig(vocab_size=50, seq_length=6, n_layers=4, hidden_size=16, n_heads=2, tie_embeddings=False)
+SGD = OptimizerSection(name="sgd", momentum=0.9, weight_decay=0.1)
+STRAIGHT = ((1,), (1, 1), (1, 1, 1, 1))
+REPLICATED = ((2,), (2, 1), (3, 1, 1), (1, 2), (2, 2))
+
+
+def rows(minibatch: int) -> torch.Tensor:
+    return (torch.arange(2)[:, None] * 17 + torch.arange(7) * 3 + 5 * minibatch) % 50
+
+
+def duration(kind: str) -> int:
+    return FORWARD if kind == "F" else BACKWARD
+
+
+@pytest.mark.parametrize("replicas", STRAIGHT + REPLICATED)
+def test_the_order_is_possible_and_nobody_does_two_things(replicas):
+    count = 24
+    actions = schedule(replicas, count)
+    assert len(actions) == len(set(actions)) == 2 * len(replicas) * count
+    start = {(a.stage, a.kind, a.minibatch): a.start for a in actions}
+    for (stage, kind, minibatch), begin in start.items():
+        if kind == "F" and stage:
+            assert begin >= start[stage - 1, "F", minibatch] + FORWARD
+        if kind == "B":
+            before = (stage + 1, "B", minibatch) if stage + 1 < len(replicas) else (stage, "F", minibatch)
+            assert begin >= start[before] + duration(before[1])
+    for worker in {(a.stage, a.worker) for a in actions}:
+        own = sorted(a for a in actions if (a.stage, a.worker) == worker)
+        assert all(a.minibatch % replicas[a.stage] == a.worker for a in own)
+        assert all(a.start + duration(a.kind) <= b.start for a, b in zip(own, own[1:], strict=False))
+
+
+@pytest.mark.parametrize("replicas", STRAIGHT)
+def test_without_a_flush_every_worker_is_busy(replicas):
+    """From the first backward on, until forwards run out, each minibatch takes a forward and a backward of time."""
+    actions = schedule(replicas, 40)
+    last = max(a.start + duration(a.kind) for a in actions)
+    assert last <= (40 + 2 * len(replicas)) * (FORWARD + BACKWARD)
+    kinds = [a.kind for a in sorted(actions) if a.stage == 0][2 * len(replicas) : -2 * len(replicas)]
+    assert all(a != b for a, b in zip(kinds, kinds[1:], strict=False)), "forwards and backwards alternate"
+
+
+@pytest.mark.parametrize("replicas", STRAIGHT + REPLICATED)
+def test_versions_are_those_of_the_formula(replicas):
+    """A straight pipeline's stage s of S holds S - s versions of its weights, and so many times their bytes."""
+    found = train(CONFIG, replicas, rows, 24, SGD, lambda _: 0.01)
+    limits = [in_flight(replicas, stage) for stage in range(len(replicas))]
+    assert found.versions == limits
+    if replicas in STRAIGHT:
+        assert limits == [len(replicas) - stage for stage in range(len(replicas))]
+    for part, versions, nbytes in zip(found.parts, found.versions, found.nbytes, strict=True):
+        assert nbytes == versions * sum(each.nbytes for each in part.parameters())
+
+
+def test_one_stage_is_sgd():
+    """To the bit: the same losses and weights as a loop of SGD."""
+    found = train(CONFIG, (1,), rows, 10, SGD, lambda _: 0.05, dtype=torch.float64)
+    model = GPT(CONFIG, seed=0, dtype=torch.float64)
+    optimizer, losses = build_optimizer(model, SGD), []
+    for minibatch in range(10):
+        batch = rows(minibatch)
+        index = torch.arange(2) + 2 * minibatch
+        loss = model(batch[:, :-1], targets=batch[:, 1:], sample_index=index, step=minibatch + 1)
+        losses.append(float(loss.detach()) / 12)
+        loss.backward(torch.full_like(loss, 1 / 12))
+        optimizer.update(0.05, torch.zeros(()))
+    assert found.losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(found.parts[0].parameters(), model.parameters(), strict=True))
+
+
+def test_several_stages_are_late_as_the_formula_says():
+    """Stage s of S computes with the weights that S - 1 - s later updates are missing from: a plain loop with old
+    copies of each stage's weights gives the same, to the bit."""
+    stages, count, lr = 3, 12, 0.05
+    found = train(CONFIG, (1,) * stages, rows, count, SGD, lambda _: lr, dtype=torch.float64)
+    ranges = split_stages(CONFIG.layer_costs("parameters"), stages)
+    parts = [GPT(CONFIG, part=each, seed=0, dtype=torch.float64) for each in ranges]
+    optimizers = [build_optimizer(part, SGD) for part in parts]
+    past = [[{n: p.detach().clone() for n, p in part.named_parameters()}] for part in parts]
+    for minibatch in range(count):
+        x, inner = rows(minibatch)[:, :-1], []
+        for stage, part in enumerate(parts):
+            late = past[stage][max(0, minibatch - (stages - 1 - stage))]
+            used = {name: value.clone().requires_grad_() for name, value in late.items()}
+            x = x.detach().requires_grad_(x.is_floating_point())
+            options = {"sample_index": torch.arange(2) + 2 * minibatch, "step": minibatch + 1}
+            if stage == stages - 1:
+                options["targets"] = rows(minibatch)[:, 1:]
+            y = torch.func.functional_call(part, used, (x,), options)
+            inner.append((used, x, y))
+            x = y
+        gradient = torch.full_like(x, 1 / 12)
+        for stage in reversed(range(stages)):
+            used, x, y = inner[stage]
+            y.backward(gradient)
+            gradient = x.grad
+            for name, parameter in parts[stage].named_parameters():
+                parameter.grad = used[name].grad
+            optimizers[stage].update(lr, torch.zeros(()))
+            past[stage].append({n: p.detach().clone() for n, p in parts[stage].named_parameters()})
+    for mine, its in zip(found.parts, parts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), its.parameters(), strict=True))
+
+
+def test_replicas_of_one_stage_are_a_batch_as_large():
+    """Two workers of one stage update once for two minibatches, by their mean."""
+    found = train(CONFIG, (2,), rows, 10, SGD, lambda _: 0.05, dtype=torch.float64)
+    whole = train(CONFIG, (1,), lambda n: torch.cat([rows(2 * n), rows(2 * n + 1)]), 5, SGD, lambda _: 0.05,
+                  dtype=torch.float64)  # fmt: skip
+    pairs = zip(found.parts[0].parameters(), whole.parts[0].parameters(), strict=True)
+    assert all((a - b).abs().max() < 1e-12 for a, b in pairs)
+
+
+def test_tied_embeddings_are_refused():
+    with pytest.raises(ValueError, match="embeddings cannot be tied"):
+        train(
+            GPTConfig(vocab_size=50, seq_length=6, n_layers=4, hidden_size=16, n_heads=2), (1, 1), rows, 2, SGD, float
+        )
