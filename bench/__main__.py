@@ -10,7 +10,6 @@ from checks import faults, host, layouts, observe, protocol, zero
 from . import (
     bubbles,
     cpu,
-    data_parallel,
     fused,
     gathered_experts,
     generate,
@@ -25,6 +24,7 @@ from . import (
     planner,
     pretrain,
 )
+from .data_parallel import bench as data_parallel
 from .families import matrix as families
 from .memory_bound import benches as memory_bound
 from .runner import Bench, main

@@ -1,4 +1,5 @@
-"""The bench of all-reduce algorithms: its counts are compared with formulas, and a wrong formula fails it."""
+"""The bench of data-parallel strategies: counts are compared with formulas, a wrong formula fails it, and the page's
+tables and pictures are those of its results."""
 
 import json
 import sys
@@ -9,41 +10,83 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench import data_parallel as bench  # noqa: E402
+from bench.data_parallel import bench, messages, page, servers, strategies  # noqa: E402
+from bench.provenance import RESULTS  # noqa: E402
 from bench.runner import main  # noqa: E402
 from tpformer.distributed.algorithms import Traffic  # noqa: E402
+from tpformer.distributed.reductions import RUNNABLE  # noqa: E402
+
+TEXT = "{http://www.w3.org/2000/svg}text"
+COMMITTED = json.loads((RESULTS / "cpu" / "data_parallel.json").read_text())
 
 
 @pytest.mark.timeout(300)
 def test_counts_and_formulas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    assert bench.cost_of("all_pairs", 4, 4).values == 48 and bench.cost_of("hierarchical", 4, 4).values == 24
-    assert main(["data_parallel", "--quick"], [bench.BENCH]) == 0
-    assert "7 counts equal formulas" in capsys.readouterr().out
-    right = bench.cost_of
+    assert messages.cost_of("all_pairs", 4, 4).values == 48 and messages.cost_of("hierarchical", 4, 4).values == 24
+    assert main(["data_parallel", "--quick", "--only", "messages"], [bench.BENCH]) == 0
+    assert "counts equal formulas" in capsys.readouterr().out
+    right = messages.cost_of
     wrong = {"ring": Traffic(6, 24, 25, 6)}
-    monkeypatch.setattr(bench, "cost_of", lambda name, size, values: wrong.get(name) or right(name, size, values))
-    assert main(["data_parallel", "--quick"], [bench.BENCH]) == 1
+    monkeypatch.setattr(messages, "cost_of", lambda name, size, values: wrong.get(name) or right(name, size, values))
+    assert main(["data_parallel", "--quick", "--only", "messages"], [bench.BENCH]) == 1
     assert "ring on 4 ranks is not as its formula says" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_drawing_has_a_bar_for_each_algorithm(tmp_path: Path) -> None:
-    times = [
-        {"algorithm": name, "bytes": size, "us": 100.0, "fit": 90.0}
-        for name in ("ring", "tree")
-        for size in (1024, 4096)
-    ]
-    head = {
-        "bench": "data_parallel",
-        "machine": bench_machine(),
-        "versions": {"torch": "2"},
-        "date": "2026-01-01",
-        "commit": None,
+@pytest.mark.timeout(300)
+def test_strategies_train_and_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "QUICK_STEPS", 4)
+    content = strategies.measure(quick=True)
+    sent = {row["strategy"]: row["bytes"] for row in content["strategies"]}
+    whole = sent["synchronous"]
+    assert sent["bfloat16"] == pytest.approx(whole / 2, rel=0.01) and sent["int8"] < 0.27 * whole
+    assert sent["stale server"] == pytest.approx(2 * whole, rel=0.01), (
+        "four updates, of a push and a pull for each worker"
+    )
+    assert sent["top-k 1 %"] < 0.06 * whole and sent["PowerSGD 4"] < 0.12 * whole
+    assert [row["stages"] for row in content["depths"]] == [1, 2, 4, 8]
+    assert strategies.problems(content)[0].startswith("8 stages hold "), "after 4 minibatches not as many as it will"
+
+
+def test_a_slow_worker_that_delays_otherwise_is_a_problem() -> None:
+    times = [{"server": "sync", "even": 1.0, "slow": 4.0}, {"server": "stale", "even": 1.0, "slow": 1.6}]
+    (said,) = servers.problems({"counts": [], "times": times})
+    assert said == "a slow worker makes a stale step 1.60 times as long, not 1.0 to 1.5"
+    for server, span in (("sync", 24), ("stale", 8)):
+        turns = servers.turns(server)
+        assert len(turns) == 24 and max(end for *_, end in turns) == span
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    text = page.PAGE.read_text()
+    assert page.page(text, COMMITTED) == text
+    with pytest.raises(ValueError, match="has no mark '<!-- table: ring -->'"):
+        page.page(text.replace("<!-- table: ring -->", ""), COMMITTED)
+
+
+def test_pictures_are_those_of_the_results(tmp_path: Path) -> None:
+    page.draw_all(COMMITTED, tmp_path)
+    for path in sorted(page.PICTURES.glob("*.svg")):
+        assert (tmp_path / path.name).read_text() == path.read_text(), path.name
+    assert {path.stem for path in tmp_path.glob("*.svg")} >= {
+        *RUNNABLE,
+        "parameter_server",
+        "turns",
+        "pipedream",
+        "curves",
     }
-    (tmp_path / "data_parallel.json").write_text(json.dumps({**head, "times": times}))
+    words = [each.text for each in ElementTree.parse(tmp_path / "ring.svg").getroot().iter(TEXT)]
+    assert "step 6" in words and "step 7" not in words and any("24 values in all" in each for each in words if each)
+
+
+def test_the_drawing_has_a_bar_for_each_algorithm(tmp_path: Path) -> None:
+    (tmp_path / "data_parallel.json").write_text(json.dumps(COMMITTED))
     root = ElementTree.parse(bench.draw(tmp_path / "data_parallel.json")).getroot()
-    words = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"ring", "tree", "4,096 bytes", "0.10"} <= words
+    words = {text.text for text in root.iter(TEXT)}
+    assert {"ring", "tree", "4,096 bytes"} <= words
 
 
-def bench_machine() -> dict:
-    return {"cpu": "a CPU", "cores": 2, "threads": 1, "gpu": None}
+def test_the_curves_are_a_table_for_other_programs(tmp_path: Path) -> None:
+    strategies.write_csv(COMMITTED, tmp_path / "curves.csv")
+    lines = (tmp_path / "curves.csv").read_text().splitlines()
+    assert lines[0] == "strategy,seed,step,bytes,loss"
+    assert len(lines) == 1 + 7 * 3 * strategies.STEPS // strategies.WINDOW

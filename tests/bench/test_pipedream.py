@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench.pipedream import BACKWARD, FORWARD, in_flight, schedule, train  # noqa: E402
+from bench.data_parallel.pipedream import BACKWARD, FORWARD, in_flight, schedule, train  # noqa: E402
 from tpformer.config import OptimizerSection  # noqa: E402
 from tpformer.models import GPT, GPTConfig  # noqa: E402
 from tpformer.parallel import split_stages  # noqa: E402

@@ -1,19 +1,17 @@
-"""What do the all-reduces of data parallelism send, and how long do they take on CPU processes?
+"""What all-reduces send, beside their formulas, and how long they take on CPU processes, beside a fit.
 
-Belongs here: counts beside formulas, times beside a fit of latency and bandwidth, and their picture. The algorithms
-are in tpformer/distributed/reductions.py, their formulas in algorithms.py.
+Belongs here: counts, the messages of each step for a picture, times. The algorithms are in
+tpformer/distributed/reductions.py, their formulas in algorithms.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,24 +20,17 @@ from rich.table import Table
 
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS, HIERARCHICAL, Traffic, hierarchical
-from tpformer.distributed.reductions import RUNNABLE, reduce_by
+from tpformer.distributed.reductions import RUNNABLE, Members, reduce_by
 
-from .bars import Bar, write_bars
-from .ranks import Calls, Ranks
-from .runner import Bench, Report, columns
+from ..ranks import Calls, Ranks
+from ..runner import columns
 
 RANKS, QUICK_RANKS = (2, 3, 4, 5, 6, 7, 8), (4,)
 COUNTED = 840  # values, which any of these numbers of ranks divides
 TIMED_RANKS = 4
 TIMED = tuple(1 << power for power in range(8, 23, 2))  # values, in float32
 REPEATS, QUICK_REPEATS = 30, 3
-NOTE = (
-    "Counted: messages and values that all ranks send together, and values that the rank with the most to send sends, "
-    "beside the formulas; all ranks must end with the same bits. Hierarchical: two nodes, or one if the number of "
-    "ranks is odd. Timed: the median of the slowest rank's seconds, over gloo. The fit is one latency and one "
-    "bandwidth for all algorithms and sizes: steps * latency + bytes of the busiest rank / bandwidth, with the least "
-    "relative error. Ranks share cores, and the formula knows no sums and no contention: these are no network's times."
-)
+DRAWN = 4  # values of each of as many ranks, as textbooks count them
 Row = dict[str, Any]
 
 
@@ -80,10 +71,36 @@ def rank_calls(repeats: int) -> Calls:
 
     calls: dict[str, Any] = {}
     for name in RUNNABLE:
+        calls[f"trace {name}"] = lambda name=name: trace(name, inside)
         calls[f"count {name}"] = lambda name=name: count(name)
         for values in TIMED:
             calls[f"{name} {values}"] = lambda name=name, values=values: seconds(name, values)
     return calls
+
+
+def trace(name: str, inside: int) -> list[tuple[int, int, int, int]]:
+    """(step, from, to, values) of each message that this rank sends, of DRAWN values on each rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    exchange, found, clock = Members.exchange, [], 0
+
+    def timed_exchange(members: Members, sends: Sequence, receives: Sequence) -> None:
+        """A step begins when what it waits for is there: each message also brings the step that its sender is at."""
+        nonlocal clock
+        found.extend((clock, members.ranks[members.me], members.ranks[to], x.numel()) for to, x in sends if x.numel())
+        exchange(members, sends, receives)
+        came = [(peer, torch.zeros(1, dtype=torch.int64)) for peer, x in receives if x.numel()]
+        exchange(members, [(peer, torch.tensor([clock])) for peer, x in sends if x.numel()], came)
+        clock = 1 + max([clock, *(int(each) for _, each in came)])
+
+    with mock.patch.object(Members, "exchange", timed_exchange):
+        reduce_by(name, torch.zeros(DRAWN), group, inside=inside)
+    return found
+
+
+def traced(ranks: Ranks) -> Row:
+    """The messages of each algorithm, of all ranks, in order."""
+    return {name: sorted(each for own in ranks.call(f"trace {name}") for each in own) for name in RUNNABLE}
 
 
 def counted(ranks: Ranks, size: int) -> list[Row]:
@@ -97,7 +114,7 @@ def counted(ranks: Ranks, size: int) -> list[Row]:
         same = all(result == results[0] for result in results)
         formula = dict(zip(("messages", "values", "busiest"), cost[1:], strict=True))
         rows.append(
-            {"ranks": size, "algorithm": name, "steps": cost.steps}
+            {"ranks": size, "algorithm": name, "n": COUNTED, "steps": cost.steps}
             | {key: [number, formula[key]] for key, number in zip(formula, found, strict=True)}
             | {"ok": equal and same}
         )
@@ -141,52 +158,20 @@ def time_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def run(options: argparse.Namespace) -> Report:
-    """Count for each number of ranks, and time one of them."""
+def measure(quick: bool) -> Row:
+    """Count for each number of ranks, and time and trace one of them."""
     counts: list[Row] = []
     times: list[Row] = []
-    fit: Row = {}
-    for size in QUICK_RANKS if options.quick else RANKS:
-        with Ranks(size, 1, rank_calls, QUICK_REPEATS if options.quick else REPEATS) as ranks:
+    content: Row = {}
+    for size in QUICK_RANKS if quick else RANKS:
+        with Ranks(size, 1, rank_calls, QUICK_REPEATS if quick else REPEATS) as ranks:
             counts += counted(ranks, size)
             if size == TIMED_RANKS:
-                times, fit = timed(ranks)
-    line = (
-        f"{TIMED_RANKS} ranks: latency {fit['latency_us']:.0f} us, bandwidth {fit['gigabytes_per_second']:.2f} GB/s, "
-        f"mean error {100 * fit['mean_error']:.0f} %"
-    )
-    problems = [
-        f"{row['algorithm']} on {row['ranks']} ranks is not as its formula says" for row in counts if not row["ok"]
-    ]
-    content = {"rows": counts, "times": times, "fit": fit}
-    return Report(
-        [count_table(counts), time_table(times), line], content, problems, f"{len(counts)} counts equal formulas"
-    )
+                times, content["fit"] = timed(ranks)
+                content["messages"] = traced(ranks)
+    return {"rows": counts, "times": times, **content}
 
 
-def draw(path: Path) -> Path:
-    """Bars of measured times at each size, with a red line where the fit is."""
-    rows = json.loads(path.read_text())["times"]
-    sizes = sorted({row["bytes"] for row in rows})[1::2]
-    bars = [
-        Bar(
-            f"{size:,} bytes",
-            row["algorithm"],
-            {"measured": row["us"] / 1e3},
-            f"{row['us'] / 1e3:.2f}",
-            row["fit"] / 1e3,
-        )
-        for size in sizes
-        for row in rows
-        if row["bytes"] == size
-    ]
-    return write_bars(path, NOTE, "milliseconds of an all-reduce on 4 ranks; red: the fit", bars)
-
-
-BENCH = Bench(
-    name="data_parallel",
-    description="all-reduce algorithms on CPU ranks: messages and values beside formulas, seconds beside a fit",
-    run=run,
-    draw=draw,
-    note=NOTE,
-)
+def problems(rows: Sequence[Row]) -> list[str]:
+    """The counts that are not their formula's."""
+    return [f"{row['algorithm']} on {row['ranks']} ranks is not as its formula says" for row in rows if not row["ok"]]
