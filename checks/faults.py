@@ -29,7 +29,7 @@ from tpformer.training.metrics import read_metrics
 
 from .faulty_run import Command, Fault
 
-EACH, QUICK_EACH = 10, 2
+EACH, QUICK_EACH = 10, 1
 TIMEOUT = 10.0  # run.timeout, seconds
 MARGIN = 30.0  # seconds beyond it, in which a job has to end: 4 ranks start and stop on the cores that there are
 STEPS, INTERVAL = 20, 4
@@ -271,7 +271,7 @@ BENCH = Bench(
     name="faults",
     description="120 random faults in runs of 4 processes: what is lost, what hangs, what is named, what goes on",
     options={
-        "--quick": {"action": "store_true", "help": "two faults of each kind, nothing written"},
+        "--quick": {"action": "store_true", "help": "one fault of each kind, nothing written"},
         "--seed": {"type": int, "default": 0, "help": "of what is drawn at random"},
     },
     run=run,

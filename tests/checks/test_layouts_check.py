@@ -22,7 +22,7 @@ from pool import WorkerPool
 from torch.distributed.fsdp import FSDPModule
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, CURVE_STEPS = 5, 20  # of the proof
+STEPS, CURVE_STEPS = 3, 20  # of the proof
 sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 
 from bench.runner import machine, main, versions  # noqa: E402
