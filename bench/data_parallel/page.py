@@ -52,12 +52,12 @@ def tables(result: Row) -> dict[str, str]:
     ]
     found["turns"] = markdown(("server", "all as fast, s", "one slow, s", "ratio"), times)
     depths = [
-        (str(row["stages"]), ", ".join(map(str, row["versions"])), f"{sum(row['nbytes']) / 1e6:.2f}",
+        (row["strategy"], ", ".join(map(str, row["versions"])), f"{sum(row['nbytes']) / 1e6:.2f}",
          f"{mean(row['valid']):.3f}", f"{mean(row['valid']) - flushed:+.3f}")
         for row in result["depths"]
     ]  # fmt: skip
     found["depths"] = markdown(
-        ("stages", "versions of each stage", "MB of weights", "loss", "more than flushed"), depths
+        ("pipeline", "versions of each stage", "MB of weights", "loss", "more than flushed"), depths
     )
     first = result["strategies"][0]["bytes"]
     rows = [
@@ -117,4 +117,5 @@ def draw_all(result: Row, folder: Path) -> None:
     pictures.draw_server(result, folder / "parameter_server.svg")
     pictures.draw_turns(result, folder / "turns.svg")
     pictures.draw_pipedream(result, folder / "pipedream.svg")
+    pictures.draw_depths(result, folder / "depths.svg")
     pictures.draw_curves(result, folder / "curves.svg")

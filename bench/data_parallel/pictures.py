@@ -156,6 +156,19 @@ def _panel(rows: Sequence[Row], x_of: Callable[[Row, int], float], unit: str, to
     return [*parts, text((LEFT + WIDTH) / 2, bottom + 36, unit, "middle", fill="#444")]
 
 
+def draw_depths(result: Mapping[str, Any], target: Path) -> Path:
+    """Losses of PipeDream beside a pipeline with a flush."""
+    rows = result["depths"]
+
+    def body(top: float) -> tuple[list[str], float]:
+        squares, top = legend({row["strategy"]: colour for row, colour in zip(rows, COLOURS, strict=False)}, top)
+        parts = _panel(rows, lambda row, point: point * strategies.WINDOW, "minibatch", top)
+        return [*squares, *parts], top + HEIGHT + 2 * LINE
+
+    note = "Training loss of a byte GPT of 8 layers, nats/byte: the mean of each ten minibatches and of all seeds."
+    return document(target, result, note, body)
+
+
 def draw_curves(result: Mapping[str, Any], target: Path) -> Path:
     """Losses over samples, and over bytes."""
     rows, per = result["strategies"], strategies.WINDOW

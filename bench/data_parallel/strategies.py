@@ -45,7 +45,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "PowerSGD 4": {"compression": "powersgd", "compression_rank": 4},
     "stale server": {"parameter_server": "stale", "arrivals": "0,1,2,0,1,2,0,1,2,3"},
 }
-PIPEDREAM, DEPTHS = "PipeDream, 2 stages", (2, 4, 8)
+PIPEDREAM, DEPTHS, FLUSHED = "PipeDream, 2 stages", (2, 4, 8), "1F1B with a flush"
 SMALL = 64  # bytes: the loss, a norm and counts are not gradients
 Row = dict[str, Any]
 
@@ -155,8 +155,13 @@ def depths(data: tuple[str, str], seeds: Sequence[int], steps: int) -> list[Row]
             config = settings(PIPEDREAM, seed, data, steps)
             model = ModelSection(**{**vars(config.model), "n_layers": 8, "hidden_size": 32})
             runs.append(in_stages(RunConfig(**{**vars(config), "model": model}), stages))
-        rows.append({"stages": stages, "versions": runs[0]["versions"], "nbytes": runs[0]["nbytes"]}
-                    | {"valid": [round(run["valid"], 4) for run in runs]})  # fmt: skip
+        curves = [smoothed(run["losses"]) for run in runs]
+        curve = [round(mean(point), 4) for point in zip(*curves, strict=True)]
+        first, name = runs[0], FLUSHED if stages == 1 else f"PipeDream, {stages} stages"
+        rows.append(
+            {"strategy": name, "stages": stages, "versions": first["versions"], "nbytes": first["nbytes"]}
+            | {"valid": [round(run["valid"], 4) for run in runs], "curve": curve}
+        )
     return rows
 
 
@@ -206,9 +211,8 @@ def depth_table(content: Row) -> Table:
     flushed = mean(content["depths"][0]["valid"])
     for row in content["depths"]:
         loss = mean(row["valid"])
-        name = "1F1B with a flush" if row["stages"] == 1 else f"{row['stages']} stages"
         versions, nbytes = ", ".join(map(str, row["versions"])), f"{sum(row['nbytes']) / 1e6:.2f}"
-        table.add_row(name, versions, nbytes, f"{loss:.3f}", f"{loss - flushed:+.3f}")
+        table.add_row(row["strategy"], versions, nbytes, f"{loss:.3f}", f"{loss - flushed:+.3f}")
     return table
 
 

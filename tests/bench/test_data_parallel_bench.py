@@ -72,6 +72,7 @@ def test_pictures_are_those_of_the_results(tmp_path: Path) -> None:
         "parameter_server",
         "turns",
         "pipedream",
+        "depths",
         "curves",
     }
     words = [each.text for each in ElementTree.parse(tmp_path / "ring.svg").getroot().iter(TEXT)]
