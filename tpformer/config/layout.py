@@ -85,9 +85,9 @@ class Layout:
     reduce_dtype: str = "float32"
     """float32 or bfloat16: how 16-bit runs add up gradients over data-parallel ranks (ZeRO 0, 1: and microbatches)."""
     all_reduce: str = "library"
-    """How replicas add up gradients: by the library's all-reduce, or by messages, to learn from: ring, tree, ..."""
+    """How replicas add up: library; or driver, all_pairs, ring, tree, butterfly, halving_doubling, hierarchical."""
     compression: str = "none"
-    """How replicas send less of their gradients, which changes the run: bfloat16, int8, topk or powersgd."""
+    """How replicas send less of gradients, which changes the run: none, bfloat16, int8, topk or powersgd."""
     error_feedback: bool = True
     """With compression: add what was lost of a gradient to the next step's."""
     compression_share: float = 0.01
@@ -95,7 +95,7 @@ class Layout:
     compression_rank: int = 4
     """Of powersgd: the columns of the two thin matrices that stand for a matrix."""
     parameter_server: str = "none"
-    """sync or stale, to learn from: ranks push gradients to servers of parameters and pull these, at once or late."""
+    """none; or sync or stale: ranks push gradients to servers and pull parameters, at once or late, to learn from."""
     staleness: int = 16
     """With a stale server: how many updates may come between a gradient's parameters and its own update."""
     arrivals: str = ""
