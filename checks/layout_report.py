@@ -29,12 +29,13 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     names = ("ranks", "m", "float64 loss", "norm", "parameters", "float32 loss", "norm", "seconds", "ok")
     table = columns(["layout"], names)
     for row in rows:
-        double, single = row["float64"], row["float32"]
+        double, single = row["float64"], row.get("float32")
+        of_single = ["-", "-"] if single is None else [f"{single[key]:.1e}" for key in ("loss", "norm")]
         table.add_row(
             *(row["layout"], str(row["ranks"]), str(row["microbatches"])),
             *(f"{double[key]:.1e}" for key in ("loss", "norm", "parameters")),
-            *(f"{single['loss']:.1e}", f"{single['norm']:.1e}"),
-            f"{double['seconds'] + single['seconds']:.1f}",
+            *of_single,
+            f"{double['seconds'] + (single['seconds'] if single else 0.0):.1f}",
             "yes" if row["ok"] else f"NO: {double['worst']}",
         )
     return table

@@ -4,6 +4,7 @@ Belongs here: what the page keeps of the rows, and when it may be written. What 
 """
 
 import datetime
+import hashlib
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ and spills are those of one thread, shared memory is that of one program. Releas
 system scope, and stand in the code so often; in flight are the bytes that a warp has asked of global memory, TMA left
 out, before it first uses any of them.
 """
+KERNELS = Path(__file__).parents[2] / "kernels"
 NUMBERS = {
     "registers": "registers",
     "spilled bytes": "spills",
@@ -32,6 +34,15 @@ NUMBERS = {
 COLUMNS = ("kernel", "architecture", "cases", *NUMBERS, "violations")
 
 
+def sources() -> str:
+    """What stands for the kernels' source: the first digits of a SHA-256 of every file that has or chooses a kernel."""
+    found = hashlib.sha256()
+    for path in sorted(KERNELS.rglob("*.py")):
+        if path.name not in ("reference.py", "cost.py"):
+            found.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
 def page_body(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     """Totals, versions and table in Markdown: all of the page that follows from the code and the compilers."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -39,6 +50,7 @@ def page_body(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
         groups.setdefault((row["kernel"], row["arch"]), []).append(row)
     lines = [
         f"{len(rows)} cases, {sum(len(row['violations']) for row in rows)} violations.",
+        f"Of the source {sources()}.",
         f"Compiled by {', '.join(f'{name} {version}' for name, version in versions.items())}.",
         "",
         f"| {' | '.join(COLUMNS)} |",

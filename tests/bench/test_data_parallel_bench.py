@@ -44,7 +44,8 @@ def test_strategies_train_and_send(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert sent["top-k 1 %"] < 0.06 * whole and sent["PowerSGD 4"] < 0.12 * whole
     assert [row["stages"] for row in content["depths"]] == [1, 2, 4, 8]
-    assert strategies.problems(content)[0].startswith("8 stages hold "), "after 4 minibatches not as many as it will"
+    # 4 minibatches are fewer than a deep pipeline has in flight
+    assert strategies.problems(content)[0] == "4 stages hold [1, 2, 2, 1] versions"
 
 
 def test_a_slow_worker_that_delays_otherwise_is_a_problem() -> None:

@@ -19,7 +19,7 @@ from checks.compile import compiler, ptx, ttgir  # noqa: E402
 from checks.compile.check import Cache, Check, fingerprint, load_cases, main  # noqa: E402
 from checks.compile.rules import Row, evaluate  # noqa: E402
 from checks.compile.shipped import cases as shipped_cases  # noqa: E402
-from checks.compile.summary import clean_commit, write_page  # noqa: E402
+from checks.compile.summary import clean_commit, sources, write_page  # noqa: E402
 
 UNAVAILABLE = compiler.unavailable()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
@@ -40,6 +40,12 @@ def test_a_kernel_that_follows_the_protocol_passes(capability: int, dtype: str) 
     assert bool(row["tma_loads"]) != bool(row["cp_async"])
     tma = capability >= 90 and dtype != "float32"
     assert (row["tile"], row["stages"], row["warps"]) == (("128x128x64", 3, 8) if tma else ("64x64x32", 3, 4))
+
+
+def test_the_committed_page_is_of_this_source() -> None:
+    """The proofs compile for one architecture; so `make compile-check` has to be run after a change of kernels."""
+    page = Path(__file__).resolve().parents[2] / "checks/results/compile.md"
+    assert f"Of the source {sources()}." in page.read_text(), "run `make compile-check` and commit its page"
 
 
 def test_bytes_in_flight() -> None:

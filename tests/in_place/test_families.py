@@ -42,14 +42,17 @@ def test_a_family_is_that_of_one_process(ranks, tmp_path, name, size):
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_the_whole_matrix(tmp_path):
-    run = "import sys; from pathlib import Path; from bench.families import matrix; from bench.runner import main; "
-    run += "sys.exit(main(['families'], [matrix.BENCH], Path(sys.argv[1])))"
-    command, environment = [sys.executable, "-c", run, str(tmp_path)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    """Our own columns of it: transformers' own way does not change with our code."""
+    run = "import json, sys; from pathlib import Path; from bench.families import cells, matrix; "
+    run += "ours = {name: each for name, each in matrix.COLUMNS.items() if each[0] != cells.THEIRS}; "
+    run += "matrix.COLUMNS = ours; Path(sys.argv[1]).write_text(json.dumps(matrix.rows(matrix.FAMILIES)))"
+    path = tmp_path / "families.json"
+    command, environment = [sys.executable, "-c", run, str(path)], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
-    def verdicts(path: Path) -> dict:
-        rows = json.loads(path.read_text())["rows"]
+    def verdicts(rows: list) -> dict:
         return {(row["family"], column): cell["verdict"] for row in rows for column, cell in row["cells"].items()}
 
-    assert verdicts(tmp_path / "cpu/families.json") == verdicts(RESULTS)
+    found, committed = verdicts(json.loads(path.read_text())), verdicts(json.loads(RESULTS.read_text())["rows"])
+    assert len(found) > 100 and found.items() <= committed.items()
