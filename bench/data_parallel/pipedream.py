@@ -46,8 +46,7 @@ def in_flight(replicas: Sequence[int], stage: int) -> int:
 def schedule(replicas: Sequence[int], minibatches: int) -> list[Action]:
     """Who does what when. replicas: the workers of each stage, which take minibatches by turns.
 
-    A worker begins with as many forwards as may be in flight, then takes a backward after each forward. Workers of one
-    stage add up the gradients of a round, one minibatch of each: a backward of theirs ends when all of it have.
+    A worker begins with as many forwards as may be in flight, then takes a backward after each forward.
     """
     stages = len(replicas)
     ready_forward = [set[int]() for _ in replicas]
@@ -56,7 +55,6 @@ def schedule(replicas: Sequence[int], minibatches: int) -> list[Action]:
     ends: list[tuple[int, Action]] = []  # of running actions
     busy = {(stage, worker): False for stage in range(stages) for worker in range(replicas[stage])}
     flying, last = dict.fromkeys(busy, 0), dict.fromkeys(busy, "B")
-    waiting: dict[tuple[int, int], set[int]] = {}  # the minibatches of a stage's round whose backwards have computed
     now, found = 0, []
 
     def choose(stage: int, worker: int) -> Action | None:
@@ -78,16 +76,10 @@ def schedule(replicas: Sequence[int], minibatches: int) -> list[Action]:
             following.add(minibatch)
             busy[stage, action.worker] = False
             return
-        first = minibatch - minibatch % replicas[stage]
-        members = set(range(first, min(first + replicas[stage], minibatches)))
-        computed = waiting.setdefault((stage, first), set())
-        computed.add(minibatch)
+        busy[stage, action.worker] = False
+        flying[stage, action.worker] -= 1
         if stage:
             ready_backward[stage - 1].add(minibatch)
-        if computed == members:
-            for member in members:
-                busy[stage, member % replicas[stage]] = False
-                flying[stage, member % replicas[stage]] -= 1
 
     while len(found) < 2 * stages * minibatches or ends:
         for end, action in sorted(ends):
@@ -114,8 +106,8 @@ class Stage:
         self.latest = self._copy()
         self.stashed: dict[int, tuple[dict[str, Tensor], Tensor, Tensor]] = {}
         """By minibatch: the weights of its forward, its input, and its output."""
-        self.gradients: list[list[Tensor]] = []
-        """Of the round's minibatches so far."""
+        self.gradients: dict[int, dict[int, list[Tensor]]] = {}
+        """By round, that is one minibatch of each worker, and by minibatch: what no update has had yet."""
         self.most_versions, self.most_bytes = 1, 0
 
     def _copy(self) -> dict[str, Tensor]:
@@ -138,14 +130,14 @@ class Stage:
         weights, x, y = self.stashed.pop(minibatch)
         wanted = [*weights.values(), *([x] if x.requires_grad else [])]
         found = list(torch.autograd.grad(y, wanted, gradient))
-        self.gradients.append(found[: len(weights)])
+        self.gradients.setdefault(minibatch // self.replicas, {})[minibatch] = found[: len(weights)]
         return found[-1] if x.requires_grad else None
 
-    def update(self, lr: float) -> None:
-        """Change the latest weights by the mean of a round's gradients."""
-        for parameter, *grads in zip(self.part.parameters(), *self.gradients, strict=True):
+    def update(self, round_: int, lr: float) -> None:
+        """Change the latest weights by the mean of a round's gradients, in the order of minibatches."""
+        own = self.gradients.pop(round_)
+        for parameter, *grads in zip(self.part.parameters(), *(own[each] for each in sorted(own)), strict=True):
             parameter.grad = sum(grads[1:], grads[0]) / len(grads)
-        self.gradients = []
         self.optimizer.update(lr, torch.zeros(()))
         self.latest = self._copy()
 
@@ -186,8 +178,7 @@ def train(
     ends = []
     for action in schedule(replicas, minibatches):
         ends.append((action.start + (FORWARD if action.kind == "F" else BACKWARD), action.kind == "F", action))
-    computed = [0] * len(stages)
-    # weights are read when a forward begins, and changed when a round's last backward ends
+    # weights are read when a forward begins, and changed when the last backward of a round ends
     events = sorted(
         [(a.start, 1, a) for _, forward, a in ends if forward] + [(end, 0, a) for end, f, a in ends if not f]
     )
@@ -209,7 +200,7 @@ def train(
         back = stage.backward(number, gradients.pop((action.stage, number)))
         if back is not None:
             gradients[action.stage - 1, number] = back
-        computed[action.stage] += 1
-        if len(stage.gradients) == stage.replicas or computed[action.stage] == minibatches:
-            stage.update(lr_of(number))
+        round_ = number // stage.replicas
+        if len(stage.gradients[round_]) == min(stage.replicas, minibatches - round_ * stage.replicas):
+            stage.update(round_, lr_of(number))
     return Trained(losses, [s.most_versions for s in stages], [s.most_bytes for s in stages], parts)

@@ -16,10 +16,10 @@ from rich.table import Table
 from torch import Tensor
 
 from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection, check_config
+from tpformer.config.arrivals import Arrivals
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS
 from tpformer.parallel import Layout
-from tpformer.training.arrivals import Arrivals
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.parameter_server import ParameterServer
 from tpformer.training.setup import build_model, run_mesh

@@ -18,6 +18,7 @@ CONFIG = GPTConfig(vocab_size=50, seq_length=6, n_layers=4, hidden_size=16, n_he
 SGD = OptimizerSection(name="sgd", momentum=0.9, weight_decay=0.1)
 STRAIGHT = ((1,), (1, 1), (1, 1, 1, 1))
 REPLICATED = ((2,), (2, 1), (3, 1, 1), (1, 2), (2, 2))
+UNEVEN = ((1, 4, 2), (3, 4, 2))  # a worker waits for a minibatch that another one of its round has not sent yet
 
 
 def rows(minibatch: int) -> torch.Tensor:
@@ -28,7 +29,7 @@ def duration(kind: str) -> int:
     return FORWARD if kind == "F" else BACKWARD
 
 
-@pytest.mark.parametrize("replicas", STRAIGHT + REPLICATED)
+@pytest.mark.parametrize("replicas", STRAIGHT + REPLICATED + UNEVEN)
 def test_the_order_is_possible_and_nobody_does_two_things(replicas):
     count = 24
     actions = schedule(replicas, count)
@@ -56,12 +57,12 @@ def test_without_a_flush_every_worker_is_busy(replicas):
     assert all(a != b for a, b in zip(kinds, kinds[1:], strict=False)), "forwards and backwards alternate"
 
 
-@pytest.mark.parametrize("replicas", STRAIGHT + REPLICATED)
+@pytest.mark.parametrize("replicas", STRAIGHT + REPLICATED + UNEVEN)
 def test_versions_are_those_of_the_formula(replicas):
     """A straight pipeline's stage s of S holds S - s versions of its weights, and so many times their bytes."""
     found = train(CONFIG, replicas, rows, 24, SGD, lambda _: 0.01)
     limits = [in_flight(replicas, stage) for stage in range(len(replicas))]
-    assert found.versions == limits
+    assert found.versions == limits or (replicas in UNEVEN and all(map(int.__le__, found.versions, limits)))
     if replicas in STRAIGHT:
         assert limits == [len(replicas) - stage for stage in range(len(replicas))]
     for part, versions, nbytes in zip(found.parts, found.versions, found.nbytes, strict=True):

@@ -13,6 +13,7 @@ from tpformer.config import Layout, check_config
 from tpformer.config.layout import COMPRESSIONS
 from tpformer.distributed import record_collectives
 from tpformer.distributed.reductions import reduce_by
+from tpformer.parallel import replica_sums
 from tpformer.parallel.compression import BLOCK, Compression, compression_of
 from tpformer.training.checkpoint import Checkpointer, CheckpointError, load_checkpoint
 from tpformer.training.checkpoint_files import step_path
@@ -164,6 +165,40 @@ def test_a_run_goes_on_bit_for_bit(ranks, tmp_path, kind, parallel):
         assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
+def after_zeros() -> float:
+    """What PowerSGD gives of a gradient in rows of which it has only seen zeros."""
+    compression = made("powersgd")
+    for step in range(3):
+        x = torch.zeros(N)
+        if step:
+            x[20 * 30 : 40 * 30] = drawn(step, dist.get_rank())[20 * 30 : 40 * 30]
+        compression.add(x)
+        compression.settle(GOES_ON)
+    return float(x[: 40 * 30].abs().max())
+
+
+def test_powersgd_sees_what_comes_after_zeros(ranks):
+    """A right factor of zeros stayed zero: nothing of the matrix was ever sent again."""
+    assert all(largest > 0.1 for largest in ranks(2).run(after_zeros))
+
+
+def resume_with(directory, rank: int) -> tuple[list[tuple], str]:
+    """Save PowerSGD of rank 1, and load it with another rank: shapes of what was kept, and the error's sum."""
+    train(config_of(**SHARDED, compression="powersgd", compression_rank=1), 1, directory)
+    config = config_of(**SHARDED, compression="powersgd", compression_rank=rank)
+    model = build_model(config, run_mesh(config, "cpu"))
+    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    load_checkpoint(step_path(directory, 1), model.parts, optimizers, group=dist.group.WORLD)
+    states = [hook.compression.state for hook in replica_sums(model.parts[0]).values()]
+    kept = {key.partition(".")[0] for state in states for key in state}
+    return sorted(kept), all(bool(state["error"].any()) for state in states)
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(1, ["error", "right"]), (2, ["error"])])
+def test_another_rank_of_powersgd_draws_its_factors_again(ranks, tmp_path, rank, kept):
+    assert ranks(4).run(resume_with, tmp_path, rank) == [(kept, True)] * 4
+
+
 def load_elsewhere(directory, other: dict) -> str:
     config = config_of(**SHARDED, compression="int8")
     train(config, 1, directory)
@@ -178,9 +213,8 @@ def load_elsewhere(directory, other: dict) -> str:
 
 
 def test_errors_of_another_layout_are_refused(ranks, tmp_path):
-    other = {"data_parallel_replicate": 4, "compression": "int8"}
-    for said in ranks(4).run(load_elsewhere, tmp_path / "one", other):
-        assert "for the ranks of another layout: go on in the layout that saved it, or leave compression out" in said
+    for said in ranks(4).run(load_elsewhere, tmp_path / "one", {"data_parallel_replicate": 4, "compression": "int8"}):
+        assert "for the ranks of another layout: go on in the layout that saved it, or without compression" in said
     assert ranks(4).run(load_elsewhere, tmp_path / "two", SHARDED) == [""] * 4, "without compression it is not needed"
 
 
@@ -203,6 +237,9 @@ def test_a_run_that_loses_nothing_is_the_run_without_compression(ranks):
         ({"compression": "int8", "reduce_dtype": "bfloat16"}, "compressed from float32, leave reduce_dtype out"),
         ({"compression_share": 0.5}, "compression_share=0.5 is of compression='topk', and it is 'none'"),
         ({"compression": "topk", "compression_rank": 2}, "compression_rank=2 is of compression='powersgd'"),
+        # a shard has parameters that tensor-parallel ranks share, which would drift apart
+        ({"compression": "int8", "tensor_parallel": 2}, "their copies of norms and biases; choose bfloat16"),
+        ({"error_feedback": False}, "error_feedback=False without compression would do nothing"),
         ({"compression": "gzip"}, "parallel.compression='gzip': choose one of none, bfloat16"),
         ({"compression": "topk", "compression_share": 1.5}, "parallel.compression_share"),
     ],

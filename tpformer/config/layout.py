@@ -44,6 +44,11 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
     "DualPipeV": ScheduleKind("DualPipeV", 2, v_shaped=True, splits_backward=True),
 }
+# Settings of sums over replicas. A model that is not trained, in one replica, has their defaults.
+REPLICA_SETTINGS = (
+    *("all_reduce", "compression", "error_feedback", "compression_share", "compression_rank"),
+    *("parameter_server", "staleness", "arrivals"),
+)
 CHOICES: dict[str, Iterable[str]] = {
     "transport": TRANSPORTS,
     "pipeline_schedule": SCHEDULES,
@@ -175,6 +180,16 @@ class Layout:
                 f"parallel.compression={self.compression!r} with reduce_dtype={self.reduce_dtype!r}: gradients are "
                 f"compressed from float32, leave reduce_dtype out"
             )
+        if self.compression in ("int8", "topk") and self.tensor_parallel > 1:
+            # a shard holds parameters that tensor-parallel ranks share and some that they do not; a block's scale, or a
+            # choice of the largest, would make another part of the shared ones on each rank
+            raise ValueError(
+                f"parallel.compression={self.compression!r} with tensor_parallel={self.tensor_parallel}: what is left "
+                f"out would differ between tensor-parallel ranks, and with it their copies of norms and biases; choose "
+                f"bfloat16 or powersgd"
+            )
+        if not self.error_feedback and self.compression == "none":
+            raise ValueError("parallel.error_feedback=False without compression would do nothing: leave it out")
         for name, of in (("compression_share", "topk"), ("compression_rank", "powersgd")):
             if (value := getattr(self, name)) != getattr(Layout, name) and self.compression != of:
                 raise ValueError(f"parallel.{name}={value} is of compression={of!r}, and it is {self.compression!r}")
@@ -189,7 +204,7 @@ class Layout:
         wrong = {
             name: value
             for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_shard", "cpu_offload")
-            + ("all_reduce", "compression", "recompute_interval", "offload_activations")
+            + ("all_reduce", "compression", "reduce_dtype", "recompute_interval", "offload_activations")
             if (value := getattr(self, name)) != getattr(Layout, name)
         }
         if wrong or ranks == 1:
@@ -210,6 +225,16 @@ class Layout:
                     f"parallel.arrivals={self.arrivals!r} must name each of the {ranks} workers, 0 to {ranks - 1}, and "
                     f'no others, such as "{",".join(map(str, range(ranks)))}"'
                 )
+
+    @property
+    def given_arrivals(self) -> list[int]:
+        """The workers that `arrivals` names, in order."""
+        return [int(worker) for worker in self.arrivals.split(",")] if self.arrivals else []
+
+    @property
+    def changes_the_run(self) -> bool:
+        """Whether losses depend on the layout: gradients are compressed, or late."""
+        return self.compression != "none" or self.parameter_server == "stale"
 
     @property
     def sums_replicas_itself(self) -> bool:

@@ -4,6 +4,7 @@ Belongs here: ValueErrors, with the numbers and the remedy, about settings of se
 model and no layout. Those have their own checks, and ranges.py has the ranges of single numbers.
 """
 
+from .arrivals import Arrivals
 from .checks import check_choice
 from .experts import check_balance
 from .layout import recomputed_layers
@@ -142,6 +143,15 @@ def _check_server(config: RunConfig) -> None:
             f"parallel.parameter_server={server!r} is for dense models in float32 or float64 on CPU processes, to "
             f"learn from, and not with {', '.join(given)}: leave that out"
         )
+    if server == "stale":
+        parallel = config.parallel
+        for size in batch_sizes(train):
+            workers, updates = parallel.data_parallel_replicate, size // config.microbatch_size
+            arrivals = Arrivals(workers, updates, parallel.staleness, parallel.given_arrivals)
+            while not arrivals.finished and parallel.given_arrivals:
+                chosen = arrivals.choose(arrivals.computing)
+                assert chosen is not None  # all that may be next have arrived
+                arrivals.take(chosen)
 
 
 def _check_train(config: RunConfig) -> None:

@@ -40,9 +40,9 @@ class Compression(ABC):
         self._next: dict[str, Tensor] = {}
 
     @property
-    def error_elements(self) -> int:
-        """The size of state["error"]."""
-        return self.elements
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that `state` may have."""
+        return {"error": (self.elements,)} if self.feedback else {}
 
     @abstractmethod
     def add(self, x: Tensor) -> None:
@@ -89,12 +89,17 @@ class Rounded(Compression):
         """What `encode` gave -> (parts, n) float32."""
 
     @property
-    def error_elements(self) -> int:
+    def padded(self) -> int:
+        """The elements of equal parts of the ranks."""
         unit = self.ranks * self.block
         return -(-self.elements // unit) * unit
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"error": (self.padded,), "second": (self.padded // self.ranks,)} if self.feedback else {}
+
     def add(self, x: Tensor) -> None:
-        padded = x.new_zeros(self.error_elements, dtype=torch.float32)
+        padded = x.new_zeros(self.padded, dtype=torch.float32)
         padded[: len(x)] = x
         values = self._with_error(padded).view(self.ranks, -1)
         codes = self.encode(values)
@@ -183,6 +188,11 @@ class PowerSGD(Compression):
             if rank * (rows + columns) < rows * columns:
                 self.matrices[number] = rows, columns
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        factors = {f"right.{number}": (columns, self.rank) for number, (_, columns) in self.matrices.items()}
+        return super().shapes | factors
+
     def add(self, x: Tensor) -> None:
         values = self._with_error(x)
         pieces, outs = values.split(self.sizes), x.split(self.sizes)
@@ -197,7 +207,9 @@ class PowerSGD(Compression):
         for number, base, other in zip(matrices, bases, right, strict=True):
             outs[number].copy_((base @ other.T).view(-1))
             errors[number].copy_(pieces[number] - outs[number] / self.ranks)
-            self._next[f"right.{number}"] = other
+            # a column that is zero would stay zero: all that comes would be out of its reach
+            seen = (other != 0).any(0, keepdim=True)
+            self._next[f"right.{number}"] = torch.where(seen, other, self.state[f"right.{number}"])
         for number, total in zip(rest, whole, strict=True):
             outs[number].copy_(total)
         self._lost(error)

@@ -101,9 +101,11 @@ def load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Map
 
 
 def _compressions(part: nn.Module) -> dict[str, Compression]:
-    """What compresses the sums of each of FSDP2's units, by a name with this rank in it: each rank loses its own."""
+    """What compresses the sums of each of FSDP2's units, by a name with this rank in it, and of how many: each rank
+    loses its own."""
     found = {name: hook.compression for name, hook in replica_sums(part).items()}
-    return {f"{dist.get_rank()}.{name}.": each for name, each in found.items() if each is not None}
+    place = f"{dist.get_rank()}-of-{dist.get_world_size()}" if found else ""
+    return {f"{place}.{type(each).__name__}.{name}.": each for name, each in found.items() if each is not None}
 
 
 def sum_tensors(part: nn.Module) -> dict[str, Tensor]:
@@ -113,17 +115,22 @@ def sum_tensors(part: nn.Module) -> dict[str, Tensor]:
 
 
 def load_sums(path: Path, part: nn.Module) -> None:
-    """Give compressed sums what the checkpoint has of them; one without compression has nothing, and nothing was lost.
+    """Give compressed sums what the checkpoint has of them. One without compression has nothing, one of another
+    compression nothing that serves; what PowerSGD begins with is drawn again for another rank of its matrices.
 
     CheckpointError if it is of another layout, whose ranks have lost other parts of the gradients.
     """
-    saved, compressions = saved_tensors(path, SUMS), _compressions(part)
-    for name, each in compressions.items() if saved else ():
+    saved = saved_tensors(path, SUMS)
+    for name, each in _compressions(part).items():
+        kind = type(each).__name__
         own = {key.removeprefix(name): entry for key, entry in saved.items() if key.startswith(name)}
-        if not own or ("error" in own and own["error"].size.numel() != each.error_elements):
+        fits = {key: entry for key, entry in own.items() if tuple(entry.size) == each.shapes.get(key)}
+        lost = {key for key in own.keys() - fits.keys() if not key.startswith("right.")}
+        if lost or (not own and any(key.split(".")[1] == kind for key in saved)):
             raise CheckpointError(
                 f"{path} holds what compression has left out of gradients, for the ranks of another layout: go on in "
-                f"the layout that saved it, or leave compression out (--run.changes parallel.compression)"
+                f"the layout that saved it, or without compression (--parallel.compression none --run.changes "
+                f"parallel.compression)"
             )
-        each.state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in own.items()}
+        each.state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in fits.items()}
         read_tensors(path, {f"{SUMS}{name}{key}": value for key, value in each.state.items()})

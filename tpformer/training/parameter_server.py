@@ -1,7 +1,7 @@
 """Training by a parameter server, to learn from: workers push gradients and pull parameters, at once or late.
 
 Belongs here: the steps of `parallel.parameter_server`, on CPU processes. Every data-parallel rank is a worker, and the
-server of a part of the parameters. In which order late gradients are taken is in arrivals.py.
+server of a part of the parameters. In which order late gradients are taken is in tpformer/config/arrivals.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpformer.config.arrivals import Arrivals
 from tpformer.distributed import all_reduce
 from tpformer.distributed.collectives import record
 from tpformer.distributed.reductions import Members
 from tpformer.parallel import local_norms, scale_gradients
 
-from .arrivals import Arrivals
 from .model import ModelParts, summed_loss
 from .optimizer import LocalUpdate
 from .step import StepResult, train_step
@@ -156,8 +156,7 @@ class ParameterServer:
 
     def _stale(self, batch: Tensor, first_sample: int, step: int, lr: float, clip_norm: float) -> StepResult:
         size = self.model.microbatch_size
-        given = [int(each) for each in self.layout.arrivals.split(",")] if self.layout.arrivals else []
-        self.arrivals = Arrivals(self.ranks, len(batch) // size, self.layout.staleness, given)
+        self.arrivals = Arrivals(self.ranks, len(batch) // size, self.layout.staleness, self.layout.given_arrivals)
         server = Server(self, self.arrivals, lr)
         copy_parameters(self.part, self.worker)
         parameters = list(self.worker.parameters())

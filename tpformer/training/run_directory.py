@@ -56,6 +56,10 @@ _TABLE = {
     ("checkpoint", CONTINUED): "interval keep",
     ("log", CONTINUED): "interval norm_interval noise_interval tensorboard plot timeline_step profile_step wandb",
 }
+# What decides, with compressed or late gradients, whose errors are kept, or of which samples an update is.
+LAYOUT_KEYS = {f"parallel.{key}" for key in ("tensor_parallel", "pipeline_parallel", "pipeline_schedule")} | {
+    f"parallel.{key}" for key in ("data_parallel_replicate", "data_parallel_shard", "zero_stage")
+}
 VERDICTS = {f"{section}.{key}": verdict for (section, verdict), keys in _TABLE.items() for key in keys.split()}
 
 
@@ -214,6 +218,9 @@ def _verdict(key: str, before: RunConfig, start: Start) -> str:
         return CONTINUED if getattr(before.data, CONTENTS[use]) or not getattr(before.data, use) else REFUSED
     if key == "data.valid_contents" and not (before.data.valid and start.config.data.valid):
         return CONTINUED  # no validation loss stands beside one of other data
+    changing = before.parallel.changes_the_run or start.config.parallel.changes_the_run
+    if changing and (key == "train.microbatch_size" or key in LAYOUT_KEYS):
+        return REFUSED
     if key == "data.tokenizer":
         return REFUSED if _other_tokenizer(before, start) else CONTINUED
     return VERDICTS.get(key, REFUSED)

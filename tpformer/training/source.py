@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpformer.config import GPTConfig, RunConfig, build_config, preset
+from tpformer.config import GPTConfig, Layout, RunConfig, build_config, preset
+from tpformer.config.layout import REPLICA_SETTINGS
 from tpformer.weights.families import family_of
 from tpformer.weights.family import FREE, Family, meaning, read_json
 
@@ -211,6 +212,7 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "data_parallel_replicate": 1,
         "data_parallel_shard": 1,
         "cpu_offload": False,
+        **{name: getattr(Layout, name) for name in REPLICA_SETTINGS},
     }
     alone["train"] = {"microbatch_size": None}
     return read_run_config(found.path, alone, overrides or {})

@@ -2,7 +2,7 @@
 
 import torch
 
-from tpformer.config import RunConfig
+from tpformer.config import Layout, RunConfig
 from tpformer.kernels.cost import machine_for
 
 from .experts import router_notice
@@ -33,6 +33,9 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
     if parallel.data_parallel > 1:
         replicas, shards = parallel.data_parallel_replicate, parallel.data_parallel_shard
         layout.append(f"data_parallel {replicas} x {shards}, ZeRO-{parallel.zero}")
+    for key in ("all_reduce", "compression", "parameter_server"):
+        if (value := getattr(parallel, key)) != getattr(Layout, key):
+            layout.append(f"{key} {value}")
     active = "" if model.n_experts is None else f" ({model.n_active_parameters / 1e6:.2f}M active)"
     growing = f"{train.batch_size_start} growing to " if train.batch_size_start else ""
     return (

@@ -1,7 +1,7 @@
 """In which order a stale parameter server takes the gradients of its workers.
 
 Belongs here: the order of updates, bounded staleness, and which microbatch a worker computes next. No tensors, no
-processes: parameter_server.py asks it.
+processes: tpformer/training/parameter_server.py asks it, and a given order is checked by it before a run starts.
 """
 
 from __future__ import annotations
