@@ -354,6 +354,8 @@ def test_a_run_that_is_resumed_is_one_that_was_not(commands, tmp_path, server):
             assert code == 0, out + err
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows[name] = [json.loads(line)["loss"] for line in lines if '"loss"' in line]
+    code, out, err = commands.run("generate", str(tmp_path / "whole"), "--max-new-tokens", "3")
+    assert code == 0, out + err  # one process, without workers
     assert rows["whole"] == rows["parts"] and len(rows["whole"]) == 4 and rows["whole"][-1] < rows["whole"][0]
 
 
