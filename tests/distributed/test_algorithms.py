@@ -1,13 +1,9 @@
 """What all-reduce algorithms send, by their formulas and as counted; what they add up; how long that takes."""
 
-import os
-import signal
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
+import lost_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,45 +126,19 @@ def test_any_sizes(ranks):
     assert all(ranks(5).run(uneven))
 
 
-def reduce_beside_a_dead_rank(name: str, folder: str, rank: int) -> None:
-    """In a process of its own: rank 2 of 5 kills itself when the group is there; the others write what they hear."""
-    store = dist.FileStore(f"{folder}/{name}", 5)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=5, timeout=timedelta(seconds=20))
-    dist.barrier()
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        reduce_by(name, torch.ones(1 << 16), world())
-        said = ""
-    except RuntimeError as error:
-        said = str(error)
-    Path(f"{folder}/{name}-{rank}").write_text(said)
-    os._exit(0)  # without the end of a group that has lost a rank
-
-
-def reduce_beside_dead_ranks(folder: str) -> None:
-    """All algorithms, one after the other, each in five forks of this process, as its group loses a rank."""
-    for name in RUNNABLE:
-        started = []
-        for rank in range(5):
-            started.append(os.fork())
-            if started[-1] == 0:
-                reduce_beside_a_dead_rank(name, folder, rank)
-        for process in started:
-            os.waitpid(process, 0)
+def reduce_beside_a_dead_rank(name: str) -> None:
+    """Rank 2 dies before the all-reduce."""
+    if world().rank() == 2:
+        lost_ranks.die()
+    reduce_by(name, torch.ones(1 << 16), world())
 
 
 def test_a_dead_rank_is_named(tmp_path):
     """By the ranks that wait for it, and at once: no timeout has to pass. What others say follows from that."""
-    code = "import sys, test_algorithms; test_algorithms.reduce_beside_dead_ranks(sys.argv[1])"
-    folder = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(folder.parents[1])}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=folder, env=environment, check=True)
-    for name in RUNNABLE:
-        said = [(tmp_path / f"{name}-{rank}").read_text() for rank in (0, 1, 3, 4)]
-        assert any(f"the {name} all-reduce failed on rank" in each and ": rank 2 has died" in each for each in said), (
-            said
-        )
+    heard = lost_ranks.heard(tmp_path, __file__, "reduce_beside_a_dead_rank", 5, RUNNABLE)
+    for name, said in heard.items():
+        wanted = f"the {name} all-reduce failed on rank"
+        assert len(said) == 4 and any(wanted in each and ": rank 2 has died" in each for each in said), said
 
 
 def reduce_without_one(name: str) -> str:

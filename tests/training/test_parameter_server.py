@@ -4,16 +4,11 @@ import copy
 import dataclasses
 import itertools
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
 
+import lost_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -275,58 +270,33 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_told(ranks):
         assert skipped == 1 and 3 < loss < 6 and fine
 
 
-def lose_a_worker(server: str, folder: str, rank: int) -> None:
-    """In a process of its own: worker 2 of 3 kills itself in its first gradient; the others write what they hear."""
-    store = dist.FileStore(f"{folder}/{server}", 3)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20))
+class Dying(ParameterServer):
+    """The last worker dies behind its first gradient of a step, or before it if it is a late one."""
 
-    class Dying(ParameterServer):
-        def die(self) -> None:
-            if self.rank == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def own_gradients(self, batch, first_sample, step):
+        loss = super().own_gradients(batch, first_sample, step)
+        if self.rank == self.ranks - 1:
+            lost_ranks.die()
+        return loss
 
-        def own_gradients(self, batch, first_sample, step):
-            loss = super().own_gradients(batch, first_sample, step)
-            self.die()
-            return loss
+    def microbatch_gradients(self, rows, first_sample, step):
+        if self.rank == self.ranks - 1:
+            lost_ranks.die()
+        return super().microbatch_gradients(rows, first_sample, step)
 
-        def microbatch_gradients(self, rows, first_sample, step):
-            self.die()
-            return super().microbatch_gradients(rows, first_sample, step)
 
+def train_beside_a_dying_worker(server: str) -> None:
     config = config_of(server, 3)
     model = build_model(config, run_mesh(config, "cpu"))
     dying = Dying(model, [build_optimizer(part, config.optimizer) for part in model.parts])
     first, share = model.own_samples(0, BATCH)
-    try:
-        dying.step(rows_of(first, share), first_sample=first, step=1, lr=1e-2, clip_norm=0.5)
-        said = ""
-    except RuntimeError as error:
-        said = str(error)
-    Path(f"{folder}/{server}-{rank}").write_text(said)
-    os._exit(0)  # without the end of a group that has lost a rank
-
-
-def lose_workers(folder: str) -> None:
-    """Both servers, one after the other, each in three forks of this process."""
-    for server in ("sync", "stale"):
-        started = []
-        for rank in range(3):
-            started.append(os.fork())
-            if started[-1] == 0:
-                lose_a_worker(server, folder, rank)
-        for process in started:
-            os.waitpid(process, 0)
+    dying.step(rows_of(first, share), first_sample=first, step=1, lr=1e-2, clip_norm=0.5)
 
 
 def test_a_worker_that_dies_is_named(tmp_path):
-    code = "import sys, test_parameter_server; test_parameter_server.lose_workers(sys.argv[1])"
-    folder = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(folder.parents[1])}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=folder, env=environment, check=True)
-    for server in ("sync", "stale"):
-        said = [(tmp_path / f"{server}-{rank}").read_text() for rank in (0, 1)]
-        assert any("the parameter server's exchange failed on rank" in each for each in said), said
+    heard = lost_ranks.heard(tmp_path, __file__, "train_beside_a_dying_worker", 3, ("sync", "stale"))
+    for said in heard.values():
+        assert len(said) == 2 and any("the parameter server's exchange failed on rank" in each for each in said), said
         assert any(": rank 2 has died, or did not answer in time" in each for each in said), said
 
 
