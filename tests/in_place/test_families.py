@@ -42,9 +42,10 @@ def test_a_family_is_that_of_one_process(ranks, tmp_path, name, size):
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_the_whole_matrix(tmp_path):
-    """Our own columns of it: transformers' own way does not change with our code."""
+    """Our own columns of it, on two ranks: transformers' own way does not change with our code, and the bench has four
+    ranks."""
     run = "import json, sys; from pathlib import Path; from bench.families import cells, matrix; "
-    run += "ours = {name: each for name, each in matrix.COLUMNS.items() if each[0] != cells.THEIRS}; "
+    run += "ours = {name: each for name, each in matrix.COLUMNS.items() if each[0] != cells.THEIRS and each[1] == 2}; "
     run += "matrix.COLUMNS = ours; Path(sys.argv[1]).write_text(json.dumps(matrix.rows(matrix.FAMILIES)))"
     path = tmp_path / "families.json"
     command, environment = [sys.executable, "-c", run, str(path)], {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -55,4 +56,4 @@ def test_the_whole_matrix(tmp_path):
         return {(row["family"], column): cell["verdict"] for row in rows for column, cell in row["cells"].items()}
 
     found, committed = verdicts(json.loads(path.read_text())), verdicts(json.loads(RESULTS.read_text())["rows"])
-    assert len(found) > 100 and found.items() <= committed.items()
+    assert len(found) > 40 and found.items() <= committed.items()
