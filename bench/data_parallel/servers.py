@@ -28,7 +28,7 @@ from ..ranks import Calls, Ranks
 from ..runner import columns
 
 RANKS = (2, 4, 8)
-TIMED_RANKS, MICROBATCHES, TAKES, SLOWER = 4, 64, 0.03, 4  # seconds of a microbatch, and times as long on one worker
+TIMED_RANKS, MICROBATCHES, TAKES, SLOWER = 4, 64, 0.06, 4  # seconds of a microbatch, and times as long on one worker
 BARS = {"sync": (3.0, 4.5), "stale": (1.0, 1.5)}  # what a slow worker may multiply a step's time by
 MODEL = {"vocab_size": 128, "seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 2}
 Row = dict[str, Any]
