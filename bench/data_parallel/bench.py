@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.table import Table
+
 from ..bars import Bar, write_bars
-from ..runner import Bench, Report
+from ..runner import Bench, Report, columns
 from . import messages, servers, strategies
 from .page import write_files
 
@@ -24,6 +27,14 @@ NOTE = (
 )
 
 
+def table_of(cells: Sequence[Sequence[str]]) -> Table:
+    """What the page has as a table, for the console. cells: the header first."""
+    table = columns(cells[0][:1], cells[0][1:])
+    for row in cells[1:]:
+        table.add_row(*row)
+    return table
+
+
 def run(options: argparse.Namespace) -> Report:
     """Count and time messages, then servers, then train; --only chooses."""
     parts = {"messages": messages.measure, "servers": servers.measure, "strategies": strategies.measure}
@@ -32,20 +43,19 @@ def run(options: argparse.Namespace) -> Report:
     found = {name: parts[name](options.quick) for name in wanted}
     if "messages" in found:
         content |= found["messages"]
-        fit = content["fit"]
-        line = (
-            f"{messages.TIMED_RANKS} ranks: latency {fit['latency_us']:.0f} us, bandwidth "
-            f"{fit['gigabytes_per_second']:.2f} GB/s, mean error {100 * fit['mean_error']:.0f} %"
-        )
+        line = f"{messages.TIMED_RANKS} ranks: {messages.fit_words(content['fit'])}"
         tables += [messages.count_table(content["rows"]), messages.time_table(content["times"]), line]
         problems += messages.problems(content["rows"])
     if "servers" in found:
         content["servers"] = found["servers"]
-        tables += [messages.count_table(found["servers"]["counts"]), servers.time_table(found["servers"]["times"])]
+        tables += [
+            messages.count_table(found["servers"]["counts"]),
+            table_of(servers.time_cells(found["servers"]["times"])),
+        ]
         problems += servers.problems(found["servers"])
     if "strategies" in found:
         content |= found["strategies"]
-        tables += [strategies.strategy_table(content), strategies.depth_table(content)]
+        tables += [table_of(strategies.strategy_cells(content)), table_of(strategies.depth_cells(content))]
         problems += [] if options.quick else strategies.problems(content)
     return Report(tables, content, problems, "counts equal formulas", write_files)
 

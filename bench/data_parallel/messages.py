@@ -158,6 +158,14 @@ def time_table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def fit_words(fit: Row) -> str:
+    """What a fit has found."""
+    return (
+        f"{fit['latency_us']:.0f} us for each step, {fit['gigabytes_per_second']:.2f} GB/s, mean error "
+        f"{100 * fit['mean_error']:.0f} %"
+    )
+
+
 def measure(quick: bool) -> Row:
     """Count for each number of ranks, and time and trace one of them."""
     counts: list[Row] = []

@@ -9,64 +9,43 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from tpformer.distributed.reductions import RUNNABLE
 
 from ..provenance import RESULTS, ROOT
-from . import pictures
+from . import messages, pictures, servers, strategies
 from .strategies import write_csv
 
 PAGE, PICTURES = ROOT / "docs" / "data_parallel.md", ROOT / "docs" / "pictures" / "data_parallel"
 Row = Mapping[str, Any]
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+def markdown(cells: Sequence[Sequence[str]]) -> str:
+    """A table. cells: the header first."""
+    header, *rows = ("| " + " | ".join(row) + " |" for row in cells)
+    return "\n".join([header, "|" + "---|" * len(cells[0]), *rows])
 
 
 def counts_table(rows: Sequence[Row], name: str) -> str:
     """Counted and by formula, for each number of ranks."""
-    header = ("ranks", "steps", "messages", "formula", "values / N", "formula", "busiest / N", "formula")
-    own = [row for row in rows if row["algorithm"] == name]
-    found = []
-    for row in own:
+    cells = [("ranks", "steps", "messages", "formula", "values / N", "formula", "busiest / N", "formula")]
+    for row in (each for each in rows if each["algorithm"] == name):
         n = row["n"]
         pairs = [f"{number:g}" for number in row["messages"]]
         pairs += [f"{number / n:.3g}" for key in ("values", "busiest") for number in row[key]]
-        found.append((str(row["ranks"]), str(row["steps"]), *pairs))
-    return markdown(header, found)
+        cells.append((str(row["ranks"]), str(row["steps"]), *pairs))
+    return markdown(cells)
 
 
 def tables(result: Row) -> dict[str, str]:
     """The page's tables, by the name in their mark."""
-    served, flushed = result["servers"], mean(result["depths"][0]["valid"])
+    served = result["servers"]
     found = {name: counts_table(result["rows"], name) for name in RUNNABLE}
     found["parameter_server"] = counts_table(served["counts"], "parameter_server")
-    times = [
-        (f"`{r['server']}`", f"{r['even']:.2f}", f"{r['slow']:.2f}", f"{r['slow'] / r['even']:.2f}")
-        for r in served["times"]
-    ]
-    found["turns"] = markdown(("server", "all as fast, s", "one slow, s", "ratio"), times)
-    depths = [
-        (row["strategy"], ", ".join(map(str, row["versions"])), f"{sum(row['nbytes']) / 1e6:.2f}",
-         f"{mean(row['valid']):.3f}", f"{mean(row['valid']) - flushed:+.3f}")
-        for row in result["depths"]
-    ]  # fmt: skip
-    found["depths"] = markdown(
-        ("pipeline", "versions of each stage", "MB of weights", "loss", "more than flushed"), depths
-    )
-    first = result["strategies"][0]["bytes"]
-    rows = [
-        (row["strategy"], f"{row['bytes'] / 1e6:.3f}", f"{row['bytes'] / first:.3f}", f"{mean(row['valid']):.3f}",
-         ", ".join(f"{loss:.3f}" for loss in row["valid"]))
-        for row in result["strategies"]
-    ]  # fmt: skip
-    header = ("strategy", "MB sent in a step", "share", "loss, nats/byte", "of the seeds")
-    found["strategies"] = markdown(header, rows)
+    found["turns"] = markdown(servers.time_cells(served["times"]))
+    found["depths"] = markdown(strategies.depth_cells(result))
+    found["strategies"] = markdown(strategies.strategy_cells(result))
     found["seconds"] = times_table(result)
     machine, torch = result["machine"], result["versions"]["torch"]
     found["machine"] = f"Measured on: {machine['cpu']}, {machine['cores']} cores, torch {torch}, {result['date']}."
@@ -78,12 +57,8 @@ def times_table(result: Row) -> str:
     wanted = sorted({row["bytes"] for row in result["times"]})[::2]
     cells = {(row["algorithm"], row["bytes"]): f"{row['us']:.0f} ({row['fit']:.0f})" for row in result["times"]}
     rows = [(name, *(cells[name, size] for size in wanted)) for name in RUNNABLE]
-    fit = result["fit"]
-    words = (
-        f"The fit: {fit['latency_us']:.0f} us for each step, {fit['gigabytes_per_second']:.2f} GB/s, mean error "
-        f"{100 * fit['mean_error']:.0f} %."
-    )
-    return f"{markdown(('us (fit)', *(f'{size:,} bytes' for size in wanted)), rows)}\n\n{words}"
+    sizes = ("us (fit)", *(f"{size:,} bytes" for size in wanted))
+    return f"{markdown([sizes, *rows])}\n\nThe fit: {messages.fit_words(result['fit'])}."
 
 
 def page(text: str, result: Row) -> str:

@@ -115,10 +115,9 @@ def draw_pipedream(result: Mapping[str, Any], target: Path) -> Path:
     def body(top: float) -> tuple[list[str], float]:
         bars = []
         for action in pipedream.schedule((1,) * stages, 24):
-            takes = pipedream.FORWARD if action.kind == "F" else pipedream.BACKWARD
-            if action.start + takes <= shown:
+            if action.end <= shown:
                 colour = COLOURS[10] if action.kind == "F" else COLOURS[12]
-                bars.append((action.stage, action.start, action.start + takes, colour, str(action.minibatch)))
+                bars.append((action.stage, action.start, action.end, colour, str(action.minibatch)))
         names = [f"stage {stage}" for stage in range(stages)]
         parts = _rows(bars, names, top, (WIDTH - LEFT - RIGHT - 40) / shown)
         squares, bottom = legend(

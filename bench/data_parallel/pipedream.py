@@ -36,6 +36,10 @@ class Action(NamedTuple):
     kind: str
     minibatch: int
 
+    @property
+    def end(self) -> int:
+        return self.start + (FORWARD if self.kind == "F" else BACKWARD)
+
 
 def in_flight(replicas: Sequence[int], stage: int) -> int:
     """Minibatches between their forward and the end of their backward on a worker of a stage, at most: ceil(workers of
@@ -49,51 +53,44 @@ def schedule(replicas: Sequence[int], minibatches: int) -> list[Action]:
     A worker begins with as many forwards as may be in flight, then takes a backward after each forward.
     """
     stages = len(replicas)
-    ready_forward = [set[int]() for _ in replicas]
-    ready_backward = [set[int]() for _ in replicas]
-    ready_forward[0] = set(range(minibatches))
-    ends: list[tuple[int, Action]] = []  # of running actions
-    busy = {(stage, worker): False for stage in range(stages) for worker in range(replicas[stage])}
-    flying, last = dict.fromkeys(busy, 0), dict.fromkeys(busy, "B")
+    ready = {kind: [set[int]() for _ in replicas] for kind in "FB"}
+    ready["F"][0] = set(range(minibatches))
+    workers = [(stage, worker) for stage in range(stages) for worker in range(replicas[stage])]
+    running: dict[tuple[int, int], Action] = {}
+    flying, last = dict.fromkeys(workers, 0), dict.fromkeys(workers, "B")
     now, found = 0, []
 
     def choose(stage: int, worker: int) -> Action | None:
-        own = [sorted(each for each in ready[stage] if each % replicas[stage] == worker)
-               for ready in (ready_forward, ready_backward)]  # fmt: skip
         full = flying[stage, worker] >= in_flight(replicas, stage)
-        kinds = "BF" if last[stage, worker] == "F" or full else "FB"
-        for kind in kinds:
-            if kind == "F" and own[0] and not full:
-                return Action(now, stage, worker, kind, own[0][0])
-            if kind == "B" and own[1]:
-                return Action(now, stage, worker, kind, own[1][0])
+        for kind in "BF" if last[stage, worker] == "F" or full else "FB":
+            own = [each for each in ready[kind][stage] if each % replicas[stage] == worker]
+            if own and not (kind == "F" and full):
+                return Action(now, stage, worker, kind, min(own))
         return None
 
     def finish(action: Action) -> None:
         stage, minibatch = action.stage, action.minibatch
-        if action.kind == "F":
-            following = ready_forward[stage + 1] if stage + 1 < stages else ready_backward[stage]
-            following.add(minibatch)
-            busy[stage, action.worker] = False
-            return
-        busy[stage, action.worker] = False
-        flying[stage, action.worker] -= 1
-        if stage:
-            ready_backward[stage - 1].add(minibatch)
+        del running[stage, action.worker]
+        if action.kind == "F" and stage + 1 < stages:
+            ready["F"][stage + 1].add(minibatch)
+        elif action.kind == "F":
+            ready["B"][stage].add(minibatch)
+        else:
+            flying[stage, action.worker] -= 1
+            if stage:
+                ready["B"][stage - 1].add(minibatch)
 
-    while len(found) < 2 * stages * minibatches or ends:
-        for end, action in sorted(ends):
-            if end == now:
-                finish(action)
-                ends.remove((end, action))
-        for stage, worker in busy:
-            if not busy[stage, worker] and (action := choose(stage, worker)) is not None:
+    while len(found) < 2 * stages * minibatches or running:
+        for action in [each for each in running.values() if each.end == now]:
+            finish(action)
+        for place in workers:
+            if place not in running and (action := choose(*place)) is not None:
                 found.append(action)
-                ends.append((now + (FORWARD if action.kind == "F" else BACKWARD), action))
-                (ready_forward if action.kind == "F" else ready_backward)[stage].remove(action.minibatch)
-                flying[stage, worker] += action.kind == "F"
-                busy[stage, worker], last[stage, worker] = True, action.kind
-        now = min((end for end, _ in ends), default=now)
+                running[place] = action
+                ready[action.kind][action.stage].remove(action.minibatch)
+                flying[place] += action.kind == "F"
+                last[place] = action.kind
+        now = min((action.end for action in running.values()), default=now)
     return found
 
 
@@ -175,19 +172,14 @@ def train(
     inputs: dict[tuple[int, int], Tensor] = {}
     gradients: dict[tuple[int, int], Tensor] = {}
     losses = [0.0] * minibatches
-    ends = []
-    for action in schedule(replicas, minibatches):
-        ends.append((action.start + (FORWARD if action.kind == "F" else BACKWARD), action.kind == "F", action))
     # weights are read when a forward begins, and changed when the last backward of a round ends
-    events = sorted(
-        [(a.start, 1, a) for _, forward, a in ends if forward] + [(end, 0, a) for end, f, a in ends if not f]
-    )
-    for _, is_forward, action in events:
+    order = schedule(replicas, minibatches)
+    for action in sorted(order, key=lambda a: (a.start, 1, a) if a.kind == "F" else (a.end, 0, a)):
         stage, number = stages[action.stage], action.minibatch
         rows = batch_of(number)
         ids, targets, index = inputs_of(rows, number * len(rows))
         count = int((targets >= 0).sum())
-        if is_forward:
+        if action.kind == "F":
             last = action.stage == len(stages) - 1
             x = ids if action.stage == 0 else inputs.pop((action.stage, number))
             y = stage.forward(number, x, **({"targets": targets} if last else {}), sample_index=index, step=number + 1)

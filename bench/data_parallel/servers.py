@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor
 
 from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection, check_config
@@ -25,7 +24,6 @@ from tpformer.training.parameter_server import ParameterServer
 from tpformer.training.setup import build_model, run_mesh
 
 from ..ranks import Calls, Ranks
-from ..runner import columns
 
 RANKS = (2, 4, 8)
 TIMED_RANKS, MICROBATCHES, TAKES, SLOWER = 4, 64, 0.06, 4  # seconds of a microbatch, and times as long on one worker
@@ -127,12 +125,13 @@ def problems(content: Row) -> list[str]:
     return found
 
 
-def time_table(rows: Sequence[Row]) -> Table:
-    """A line for each server."""
-    table = columns(("step, seconds",), ("all as fast", f"one {SLOWER} times as slow", "ratio"))
+def time_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The header, and a line for each server."""
+    cells = [("server", "all as fast, s", "one slow, s", "ratio")]
     for row in rows:
-        table.add_row(row["server"], f"{row['even']:.3f}", f"{row['slow']:.3f}", f"{row['slow'] / row['even']:.2f}")
-    return table
+        ratio = f"{row['slow'] / row['even']:.2f}"
+        cells.append((f"`{row['server']}`", f"{row['even']:.2f}", f"{row['slow']:.2f}", ratio))
+    return cells
 
 
 def turns(server: str, slower: int = SLOWER) -> list[tuple[int, float, float]]:

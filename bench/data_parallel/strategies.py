@@ -15,7 +15,6 @@ from statistics import mean
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,7 +29,6 @@ from tpformer.training.setup import build_model, open_data, run_mesh
 from tpformer.training.step import batch, evaluate
 
 from ..ranks import Calls, Ranks
-from ..runner import columns
 from . import pipedream
 
 RANKS, BATCH, STEPS, SEEDS = 4, 8, 200, (1, 2, 3)
@@ -194,26 +192,26 @@ def problems(content: Row) -> list[str]:
     return found
 
 
-def strategy_table(content: Row) -> Table:
-    """A line for each strategy."""
-    table = columns(("strategy",), ("MB sent in a step", "loss, nats/byte", "of the seeds", "less than synchronous"))
-    rows = content["strategies"]
-    for row in rows:
-        gap = mean(row["valid"]) - mean(rows[0]["valid"])
+def strategy_cells(content: Row) -> list[tuple[str, ...]]:
+    """The header, and a line for each strategy."""
+    cells = [("strategy", "MB sent in a step", "share", "loss, nats/byte", "of the seeds")]
+    whole = content["strategies"][0]["bytes"]
+    for row in content["strategies"]:
         seeds = ", ".join(f"{loss:.3f}" for loss in row["valid"])
-        table.add_row(row["strategy"], f"{row['bytes'] / 1e6:.3f}", f"{mean(row['valid']):.3f}", seeds, f"{-gap:+.3f}")
-    return table
+        sent = f"{row['bytes'] / 1e6:.3f}", f"{row['bytes'] / whole:.3f}"
+        cells.append((row["strategy"], *sent, f"{mean(row['valid']):.3f}", seeds))
+    return cells
 
 
-def depth_table(content: Row) -> Table:
-    """A line for each depth of PipeDream."""
-    table = columns(("PipeDream, 8 layers",), ("versions of each stage", "MB of weights", "loss", "more than flushed"))
+def depth_cells(content: Row) -> list[tuple[str, ...]]:
+    """The header, and a line for each depth of PipeDream."""
+    cells = [("pipeline", "versions of each stage", "MB of weights", "loss", "more than flushed")]
     flushed = mean(content["depths"][0]["valid"])
     for row in content["depths"]:
         loss = mean(row["valid"])
-        versions, nbytes = ", ".join(map(str, row["versions"])), f"{sum(row['nbytes']) / 1e6:.2f}"
-        table.add_row(row["strategy"], versions, nbytes, f"{loss:.3f}", f"{loss - flushed:+.3f}")
-    return table
+        held = ", ".join(map(str, row["versions"])), f"{sum(row['nbytes']) / 1e6:.2f}"
+        cells.append((row["strategy"], *held, f"{loss:.3f}", f"{loss - flushed:+.3f}"))
+    return cells
 
 
 def write_csv(content: Row, path: Path) -> None:

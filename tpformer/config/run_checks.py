@@ -143,15 +143,14 @@ def _check_server(config: RunConfig) -> None:
             f"parallel.parameter_server={server!r} is for dense models in float32 or float64 on CPU processes, to "
             f"learn from, and not with {', '.join(given)}: leave that out"
         )
-    if server == "stale":
-        parallel = config.parallel
-        for size in batch_sizes(train):
-            workers, updates = parallel.data_parallel_replicate, size // config.microbatch_size
-            arrivals = Arrivals(workers, updates, parallel.staleness, parallel.given_arrivals)
-            while not arrivals.finished and parallel.given_arrivals:
-                chosen = arrivals.choose(arrivals.computing)
-                assert chosen is not None  # all that may be next have arrived
-                arrivals.take(chosen)
+    if given_order := config.parallel.given_arrivals:
+        # the largest batch: in the order of a smaller one workers stop earlier, which only brings others forward
+        workers, updates = config.parallel.data_parallel_replicate, train.global_batch_size // config.microbatch_size
+        arrivals = Arrivals(workers, updates, config.parallel.staleness, given_order)
+        while not arrivals.finished:
+            chosen = arrivals.choose(arrivals.computing)
+            assert chosen is not None  # all that may be next have arrived
+            arrivals.take(chosen)
 
 
 def _check_train(config: RunConfig) -> None:

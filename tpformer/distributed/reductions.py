@@ -37,10 +37,11 @@ class Members:
         """The place of this rank."""
         return self.ranks.index(self.group.rank())
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> None:
         """One step: send and receive at the same time, and wait for all of it. Messages without values are left out.
 
-        Each message is recorded as a "send" by the rank that sends it.
+        tag: keeps messages of several threads apart (gloo alone has it). Each message is recorded as a "send" by the
+        rank that sends it.
         Errors: RuntimeError that names the rank, if one does not answer within the group's timeout or has died.
         """
         messages = [
@@ -53,13 +54,14 @@ class Members:
         # NCCL has to know messages that go both ways together; gloo takes them one by one, and tells which one failed
         together = any(x.is_cuda for _, _, x in messages)
         batches = [messages] if together else [[message] for message in messages]
-        begun = [(batch, self._named(batch, partial(self._begin, batch))) for batch in batches]
+        begun = [(batch, self._named(batch, partial(self._begin, batch, tag))) for batch in batches]
         for batch, works in begun:
             for work in works:
                 self._named(batch, work.wait)
 
-    def _begin(self, batch: Sequence[tuple[int, Callable, Tensor]]) -> list[dist.Work]:
-        return dist.batch_isend_irecv([dist.P2POp(way, x, group=self.group, group_peer=rank) for rank, way, x in batch])
+    def _begin(self, batch: Sequence[tuple[int, Callable, Tensor]], tag: int) -> list[dist.Work]:
+        options: dict[str, Any] = {"group": self.group, "tag": tag}
+        return dist.batch_isend_irecv([dist.P2POp(way, x, group_peer=rank, **options) for rank, way, x in batch])
 
     def _named(self, batch: Sequence[tuple[int, Callable, Tensor]], run: Callable[[], Any]) -> Any:
         try:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from tpformer.config import Layout
 from tpformer.distributed import all_gather, all_reduce
-from tpformer.distributed.collectives import record
+from tpformer.distributed.collectives import combine, record
 
 BLOCK = 256  # values that share a scale in int8
 
@@ -104,7 +104,9 @@ class Rounded(Compression):
         values = self._with_error(padded).view(self.ranks, -1)
         codes = self.encode(values)
         self._lost((values - self.decode(codes)).flatten())
-        total = self._with_error(sum_in_order(self.decode([self._exchange(each) for each in codes])), "second")
+        total = self._with_error(
+            combine(list(self.decode([self._exchange(each) for each in codes])), torch.add), "second"
+        )
         codes = self.encode(total[None])
         self._lost(total - self.decode(codes)[0], "second")
         sums = self.decode([all_gather(each, self.group) for each in codes])
@@ -229,14 +231,6 @@ class PowerSGD(Compression):
             return []
         total = all_reduce(torch.cat([part.reshape(-1) for part in parts]), self.group)
         return [each.view_as(part) for each, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
-
-
-def sum_in_order(parts: Tensor) -> Tensor:
-    """The sum over dim 0, from the first to the last."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def compression_of(layout: Layout, group: ProcessGroup, shapes: Sequence[tuple[int, ...]]) -> Compression | None:

@@ -93,9 +93,8 @@ def prepare_backward(part: nn.Module, zero_stage: int, *, last: bool) -> None:
         # sums over dp_shard may wait for the all-reduce only in a dtype that can add up microbatches
         reduces = last or fully_shard.state(part)._mp_policy.reduce_dtype.itemsize < 4
         part.set_requires_all_reduce(reduces)
-        for group in parameter_groups(part):
-            if isinstance(group._all_reduce_hook, ReplicaSum):
-                group._all_reduce_hook.last = reduces
+        for hook in _replica_sums(part):
+            hook.last = reduces
         part.set_is_last_backward(last or zero_stage >= 2)  # its reductions are complete when it returns
         part.set_reshard_after_backward(last or zero_stage == 3)
 
@@ -137,10 +136,16 @@ def replica_sums(part: nn.Module) -> dict[str, ReplicaSum]:
 def settle_compression(parts: Iterable[nn.Module], skipped: Tensor) -> None:
     """End a step for what compressions keep of it. skipped: a scalar, 1 if the step changed nothing, else 0."""
     for part in parts:
-        for group in parameter_groups(part) if isinstance(part, FSDPModule) else ():
-            hook = group._all_reduce_hook
-            if isinstance(hook, ReplicaSum) and hook.compression is not None:
+        for hook in _replica_sums(part) if isinstance(part, FSDPModule) else ():
+            if hook.compression is not None:
                 hook.compression.settle(skipped)
+
+
+def _replica_sums(part: FSDPModule) -> Iterator[ReplicaSum]:
+    """Those of a part's units, after its first forward."""
+    for group in parameter_groups(part):
+        if isinstance(group._all_reduce_hook, ReplicaSum):
+            yield group._all_reduce_hook
 
 
 def take_weight_gradients(part: nn.Module) -> None:

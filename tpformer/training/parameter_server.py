@@ -10,25 +10,22 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpformer.config.arrivals import Arrivals
 from tpformer.distributed import all_reduce
-from tpformer.distributed.collectives import record
+from tpformer.distributed.collectives import combine
 from tpformer.distributed.reductions import Members
 from tpformer.parallel import local_norms, scale_gradients
 
 from .model import ModelParts, summed_loss
 from .optimizer import LocalUpdate
-from .step import StepResult, train_step
+from .step import StepResult, clipping, train_step
 
 PUSH, PULL, TICKET = range(1, 4)  # tags
 DONE, APPLY, SKIP = 0.0, 1.0, 2.0  # what a push begins with
-DIED = "has died, or did not answer in time"
 
 
 def take_steps(model: ModelParts, optimizers: Sequence[LocalUpdate]) -> Callable[..., StepResult]:
@@ -63,6 +60,7 @@ class ParameterServer:
 
     def __init__(self, model: ModelParts, optimizers: Sequence[LocalUpdate]) -> None:
         (self.part,), (self.optimizer,) = model.parts, optimizers
+        self.dtype = next(self.part.parameters()).dtype
         if next(self.part.parameters()).is_cuda:
             raise ValueError(
                 "parallel.parameter_server works on CPU processes, to learn from, and this run has a GPU: set "
@@ -70,6 +68,7 @@ class ParameterServer:
             )
         self.model, self.layout, self.group = model, model.layout, model.groups["dp_replicate"]
         self.rank, self.ranks = self.group.rank(), self.group.size()
+        self.others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.members = Members("the parameter server's exchange", self.group, tuple(range(self.ranks)))
         self.owners = owners_of([parameter.numel() for parameter in model.parameters()], self.ranks)
         self.worker = copy.deepcopy(self.part) if self.layout.parameter_server == "stale" else self.part
@@ -78,8 +77,12 @@ class ParameterServer:
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """The elements of tensors one after another, in the model's dtype."""
-        nothing = torch.zeros(0, dtype=next(self.part.parameters()).dtype)
+        nothing = torch.zeros(0, dtype=self.dtype)
         return torch.cat([nothing, *(tensor.detach().reshape(-1) for tensor in tensors)])
+
+    def elements(self, server: int) -> int:
+        """How many elements the parameters of a server have."""
+        return sum(parameter.numel() for parameter in self.of_server(self.part, server))
 
     def of_server(self, part: nn.Module, server: int) -> list[nn.Parameter]:
         """The parameters of a copy of the model that a server has."""
@@ -119,14 +122,11 @@ class ParameterServer:
         gradients = [
             self.flat([held(p.grad) for p in self.of_server(self.part, server)]) for server in range(self.ranks)
         ]
-        parts = torch.stack([gradients[self.rank]] * self.ranks)
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        self.members.exchange([(rank, gradients[rank]) for rank in others], [(rank, parts[rank]) for rank in others])
-        total = parts[0]
-        for each in parts[1:]:
-            total += each
+        parts = [gradients[self.rank].clone() for _ in range(self.ranks)]
+        sends = [(rank, gradients[rank]) for rank in self.others]
+        self.members.exchange(sends, [(rank, parts[rank]) for rank in self.others])
         self.optimizer.zero_grad()
-        give(self.of_server(self.part, self.rank), total, as_gradients=True)
+        give(self.of_server(self.part, self.rank), combine(parts, torch.add), as_gradients=True)
         local = local_norms(self.model.parameters())
         norm = all_reduce(local.square().sum().reshape(1), self.group)[0].sqrt()
         skipped = (~(loss.isfinite() & norm.isfinite())).float()
@@ -138,9 +138,8 @@ class ParameterServer:
     def _pull_all(self) -> None:
         """Give this server's parameters to all others, and take theirs."""
         own = self.flat(self.of_server(self.part, self.rank))
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        taken = {rank: torch.empty_like(self.flat(self.of_server(self.part, rank))) for rank in others}
-        self.members.exchange([(rank, own) for rank in others], list(taken.items()))
+        taken = {rank: torch.empty(self.elements(rank), dtype=self.dtype) for rank in self.others}
+        self.members.exchange([(rank, own) for rank in self.others], list(taken.items()))
         for rank, values in taken.items():
             give(self.of_server(self.part, rank), values)
 
@@ -158,8 +157,8 @@ class ParameterServer:
         size = self.model.microbatch_size
         self.arrivals = Arrivals(self.ranks, len(batch) // size, self.layout.staleness, self.layout.given_arrivals)
         server = Server(self, self.arrivals, lr)
-        copy_parameters(self.part, self.worker)
         parameters = list(self.worker.parameters())
+        give(parameters, self.flat(list(self.part.parameters())))
         local = torch.zeros(len(parameters), dtype=torch.float64)
         sums = torch.zeros(2, dtype=torch.float64)
         number: int | None = self.arrivals.computing.get(self.rank)
@@ -193,7 +192,7 @@ class Server:
 
     def __init__(self, owner: ParameterServer, arrivals: Arrivals, lr: float) -> None:
         self.owner, self.arrivals, self.lr = owner, arrivals, lr
-        self.group, self.rank, self.ranks = owner.group, owner.rank, owner.ranks
+        self.rank, self.others = owner.rank, owner.others
         self.masters = owner.of_server(owner.part, self.rank)
         self.turn = threading.Condition()
         self.arrived: dict[int, Tensor] = {}  # by worker, as they come
@@ -203,7 +202,7 @@ class Server:
         self.threads: list[threading.Thread] = []
 
     def __enter__(self) -> Server:
-        jobs: list[Callable[[], None]] = [partial(self._serve, worker) for worker in self._others()]
+        jobs: list[Callable[[], None]] = [partial(self._serve, worker) for worker in self.others]
         if self.rank:
             jobs.append(self._take_tickets)
         self.threads = [threading.Thread(target=self._guarded, args=(job,), daemon=True) for job in jobs]
@@ -219,10 +218,7 @@ class Server:
 
     def flag(self, value: float) -> Tensor:
         """What a message begins with."""
-        return self.owner.flat([]).new_tensor([value])
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.ranks) if rank != self.rank]
+        return torch.tensor([value], dtype=self.owner.dtype)
 
     def _guarded(self, job: Callable[[], None]) -> None:
         try:
@@ -237,27 +233,17 @@ class Server:
             raise self.error
 
     def _send(self, x: Tensor, rank: int, tag: int) -> None:
-        record("send", x.nbytes)
-        self._named(rank, lambda: dist.send(x, group=self.group, group_dst=rank, tag=tag))
+        self.owner.members.exchange([(rank, x)], [], tag)
 
     def _receive(self, x: Tensor, rank: int, tag: int) -> Tensor:
-        self._named(rank, lambda: dist.recv(x, group=self.group, group_src=rank, tag=tag))
+        self.owner.members.exchange([], [(rank, x)], tag)
         return x
-
-    def _named(self, rank: int, run: Callable[[], Any]) -> None:
-        try:
-            run()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the parameter server's exchange failed on rank {self.rank} of {self.ranks}: rank {rank} {DIED} "
-                f"({str(error).splitlines()[0]})"
-            ) from error
 
     # the server's side
 
     def _serve(self, worker: int) -> None:
         """Take the pushes of a worker, and answer each, until it is done."""
-        push = torch.cat([self.flag(DONE), self.owner.flat(self.masters)])
+        push = torch.empty(1 + self.owner.elements(self.rank), dtype=self.owner.dtype)
         while float(self._receive(push, worker, PUSH)[0]) != DONE:
             self._send(self._exchange(worker, push), worker, PULL)
 
@@ -286,7 +272,7 @@ class Server:
                 chosen = self.arrivals.choose(self.arrived)
                 if chosen is not None:
                     self.order.append(chosen)
-                    for rank in self._others():
+                    for rank in self.others:
                         self._send(torch.tensor([chosen]), rank, TICKET)
             done = len(self.arrivals.order)
             if done == len(self.order) or self.order[done] not in self.arrived:
@@ -307,7 +293,7 @@ class Server:
         """Push the gradients of the worker's copy to all servers, and fill it with what they answer; returns the next
         microbatch."""
         worker, answers = self.owner.worker, {}
-        for rank in [*self._others(), self.rank]:
+        for rank in [*self.others, self.rank]:
             gradients = [held(parameter.grad) for parameter in self.owner.of_server(worker, rank)]
             push = torch.cat([self.flag(flag), self.owner.flat(gradients)])
             if rank == self.rank:
@@ -315,7 +301,7 @@ class Server:
             else:
                 self._send(push, rank, PUSH)
                 answers[rank] = torch.empty_like(push)
-        for rank in self._others():
+        for rank in self.others:
             self._receive(answers[rank], rank, PULL)
         for rank, answer in answers.items():
             give(self.owner.of_server(worker, rank), answer[1:])
@@ -325,9 +311,8 @@ class Server:
 
     def done(self) -> None:
         """Tell all servers that this worker has no more to push."""
-        for rank in self._others():
-            parameters = self.owner.flat(self.owner.of_server(self.owner.worker, rank))
-            self._send(torch.cat([self.flag(DONE), parameters]), rank, PUSH)
+        for rank in self.others:
+            self._send(torch.full((1 + self.owner.elements(rank),), DONE, dtype=self.owner.dtype), rank, PUSH)
 
 
 def held(gradient: Tensor | None) -> Tensor:
@@ -344,15 +329,3 @@ def give(parameters: Sequence[nn.Parameter], values: Tensor, as_gradients: bool 
             parameter.grad = part.view_as(parameter).clone()
         else:
             parameter.copy_(part.view_as(parameter))
-
-
-@torch.no_grad()
-def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Give a copy of a module the parameters that the module has now."""
-    for mine, its in zip(target.parameters(), source.parameters(), strict=True):
-        mine.copy_(its)
-
-
-def clipping(norm: Tensor, clip_norm: float) -> Tensor | float:
-    """What gradients of this norm are multiplied by."""
-    return torch.clamp(clip_norm / (norm + 1e-6), max=1.0) if clip_norm > 0 else 1.0

@@ -71,6 +71,11 @@ class LossScaler:
         self.good_steps.fill_(int(state["good_steps"]))
 
 
+def clipping(norm: Tensor, clip_norm: float) -> Tensor | float:
+    """What gradients of this norm are multiplied by, so that it is at most clip_norm; 0 turns clipping off."""
+    return torch.clamp(clip_norm / (norm + 1e-6), max=1.0) if clip_norm > 0 else 1.0
+
+
 def train_step(
     model: ModelParts,
     optimizers: Sequence[LocalUpdate],
@@ -99,7 +104,7 @@ def train_step(
     measured = None if watch is None else watch.measured(scale)
     loss = loss.to(norm.device)
     skipped = (~(loss.isfinite() & norm.isfinite())).float()
-    clip = torch.clamp(clip_norm / (norm + 1e-6), max=1.0) if clip_norm > 0 else 1.0
+    clip = clipping(norm, clip_norm)
     scale_gradients(model.parameters(), clip / scale)
     for optimizer in optimizers:
         optimizer.update(lr, skipped)
