@@ -102,8 +102,8 @@ def draw_turns(result: Mapping[str, Any], target: Path) -> Path:
         return parts, top
 
     note = (
-        "A step of 24 microbatches on 4 workers, of which the last one is 4 times slower, if only computing takes "
-        "time: at once all wait for it, late the others compute what it does not."
+        "A step of 24 microbatches on 4 workers, if only computing takes time. The last worker is 4 times slower. At "
+        "once all wait for it; late the others compute what it does not."
     )
     return document(target, result, note, body)
 
