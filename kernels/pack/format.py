@@ -1,0 +1,80 @@
+"""The packed form of bfloat16 values: what a buffer holds and where, and its type. Torch only.
+
+Belongs here: what the reference, the kernels and their callers must agree on.
+
+Values are packed by groups of GROUP, in the order of memory. A group has a record of RECORD bytes:
+    GROUP      a byte for each value: its sign and mantissa, or, for an escape, the number of its slot
+    GROUP / 2  a code for each value, 4 bits: base - exponent if that is 0 to WINDOW - 1; ZERO for an exponent field of
+               zero (zeros and denormals, whose mantissa is in the byte); ESCAPE for any other exponent. Value 2 i has the
+               lower half of byte i
+    GROUP / BLOCK  the base of each block of BLOCK values: its largest exponent, but at most HEADROOM above the mean
+               exponent (rounded down) of its values that are no zeros, so that a few outliers do not drive the others out
+    2 * SLOTS  the values of the group's escapes, whole, in the order of memory; zeros behind the last one
+An escape for which no slot is left has NO_SLOT in its byte, and reads as NaN. The tensor has overflowed.
+So every value of a group is found without a search, and the same values give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK, GROUP, SLOTS = 128, 4096, 32
+WINDOW, ZERO, ESCAPE = 14, 14, 15
+HEADROOM = 6
+NO_SLOT = 255
+NAN = 0x7FFF  # the bits of what an escape without a slot reads as
+CODES, BASES, ESCAPES = GROUP, GROUP + GROUP // 2, GROUP + GROUP // 2 + GROUP // BLOCK  # where they begin in a record
+RECORD = ESCAPES + 2 * SLOTS
+
+
+class Packed(NamedTuple):
+    """A contiguous bfloat16 tensor in packed form."""
+
+    buffer: Tensor
+    """(groups, RECORD) uint8; the last group is filled up with zeros."""
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16."""
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffer is."""
+        return self.buffer.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the buffer is on a GPU."""
+        return self.buffer.is_cuda
+
+    def new_empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """An uninitialised tensor on the same device."""
+        return self.buffer.new_empty(shape, dtype=dtype)
+
+    def numel(self) -> int:
+        """How many values there are."""
+        return size(self.shape)
+
+
+def size(shape: Sequence[int]) -> int:
+    """The number of elements of a shape."""
+    count = 1
+    for each in shape:
+        count *= each
+    return count
+
+
+def groups_of(numel: int) -> int:
+    """How many groups hold so many values."""
+    return -(-numel // GROUP)
+
+
+def packed_bytes(numel: int) -> int:
+    """Bytes of the packed form of so many values: 12.1875 bits for each value of a whole group."""
+    return groups_of(numel) * RECORD

@@ -1,0 +1,114 @@
+"""Packing of bfloat16 values, without loss: the specification (torch only), and the cost. format.py has the format."""
+
+import torch
+from torch import Tensor
+
+from ..cost import Cost
+from .format import (
+    BASES,
+    BLOCK,
+    CODES,
+    ESCAPE,
+    ESCAPES,
+    GROUP,
+    HEADROOM,
+    NAN,
+    NO_SLOT,
+    RECORD,
+    SLOTS,
+    WINDOW,
+    ZERO,
+    Packed,
+    groups_of,
+    packed_bytes,
+)
+
+AT_ONCE = 32  # groups, so that intermediate values stay in a CPU's cache
+
+
+def bases(exponents: Tensor) -> Tensor:
+    """The base of each block, from its values' exponent fields (..., BLOCK), int16: (...,) int16."""
+    nonzero = (exponents != 0).sum(-1).clamp_(min=1)
+    mean = exponents.sum(-1).div_(nonzero, rounding_mode="floor")
+    return torch.minimum(exponents.amax(-1), mean.add_(HEADROOM).to(torch.int16))
+
+
+def pack(x: Tensor) -> tuple[Packed, Tensor]:
+    """(the packed form of x, how many values of each group are escapes).
+
+    Math:     format.py. unpack gives the bits of x back if no group has more than SLOTS escapes
+    Shapes:   x bfloat16, any shape and strides; packed_bytes(numel) bytes; counts (groups,) int32
+    Numerics: integers only: every bit pattern comes back, also of NaNs, infinities and denormals
+    Traffic:  see pack_cost
+    Source:   exponents of neural networks' values carry 2 to 3 of 8 bits (ZipServ, arXiv:2603.17435; ZipCCL,
+              arXiv:2604.27844, pack weights and messages); the base below an outlier and the slots are this project's
+    """
+    flat = x.reshape(-1).view(torch.int16)
+    groups = groups_of(len(flat))
+    buffer = torch.empty(groups, RECORD, dtype=torch.uint8, device=x.device)
+    counts = torch.zeros(groups, dtype=torch.int32, device=x.device)
+    for first in range(0, groups, AT_ONCE):
+        bits = flat[first * GROUP : (first + AT_ONCE) * GROUP]
+        if len(bits) % GROUP:
+            bits = torch.cat([bits, bits.new_zeros(-len(bits) % GROUP)])
+        part = slice(first, first + AT_ONCE)
+        _pack_groups(bits.view(-1, GROUP), buffer[part], counts[part])
+    return Packed(buffer, tuple(x.shape)), counts
+
+
+def _pack_groups(bits: Tensor, buffer: Tensor, counts: Tensor) -> None:
+    exponents = (bits >> 7).bitwise_and_(255)
+    blocks = exponents.view(len(bits), -1, BLOCK)
+    base = bases(blocks)
+    code = (base[..., None] - blocks).view(bits.shape)
+    code.masked_fill_((code < 0) | (code >= WINDOW), ESCAPE).masked_fill_(exponents == 0, ZERO)
+    content = (bits >> 8).bitwise_and_(128).bitwise_or_(bits & 127)
+    slots = bits.new_zeros(len(bits), SLOTS)
+    escapes = code == ESCAPE
+    if escapes.any():
+        torch.sum(escapes, 1, dtype=torch.int32, out=counts)
+        group, place = escapes.nonzero(as_tuple=True)
+        slot = torch.arange(len(group), device=bits.device) - (counts.cumsum(0) - counts)[group]
+        fits = slot < SLOTS
+        slots[group[fits], slot[fits]] = bits[group[fits], place[fits]]
+        content[group, place] = torch.where(fits, slot, NO_SLOT).to(torch.int16)
+    low, high = code.view(len(bits), -1, 2).unbind(-1)
+    buffer[:, :CODES] = content
+    buffer[:, CODES:BASES] = low | (high << 4)
+    buffer[:, BASES:ESCAPES] = base
+    buffer[:, ESCAPES:] = slots.view(torch.uint8)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The tensor that was packed, contiguous, with the same bits; NaN where an escape found no slot.
+
+    Shapes:   bfloat16 of the packed shape
+    Traffic:  see pack_cost
+    """
+    buffer, numel = packed.buffer, packed.numel()
+    out = torch.empty(numel, dtype=torch.int16, device=buffer.device)
+    for first in range(0, len(buffer), AT_ONCE):
+        part = out[first * GROUP : (first + AT_ONCE) * GROUP]
+        part.copy_(_unpack_groups(buffer[first : first + AT_ONCE]).view(-1)[: len(part)])
+    return out.view(torch.bfloat16).view(packed.shape)
+
+
+def _unpack_groups(buffer: Tensor) -> Tensor:
+    content = buffer[:, :CODES].to(torch.int16)
+    codes = buffer[:, CODES:BASES]
+    code = torch.stack([codes & 15, codes >> 4], -1).view(content.shape)
+    exponent = (buffer[:, BASES:ESCAPES, None] - code.view(len(buffer), -1, BLOCK)).view(content.shape).to(torch.int16)
+    exponent.masked_fill_(code == ZERO, 0)
+    bits = (content & 128).bitwise_left_shift_(8).bitwise_or_(exponent.bitwise_left_shift_(7)).bitwise_or_(content & 127)
+    escapes = code == ESCAPE
+    if escapes.any():
+        group, place = escapes.nonzero(as_tuple=True)
+        slot = content[group, place].long()
+        slots = buffer[:, ESCAPES:].contiguous().view(torch.int16)
+        bits[group, place] = torch.where(slot < SLOTS, slots[group, slot.clamp(max=SLOTS - 1)], NAN)
+    return bits
+
+
+def pack_cost(numel: int) -> Cost:
+    """Of pack, and of unpack: 2 bytes for each value on one side, its packed form on the other. No floating point."""
+    return Cost(0, 2 * numel + packed_bytes(numel))
