@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .arguments import Rows
 from .launch import REGISTERS, is_interpreted, launch_options
+from .pack.format import Packed
+from .pack.kernel import kept_source, read_block
 from .philox.kernel import drop_tile
 from .replay import launch
 
@@ -43,6 +45,17 @@ def load_tile(source, rows, columns, mask):
 
 
 @triton.jit
+def load_kept(source, row, column, m, n, TILE: tl.constexpr):
+    """The tile at (row, column) of Rows (m, n), which may be packed, in float32; zeros outside."""
+    rows, columns = row + tl.arange(0, TILE.rows), column + tl.arange(0, TILE.columns)
+    if source.pointer.dtype.element_ty == tl.uint8:
+        value = read_block(source.pointer, 0, row, column, m, n, TILE.rows, TILE.columns)
+    else:
+        value = load_tile(source, rows, columns, tile_mask(rows, columns, m, n))
+    return value
+
+
+@triton.jit
 def store_tile(target, value, rows, columns, mask, stride):
     """Store a float32 tile, rounded to the target's dtype."""
     pointers = target + rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -56,11 +69,11 @@ def load_row(source, columns, n):
 
 
 @triton.jit
-def finished_tile(x, addends, key, rows, column, m, n, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """residual + dropout(x + bias) in float32, zeros beyond column n. ALIGNED: as in random_tile."""
-    columns = column + tl.arange(0, TILE.columns)
+def finished_tile(x, addends, key, row, column, m, n, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    """residual + dropout(x + bias) in float32, zeros beyond column n. x may be packed. ALIGNED: as in random_tile."""
+    rows, columns = row + tl.arange(0, TILE.rows), column + tl.arange(0, TILE.columns)
     mask = tile_mask(rows, columns, m, n)
-    value = load_tile(x, rows, columns, mask)
+    value = load_kept(x, row, column, m, n, TILE)
     if addends.bias is not None:
         value += load_row(addends.bias, columns, n)
     if addends.mask is not None:
@@ -141,11 +154,11 @@ def shares(
     return triton.cdiv(tiles, share), share * rows
 
 
-def with_contiguous_columns(x: Tensor) -> Tensor:
-    """x (M, N), whose rows may lie anywhere; a copy if its columns are not side by side."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+def with_contiguous_columns(x: Any) -> Any:
+    """x (M, N), whose rows may lie anywhere; a copy if its columns are not side by side. Packed rows stay packed."""
+    return x if isinstance(x, Packed) or x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def row_argument(x: Tensor) -> Rows:
+def row_argument(x: Tensor | Packed) -> Rows:
     """What kernels take for a matrix whose columns are contiguous."""
-    return Rows(x, x.stride(0))
+    return Rows(kept_source(x), x.shape[1]) if isinstance(x, Packed) else Rows(x, x.stride(0))

@@ -1,7 +1,7 @@
-"""Device functions on one tile of a matrix: order of tiles, loads, the K loop, activations, epilogues, stores.
+"""Device functions on one tile of a matrix: order of tiles, loads, the K loop, epilogues, stores.
 
-Belongs here: device code that several GEMMs call, and the activations, which element-wise kernels call, too.
-Communication is in protocol.py, host code in launch.py.
+Belongs here: device code that several GEMMs call. Activations are in activation/formulas.py, communication in
+protocol.py, host code in launch.py.
 """
 
 from typing import Any, NamedTuple
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .activation.formulas import activate, differentiate
+from .pack.kernel import read_block
 from .philox.kernel import drop_tile
 
 # An epilogue takes so many columns or bytes at a time. With more, the values that it computes would spill.
@@ -165,84 +167,6 @@ def store_block(target, block, row, column, row_end, column_end, stride, ROWS: t
 
 
 @triton.jit
-def sigmoid(x):
-    """tl.sigmoid without the three instructions by which its exponential handles results below 2**-126."""
-    result, _ = sigmoid_and_rest(x)
-    return result
-
-
-@triton.jit
-def sigmoid_and_rest(x):
-    """sigmoid(x), and 1 - sigmoid(x) without cancellation."""
-    exponential = tl.exp2(x * -1.4426950408889634)  # infinite only where x < 0
-    result = 1.0 / (1.0 + exponential)
-    return result, tl.where(x < 0.0, 1.0 - result, exponential * result)
-
-
-@triton.jit
-def normal_tail(x):
-    """Phi(-|x|) of the normal distribution, and exp(-x**2 / 2), in float32.
-
-    Their quotient is a polynomial in s = |x| / (|x| + 5). Its constant is 1/2, its other coefficients are a weighted
-    least-squares fit; with it x * Phi(x) is off by at most 2.2e-9 before rounding. In float32 this is as accurate as
-    (1 + erf(-|x| / sqrt 2)) / 2, and more accurate where that cancels. It takes fewer instructions: with erf's an
-    element-wise kernel would be bound by them, not by memory.
-    """
-    magnitude = tl.abs(x)
-    s = magnitude / (magnitude + 5.0)
-    bell = tl.exp2(x * (x * -0.7213475204444817))
-    tail = 1.0971336 * s - 3.6620913
-    tail = tail * s + 5.9603216
-    tail = tail * s - 6.1181078
-    tail = tail * s + 4.2553165
-    tail = tail * s - 1.9947117
-    tail = (tail * s + 0.5) * bell
-    return tail, bell
-
-
-@triton.jit
-def activate(x, KIND: tl.constexpr):
-    """gelu (erf), gelu_tanh, silu, relu2 or "" (none), in float32; formulas in activation/reference.py."""
-    if KIND == "gelu":
-        tail, _ = normal_tail(x)
-        x = tl.maximum(x, 0.0) - tl.abs(x) * tail
-    elif KIND == "gelu_tanh":
-        x = x * sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
-    elif KIND == "silu":
-        x = x * sigmoid(x)
-    elif KIND == "relu2":
-        positive = tl.where(x < 0.0, 0.0, x)  # a NaN stays one, unlike with tl.maximum
-        x = positive * positive
-    return x
-
-
-@triton.jit
-def differentiate(x, KIND: tl.constexpr):
-    """The activation and its derivative at x, in float32."""
-    if KIND == "gelu":
-        tail, bell = normal_tail(x)
-        cumulative = tl.where(x < 0.0, tail, 1.0 - tail)
-        value = x * cumulative
-        slope = cumulative + x * 0.3989422804014327 * bell
-    elif KIND == "gelu_tanh":
-        weight, rest = sigmoid_and_rest(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
-        value = x * weight
-        slope = weight + value * rest * (1.5957691216057308 + 0.21406444881780076 * (x * x))
-    elif KIND == "silu":
-        weight, rest = sigmoid_and_rest(x)
-        value = x * weight
-        slope = weight + value * rest
-    elif KIND == "relu2":
-        positive = tl.where(x < 0.0, 0.0, x)
-        value = positive * positive
-        slope = 2.0 * positive
-    else:
-        value = x
-        slope = x * 0.0 + 1.0
-    return value, slope
-
-
-@triton.jit
 def add_bias(accumulator, bias, column, column_end, BLOCK_N: tl.constexpr):
     columns = column + tl.arange(0, BLOCK_N)
     return accumulator + tl.load(bias + columns, mask=columns < column_end, other=0.0).to(tl.float32)[None, :]
@@ -287,6 +211,18 @@ def store_packed(target, block, stride: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 
 @triton.jit
+def load_kept(source, at, row, column, row_end, column_end, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A block, in float32, of a matrix without gaps that begins at element `at` of what a forward kept: of `source`, or
+    of the values that are packed in it."""
+    if source.dtype.element_ty == tl.uint8:
+        block = read_block(source, at, row, column, row_end, column_end, ROWS, COLUMNS)
+    else:
+        block = load_block(source + at, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
+        block = block.to(tl.float32)
+    return block
+
+
+@triton.jit
 def store_derivative(
     accumulator, derivative, at, row, column, row_end, column_end,
     ACTIVATION: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -301,11 +237,10 @@ def store_derivative(
         store_derivative(left, derivative, at, row, column, row_end, column_end, ACTIVATION, PIECE, ROWS, HALF)
         store_derivative(right, derivative, at, row, column + HALF, row_end, column_end, ACTIVATION, PIECE, ROWS, HALF)
     else:
-        x = load_block(derivative.x + at, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
-        x = x.to(tl.float32)
+        x = load_kept(derivative.x, at, row, column, row_end, column_end, ROWS, COLUMNS)
         if derivative.gate is not None:
-            gate = load_block(derivative.gate + at, row, column, row_end, column_end, column_end, ROWS, COLUMNS, False)
-            value, slope = differentiate(gate.to(tl.float32), ACTIVATION)
+            gate = load_kept(derivative.gate, at, row, column, row_end, column_end, ROWS, COLUMNS)
+            value, slope = differentiate(gate, ACTIVATION)
             dgate = accumulator * x * slope
             store_block(derivative.dgate + at, dgate, row, column, row_end, column_end, column_end, ROWS, COLUMNS)
             dx, rebuilt = accumulator * value, value * x

@@ -4,6 +4,7 @@ Belongs here: the type, and the capabilities and dtypes that kernels are compile
 list the cases of the kernels that ship, rules.py judges them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tpformer.kernels.launch import Tile
+from tpformer.kernels.pack.format import RECORD, Packed, groups_of
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -65,3 +67,8 @@ class Case:
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def meta_packed(*shape: int) -> Packed:
+    """A packed tensor without memory."""
+    return Packed(meta(groups_of(math.prod(shape)), RECORD, dtype=torch.uint8), shape)

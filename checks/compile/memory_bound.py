@@ -17,14 +17,16 @@ from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
 from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.kernel import WIDEST_BACKWARD, finish_norm_forward, norm_backward, norm_forward
+from tpformer.kernels.pack.kernel import pack, unpack
 from tpformer.kernels.rope.kernel import rope_rotate
 from tpformer.kernels.route.kernel import route_backward, route_forward
 from tpformer.kernels.route.reference import Policy
 from tpformer.kernels.weighted_activation.kernel import weighted_activation_backward, weighted_activation_forward
 
-from .cases import CAPABILITIES, DTYPES, Case, meta
+from .cases import CAPABILITIES, DTYPES, Case, meta, meta_packed
 
 PROGRAMS = 264
+SHORT_STORES = frozenset({"wide_stores"})  # a record's bases, and an escape's slot, are short
 NUMBERS = partial(meta, dtype=torch.float32)
 
 
@@ -177,6 +179,28 @@ def combine_cases() -> Iterator[Case]:
                 )  # fmt: skip
 
 
+def pack_cases() -> Iterator[Case]:
+    """Both passes, and the passes that unpack in registers: norms of each width, and activations."""
+    for capability in CAPABILITIES:
+        same = {"dtype": torch.bfloat16, "capability": capability}
+        x = meta(8192, 4096, dtype=torch.bfloat16)
+        yield Case(name="", kernel="pack_kernel", launch=partial(pack, x), waived=SHORT_STORES, **same)
+        yield Case(name="", kernel="unpack_kernel", launch=partial(unpack, meta_packed(8192, 4096)), **same)
+        for name, gate in (("gelu", None), ("gelu_tanh", None), ("silu", x), ("relu2", None)):
+            kept = [None if each is None else meta_packed(8192, 4096) for each in (x, gate)]
+            launch = partial(activation_backward, x, kept[0], name, kept[1])
+            yield Case(name=f"packed {name}", kernel="activation_backward_kernel", launch=launch, **same)
+        for n in (64, 4096, 8192, 16384, 32768, 4008):
+            rows, kept = meta(8192, n, dtype=torch.bfloat16), meta_packed(8192, n)
+            norm = Norm("layernorm", meta(n, dtype=torch.bfloat16), meta(n, dtype=torch.bfloat16), 1e-5)
+            name, statistics = f"packed layernorm {n}", (NUMBERS(8192, 1),) * 2
+            yield Case(name=name, kernel="norm_forward_kernel", launch=partial(norm_forward, kept, norm), **same)
+            backward = partial(norm_backward, rows, kept, statistics, norm, rows, programs=PROGRAMS)
+            kernels = ["wide_norm_backward_kernel", "norm_weight_gradient_kernel"]
+            for kernel in kernels if n > WIDEST_BACKWARD else ["norm_backward_kernel"]:
+                yield Case(name=name, kernel=kernel, launch=backward, **same)
+
+
 POLICIES = {
     8: Policy(2),
     128: Policy(8),
@@ -219,4 +243,5 @@ MEMORY_BOUND: tuple[Callable[[], Iterator[Case]], ...] = (
     weighted_activation_cases,
     combine_cases,
     route_cases,
+    pack_cases,
 )

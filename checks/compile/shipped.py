@@ -30,7 +30,7 @@ from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump, poll_in_vain
 
-from .cases import CAPABILITIES, DTYPES, Case, meta
+from .cases import CAPABILITIES, DTYPES, Case, meta, meta_packed
 from .memory_bound import MEMORY_BOUND
 
 WORLD = 8
@@ -72,11 +72,17 @@ Variant = tuple[str, Callable[[torch.dtype, Tile], object]]
 Names = Callable[[int, int], Sequence[str]]
 
 
-def gemm(kernel: str, variants: Sequence[Variant], names: Names = tile_names, **expected) -> Iterator[Case]:
+def gemm(
+    kernel: str,
+    variants: Sequence[Variant],
+    names: Names = tile_names,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    **expected,
+) -> Iterator[Case]:
     """The cases of a GEMM's variants: one for each architecture, dtype and tile of these names. expected: other fields
     of Case."""
     for capability in CAPABILITIES:
-        for dtype in DTYPES:
+        for dtype in dtypes:
             for tile in (TILES[name] for name in names(capability, dtype.itemsize)):
                 for name, launch in variants:
                     yield Case(
@@ -136,8 +142,8 @@ def matmul_cases() -> Iterator[Case]:
             a_transposed=True, b_transposed=True, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
-    def derivative(dtype, tile, gated, columns=N):
-        x = meta(M, columns, dtype=dtype)
+    def derivative(dtype, tile, gated, columns=N, packed=False):
+        x = meta_packed(M, columns) if packed else meta(M, columns, dtype=dtype)
         w = weights(dtype, transposed=True, columns=columns)[0]
         matmul_derivative(
             meta(M, K, dtype=dtype), w, x, "silu" if gated else "gelu", x if gated else None,
@@ -169,6 +175,13 @@ def matmul_cases() -> Iterator[Case]:
     yield from gemm("matmul_kernel", odd, all_names, waived=NARROW)
     odd = [("gated derivative, odd columns", partial(derivative, gated=True, columns=ODD))]
     yield from gemm("matmul_kernel", odd, partial(tile_names, operands=3), waived=NARROW)
+    yield from gemm("matmul_kernel", packed_derivatives(derivative), partial(tile_names, operands=3), (torch.bfloat16,))
+
+
+def packed_derivatives(derivative: Callable) -> list[Variant]:
+    """A kernel's derivatives of packed values, which are bfloat16."""
+    each = ("packed derivative", False), ("packed gated derivative", True)
+    return [(name, partial(derivative, gated=gated, packed=True)) for name, gated in each]
 
 
 def grouped_matmul_cases() -> Iterator[Case]:
@@ -228,8 +241,8 @@ def all_gather_matmul_cases() -> Iterator[Case]:
             push=push, keep=push, tile=tile, programs=PROGRAMS,
         )  # fmt: skip
 
-    def derivative(dtype, tile, gated, columns=N):
-        x = meta(M, columns, dtype=dtype)
+    def derivative(dtype, tile, gated, columns=N, packed=False):
+        x = meta_packed(M, columns) if packed else meta(M, columns, dtype=dtype)
         all_gather_matmul_derivative(
             meta(ROWS, K, dtype=dtype), weights(dtype, transposed=True, columns=columns)[0], channel(), x,
             "silu" if gated else "gelu_tanh", x if gated else None, keep=True, tile=tile, programs=PROGRAMS,
@@ -257,6 +270,8 @@ def all_gather_matmul_cases() -> Iterator[Case]:
         ("gated derivative", partial(derivative, gated=True)),
     ]
     yield from gemm(kernel, derivatives, partial(tile_names, operands=3), **expected)
+    packed = packed_derivatives(derivative)
+    yield from gemm(kernel, packed, partial(tile_names, operands=3), (torch.bfloat16,), **expected)
     odd = [("3 weights, push, odd columns", partial(forward, push=True, several=True, columns=ODD))]
     yield from gemm(kernel, odd, waived=NARROW, **expected)
     odd = [("gated derivative, odd columns", partial(derivative, gated=True, columns=ODD))]

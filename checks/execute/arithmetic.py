@@ -71,6 +71,11 @@ def extract(x: Array, first: int, count: int) -> Array:
     return (x << x.dtype.type(bits - first - count)) >> x.dtype.type(bits - count)
 
 
+def count_ones(x: Array) -> Array:
+    """popc: how many bits of each value are set."""
+    return sum(((x >> x.dtype.type(n)) & x.dtype.type(1) for n in range(8 * x.dtype.itemsize)), np.zeros_like(x))
+
+
 def permute(low: Array, high: Array, selector: Array) -> Array:
     """prmt: four of the eight bytes of two words. Half a byte of the selector names one, or asks for its sign alone."""
     both = (high.astype(np.uint64) << np.uint64(32)) | low

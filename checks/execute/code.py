@@ -21,9 +21,12 @@ VIEWS: dict[str, Any] = {
     "r": np.uint32, "rs": np.int32, "rf": np.float32, "d": np.uint64, "ds": np.int64, "df": np.float64,
     "h": np.uint16, "hs": np.int16, "hf": np.float16, "p": np.bool_,
 }  # fmt: skip
+BYTES: dict[str, Any] = {"b": np.uint8, "bs": np.int8}  # of registers of 16 bits, which hold them extended
 FILES = {1: "p", 16: "h", 32: "r", 64: "d"}
 # type -> (the view, bits)
 TYPES = {"pred": ("p", 1), "bf16": ("rf", 16), "bf16x2": ("r", 32), "f16x2": ("r", 32)} | {
+    "b8": ("b", 8), "u8": ("b", 8), "s8": ("bs", 8),
+} | {
     f"{kind}{bits}": (FILES[bits] + view, bits)
     for bits in (16, 32, 64) for kind, view in (("b", ""), ("u", ""), ("s", "s"), ("f", "f"))
 }  # fmt: skip
@@ -40,7 +43,7 @@ FUNCTIONS = {
     "fma": "a.fma({}, {}, {})", "mad": "{} * {} + {}",
     "mul wide": "a.widen({}) * {}", "mad wide": "a.widen({}) * {} + {}", "mul hi": "a.multiply_high({}, {})",
     "div": "a.divide({}, {})", "bfe": "a.extract({}, {}, {})", "rsqrt": "np.reciprocal(np.sqrt({}))",
-    "prmt": "a.permute({}, {}, {})",
+    "prmt": "a.permute({}, {}, {})", "popc": "a.count_ones({})",
 }  # fmt: skip
 COMPARISONS = {"eq": "==", "ne": "!=", "neu": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 # what has no registers to compute with: the machine takes branches and barriers, and lanes of a warp run together
@@ -235,7 +238,11 @@ class Code:
         if not {"v2", "v4"}.issuperset(i.parts[2:-1]):
             raise Unsupported(i.opcode)
         where = f"w.{space}_memory, {self.address(address, {'global': 'u64', 'shared': 'u32'}[space])}, {bits // 8}"
-        return [f"w.{call}({where}, {self.registers(registers, f'b{bits}')}, {self.lanes(i)}, {line})"]
+        # a wider register takes a value with zeros before it, and gives its lowest bits
+        own = max(self.index[name][0] for name in split_operands(registers.strip("{} ")) if name in self.index)
+        if own < bits or (own > bits and i.parts[-1][0] not in "bu"):
+            raise Unsupported(i.opcode)
+        return [f"w.{call}({where}, {self.registers(registers, f'b{own}')}, {self.lanes(i)}, {line})"]
 
     def emit_ld(self, i: Instruction, line: int) -> list[str]:
         kind, (targets, address) = i.parts[-1], i.operands
@@ -282,4 +289,4 @@ class Code:
 
 def numpy_name(kind: str) -> str:
     """An expression for the numpy type of a PTX type's values."""
-    return f"np.{VIEWS[TYPES[kind][0]].__name__}"
+    return f"np.{(VIEWS | BYTES)[TYPES[kind][0]].__name__}"

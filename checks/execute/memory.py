@@ -18,7 +18,7 @@ import torch
 
 from .arithmetic import Array
 
-CELL = 2  # bytes
+CELL, SHARED_CELL = 2, 1  # bytes. To access less than a cell counts as an access of all of it
 FIRST_ADDRESS, ADDRESSES = 4096, 1 << 47
 POISON = 0xFF
 NOTHING, COPYING = 2**31 - 1, 2**31 - 2  # clocks that no warp knows, of cells that
@@ -84,6 +84,7 @@ class Memory:
     def __init__(self, name: str, words: Array, begin: int, cells: int, warps: int, first: int = 0) -> None:
         """words: of 8 bytes, from address `begin` on. first: the number of the first of the `warps` that read here."""
         self.name, self.words, self.begin, self.first = name, words, begin, first
+        self.cell = SHARED_CELL if name == "shared" else CELL
         self.writer, self.written, self.write_line = np.zeros((3, cells), np.int32)
         self.atomic_last = np.zeros(cells, bool)
         """Whether the last write was atomic."""
@@ -107,7 +108,7 @@ class Memory:
             lanes = np.bincount(at)
             for region in np.flatnonzero(lanes):
                 access.cta.counts[f"{what}, {self.owners[region]}"] += size * int(lanes[region])
-        return (self.origins[at] + address // CELL)[:, None] + np.arange(size // CELL)
+        return (self.origins[at] + address // self.cell)[:, None] + np.arange(max(1, size // self.cell))
 
     def place(self, access: Access) -> tuple[Array, Array]:
         """(words, the indices (lanes, n) of those that are accessed)."""
@@ -121,7 +122,7 @@ class Memory:
         words, index = self.place(access)
         found = words[index].view(np.uint8)
         if racy.any():
-            found[np.repeat(racy, CELL, 1)] = POISON
+            found[np.repeat(racy, self.cell, 1)[:, : access.size]] = POISON
         return found
 
     def write(self, access: Access, data: Array) -> None:
@@ -259,7 +260,7 @@ class SharedMemory(Memory):
 
     def __init__(self, size: int, warps: int, first: int) -> None:
         words = np.full(-(-size // 8), ~np.uint64(0))
-        super().__init__("shared", words, 0, size // CELL + 1, warps, first)
+        super().__init__("shared", words, 0, size // SHARED_CELL + 1, warps, first)
         self.writer[:], self.written[:] = -1, NOTHING
         self.set_regions([(0, size, 0, "shared")])
 

@@ -1,6 +1,6 @@
 """MLP activations, plain and gated, as element-wise kernels: forward, and the backward that rebuilds the activation.
 
-Belongs here: passes over flat arrays. The formulas of one element, which GEMM epilogues share, are in tile.py.
+Belongs here: passes over flat arrays. The formulas of one element, which GEMM epilogues share, are in formulas.py.
 """
 
 import torch
@@ -9,8 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch_options
+from ..pack.format import Packed
+from ..pack.kernel import kept_source, read_block, unpacked
 from ..replay import launch, replayed
-from ..tile import activate, differentiate
+from .formulas import activate, differentiate
 
 FORWARD_BYTES = 8192  # of each operand in a block, so that each thread of WARPS has two 16-byte vectors in flight
 BACKWARD_BYTES = 4096  # one vector each; with two a thread took up to 213 registers, and fewer threads were resident
@@ -30,13 +32,29 @@ def forward_block(x, gate, y, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLO
 
 
 @triton.jit
-def backward_block(da, x, gate, dx, dgate, a, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute one block of dx, a (and dgate). dx may be da, because a thread reads its elements before it writes."""
+def load_kept(source, first, size, mask, BLOCK: tl.constexpr):
+    """A block from element `first` on, in float32, of an array or of what is packed in `source`. mask: of the `size`
+    elements that there are."""
+    if source.dtype.element_ty == tl.uint8:
+        value = tl.reshape(read_block(source, first, 0, 0, 1, size, 1, BLOCK), (BLOCK,))
+    else:
+        value = tl.load(source + first + tl.arange(0, BLOCK), mask=mask).to(tl.float32)
+    return value
+
+
+@triton.jit
+def backward_block(
+    da, x, gate, first, size, dx, dgate, a, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute one block of dx, a (and dgate). dx may be da, because a thread reads its elements before it writes.
+
+    first: of the block's `size` elements in x and gate. The other pointers are to the block's first element.
+    """
     at = tl.arange(0, BLOCK)
     gradient = tl.load(da + at, mask=mask).to(tl.float32)
-    source = tl.load(x + at, mask=mask).to(tl.float32)
+    source = load_kept(x, first, size, mask, BLOCK)
     if GATED:
-        value, slope = differentiate(tl.load(gate + at, mask=mask).to(tl.float32), KIND)
+        value, slope = differentiate(load_kept(gate, first, size, mask, BLOCK), KIND)
         tl.store(dgate + at, (gradient * source * slope).to(dgate.dtype.element_ty), mask=mask)
         tl.store(dx + at, (gradient * value).to(dx.dtype.element_ty), mask=mask)
         tl.store(a + at, (value * source).to(a.dtype.element_ty), mask=mask)
@@ -63,11 +81,12 @@ def activation_backward_kernel(
 ):
     """dx[:n], dgate[:n] and a[:n], block by block as in the forward."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    da, x, gate, dx, dgate, a = da + first, x + first, gate + first, dx + first, dgate + first, a + first
+    da, dx, dgate, a = da + first, dx + first, dgate + first, a + first
     if first + BLOCK <= n:
-        backward_block(da, x, gate, dx, dgate, a, None, KIND, GATED, BLOCK)
+        backward_block(da, x, gate, first, BLOCK, dx, dgate, a, None, KIND, GATED, BLOCK)
     else:
-        backward_block(da, x, gate, dx, dgate, a, tl.arange(0, BLOCK) < n - first, KIND, GATED, BLOCK)
+        mask = tl.arange(0, BLOCK) < n - first
+        backward_block(da, x, gate, first, n - first, dx, dgate, a, mask, KIND, GATED, BLOCK)
 
 
 @replayed
@@ -98,28 +117,28 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
 
 @replayed
 def activation_backward(
-    da: Tensor, x: Tensor, name: str | None, gate: Tensor | None = None
+    da: Tensor, x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients (dx, dgate) of activation_forward and its result, rebuilt, from its inputs alone.
 
     Math:     activation_backward of reference.py
-    Shapes:   da, x, gate and the results of one shape and dtype (bf16, fp16, fp32). dx takes the place of a contiguous
-              da; what is not contiguous is copied first
+    Shapes:   da, x, gate and the results of one shape and dtype (bf16, fp16, fp32); x and gate may be packed, and are
+              unpacked in registers. dx takes the place of a contiguous da; what is not contiguous is copied first
     Numerics: float32 between loads and stores, each result rounded once
     Traffic:  activation_cost with backward=True, in one pass; accesses as in activation_forward
     Order:    each element by itself; no communication, deterministic
     Source:   as in reference.py
     """
     if name is None:
-        return da, None, x
-    da, x = da.contiguous(), x.contiguous()
-    a = torch.empty_like(x)
-    dgate = None if gate is None else torch.empty_like(x)
-    if x.numel():
-        block = BACKWARD_BYTES // x.element_size()
+        return da, None, unpacked(x)
+    da, x, gate = da.contiguous(), kept_source(x), None if gate is None else kept_source(gate)
+    a = torch.empty_like(da)
+    dgate = None if gate is None else torch.empty_like(da)
+    if da.numel():
+        block = BACKWARD_BYTES // da.element_size()
         launch(
-            activation_backward_kernel, (triton.cdiv(x.numel(), block),),
-            da, x, x if gate is None else gate.contiguous(), da, da if dgate is None else dgate, a, x.numel(),
+            activation_backward_kernel, (triton.cdiv(da.numel(), block),),
+            da, x, x if gate is None else gate, da, da if dgate is None else dgate, a, da.numel(),
             KIND=name, GATED=gate is not None, BLOCK=block, **launch_options(WARPS, 1),
         )  # fmt: skip
     return da, dgate, a

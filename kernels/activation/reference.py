@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..cast import cast
 from ..cost import Cost
+from ..pack.format import Packed
+from ..pack.reference import unpacked
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 
@@ -95,12 +97,13 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
 
 
 def activation_backward(
-    da: Tensor, x: Tensor, name: str | None, gate: Tensor | None = None
+    da: Tensor, x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dx, dgate or None, act(x) or act(gate) * x): gradients of activation_forward, and its result computed again.
 
-    Shapes:   da, x, gate (M, F), contiguous; a result may take the memory of da
+    Shapes:   da, x, gate (M, F), contiguous, or x and gate packed; a result may take the memory of da
     """
+    x, gate = unpacked(x), None if gate is None else unpacked(gate)
     if name is None:
         return da, None, x
     if gate is None:

@@ -20,7 +20,8 @@ from ..launch import (
     padded,
     piece_columns,
 )
-from ..matmul.kernel import weight_arguments
+from ..matmul.kernel import derivative_arguments, weight_arguments
+from ..pack.format import Packed
 from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
 from ..replay import launch, replayed
 from ..tile import column_blocks, linear_tiles
@@ -307,9 +308,9 @@ def all_gather_matmul_derivative(
     shard: Tensor,
     weight: Tensor,
     channel: Channel,
-    x: Tensor,
+    x: Tensor | Packed,
     activation: str | None,
-    gate: Tensor | None = None,
+    gate: Tensor | Packed | None = None,
     *,
     push: bool = True,
     keep: bool = False,
@@ -320,17 +321,17 @@ def all_gather_matmul_derivative(
     """(dx, dgate or None, act) of da = gather(shard) W, a row-parallel linear's dgrad: as matmul_derivative.
 
     Math:     all_gather_matmul_derivative_reference, this rank's entry
-    Shapes:   shard (M / t, K); weight (K, N); x, gate and results (M, N), contiguous
+    Shapes:   shard (M / t, K); weight (K, N); x, gate and results (M, N), contiguous; x and gate may be packed
     Numerics, order, errors: as all_gather_matmul; da is never rounded
     Traffic:  as all_gather_matmul; besides, it reads x (and gate), and writes dx, act (and dgate)
     Source:   as all_gather_matmul; formulas in activation/reference.py
     """
-    dx, rebuilt = x.new_empty(x.shape), x.new_empty(x.shape)
-    dgate = None if gate is None else x.new_empty(x.shape)
+    dx, rebuilt = shard.new_empty(x.shape), shard.new_empty(x.shape)
+    dgate = None if gate is None else shard.new_empty(x.shape)
     rows, k = len(shard) // channel.served, shard.shape[1]
     tile = tile or plan.select_gather_tile(shard.device, shard.dtype, rows, x.shape[1:], k, channel.world, operands=3)
     launch_gather(
-        shard, [weight], channel, None, [None], Derivative(x, gate, dx, dgate, rebuilt),
+        shard, [weight], channel, None, [None], derivative_arguments(x, gate, dx, dgate, rebuilt),
         LinearForm(
             tile, activation or "", b_transposed=True, world=channel.world, piece=piece_columns(x.shape[1])
         ),

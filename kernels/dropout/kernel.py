@@ -36,10 +36,9 @@ BACKWARD_ELEMENTS = 2048
 def finish_forward_kernel(x, addends, key: tl.int64, z, m, n, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     """One program per tile; the tiles of the same rows have consecutive programs."""
     blocks = tl.cdiv(n, TILE.columns)
-    rows = tl.program_id(0) // blocks * TILE.rows + tl.arange(0, TILE.rows)
-    column = tl.program_id(0) % blocks * TILE.columns
-    value = finished_tile(x, addends, key, rows, column, m, n, ALIGNED, TILE)
-    columns = column + tl.arange(0, TILE.columns)
+    row, column = tl.program_id(0) // blocks * TILE.rows, tl.program_id(0) % blocks * TILE.columns
+    value = finished_tile(x, addends, key, row, column, m, n, ALIGNED, TILE)
+    rows, columns = row + tl.arange(0, TILE.rows), column + tl.arange(0, TILE.columns)
     store_tile(z, value, rows, columns, tile_mask(rows, columns, m, n), n)
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from ..arguments import Derivative, LinearForm, Linears, Weight, three
 from ..configurations import select_local_tile, select_tile
 from ..launch import Tile, launch_options, operand, padded, persistent_programs, piece_columns
+from ..pack.format import Packed
+from ..pack.kernel import kept_source
 from ..replay import launch, replayed
 from ..tile import column_blocks, linear_tiles
 
@@ -31,6 +33,13 @@ def weight_arguments(
     """The Weight of each stored weight; missing ones are empty."""
     each = zip(stored, columns, biases or [None] * len(stored), outputs, strict=True)
     return three([Weight(n, w.stride(0), bias, out) for w, n, bias, out in each], Weight())
+
+
+def derivative_arguments(
+    x: Tensor | Packed, gate: Tensor | Packed | None, dx: Tensor, dgate: Tensor | None, rebuilt: Tensor
+) -> Derivative:
+    """The Derivative of tensors, or of what is packed."""
+    return Derivative(kept_source(x), None if gate is None else kept_source(gate), dx, dgate, rebuilt)
 
 
 @replayed
@@ -78,9 +87,9 @@ def matmul(
 def matmul_derivative(
     a: Tensor,
     b: Tensor,
-    x: Tensor,
+    x: Tensor | Packed,
     activation: str | None,
-    gate: Tensor | None = None,
+    gate: Tensor | Packed | None = None,
     *,
     tile: Tile | None = None,
     programs: int | None = None,
@@ -88,7 +97,8 @@ def matmul_derivative(
     """(dx, dgate or None, act) of da = A B: the epilogue applies the activation's derivative and rebuilds its value.
 
     Math:     matmul_derivative_reference; da stays in float32
-    Shapes:   a (M, K); b (K, N); x, gate and the results (M, N), contiguous
+    Shapes:   a (M, K); b (K, N); x, gate and the results (M, N), contiguous; x and gate may be packed, and are unpacked
+              in registers
     Numerics: as matmul; each result is rounded once
     Traffic:  matmul_cost; reads x (and gate) once, writes dx, act (and dgate)
     Order:    as matmul
@@ -98,13 +108,14 @@ def matmul_derivative(
     n = b.shape[1]
     tile = tile or select_tile(a.device, a.dtype, m, n, operands=3)
     a, b = padded(a), padded(b)
-    dx, rebuilt = x.new_empty(m, n), x.new_empty(m, n)
-    dgate = None if gate is None else x.new_empty(m, n)
+    dx, rebuilt = a.new_empty(m, n), a.new_empty(m, n)
+    dgate = None if gate is None else a.new_empty(m, n)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    derivative = derivative_arguments(x, gate, dx, dgate, rebuilt)
     launch(
         matmul_kernel, (persistent_programs(a.device, tiles, tile, programs),),
         operand(a, (tile.m, tile.k), tile), *three([operand(b, (tile.k, tile.n), tile)]),
-        Linears(k, a.stride(0), weight_arguments([b], [n], None, [None]), Derivative(x, gate, dx, dgate, rebuilt)),
+        Linears(k, a.stride(0), weight_arguments([b], [n], None, [None]), derivative),
         m, LinearForm(tile, activation or "", b_transposed=True, piece=piece_columns(n)),
         **launch_options(tile.warps, tile.stages),
     )  # fmt: skip

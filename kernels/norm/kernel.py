@@ -13,10 +13,12 @@ from torch import Tensor
 
 from ..arguments import Rows
 from ..finish import NOTHING, Finish, Norm
+from ..pack.format import Packed
 from ..replay import launch, replayed
 from ..rows import (
     RowTile,
     finished_tile,
+    load_kept,
     load_row,
     load_tile,
     row_argument,
@@ -102,13 +104,14 @@ def norm_forward_kernel(
     COLUMNS: tl.constexpr = TILE.columns
     LAYERNORM: tl.constexpr = mean is not None
     FINISH: tl.constexpr = z is not None
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS
+    rows = row + tl.arange(0, ROWS)
     average, squares = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     value = tl.zeros((ROWS, COLUMNS), tl.float32)
     for column in tl.range(0, n if LOOPED else 1, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         mask = tile_mask(rows, columns, m, n)
-        value = finished_tile(x, addends, key, rows, column, m, n, ALIGNED, TILE)
+        value = finished_tile(x, addends, key, row, column, m, n, ALIGNED, TILE)
         if FINISH:
             store_tile(z, value, rows, columns, mask, n)
             value = value.to(z.dtype.element_ty).to(tl.float32)
@@ -131,7 +134,7 @@ def norm_forward_kernel(
         for column in tl.range(0, n, COLUMNS):
             columns = column + tl.arange(0, COLUMNS)
             mask = tile_mask(rows, columns, m, n)
-            value = load_tile(source, rows, columns, mask)
+            value = load_kept(source, row, column, m, n, TILE)
             store_normalised(y, value, average, reciprocal, norm, rows, columns, mask, n, LAYERNORM)
     else:
         columns = tl.arange(0, COLUMNS)
@@ -140,9 +143,10 @@ def norm_forward_kernel(
 
 
 @triton.jit
-def load_normalised(x, mean, rstd, rows, columns, mask, m):
+def load_normalised(x, mean, rstd, row, column, m, n, TILE: tl.constexpr):
     """(xhat, rstd (ROWS, 1)). Beyond column n layernorm's xhat is not zero, but all that multiplies it there is."""
-    value = load_tile(x, rows, columns, mask)
+    rows = row + tl.arange(0, TILE.rows)
+    value = load_kept(x, row, column, m, n, TILE)
     if mean is not None:
         value -= tl.load(mean + rows, mask=rows < m, other=0.0)[:, None]
     reciprocal = tl.load(rstd + rows, mask=rows < m, other=0.0)[:, None]
@@ -180,8 +184,8 @@ def norm_backward_kernel(
     for row in tl.range(first, tl.minimum(first + share, m), ROWS, num_stages=STAGES):
         rows = row + tl.arange(0, ROWS)
         mask = tile_mask(rows, columns, m, n)
+        normalised, reciprocal = load_normalised(x, mean, rstd, row, 0, m, n, TILE)
         gradient = load_tile(dy, rows, columns, mask)
-        normalised, reciprocal = load_normalised(x, mean, rstd, rows, columns, mask, m)
         g = gradient * scale
         store_input_gradient(
             dx, dresidual, g, normalised, reciprocal, tl.sum(g, 1), tl.sum(g * normalised, 1), rows, columns, mask, n,
@@ -201,13 +205,14 @@ def wide_norm_backward_kernel(operands, weight, dresidual, dx, m, n, TILE: tl.co
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
     dy, x, mean, rstd = operands
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS
+    rows = row + tl.arange(0, ROWS)
     g_sums, product_sums = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for column in tl.range(0, n, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         mask = tile_mask(rows, columns, m, n)
         g = load_tile(dy, rows, columns, mask) * load_row(weight, columns, n)
-        normalised, _ = load_normalised(x, mean, rstd, rows, columns, mask, m)
+        normalised, _ = load_normalised(x, mean, rstd, row, column, m, n, TILE)
         g_sums += g
         product_sums += g * normalised
     g_sum, product_sum = tl.sum(g_sums, 1), tl.sum(product_sums, 1)
@@ -215,7 +220,7 @@ def wide_norm_backward_kernel(operands, weight, dresidual, dx, m, n, TILE: tl.co
         columns = column + tl.arange(0, COLUMNS)
         mask = tile_mask(rows, columns, m, n)
         g = load_tile(dy, rows, columns, mask) * load_row(weight, columns, n)
-        normalised, reciprocal = load_normalised(x, mean, rstd, rows, columns, mask, m)
+        normalised, reciprocal = load_normalised(x, mean, rstd, row, column, m, n, TILE)
         store_input_gradient(
             dx, dresidual, g, normalised, reciprocal, g_sum, product_sum, rows, columns, mask, n, mean is not None
         )
@@ -228,13 +233,14 @@ def norm_weight_gradient_kernel(operands, partials, m, n, share, SHIFT: tl.const
     COLUMNS: tl.constexpr = TILE.columns
     dy, x, mean, rstd = operands
     first = tl.program_id(0) * share
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first_column = tl.program_id(1) * COLUMNS
+    columns = first_column + tl.arange(0, COLUMNS)
     dweight, dbias = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for row in tl.range(first, tl.minimum(first + share, m), ROWS):
         rows = row + tl.arange(0, ROWS)
         mask = tile_mask(rows, columns, m, n)
         gradient = load_tile(dy, rows, columns, mask)
-        normalised, _ = load_normalised(x, mean, rstd, rows, columns, mask, m)
+        normalised, _ = load_normalised(x, mean, rstd, row, first_column, m, n, TILE)
         dweight += gradient * normalised
         dbias += gradient
     target = partials + tl.program_id(0).to(tl.int64) * n + columns
@@ -243,13 +249,14 @@ def norm_weight_gradient_kernel(operands, partials, m, n, share, SHIFT: tl.const
         tl.store(target + tl.num_programs(0).to(tl.int64) * n, tl.sum(dbias, 0), mask=columns < n)
 
 
-def complete(norm: Norm, x: Tensor) -> Norm:
+def complete(norm: Norm, x: Tensor | Packed) -> Norm:
     """The norm with a weight of ones and float32's epsilon in place of None, because kernels read both."""
-    weight = x.new_ones(x.shape[1]) if norm.weight is None else norm.weight
+    weight = torch.ones(x.shape[1], dtype=x.dtype, device=x.device) if norm.weight is None else norm.weight
     return norm._replace(weight=weight, eps=torch.finfo(torch.float32).eps if norm.eps is None else norm.eps)
 
 
-def launch_forward(x: Tensor, finish: Finish, norm: Norm, widest: int) -> tuple[Tensor, Tensor, Statistics]:
+def launch_forward(x: Any, finish: Finish, norm: Norm, widest: int) -> tuple[Any, Tensor, Statistics]:
+    """(z, which is x if nothing is added, its norm, statistics). x: a tensor, or packed rows."""
     x, norm = with_contiguous_columns(x), complete(norm, x)
     residual = None if finish.residual is None else with_contiguous_columns(finish.residual)
     finish = finish._replace(residual=residual)
@@ -269,11 +276,12 @@ def launch_forward(x: Tensor, finish: Finish, norm: Norm, widest: int) -> tuple[
 
 
 @replayed
-def norm_forward(x: Tensor, norm: Norm, *, widest: int = WIDEST_FORWARD) -> tuple[Tensor, Statistics]:
+def norm_forward(x: Tensor | Packed, norm: Norm, *, widest: int = WIDEST_FORWARD) -> tuple[Tensor, Statistics]:
     """Normalise each row of x, then scale (and shift): (y, (mean or None, rstd)).
 
     Math:     norm_forward of reference.py
-    Shapes:   x (M, N), any N >= 1, rows may lie apart; weight, bias (N,); y (M, N); statistics (M, 1)
+    Shapes:   x (M, N), any N >= 1, rows may lie apart, or packed, to be unpacked in registers; weight, bias (N,);
+              y (M, N); statistics (M, 1)
     Numerics: bfloat16, float16 or float32 in, computed in float32 with the variance around the mean, one rounding at
               the store; statistics float32
     Traffic:  norm_cost; rows of more than `widest` columns are read twice, the second time from L2
@@ -285,7 +293,7 @@ def norm_forward(x: Tensor, norm: Norm, *, widest: int = WIDEST_FORWARD) -> tupl
     return y, statistics
 
 
-def norm_rebuilt(x: Tensor, statistics: Statistics, norm: Norm) -> Tensor:
+def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
     """norm_forward's y again, to the bit. The statistics are computed again, because reading them saves no time."""
     return norm_forward(x, norm)[0]
 
@@ -310,7 +318,7 @@ def finish_norm_forward(
 @replayed
 def norm_backward(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | Packed,
     statistics: Statistics,
     norm: Norm,
     dresidual: Tensor | None = None,
@@ -321,7 +329,7 @@ def norm_backward(
     """(dx, dweight or None, dbias or None) of norm_forward; dx includes dresidual, the residual path's gradient.
 
     Math:     norm_backward of reference.py
-    Shapes:   dy, x, dresidual and dx (M, N), rows of the inputs may lie apart; dweight, dbias (N,)
+    Shapes:   dy, x, dresidual and dx (M, N), rows of the inputs may lie apart; x may be packed; dweight, dbias (N,)
     Numerics: float32, dx (with dresidual) rounded once; dweight and dbias summed in float32, rounded once
     Traffic:  norm_cost, and 4 N bytes per program for each of dweight and dbias, written and read once. x and dy of
               rows wider than `widest` are read twice from memory (for dx, then for the sums) and once more from L2
@@ -332,7 +340,7 @@ def norm_backward(
     dy, x = with_contiguous_columns(dy), with_contiguous_columns(x)
     weighted, norm = norm.weight is not None, complete(norm, x)
     (m, n), (mean, rstd) = x.shape, statistics
-    layernorm, dx = norm.kind == "layernorm", x.new_empty(m, n)
+    layernorm, dx = norm.kind == "layernorm", dy.new_empty(m, n)
     outputs = [torch.empty_like(norm.weight)]
     if layernorm and norm.bias is not None:
         outputs.append(torch.empty_like(norm.bias))
@@ -344,8 +352,8 @@ def norm_backward(
     looped = n > tile.columns
     sums = WEIGHT_GRADIENT if looped else tile
     blocks = triton.cdiv(n, sums.columns)
-    count, share = shares(m, sums.rows, x.device, sums.warps, programs, blocks)
-    partials = x.new_empty(len(outputs), count, n, dtype=torch.float32)
+    count, share = shares(m, sums.rows, dy.device, sums.warps, programs, blocks)
+    partials = dy.new_empty(len(outputs), count, n, dtype=torch.float32)
     operands = GradientOperands(row_argument(dy), row_argument(x), mean if layernorm else None, rstd)
     residual = None if dresidual is None else row_argument(with_contiguous_columns(dresidual))
     if looped:
@@ -354,9 +362,10 @@ def norm_backward(
         launch(norm_weight_gradient_kernel, (count, blocks), operands, partials, m, n, share, SHIFT=dbias is not None,
                TILE=sums, **row_options(sums.warps))  # fmt: skip
     else:
+        stages = 3 if isinstance(x, Tensor) and x.element_size() == 2 else 2  # unpacking leaves registers for two
         launch(
             norm_backward_kernel, (count,), operands, norm.weight, residual, dx, partials, m, n, share,
-            SHIFT=dbias is not None, TILE=tile, STAGES=3 if x.element_size() == 2 else 2, **row_options(tile.warps),
+            SHIFT=dbias is not None, TILE=tile, STAGES=stages, **row_options(tile.warps),
         )  # fmt: skip
     sum_partials(partials, outputs)
     return dx, dweight, dbias

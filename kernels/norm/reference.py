@@ -10,6 +10,8 @@ from ..cast import cast
 from ..cost import Cost
 from ..dropout.reference import finish_forward
 from ..finish import Finish, Norm
+from ..pack.format import Packed
+from ..pack.reference import unpacked
 
 Statistics = tuple[Tensor | None, Tensor]  # mean, which is None for rmsnorm, and rstd: (M, 1) each
 
@@ -34,8 +36,9 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     return norm_rebuilt(x, (None, rstd), norm), (None, rstd)
 
 
-def norm_rebuilt(x: Tensor, statistics: Statistics, norm: Norm) -> Tensor:
+def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
     """norm_forward's y again, bit for bit; from the statistics, where that is less work."""
+    x = unpacked(x)
     if norm.kind == "layernorm":  # torch computes statistics and result in one call
         return norm_forward(x, norm)[0]
     rstd = statistics[1]
@@ -56,7 +59,7 @@ def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Stat
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None
+    dy: Tensor, x: Tensor | Packed, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients (dx, dweight or None, dbias or None) of norm_forward, from its input and statistics.
 
@@ -66,7 +69,7 @@ def norm_backward(
               dresidual (M, N) is the gradient of x as a residual; it is added to dx before dx is rounded
     Shapes:   dy, x, dx (M, N); dweight, dbias (N,)
     """
-    (mean, rstd), (kind, weight, bias, _) = statistics, norm
+    x, (mean, rstd), (kind, weight, bias, _) = unpacked(x), statistics, norm
     dtype = torch.promote_types(x.dtype, torch.float32)
     if kind == "layernorm":
         wanted = [True, weight is not None, bias is not None]

@@ -5,12 +5,13 @@ Belongs here: what the reference, the kernels and their callers must agree on.
 Values are packed by groups of GROUP, in the order of memory. A group has a record of RECORD bytes:
     GROUP      a byte for each value: its sign and mantissa, or, for an escape, the number of its slot
     GROUP / 2  a code for each value, 4 bits: base - exponent if that is 0 to WINDOW - 1; ZERO for an exponent field of
-               zero (zeros and denormals, whose mantissa is in the byte); ESCAPE for any other exponent. Value 2 i has the
-               lower half of byte i
+               zero (zeros and denormals, whose mantissa is in the byte); ESCAPE for any other exponent. Value 2 i has
+               the lower half of byte i
     GROUP / BLOCK  the base of each block of BLOCK values: its largest exponent, but at most HEADROOM above the mean
-               exponent (rounded down) of its values that are no zeros, so that a few outliers do not drive the others out
+               exponent (rounded down) of its values that are no zeros; so a few outliers do not drive the others out
     2 * SLOTS  the values of the group's escapes, whole, in the order of memory; zeros behind the last one
-An escape for which no slot is left has NO_SLOT in its byte, and reads as NaN. The tensor has overflowed.
+If a group has more escapes than slots, the tensor has overflowed: those without a slot have the number 0, and slot 0
+holds NaN.
 So every value of a group is found without a search, and the same values give the same bytes.
 """
 
@@ -25,8 +26,7 @@ from torch import Tensor
 BLOCK, GROUP, SLOTS = 128, 4096, 32
 WINDOW, ZERO, ESCAPE = 14, 14, 15
 HEADROOM = 6
-NO_SLOT = 255
-NAN = 0x7FFF  # the bits of what an escape without a slot reads as
+NAN = 0x7FFF  # its bits
 CODES, BASES, ESCAPES = GROUP, GROUP + GROUP // 2, GROUP + GROUP // 2 + GROUP // BLOCK  # where they begin in a record
 RECORD = ESCAPES + 2 * SLOTS
 

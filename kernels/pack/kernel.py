@@ -15,56 +15,53 @@ from . import format as packing
 from .format import Packed, groups_of
 
 WARPS = 8
-CODES, BASES, ESCAPES, RECORD, GROUP, BLOCK, SLOTS, WINDOW, ZERO, ESCAPE, HEADROOM, NO_SLOT, NAN = map(
+RUN = tl.constexpr(8)  # values that are read at once: as many as a load of 16 bytes has that are not packed
+CODES, BASES, ESCAPES, RECORD, GROUP, BLOCK, SLOTS, WINDOW, ZERO, ESCAPE, HEADROOM, NAN = map(
     tl.constexpr,
     (
         packing.CODES, packing.BASES, packing.ESCAPES, packing.RECORD, packing.GROUP, packing.BLOCK, packing.SLOTS,
-        packing.WINDOW, packing.ZERO, packing.ESCAPE, packing.HEADROOM, packing.NO_SLOT, packing.NAN,
+        packing.WINDOW, packing.ZERO, packing.ESCAPE, packing.HEADROOM, packing.NAN,
     ),
 )  # fmt: skip
 
 
 @triton.jit
-def join_bits(content, code, base, slots, mask):
-    """The 16 bits, in int32, of values with these bytes, codes and bases. slots: where the group's are, for each value;
+def join_bits(content, code, base, slots):
+    """The 16 bits, in int32, of values with these bytes, codes and bases. slots: where those of each value's group are;
     they are read for escapes only."""
-    exponent = tl.where(code == ZERO, 0, base - code)
+    exponent = tl.where(code == ZERO, 0, base - code)  # of an escape it is not used
     bits = ((content & 128) << 8) | (exponent << 7) | (content & 127)
-    escapes = code == ESCAPE
-    inside = escapes & (content < SLOTS)
-    if mask is not None:
-        inside &= mask
-    whole = tl.load(slots.to(tl.pointer_type(tl.int16)) + content, mask=inside, other=NAN).to(tl.int32)
-    return tl.where(escapes, whole & 65535, bits)
+    slot = slots.to(tl.pointer_type(tl.uint16)) + content
+    return tl.load(slot, mask=code == ESCAPE, other=bits.to(tl.uint16)).to(tl.int32)
 
 
 @triton.jit
-def load_values(source, at, mask):
-    """Values number `at` of contiguous ones, in float32; zeros where the mask is false. A source of bytes is packed.
+def read_block(buffer, first, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """ROWS x COLUMNS values, in float32, from (row, column) on of a packed matrix (rows, columns), zeros outside of it.
 
-    at: int64 if there can be more than 2**31 of them.
+    The matrix has no gaps and begins at value number `first`. That number, column and columns are multiples of RUN, so
+    a run of values lies in one group, has one base, and its codes are one word.
     """
-    if source.dtype.element_ty == tl.uint8:
-        record = source + tl.cast(at // GROUP, tl.int64) * RECORD
-        place = (at % GROUP).to(tl.int32)
-        content = tl.load(record + place, mask=mask, other=0).to(tl.int32)
-        pair = tl.load(record + CODES + place // 2, mask=mask, other=0).to(tl.int32)
-        base = tl.load(record + BASES + place // BLOCK, mask=mask, other=0).to(tl.int32)
-        code = (pair >> (place % 2 * 4)) & 15
-        value = (join_bits(content, code, base, record + ESCAPES, mask) << 16).to(tl.float32, bitcast=True)
-        if mask is not None:
-            value = tl.where(mask, value, 0.0)
-    else:
-        value = tl.load(source + at, mask=mask, other=None if mask is None else 0.0).to(tl.float32)
-    return value
+    at = row + tl.arange(0, ROWS)
+    place = column + RUN * tl.arange(0, COLUMNS // RUN)
+    mask = (at < rows)[:, None] & (place < columns)[None, :]
+    at = first + at.to(tl.int64)[:, None] * columns + place[None, :]
+    record, place = tl.multiple_of(buffer + at // GROUP * RECORD, (16, 16)), (at % GROUP).to(tl.int32)
+    codes = (record + CODES + place // 2).to(tl.pointer_type(tl.int32))
+    word = tl.load(codes, mask=mask, other=0)[:, :, None]
+    base = tl.load(record + BASES + place // BLOCK, mask=mask, other=0).to(tl.int32)[:, :, None]
+    each = tl.arange(0, RUN)[None, None, :]
+    content = (record + tl.multiple_of(place, (RUN, RUN)))[:, :, None] + each
+    content = tl.load(content, mask=mask[:, :, None], other=0).to(tl.int32)
+    bits = join_bits(content, (word >> (4 * each)) & 15, base, (record + ESCAPES)[:, :, None])
+    return tl.reshape((bits << 16).to(tl.float32, bitcast=True), (ROWS, COLUMNS))
 
 
-@triton.jit(do_not_specialize=["numel"])
-def pack_kernel(x, buffer, counts, numel):
-    """Pack group number program_id(0). x: the values' bits, int16."""
-    group = tl.program_id(0).to(tl.int64)
-    at, record = tl.arange(0, GROUP), buffer + group * RECORD
-    bits = tl.load(x + group * GROUP + at, mask=at < numel - group * GROUP, other=0).to(tl.int32)
+@triton.jit
+def pack_group(x, record, count, mask):
+    """Pack a group into its record. x: its values' bits, int16. mask: those of a group that is not whole, or None."""
+    at = tl.arange(0, GROUP)
+    bits = tl.load(x + at, mask=mask, other=None if mask is None else 0).to(tl.int32)
     blocks = tl.reshape(bits, (GROUP // BLOCK, BLOCK))
     exponent = (blocks >> 7) & 255
     nonzero = tl.maximum(tl.sum((exponent > 0).to(tl.int32), 1), 1)
@@ -75,16 +72,27 @@ def pack_kernel(x, buffer, counts, numel):
     escapes = (code == ESCAPE).to(tl.int32)
     slot = tl.cumsum(escapes, 0) - escapes
     fits = (escapes > 0) & (slot < SLOTS)
-    content = tl.where(escapes > 0, tl.where(fits, slot, NO_SLOT), ((bits >> 8) & 128) | (bits & 127))
+    content = tl.where(escapes > 0, tl.where(fits, slot, 0), ((bits >> 8) & 128) | (bits & 127))
     tl.store(record + at, content.to(tl.uint8))
     low, high = tl.split(tl.reshape(code, (GROUP // 2, 2)))
     tl.store(record + CODES + tl.arange(0, GROUP // 2), (low | (high << 4)).to(tl.uint8))
     tl.store(record + BASES + tl.arange(0, GROUP // BLOCK), base.to(tl.uint8))
-    slots = (record + ESCAPES).to(tl.pointer_type(tl.int16))
-    tl.store(slots + slot, bits.to(tl.int16), mask=fits)
-    count = tl.sum(escapes, 0)
-    tl.store(slots + tl.arange(0, SLOTS), tl.zeros((SLOTS,), tl.int16), mask=tl.arange(0, SLOTS) >= count)
-    tl.store(counts + group, count)
+    slots, total = (record + ESCAPES).to(tl.pointer_type(tl.int16)), tl.sum(escapes, 0)
+    whole = tl.where((slot == 0) & (total > SLOTS), NAN, bits)
+    tl.store(slots + slot, whole.to(tl.int16), mask=fits)
+    tl.store(slots + tl.arange(0, SLOTS), tl.zeros((SLOTS,), tl.int16), mask=tl.arange(0, SLOTS) >= total)
+    tl.store(count, total)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def pack_kernel(x, buffer, counts, numel):
+    """Pack group number program_id(0). Whole groups take no mask, so that their accesses are 16 bytes wide."""
+    group = tl.program_id(0).to(tl.int64)
+    x, record, rest = x + group * GROUP, buffer + group * RECORD, numel - group * GROUP
+    if rest >= GROUP:
+        pack_group(x, record, counts + group, None)
+    else:
+        pack_group(x, record, counts + group, tl.arange(0, GROUP) < rest)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -95,9 +103,13 @@ def unpack_kernel(buffer, x, numel):
     content = tl.load(record + at).to(tl.int32)
     pair = tl.load(record + CODES + tl.arange(0, GROUP // 2)).to(tl.int32)
     code = tl.reshape(tl.join(pair & 15, pair >> 4), (GROUP,))
-    base = tl.load(record + BASES + at // BLOCK).to(tl.int32)
-    bits = join_bits(content, code, base, record + ESCAPES, None)
-    tl.store(x + group * GROUP + at, bits.to(tl.int16), mask=at < numel - group * GROUP)
+    base = tl.load(record + BASES + (at // BLOCK)).to(tl.int32)
+    bits = join_bits(content, code, base, record + ESCAPES).to(tl.int16)
+    x, rest = x + group * GROUP, numel - group * GROUP
+    if rest >= GROUP:
+        tl.store(x + at, bits)
+    else:
+        tl.store(x + at, bits, mask=at < rest)
 
 
 @replayed
@@ -136,7 +148,7 @@ def pack(x: Tensor) -> tuple[Packed, Tensor]:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The tensor that was packed, contiguous, with the same bits; NaN where an escape found no slot.
+    """The tensor that was packed, contiguous, with the same bits; with NaN in it if it had overflowed.
 
     Math:     unpack of reference.py
     Shapes:   bfloat16 of the packed shape
@@ -146,3 +158,20 @@ def unpack(packed: Packed) -> Tensor:
     Source:   as in reference.py
     """
     return unpack_bits(packed.buffer, packed.numel()).view(torch.bfloat16).view(packed.shape)
+
+
+def unpacked(x: Tensor | Packed) -> Tensor:
+    """x as a tensor."""
+    return unpack(x) if isinstance(x, Packed) else x
+
+
+def kept_source(x: Tensor | Packed) -> Tensor:
+    """What a kernel takes for a contiguous x: its memory, or the buffer that it is packed in.
+
+    ValueError for a packed x whose rows do not begin with a run.
+    """
+    if not isinstance(x, Packed):
+        return x.contiguous()
+    if x.shape[-1] % RUN.value:
+        raise ValueError(f"packed rows of {x.shape[-1]} values: unpack them first, unless they are multiples of {RUN}")
+    return x.buffer

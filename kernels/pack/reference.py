@@ -13,7 +13,6 @@ from .format import (
     GROUP,
     HEADROOM,
     NAN,
-    NO_SLOT,
     RECORD,
     SLOTS,
     WINDOW,
@@ -71,7 +70,8 @@ def _pack_groups(bits: Tensor, buffer: Tensor, counts: Tensor) -> None:
         slot = torch.arange(len(group), device=bits.device) - (counts.cumsum(0) - counts)[group]
         fits = slot < SLOTS
         slots[group[fits], slot[fits]] = bits[group[fits], place[fits]]
-        content[group, place] = torch.where(fits, slot, NO_SLOT).to(torch.int16)
+        slots[:, 0].masked_fill_(counts > SLOTS, NAN)
+        content[group, place] = torch.where(fits, slot, 0).to(torch.int16)
     low, high = code.view(len(bits), -1, 2).unbind(-1)
     buffer[:, :CODES] = content
     buffer[:, CODES:BASES] = low | (high << 4)
@@ -80,7 +80,7 @@ def _pack_groups(bits: Tensor, buffer: Tensor, counts: Tensor) -> None:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The tensor that was packed, contiguous, with the same bits; NaN where an escape found no slot.
+    """The tensor that was packed, contiguous, with the same bits; with NaN in it if it had overflowed.
 
     Shapes:   bfloat16 of the packed shape
     Traffic:  see pack_cost
@@ -99,14 +99,19 @@ def _unpack_groups(buffer: Tensor) -> Tensor:
     code = torch.stack([codes & 15, codes >> 4], -1).view(content.shape)
     exponent = (buffer[:, BASES:ESCAPES, None] - code.view(len(buffer), -1, BLOCK)).view(content.shape).to(torch.int16)
     exponent.masked_fill_(code == ZERO, 0)
-    bits = (content & 128).bitwise_left_shift_(8).bitwise_or_(exponent.bitwise_left_shift_(7)).bitwise_or_(content & 127)
+    bits = (content & 128).bitwise_left_shift_(8).bitwise_or_(content & 127)
+    bits.bitwise_or_(exponent.bitwise_left_shift_(7))
     escapes = code == ESCAPE
     if escapes.any():
         group, place = escapes.nonzero(as_tuple=True)
-        slot = content[group, place].long()
         slots = buffer[:, ESCAPES:].contiguous().view(torch.int16)
-        bits[group, place] = torch.where(slot < SLOTS, slots[group, slot.clamp(max=SLOTS - 1)], NAN)
+        bits[group, place] = slots[group, content[group, place].long()]
     return bits
+
+
+def unpacked(x: Tensor | Packed) -> Tensor:
+    """x as a tensor."""
+    return unpack(x) if isinstance(x, Packed) else x
 
 
 def pack_cost(numel: int) -> Cost:

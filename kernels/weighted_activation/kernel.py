@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation.formulas import activate, differentiate
 from ..launch import launch_options
 from ..replay import launch, replayed
 from ..rows import load_tile, row_argument, row_options, row_tile, store_tile, tile_mask, with_contiguous_columns
-from ..tile import activate, differentiate
 
 FORWARD_COLUMNS, FORWARD_ELEMENTS = 2048, 16  # the widest tile, and its elements for each thread
 BACKWARD_COLUMNS, BACKWARD_ELEMENTS = 1024, 8  # half as many, because registers also hold slopes and sums

@@ -17,6 +17,7 @@ import test_dropout_kernel as dropouts
 import test_grouped_matmul_kernel as groups
 import test_matmul_kernel as matmuls
 import test_norm_kernel as norms
+import test_pack_kernel as packing
 import test_rope_kernel as ropes
 import test_route_kernel as routes
 import test_weighted_activation_kernel as weighted
@@ -61,6 +62,32 @@ def test_norms(rows, n, options, kind, dtype) -> None:
     with executing():
         norm = row_checks.draw_norm(n, n, kind, dtype)
         row_checks.check_norm(norms.kernel(), x, norm, dy, dresidual, **options)
+
+
+def test_packing() -> None:
+    for schedule in SCHEDULES:
+        with executing(schedule):
+            packing.kernel_round_trips()
+    with executing():
+        packing.equals_the_reference()
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("rows, n, options", [(5, 40, {}), (3, 64, {}), (5, 48, {"widest": 16})])
+def test_norms_of_packed_rows(rows, n, options, kind) -> None:
+    with executing():
+        packing.norms_of_packed(rows, n, kind, **options)
+
+
+@pytest.mark.parametrize("name", activations.ACTIVATIONS)
+def test_activations_of_packed_values(name) -> None:
+    with executing():
+        packing.activations_of_packed(7, 24, name)
+
+
+def test_derivatives_of_packed_values() -> None:
+    with executing():
+        packing.derivatives_of_packed(17, 40, 19, TILE)
 
 
 @dtypes

@@ -1,0 +1,198 @@
+"""Every bit pattern comes back from its packed form. What reads values in that form gives the bits of plain values."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from pool import WorkerPool
+from row_checks import draw, draw_norm
+from testing import poisoned_memory
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tpformer.kernels.activation import kernel as activations
+from tpformer.kernels.matmul.kernel import matmul_derivative
+from tpformer.kernels.norm import kernel as norms
+from tpformer.kernels.pack import kernel, reference
+from tpformer.kernels.pack.format import BLOCK, GROUP, HEADROOM, RECORD, SLOTS, WINDOW, Packed, packed_bytes
+from tpformer.kernels.pack.reference import pack_cost
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def values(exponents: Tensor, seed: int = 0) -> Tensor:
+    """Values with these exponent fields and random signs and mantissas."""
+    generator = torch.Generator().manual_seed(seed)
+    rest = torch.randint(256, exponents.shape, generator=generator)
+    return from_bits(((rest & 128) << 8) | (exponents.long() << 7) | (rest & 127))
+
+
+def mixes() -> dict[str, Tensor]:
+    """Values of every kind. None but "escapes" overflows."""
+    generator = torch.Generator().manual_seed(1)
+    random = torch.randn(3 * GROUP + 77, generator=generator)
+    outliers = random.clone()
+    outliers[::211] *= 2.0**20
+    few = torch.full((GROUP,), 120)
+    few[torch.randperm(GROUP, generator=generator)[:SLOTS]] = torch.randint(0, 256, (SLOTS,), generator=generator)
+    every = torch.arange(65536)
+    each = [first + torch.randint(WINDOW, (2, BLOCK), generator=generator).amax(0) for first in range(256 - WINDOW)]
+    return {
+        "every pattern": from_bits(every),
+        "one": torch.ones(1, dtype=torch.bfloat16),
+        "random": random.bfloat16(),
+        "outliers": outliers.bfloat16(),
+        "as many escapes as slots": values(few),
+        "windows of exponents": values(torch.cat(each)),
+        "all exponents": values(torch.randint(0, 256, (GROUP,), generator=generator)),
+        "every pattern, shuffled": from_bits(every[torch.randperm(65536, generator=generator)]),
+        "zeros, denormals, infinities, NaNs": values(torch.randint(0, 2, (300,), generator=generator) * 255),
+        "odd": values(110 + torch.randint(12, (2, 13, 7, 11), generator=generator).amax(0)),
+        "none": torch.empty(0, 8, dtype=torch.bfloat16),
+        "columns": random[:GROUP].view(64, 64).t().bfloat16().t().contiguous().t(),
+        "part of rows": random[:GROUP].view(64, 64).bfloat16()[:, 3:50],
+    }
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
+
+
+def round_trips(module: ModuleType, device: str = "cpu") -> None:
+    """The values come back, or the counts say that they cannot; a tensor that overflowed has a NaN."""
+    for name, x in mixes().items():
+        x = x.to(device)
+        with poisoned_memory():
+            packed, counts = module.pack(x)
+            back = module.unpack(packed)
+        assert packed.buffer.nbytes == packed_bytes(x.numel()) and packed.shape == x.shape
+        overflowed = bool((counts > SLOTS).any())
+        assert overflowed == (name in ("all exponents", "every pattern, shuffled")), name
+        if overflowed:
+            assert back.isnan().any() and back.is_contiguous()
+        else:
+            assert same_bits(x, back), name
+        assert reference.pack(x.cpu())[1].tolist() == counts.tolist()
+
+
+def equals_the_reference(device: str = "cpu") -> None:
+    """The same bytes, also of what does not fit."""
+    for name, x in mixes().items():
+        expected, counts = reference.pack(x)
+        with poisoned_memory():
+            packed, own_counts = kernel.pack(x.to(device))
+            back = kernel.unpack(packed)
+        assert torch.equal(packed.buffer.cpu(), expected.buffer) and torch.equal(own_counts.cpu(), counts), name
+        assert same_bits(back.cpu(), reference.unpack(expected)), name
+
+
+def kernel_round_trips() -> None:
+    round_trips(kernel)
+
+
+def test_reference() -> None:
+    round_trips(reference)
+
+
+@pytest.mark.parametrize("check", [kernel_round_trips, equals_the_reference], ids=lambda check: check.__name__)
+def test_kernel(interpreted: WorkerPool, check) -> None:
+    interpreted(1).run(check)
+
+
+def by_hand(block: list[int]) -> tuple[int, int]:
+    """(base, number of escapes) of a block of exponent fields."""
+    nonzero = [each for each in block if each]
+    mean = sum(nonzero) // max(1, len(nonzero))
+    base = min(max(block), mean + HEADROOM)
+    return base, sum(not 0 <= base - each < WINDOW for each in nonzero)
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 100, 140, 255])
+def test_bases_are_the_largest_exponent_or_near_the_mean(top: int) -> None:
+    generator = torch.Generator().manual_seed(top)
+    exponents = torch.randint(max(0, top - 17), top + 1, (GROUP // BLOCK, BLOCK), generator=generator)
+    exponents[1, 3] = 255
+    exponents[2] = 0
+    packed, counts = reference.pack(values(exponents))
+    expected = [by_hand(block) for block in exponents.tolist()]
+    assert packed.buffer[0, GROUP + GROUP // 2 :][: GROUP // BLOCK].tolist() == [base for base, _ in expected]
+    assert counts.tolist() == [sum(escapes for _, escapes in expected)]
+
+
+def test_bytes_of_a_group() -> None:
+    """12 bits for each value, 8 for each block, 16 for each slot: 12.1875 bits for each value."""
+    assert 8 * RECORD == 12 * GROUP + 8 * GROUP // BLOCK + 16 * SLOTS == 12.1875 * GROUP
+    assert pack_cost(2 * GROUP + 1) == (0, 2 * (2 * GROUP + 1) + 3 * RECORD)
+
+
+def kept(rows: int, columns: int, seed: int, device: str) -> tuple[Tensor, Packed]:
+    """bfloat16 values with some escapes, plain and packed."""
+    (x,) = draw(seed, torch.bfloat16, device, (rows, columns))
+    x[0, ::8] *= 2.0**-30
+    packed, counts = kernel.pack(x)
+    assert 0 < counts.max() <= SLOTS
+    return x, packed
+
+
+def equal_results(launch, plain: tuple, packed: tuple) -> None:
+    """A launcher gives the same bits for both."""
+    for actual, expected in zip(flat(launch(*packed)), flat(launch(*plain)), strict=True):
+        assert same_bits(actual, expected) if actual.dtype == torch.bfloat16 else torch.equal(actual, expected)
+
+
+def flat(results) -> list[Tensor]:
+    parts = [results] if isinstance(results, Tensor) else results
+    return [each for part in parts if part is not None for each in ([part] if isinstance(part, Tensor) else flat(part))]
+
+
+def norms_of_packed(rows: int, columns: int, kind: str, device: str = "cpu", **options) -> None:
+    x, packed = kept(rows, columns, columns, device)
+    dy, dresidual = draw(columns + 1, torch.bfloat16, device, *[(rows, columns)] * 2)
+    norm = draw_norm(columns, columns, kind, torch.bfloat16, device)
+    _, statistics = norms.norm_forward(x, norm, **options)
+    equal_results(lambda x: norms.norm_forward(x, norm, **options), (x,), (packed,))
+    equal_results(lambda x: norms.norm_backward(dy, x, statistics, norm, dresidual, **options), (x,), (packed,))
+
+
+def activations_of_packed(rows: int, columns: int, name: str, device: str = "cpu") -> None:
+    (x, packed_x), (gate, packed_gate) = (kept(rows, columns, seed, device) for seed in (1, 2))
+    (da,) = draw(3, torch.bfloat16, device, (rows, columns))
+
+    def launch(x, gate):
+        return activations.activation_backward(da.clone(), x, name, gate)
+
+    equal_results(launch, (x, None), (packed_x, None))
+    equal_results(launch, (x, gate), (packed_x, packed_gate))
+
+
+def derivatives_of_packed(m: int, n: int, k: int, tile, device: str = "cpu") -> None:
+    (x, packed_x), (gate, packed_gate) = (kept(m, n, seed, device) for seed in (1, 2))
+    a, b = draw(3, torch.bfloat16, device, (m, k), (k, n))
+
+    def launch(x, gate):
+        return matmul_derivative(a, b, x, "silu", gate, tile=tile)
+
+    equal_results(launch, (x, None), (packed_x, None))
+    equal_results(launch, (x, gate), (packed_x, packed_gate))
+
+
+def test_rows_that_do_not_begin_with_a_run_are_refused() -> None:
+    x = torch.ones(3, 12, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="rows of 12 values: unpack them first"):
+        kernel.kept_source(reference.pack(x)[0])
+
+
+@pytest.mark.gpu
+def test_on_gpu() -> None:
+    round_trips(kernel, "cuda")
+    equals_the_reference("cuda")
+    for kind in ("layernorm", "rmsnorm"):
+        for columns in (64, 1000, 4096, 8192, 16384):
+            norms_of_packed(70, columns, kind, "cuda")
+    for name in ("gelu", "silu"):
+        activations_of_packed(37, 1000, name, "cuda")
+    for n in (72, 4096):
+        derivatives_of_packed(130, n, 64, None, "cuda")
