@@ -77,9 +77,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def has_saved_tensors_hooks() -> bool:
-    """Whether autograd hands what it saves to hooks, as in a region of torch.utils.checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
+    """The (pack, unpack) hooks to which autograd hands what it saves, as in a region of torch.utils.checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def any_autocast() -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 BLOCK, GROUP, SLOTS = 128, 4096, 32
 WINDOW, ZERO, ESCAPE = 14, 14, 15
 HEADROOM = 6
+RUN = 8  # values that kernels read at once: as many as a load of 16 bytes has that are not packed
 NAN = 0x7FFF  # its bits
 CODES, BASES, ESCAPES = GROUP, GROUP + GROUP // 2, GROUP + GROUP // 2 + GROUP // BLOCK  # where they begin in a record
 RECORD = ESCAPES + 2 * SLOTS

@@ -15,11 +15,10 @@ from . import format as packing
 from .format import Packed, groups_of
 
 WARPS = 8
-RUN = tl.constexpr(8)  # values that are read at once: as many as a load of 16 bytes has that are not packed
-CODES, BASES, ESCAPES, RECORD, GROUP, BLOCK, SLOTS, WINDOW, ZERO, ESCAPE, HEADROOM, NAN = map(
+RUN, CODES, BASES, ESCAPES, RECORD, GROUP, BLOCK, SLOTS, WINDOW, ZERO, ESCAPE, HEADROOM, NAN = map(
     tl.constexpr,
     (
-        packing.CODES, packing.BASES, packing.ESCAPES, packing.RECORD, packing.GROUP, packing.BLOCK, packing.SLOTS,
+        packing.RUN, packing.CODES, packing.BASES, packing.ESCAPES, packing.RECORD, packing.GROUP, packing.BLOCK, packing.SLOTS,
         packing.WINDOW, packing.ZERO, packing.ESCAPE, packing.HEADROOM, packing.NAN,
     ),
 )  # fmt: skip
@@ -172,6 +171,6 @@ def kept_source(x: Tensor | Packed) -> Tensor:
     """
     if not isinstance(x, Packed):
         return x.contiguous()
-    if x.shape[-1] % RUN.value:
-        raise ValueError(f"packed rows of {x.shape[-1]} values: unpack them first, unless they are multiples of {RUN}")
+    if x.shape[-1] % packing.RUN:
+        raise ValueError(f"packed rows of {x.shape[-1]} values: unpack them first, unless they are multiples of {packing.RUN}")
     return x.buffer

@@ -11,9 +11,9 @@ from .architecture import (
     check_rope_scaling,
     default_ffn_size,
 )
-from .checks import check_choice, check_known, check_positive
+from .checks import check_choice, check_known, check_packing, check_positive
 from .experts import check_expert_ranks, check_router
-from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, recomputed_layers, selected_layers
+from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, packed_layers, recomputed_layers, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .ranges import RANGES, check_range
 from .run import (
@@ -53,6 +53,7 @@ __all__ = [
     "batch_sizes",
     "build_config",
     "check_choice",
+    "check_packing",
     "check_config",
     "check_expert_ranks",
     "check_heads",
@@ -65,6 +66,7 @@ __all__ = [
     "preset",
     "preset_config",
     "read_toml",
+    "packed_layers",
     "recomputed_layers",
     "selected_layers",
     "to_toml",

@@ -18,6 +18,15 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
 
 
+def check_packing(dtype: str) -> None:
+    """ValueError unless activations of this dtype can be packed."""
+    if dtype != "bfloat16":
+        raise ValueError(
+            f"pack_activations of {dtype}: only bfloat16 has an exponent of 8 bits that carry 3, beside 8 others; set "
+            f'train.dtype = "bfloat16" (a model of its own: dtype=torch.bfloat16), or leave pack_activations out'
+        )
+
+
 def check_known(name: str, names: Iterable[str], kind: str, where: str = "") -> None:
     """ValueError, with the nearest of the names, unless the name is one of them. where: the message's beginning."""
     names = tuple(names)

@@ -113,6 +113,10 @@ class Layout:
     """The layers to recompute: indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1". Empty: all."""
     recompute_interval: int = 1
     """With recompute = "full": consecutive layers in a region, of which only the input is kept."""
+    pack_activations: bool = False
+    """Keep bfloat16 activations in 12.2 bits a value until the backward, which gets the same bits."""
+    pack_layers: str = ""
+    """With pack_activations: the layers to do so, in the notation of recompute_layers. Empty: all."""
     offload_activations: bool = False
     """Keep what the backward of the layers needs in pinned host memory, and fetch it before it is used."""
 
@@ -317,13 +321,23 @@ def recomputed_layers(recompute: str, pattern: str, interval: int, n_layers: int
             f"recompute_interval={interval} with recompute={recompute!r}: only whole layers can form a region; set "
             f"recompute to 'full', or recompute_interval to 1"
         )
-    return selected_layers(pattern, n_layers)
+    return selected_layers("recompute_layers", pattern, n_layers)
 
 
-def selected_layers(pattern: str, n_layers: int) -> set[int]:
-    """Layers by comma-separated indexes or slices as in Python: "0:8", "::2", "0,5,-1"; "" selects all.
+def packed_layers(packs: bool, pattern: str, n_layers: int) -> set[int]:
+    """The layers whose activations are packed: those that `pattern` (pack_layers) selects, none without packing.
 
-    ValueError for a part that is neither, or that selects no layer.
+    ValueError for layers that are chosen without packing, and as selected_layers.
+    """
+    if pattern and not packs:
+        raise ValueError(f"pack_layers={pattern!r} chooses layers, but pack_activations is false: set it to true")
+    return selected_layers("pack_layers", pattern, n_layers) if packs else set()
+
+
+def selected_layers(name: str, pattern: str, n_layers: int) -> set[int]:
+    """The layers that a setting selects by comma-separated indexes or slices as in Python, "0:8", "::2" or "0,5,-1".
+
+    "" selects all. ValueError for a part that is neither, or that selects no layer.
     """
     layers, found = range(n_layers), set[int]()
     chosen: Sequence[int]
@@ -335,7 +349,7 @@ def selected_layers(pattern: str, n_layers: int) -> set[int]:
             chosen = ()
         if not chosen:
             raise ValueError(
-                f"recompute_layers={pattern!r}: {part!r} selects none of the {n_layers} layers; write comma-separated "
+                f"{name}={pattern!r}: {part!r} selects none of the {n_layers} layers; write comma-separated "
                 f'indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"'
             )
         found.update(chosen)

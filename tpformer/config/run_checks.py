@@ -5,9 +5,9 @@ model and no layout. Those have their own checks, and ranges.py has the ranges o
 """
 
 from .arrivals import Arrivals
-from .checks import check_choice
+from .checks import check_choice, check_packing
 from .experts import check_balance
-from .layout import recomputed_layers
+from .layout import packed_layers, recomputed_layers
 from .ranges import check_ranges
 from .run import OptimizerSection, RunConfig, TrainSection, batch_sizes
 from .transport_table import DTYPES, read_transport_table
@@ -32,6 +32,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
         for samples in (size, size // 2) if config.log.noise_interval else (size,):
             parallel.check_pipeline(model.n_layers, samples // (parallel.data_parallel * config.microbatch_size))
     recomputed_layers(parallel.recompute, parallel.recompute_layers, parallel.recompute_interval, model.n_layers)
+    packed_layers(parallel.pack_activations, parallel.pack_layers, model.n_layers)
     if parallel.transport_table:
         read_transport_table(parallel.transport_table)
     _check_optimizer(config.optimizer)
@@ -170,3 +171,6 @@ def _check_train(config: RunConfig) -> None:
         check_choice("train.dtype", train.dtype, DTYPES)
     if train.device is not None:
         check_choice("train.device", train.device, ("cpu", "cuda"))
+    dtype = train.dtype or ("float32" if train.device == "cpu" else None)
+    if config.parallel.pack_activations and dtype is not None:
+        check_packing(dtype)

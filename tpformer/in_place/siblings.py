@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from tpformer.layers.linear import project, to_rows
 from tpformer.ops.autocast import autocast_dtype
+from tpformer.ops.packing import has_other_hooks
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import (
     forward_pre_hooks,
     has_backward_hooks,
-    has_saved_tensors_hooks,
     is_own_parameter,
 )
 
@@ -86,7 +86,7 @@ class Siblings:
         if expected is not None and expected.equals(given):
             assert rows is not None
             return rows
-        self.learning &= not has_saved_tensors_hooks()
+        self.learning &= not has_other_hooks()
         if self.learning:
             self._learn(layer, given)
         followers = [each for each in self.followers[layer] if _computable(each, layer)]

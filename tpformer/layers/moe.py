@@ -24,11 +24,12 @@ from tpformer.config import (
     check_range,
     check_router,
 )
+from tpformer.ops.packing import has_other_hooks
 from tpformer.ops.recompute import running_again
 from tpformer.ops.route import wide
 from tpformer.ops.sequence import flat_rows
 from tpformer.ops.uncompiled import untraced
-from tpformer.torch_private import has_saved_tensors_hooks, in_backward, is_own_parameter
+from tpformer.torch_private import in_backward, is_own_parameter
 
 from .children import call_rows, fusable, fusable_norm, unwrapped
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -145,7 +146,7 @@ class Router(ParallelModule):
 
     def _check_loss_is_taken(self) -> None:
         if in_backward():
-            if not (self._gave_loss and has_saved_tensors_hooks()):  # torch's other checkpoint has such hooks
+            if not (self._gave_loss and has_other_hooks()):  # torch's other checkpoint has such hooks
                 raise ValueError(
                     "the balance loss of a Router is lost in torch.utils.checkpoint with use_reentrant=True, whose "
                     "first forward has no graph: set use_reentrant=False, or the block's recompute"

@@ -1,7 +1,7 @@
 """The layers of a GPT, built from its architecture."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,17 +11,16 @@ from tpformer.config import GPTConfig
 from tpformer.layers import RopeScaling, TransformerBlock
 
 
-def transformer_blocks(config: GPTConfig, part: range, recompute: Mapping[int, str], **options: Any) -> nn.ModuleDict:
+def transformer_blocks(
+    config: GPTConfig, part: range, recompute: Mapping[int, str], packs: Collection[int] = (), **options: Any
+) -> nn.ModuleDict:
     """The layers of a part, by their global indices, so that names survive a pipeline split.
 
-    recompute: what the layers with these indices recompute; others nothing. options: as of transformer_block.
+    recompute: what the layers with these indices recompute; others nothing. packs: the layers that keep packed
+    activations. options: as of transformer_block.
     """
-    return nn.ModuleDict(
-        {
-            str(index): transformer_block(config, index, recompute=recompute.get(index, "none"), **options)
-            for index in part
-        }
-    )
+    modes: dict = {i: {"recompute": recompute.get(i, "none"), "pack_activations": i in packs} for i in part}
+    return nn.ModuleDict({str(i): transformer_block(config, i, **modes[i], **options) for i in part})
 
 
 def transformer_block(config: GPTConfig, layer: int = 0, *, balance: float = 0.0, **options: Any) -> TransformerBlock:

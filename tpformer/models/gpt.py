@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import GPTConfig, recomputed_layers
+from tpformer.config import GPTConfig, packed_layers, recomputed_layers
 from tpformer.layers import (
     DropoutKey,
     LMHead,
@@ -67,6 +67,8 @@ class GPT(ParallelModule):
     recompute: what the backward of a layer computes again, so that the forward need not keep it: "none", "mlp" or
     "full". recompute_layers: which layers do so, in the notation of config.selected_layers.
     recompute_interval: for "full", how many consecutive recomputed layers form a region. A region keeps only its input.
+    pack_activations, pack_layers: whether activations wait for the backward in packed form, and of which layers, in the
+    same notation (ops.packed_activations). Only in bfloat16.
     offload_activations: whether activations wait for the backward in pinned host memory (ops.Offload).
     label_smoothing, z_loss: terms of the loss in training mode (ops.vocab_parallel_cross_entropy). Evaluation leaves
     them out.
@@ -79,8 +81,8 @@ class GPT(ParallelModule):
     device="meta" builds without memory: then shard, call `to_empty(device=...)` and `init_weights()`.
     lm_head may be replaced, wrapped or hooked. It is then called for all logits, from which the loss is computed. A
     replacement that is not tensor-parallel computes all vocab_size features on every tp rank.
-    Errors: ValueError for an unset vocabulary, for heads that the layout cannot split, and for recompute_layers that do
-    not exist. Nothing has been allocated by then.
+    Errors: ValueError for an unset vocabulary, for heads that the layout cannot split, and for recompute_layers or
+    pack_layers that do not exist. Nothing has been allocated by then.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class GPT(ParallelModule):
         recompute: str = "none",
         recompute_layers: str = "",
         recompute_interval: int = 1,
+        pack_activations: bool = False,
+        pack_layers: str = "",
         offload_activations: bool = False,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -125,7 +129,8 @@ class GPT(ParallelModule):
         if self.is_first and config.position == "learned":
             self.embed_positions = PositionEmbedding(config.seq_length, config.hidden_size, init_std=std, **place)
         modes = {index: recompute for index in recomputed if not self.regions}
-        self.layers = transformer_blocks(config, part, modes, balance=balance_loss, **place)
+        packs = packed_layers(pack_activations, pack_layers, config.n_layers)
+        self.layers = transformer_blocks(config, part, modes, packs, balance=balance_loss, **place)
         if self.is_last:
             self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, **table)

@@ -10,6 +10,7 @@ from .embedding import vocab_parallel_embedding
 from .experts import ExpertWeights, experts
 from .norm import Norm, Normed, norm
 from .offload import Offload
+from .packing import packed_activations, packing_report, unpacked_activations
 from .recompute import recompute
 from .rope import rope
 from .route import Balance, Policy, Router, Routing, route
@@ -50,6 +51,8 @@ __all__ = [
     "gather_rows",
     "linear_cross_entropy",
     "norm",
+    "packed_activations",
+    "packing_report",
     "record_transports",
     "recompute",
     "reduce_rows",
@@ -59,6 +62,7 @@ __all__ = [
     "scatter_rows",
     "sum_gradient",
     "take_columns",
+    "unpacked_activations",
     "use_measured_table",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .first_derivative import first_derivative
 from .implementation import implementation
+from .packing import keep, kept
 from .uncompiled import uncompiled
 
 
@@ -17,14 +18,14 @@ class ActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate, name: str):
-        ctx.save_for_backward(x, gate)
+        keep(ctx, x, gate, readable=2)
         ctx.name = name
         return implementation("activation", x).activation_forward(x, name, gate)
 
     @staticmethod
     @first_derivative
     def backward(ctx, da):
-        x, gate = ctx.saved_tensors
+        x, gate = kept(ctx)
         # activation_backward writes dx over da, which others may still read
         dx, dgate, _ = implementation("activation", x).activation_backward(da.clone(), x, ctx.name, gate)
         return dx, dgate, None

@@ -14,6 +14,7 @@ from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed, normalised, parameters, restored
 from .norm import norm as normalise
+from .packing import keep, kept
 from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, column_request, open_transport
 from .transports.interface import Transport
@@ -60,14 +61,14 @@ class ColumnLinearFunction(torch.autograd.Function):
         rows, mean, rstd = normalised(x, layout.norm, normed)
         ctx.layout, ctx.deferred = layout, layout.deferred
         ctx.set_materialize_grads(False)  # the weight of an output that nobody uses gets no gradient, not zeros
-        ctx.save_for_backward(x, norm_weight, norm_bias, mean, rstd, *weights)
+        keep(ctx, x, norm_weight, norm_bias, mean, rstd, *weights, readable=layout.norm is not None)
         outputs = tuple(layout.gathering.gather_matmul(rows, weights, biases))
         return (*outputs, x) if layout.carry else outputs
 
     @staticmethod
     @first_derivative
     def backward(ctx, *dys):
-        x, norm_weight, norm_bias, mean, rstd, *weights = ctx.saved_tensors
+        x, norm_weight, norm_bias, mean, rstd, *weights = kept(ctx)
         layout: _Layout = ctx.layout
         norm = restored(layout.norm, norm_weight, norm_bias)
         dys, dcarried = (dys[:-1], dys[-1]) if layout.carry else (dys, None)

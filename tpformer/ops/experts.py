@@ -24,6 +24,7 @@ from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm, Normed, normalised, parameters, restored
 from .norm import norm as normalise
+from .packing import keep, kept, unpacked
 from .recompute import once, running_again
 from .route import Decided, Router, Routing, decide, decide_backward, wide
 from .transport import LOCAL
@@ -95,16 +96,16 @@ class ExpertsFunction(torch.autograd.Function):
     ):
         own = ExpertWeights(*matrices)
         rows, mean, rstd = normalised(x, layout.norm, normed)
-        decided, kept = once(lambda: _sent(rows, router_weight, weights, layout, len(own.gate_up)))
-        sent = Dispatch(kept)
+        decided, routed = once(lambda: _sent(rows, router_weight, weights, layout, len(own.gate_up)))
+        sent = Dispatch(routed)
         given = None if weights is None else trace(weights)
         hidden, gathered = gather_experts(layout.gathering, rows, sent, own.gate_up)
         shared = [None if each is None else F.linear(gathered, each) for each in (own.shared_gate, own.shared_up)]
-        ctx.layout, ctx.deferred, ctx.sizes = layout, layout.deferred, kept[3:]
+        ctx.layout, ctx.deferred, ctx.sizes = layout, layout.deferred, routed[3:]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            x, norm_weight, norm_bias, mean, rstd, router_weight, given, hidden, *shared, sent.slots, sent.weights,
-            sent.counts, *((None,) * 4 if decided is None else decided.saved), *matrices,
+        keep(
+            ctx, x, *shared, norm_weight, norm_bias, mean, rstd, router_weight, given, hidden, sent.slots, sent.weights,
+            sent.counts, *((None,) * 4 if decided is None else decided.saved), *matrices, readable=3,
         )  # fmt: skip
         loss = None if decided is None or decided.balance_loss is None else decided.balance_loss.clone()
         if layout.skip:
@@ -154,10 +155,10 @@ class _Saved:
     """What the forward saved, under its names."""
 
     def __init__(self, ctx) -> None:
-        tensors = ctx.saved_tensors
+        tensors = kept(ctx)
         self.layout: _Layout = ctx.layout
-        self.x, norm_weight, norm_bias, self.mean, self.rstd, self.router_weight, _ = tensors[:7]
-        self.hidden, self.shared_gate, self.shared_up, slots, weights, counts = tensors[7:13]
+        self.x, self.shared_gate, self.shared_up, norm_weight, norm_bias, self.mean, self.rstd = tensors[:7]
+        self.router_weight, _, self.hidden, slots, weights, counts = tensors[7:13]
         own_experts, scores, slopes, own_sample = tensors[13:17]
         self.own = ExpertWeights(*tensors[17:])
         self.norm = restored(self.layout.norm, norm_weight, norm_bias)
@@ -177,7 +178,7 @@ class _Saved:
     def rows(self) -> Tensor:
         """norm(x), made again."""
         if self.norm is None:
-            return self.x
+            return unpacked(self.x)
         return implementation("norm", self.x).norm_rebuilt(self.x, (self.mean, self.rstd), self.norm)
 
 
@@ -186,7 +187,7 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
     layout, sent, own = saved.layout, saved.sent, saved.own
     dresidual, dcarried = dy if saved.wants_residual else None, dy if layout.carry else None
     if dy is None:
-        dy = torch.zeros_like(saved.x)
+        dy = saved.x.new_empty(*saved.x.shape).zero_()
     dy, _ = implementation("dropout", dy).finish_backward(dy, layout.dropout, False)
     keep = layout.deferred is not None
     da, whole = gather_experts(layout.gathering, dy, sent, own.down, transposed=True, keep=keep)

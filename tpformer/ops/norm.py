@@ -10,6 +10,7 @@ from tpformer.kernels.finish import Norm
 from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative
 from .implementation import implementation
+from .packing import keep, kept
 from .sequence import flat_rows
 from .uncompiled import uncompiled
 
@@ -55,14 +56,14 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, norm: Norm):
         y, mean, rstd = normalised(x, norm, None)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        keep(ctx, x, weight, bias, mean, rstd, readable=1)
         ctx.norm = norm
         return y
 
     @staticmethod
     @first_derivative
     def backward(ctx, dy):
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, mean, rstd = kept(ctx)
         norm = restored(ctx.norm, weight, bias)
         return *implementation("norm", x).norm_backward(dy.contiguous(), x, (mean, rstd), norm), None
 

@@ -14,6 +14,7 @@ from .autocast import autocast_dtype, cast, cast_back
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed
+from .packing import keep, kept, unpacked
 from .recompute import running_again
 from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, open_transport, row_request
@@ -50,7 +51,7 @@ class RowLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, layout: _Layout):
         ctx.layout, ctx.deferred = layout, layout.deferred
-        ctx.save_for_backward(x, gate, weight)
+        keep(ctx, x, gate, weight, readable=0 if layout.activation is None else 2)
         if layout.skip:
             return x.new_empty(_result_rows(x, layout), len(weight))
         a = implementation("activation", x).activation_forward(x, layout.activation, gate)
@@ -67,7 +68,7 @@ class RowLinearFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, dy, *_):
-        x, gate, weight = ctx.saved_tensors
+        x, gate, weight = kept(ctx)
         layout: _Layout = ctx.layout
         wants_x, wants_gate, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         dresidual = dy if wants_residual else None
@@ -79,7 +80,7 @@ class RowLinearFunction(torch.autograd.Function):
                 dy, weight, x, gate, layout.activation, keep=layout.deferred is not None
             )
         elif wants_weight:
-            a = implementation("activation", x).activation_forward(x, layout.activation, gate)
+            a = implementation("activation", x).activation_forward(unpacked(x), layout.activation, unpacked(gate))
 
         held = dy if gathered is None else gathered  # so that a queue keeps one of the two alive, not both
 

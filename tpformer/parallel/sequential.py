@@ -19,7 +19,14 @@ from .pipeline import Pipeline
 from .split import split_stages
 from .zero import apply_zero
 
-DONE_BY_CHILDREN = ("recompute", "recompute_layers", "recompute_interval", "offload_activations")
+DONE_BY_CHILDREN = (
+    "recompute",
+    "recompute_layers",
+    "recompute_interval",
+    "pack_activations",
+    "pack_layers",
+    "offload_activations",
+)
 
 
 def pipeline_sequential(

@@ -40,7 +40,8 @@ _TABLE = {
     ("data", REFUSED): "weights mask train_contents valid_contents",
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
     "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard zero_stage "
-    "all_reduce cpu_offload recompute recompute_layers recompute_interval offload_activations",
+    "all_reduce cpu_offload recompute recompute_layers recompute_interval pack_activations "
+    "pack_layers offload_activations",
     (
         "parallel",
         REFUSED,

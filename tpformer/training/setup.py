@@ -9,12 +9,13 @@ from datetime import timedelta
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import RunConfig
+from tpformer.config import RunConfig, check_packing
 from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
+from tpformer.ops.transport import dtype_name
 from tpformer.parallel import apply_zero, split_stages
 from tpformer.parallel.zero import uses_fsdp
 from tpformer.processes.cpu import keep_freed_memory, share_cores
@@ -90,6 +91,8 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     """
     use_measured_table(config.parallel.transport_table or None)
     layout, compute = config.parallel, default_dtype(config)
+    if layout.pack_activations:
+        check_packing(dtype_name(compute))  # of the device's own dtype, if the configuration names none
     architecture = config.model.architecture
     ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
     # a parameter server sends whole parameters, which are plain tensors without tensor parallelism
@@ -103,6 +106,8 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,
             recompute_interval=layout.recompute_interval,
+            pack_activations=layout.pack_activations,
+            pack_layers=layout.pack_layers,
             offload_activations=layout.offload_activations,
             label_smoothing=config.train.label_smoothing,
             z_loss=config.train.z_loss,

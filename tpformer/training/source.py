@@ -212,6 +212,8 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "data_parallel_replicate": 1,
         "data_parallel_shard": 1,
         "cpu_offload": False,
+        "pack_activations": False,
+        "pack_layers": "",
         **{name: getattr(Layout, name) for name in REPLICA_SETTINGS},
     }
     alone["train"] = {"microbatch_size": None}

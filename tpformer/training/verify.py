@@ -81,7 +81,8 @@ def verify_config(config: RunConfig) -> RunConfig:
     """The configuration to verify: in float64, on the CPU unless it names a device, with the vocabulary filled in.
 
     If a training dataset does not exist, data.train becomes RANDOM. ValueError if the vocabulary is unknown then.
-    With data.mask a random half of such tokens are targets. ValueError for compressed gradients, whose run is another.
+    With data.mask a random half of such tokens are targets. Activations are not packed, which only bfloat16 ones can
+    be, and which changes no bits. ValueError for compressed gradients, whose run is another.
     """
     for key in ("compression", "parameter_server"):
         if (value := getattr(config.parallel, key)) != "none":
@@ -91,7 +92,8 @@ def verify_config(config: RunConfig) -> RunConfig:
             )
     train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
     data = dataclasses.replace(config.data, valid=())
-    config = dataclasses.replace(config, train=train, data=data)
+    parallel = dataclasses.replace(config.parallel, pack_activations=False, pack_layers="")
+    config = dataclasses.replace(config, train=train, data=data, parallel=parallel)
     missing = [prefix for prefix in data.train if not all(Path(f"{prefix}{end}").is_file() for end in (".bin", ".idx"))]
     if data.train and not missing:
         return resolve(config)

@@ -29,7 +29,7 @@ from tpformer.kernels.protocol import Channel
 
 from ..dispatch import Dispatch
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, finish_rows, record_transport
 from .prediction import send_by_copies
 from .spare import spare_processors
 
@@ -96,7 +96,7 @@ class Fused:
         return outputs
 
     def gather_matmul_derivative(
-        self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
+        self, dy: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
         dy = dy.contiguous()
@@ -108,8 +108,7 @@ class Fused:
             (dx,) = all_gather_matmul(dy, [weight], channel, b_transposed=True, **options)
             dgate, a = None, x
         else:
-            rows = (x.contiguous(), None if gate is None else gate.contiguous())
-            dx, dgate, a = all_gather_matmul_derivative(dy, weight, channel, rows[0], activation, rows[1], **options)
+            dx, dgate, a = all_gather_matmul_derivative(dy, weight, channel, x, activation, gate, **options)
         workspace.end()
         gathered = gathered_copy(channel, dy) if keep else self._gathered(channel, workspace, dy)
         return dx, dgate, a, gathered

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from tpformer.config.transport_table import OPERATIONS, TransportTable
 from tpformer.distributed.listeners import Listeners
 from tpformer.kernels.finish import NOTHING, Finish
+from tpformer.kernels.pack.format import Packed
 
 from ..implementation import implementation
 from ..norm import Normed
@@ -77,6 +78,9 @@ def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
     return implementation("dropout", y).finish_forward(y, finish), None
 
 
+Kept: TypeAlias = Tensor | Packed  # what a forward has kept
+
+
 class Transport(Protocol):
     """Linears over one group. Grad mode is off; tensors have any strides, one dtype, and equal shapes on all ranks.
 
@@ -95,11 +99,12 @@ class Transport(Protocol):
         """
 
     def gather_matmul_derivative(
-        self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
+        self, dy: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """(dx, dgate, a, gathered): the backward of a @ W^T, a = act(x) or act(gate) * x, from each rank's rows of dy.
 
         Shapes: dy (M / t, N); weight (N, K); x, gate, dx, dgate and the rebuilt a (M, K); gathered = gather(dy) (M, N).
+        With an activation x and gate may be packed.
         The group's next operation may overwrite gathered, unless `keep`.
         Communication: one all-gather of M * N * itemsize bytes.
         """

@@ -11,7 +11,7 @@ from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, finish_rows, record_transport
 
 
 class Pipelined:
@@ -43,12 +43,12 @@ class Pipelined:
         return outputs
 
     def gather_matmul_derivative(
-        self, dy: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, activation: str | None, keep: bool = False
+        self, dy: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative; the activation's derivative is a pass of its own."""
         record_transport(GATHER, self.name)
         gathered = dy.new_empty(self._rows(dy), dy.shape[1])
-        da = x.new_empty(x.shape)
+        da = dy.new_empty(x.shape)
         for rows in gather_chunks(dy, gathered, self.group):
             torch.mm(gathered[rows], weight, out=da[rows])
         return *implementation("activation", x).activation_backward(da, x, activation, gate), gathered

@@ -1,0 +1,242 @@
+"""Packed activations: what autograd saves of bfloat16 waits for the backward in 12.2 bits a value, without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tpformer.distributed.dtensor import is_dtensor
+from tpformer.kernels.pack.format import GROUP, RECORD, RUN, SLOTS, Packed, groups_of
+from tpformer.torch_private import top_saved_tensors_hooks
+
+from .implementation import implementation
+
+SMALLEST = GROUP  # values of a storage; a smaller one stays as it is
+LARGEST_PART = 8  # a storage is packed if what is saved of it is at least one part in so many
+
+
+class View(NamedTuple):
+    """Where a saved tensor lies in a storage that is packed."""
+
+    buffer: Any
+    """The packed storage, or what hooks around these made of it."""
+    values: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Report(NamedTuple):
+    """What this process has packed since the last report. Tensors are int64 scalars on the device."""
+
+    values: int
+    """That were packed."""
+    escapes: Tensor
+    """How many of them needed a slot."""
+    kept: int
+    """Tensors that would have overflowed, and were left as they are: the host knew, as on a CPU."""
+    overflows: Tensor
+    """Groups that overflowed where the host did not know: gradients from them are NaN, and the step must be repeated
+    in `unpacked_activations`."""
+
+
+class Tally:
+    """What has been packed since the last report."""
+
+    def __init__(self) -> None:
+        self.values, self.kept = 0, 0
+        self.counts: list[Tensor] = []
+
+    def report(self, device: torch.device) -> Report:
+        """What was packed on a device, in three launches and without waiting. Then count anew."""
+        counts = torch.cat([torch.zeros(1, dtype=torch.int32, device=device), *self.counts])
+        found = Report(self.values, counts.sum(), self.kept, (counts > SLOTS).sum())
+        self.__init__()  # type: ignore[misc]
+        return found
+
+
+TALLY = Tally()
+
+
+def packing_report(device: torch.device | str) -> Report:
+    """The Report of all that `packed_activations` have packed in this process, which then begins anew.
+
+    A training loop on a GPU asks for it once a step, because only the device knows whether a tensor overflowed there.
+    """
+    return TALLY.report(torch.device(device))
+
+
+class _Packing:
+    """The hooks of one `packed_activations` context."""
+
+    def __init__(self, modules: tuple[nn.Module, ...], held: Sequence[Tensor]) -> None:
+        self.modules, self.held = modules, {_identity(x) for x in held}
+        self.parameters: set[int] | None = None
+        self.outer: tuple[Callable, Callable] | None = top_saved_tensors_hooks()
+        # A weak reference keeps a storage's identity from being used again, and not its memory. By version, because
+        # what has been written to a storage since it was packed is another tensor.
+        self.known: dict[tuple[int, int], tuple[StorageWeakRef, Tensor | None]] = {}
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether autograd hands what it saves to these hooks: not to those of a checkpoint in this context."""
+        top = top_saved_tensors_hooks()
+        return top is not None and top[0] == self.pack
+
+    def pack(self, x: Tensor) -> Any:
+        """The pack hook: a View, or x if it is not packed; hooks around these see what is kept."""
+        buffer = self.buffer_of(x)
+        keep = self.outer[0] if self.outer is not None else _as_is
+        if buffer is None:
+            return keep(x)
+        values = x.untyped_storage().nbytes() // x.itemsize
+        return View(keep(buffer), values, x.size(), x.stride(), x.storage_offset())
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The unpack hook."""
+        give = self.outer[1] if self.outer is not None else _as_is
+        if not isinstance(kept, View):
+            return give(kept)
+        buffer = give(kept.buffer)
+        whole = unpack(Packed(buffer, (kept.values,)))
+        return whole.as_strided(kept.size, kept.stride, kept.offset)
+
+    def packed(self, x: Tensor | None) -> Packed | None:
+        """x in packed form, if it is all of a storage and kernels can read its rows; None otherwise."""
+        if x is None or not x.is_contiguous() or x.storage_offset() or x.shape[-1] % RUN:
+            return None
+        if x.untyped_storage().nbytes() != x.nbytes:
+            return None
+        buffer = self.buffer_of(x)
+        return None if buffer is None else Packed(buffer, tuple(x.shape))
+
+    def buffer_of(self, x: Tensor) -> Tensor | None:
+        """The packed storage of x.
+
+        None if it is not packed: it is not of bfloat16, too small, a parameter, held by others, or it would overflow.
+        """
+        if x.dtype != torch.bfloat16 or is_dtensor(x) or x.layout != torch.strided:
+            return None
+        if self.parameters is None:  # not sooner, because FSDP2 gathers them in a module's forward
+            self.parameters = {_identity(each) for module in self.modules for each in module.parameters()}
+        values = x.untyped_storage().nbytes() // x.itemsize
+        if values < SMALLEST or LARGEST_PART * x.numel() < values:
+            return None
+        reference = StorageWeakRef(x.untyped_storage())
+        if reference.cdata in self.parameters or reference.cdata in self.held:
+            return None
+        key = reference.cdata, x._version
+        if key not in self.known:
+            self.known[key] = reference, _pack_storage(x)
+        return self.known[key][1]
+
+
+def _as_is(x: Any) -> Any:
+    return x
+
+
+def _identity(x: Tensor) -> int:
+    """A number that no other storage has while this one exists."""
+    return StorageWeakRef((x.to_local() if is_dtensor(x) else x).untyped_storage()).cdata
+
+
+def _pack_storage(x: Tensor) -> Tensor | None:
+    """The packed storage of x; None if the host knows that it overflows."""
+    with torch.no_grad():
+        flat = x.new_empty(0).set_(x.untyped_storage())
+        if isinstance(x, FakeTensor):  # a dry run: it has no values, and none that overflow
+            return x.new_empty(groups_of(len(flat)), RECORD, dtype=torch.uint8)
+        packed, counts = implementation("pack", flat).pack(flat)
+        if _host_knows(counts) and int(counts.max()) > SLOTS:
+            TALLY.kept += 1
+            return None
+    TALLY.values += len(flat)
+    TALLY.counts.append(counts)
+    return packed.buffer
+
+
+def _host_knows(counts: Tensor) -> bool:
+    """Whether to read counts takes no time."""
+    return counts.device.type == "cpu"
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The tensor that was packed; also a fake one's."""
+    if isinstance(packed.buffer, FakeTensor):
+        return packed.buffer.new_empty(packed.shape, dtype=packed.dtype)
+    return implementation("pack", packed).unpack(packed)
+
+
+def unpacked(x: Any) -> Any:
+    """x as a tensor; None stays None."""
+    return unpack(x) if isinstance(x, Packed) else x
+
+
+_ACTIVE: ContextVar[_Packing | None] = ContextVar("packing", default=None)
+_ALLOWED: ContextVar[bool] = ContextVar("packing_allowed", default=True)
+
+
+@contextmanager
+def packed_activations(*modules: nn.Module, held: Sequence[Tensor] = ()) -> Iterator[None]:
+    """What autograd saves of bfloat16 in this context is kept in packed form, and comes back with the same bits.
+
+    Every storage is packed once, however many views are saved: 12.1875 bits for each value (kernels/pack/format.py).
+    The modules' parameters are not, nor what `held` tensors share memory with, which others keep alive anyway.
+    A storage whose values have too many exponents is kept as it is where the host knows, on a CPU. On a GPU the device
+    alone knows: gradients are then NaN, and packing_report has overflows. Repeat that step in unpacked_activations.
+    Hooks around this context, as of Offload and of torch.utils.checkpoint, get the packed bytes.
+    """
+    if not (_ALLOWED.get() and torch.is_grad_enabled()):
+        yield
+        return
+    packing = _Packing(modules, held)
+    token = _ACTIVE.set(packing)
+    try:
+        with saved_tensors_hooks(packing.pack, packing.unpack):
+            yield
+    finally:
+        _ACTIVE.reset(token)
+        packing.known.clear()
+
+
+@contextmanager
+def unpacked_activations() -> Iterator[None]:
+    """In this context, packed_activations packs nothing."""
+    token = _ALLOWED.set(False)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def has_other_hooks() -> bool:
+    """Whether autograd hands what it saves to hooks besides those of packed_activations, as in a checkpoint."""
+    packing = _ACTIVE.get()
+    if packing is not None and packing.is_innermost:
+        return packing.outer is not None
+    return top_saved_tensors_hooks() is not None
+
+
+def keep(ctx: Any, *tensors: Tensor | None, readable: int) -> None:
+    """ctx.save_for_backward(*tensors). If activations are packed, the first `readable` of them come back as Packed from
+    `kept`, where that is possible: the backward reads them in that form."""
+    packing, given = _ACTIVE.get(), list(tensors)
+    ctx.shapes = {}
+    if packing is not None and packing.is_innermost:
+        for i, x in enumerate(tensors[:readable]):
+            if (packed := packing.packed(x)) is not None:
+                given[i], ctx.shapes[i] = packed.buffer, packed.shape
+    ctx.save_for_backward(*given)
+
+
+def kept(ctx: Any) -> list[Any]:
+    """What `keep` was given, as tensors and Packed."""
+    return [Packed(x, ctx.shapes[i]) if i in ctx.shapes else x for i, x in enumerate(ctx.saved_tensors)]
