@@ -19,6 +19,7 @@ from tpformer.torch_private import top_saved_tensors_hooks
 
 from .implementation import implementation
 
+TALLIED = 256  # tensors whose counts are added up at once
 SMALLEST = GROUP  # values of a storage; a smaller one stays as it is
 LARGEST_PART = 8  # a storage is packed if what is saved of it is at least one part in so many
 
@@ -53,17 +54,32 @@ class Tally:
 
     def __init__(self) -> None:
         self.values, self.kept = 0, 0
+        self.totals: Tensor | None = None
         self.counts: list[Tensor] = []
 
+    def add(self, values: int, counts: Tensor) -> None:
+        """Count a tensor that was packed. counts: the escapes of its groups."""
+        self.values += values
+        self.counts.append(counts)
+        if len(self.counts) == TALLIED:  # nobody may ask for reports
+            self._sum()
+
+    def _sum(self) -> None:
+        """Add up the counts, in a few launches for all tensors, and without waiting."""
+        counts = torch.cat(self.counts)
+        found = torch.stack([counts.sum(), (counts > SLOTS).sum()])
+        self.totals = found if self.totals is None else self.totals + found
+        self.counts.clear()
+
     def report(self, device: torch.device) -> Report:
-        """What was packed on a device, in three launches and without waiting. Then count anew."""
-        counts = torch.cat([torch.zeros(1, dtype=torch.int32, device=device), *self.counts])
-        found = Report(self.values, counts.sum(), self.kept, (counts > SLOTS).sum())
-        self.__init__()  # type: ignore[misc]
-        return found
+        """What was packed on a device."""
+        if self.counts:
+            self._sum()
+        totals = torch.zeros(2, dtype=torch.int64, device=device) if self.totals is None else self.totals
+        return Report(self.values, totals[0], self.kept, totals[1])
 
 
-TALLY = Tally()
+_TALLY = Tally()
 
 
 def packing_report(device: torch.device | str) -> Report:
@@ -71,7 +87,9 @@ def packing_report(device: torch.device | str) -> Report:
 
     A training loop on a GPU asks for it once a step, because only the device knows whether a tensor overflowed there.
     """
-    return TALLY.report(torch.device(device))
+    global _TALLY
+    tally, _TALLY = _TALLY, Tally()
+    return tally.report(torch.device(device))
 
 
 class _Packing:
@@ -156,10 +174,9 @@ def _pack_storage(x: Tensor) -> Tensor | None:
             return x.new_empty(groups_of(len(flat)), RECORD, dtype=torch.uint8)
         packed, counts = implementation("pack", flat).pack(flat)
         if _host_knows(counts) and int(counts.max()) > SLOTS:
-            TALLY.kept += 1
+            _TALLY.kept += 1
             return None
-    TALLY.values += len(flat)
-    TALLY.counts.append(counts)
+    _TALLY.add(len(flat), counts)
     return packed.buffer
 
 

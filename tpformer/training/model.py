@@ -15,6 +15,7 @@ from tpformer.distributed.collectives import all_reduce
 from tpformer.distributed.mesh import AXES, DEFAULT_TIMEOUT
 from tpformer.layers.moe import routers
 from tpformer.models import GPT
+from tpformer.ops import packing_report, unpacked_activations
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.parallel import (
     Layout,
@@ -74,6 +75,9 @@ class ModelParts:
         self.tied: TiedParameter | None = None
         self.pipeline: Pipeline | None = None
         self.router_bias_rate = router_bias_rate
+        self.packing: Tensor | None = None
+        """Of the last gradients: values that were packed, escapes, tensors left as they are, and whether they were
+        computed twice; int64 (4,), sums over all ranks. None without packed activations."""
         self._scale = torch.ones(())
         self._dtype = dtype
         if mesh is not None and layout.pipeline_parallel > 1:
@@ -147,7 +151,31 @@ class ModelParts:
         microbatch_size nor on the layout. Without any target, loss and gradients are 0.
         Communication: the model's, FSDP2's, an all-reduce of the number of targets per data-parallel axis, and one of
         the loss per data-parallel and pipeline axis. The number stays on the device, so the host does not wait for it.
+        With packed activations one of 4 numbers per mesh axis: if a tensor overflowed on any rank's GPU, all ranks
+        compute once more, with activations as they are. There the host waits for the step.
         """
+        loss = self._gradients(batch, first_sample, step, loss_scale)
+        if not self.layout.pack_activations:
+            return loss
+        numbers = self._packing_numbers(loss.device)
+        if repeated := bool(numbers[3]):
+            for parameter in self.parameters():
+                parameter.grad = None
+            with unpacked_activations():
+                loss = self._gradients(batch, first_sample, step, loss_scale)
+        self.packing = torch.cat([numbers[:3], torch.tensor([int(repeated)], device=numbers.device)])
+        return loss
+
+    def _packing_numbers(self, device: torch.device) -> Tensor:
+        """(values that were packed, escapes, tensors left as they are, groups that overflowed) of all ranks, int64."""
+        found = packing_report(device)
+        counts = torch.tensor([found.values, found.kept], device=device)
+        numbers = torch.stack([counts[0], found.escapes, counts[1], found.overflows])
+        for group in self.groups.values():
+            numbers = all_reduce(numbers, group)
+        return numbers
+
+    def _gradients(self, batch: Tensor, first_sample: int, step: int, loss_scale: float | Tensor) -> Tensor:
         targets = self._total((batch[:, 1:] >= 0).sum())
         self._scale = loss_scale / targets.clamp(min=1)
         self._prepare_experts(targets / (batch[:, 1:].numel() * self.layout.data_parallel))

@@ -133,7 +133,7 @@ class ParameterServer:
         scale_gradients(self.model.parameters(), clipping(norm, clip_norm))
         self.optimizer.update(lr, skipped)
         self._pull_all()
-        return StepResult(loss, norm, skipped, local, None, None, None)
+        return StepResult(loss, norm, skipped, local, None, None, None, None)
 
     def _pull_all(self) -> None:
         """Give this server's parameters to all others, and take theirs."""
@@ -180,7 +180,7 @@ class ParameterServer:
         sums = all_reduce(sums, self.group)
         both = all_reduce(torch.stack([norms, skipped.double()]), self.group, "max")
         loss = sums[0] / sums[1].clamp(min=1)
-        return StepResult(loss, both[0], both[1].float(), local, None, None, None)
+        return StepResult(loss, both[0], both[1].float(), local, None, None, None, None)
 
 
 class Server:

@@ -1,7 +1,7 @@
 """The numbers of a step, which are read when the next step is queued, and what a run counts of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tpformer.config import RunConfig
@@ -13,6 +13,8 @@ from .norms import NoiseScale
 from .schedules import batch_size
 from .step import StepResult
 from .transfers import Fetched
+
+COUNTS = ("skipped", "skipped_in_a_row", "repeated")  # of steps, which checkpoints keep
 
 
 class Launched(NamedTuple):
@@ -32,7 +34,7 @@ class Tally:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.skipped = self.skipped_in_a_row = 0
+        self.skipped = self.skipped_in_a_row = self.repeated = 0
         self.diverging = False
         self.losses, self.noise, self._config = LossMean(config.log.interval), NoiseScale(), config
 
@@ -45,7 +47,16 @@ class Tally:
         row = {"step": step, "loss": self.losses.add(step, loss), "step_loss": loss, "grad_norm": numbers["norm"]}
         if "loads" in numbers:
             row |= load_numbers(self._config, numbers["loads"], batch_size(step, self._config.train))
+        if "packing" in numbers:
+            row |= self._packing(numbers["packing"])
         return row | ({"skipped": self.skipped} if self.skipped else {})
+
+    def _packing(self, numbers: Sequence[float]) -> dict[str, float]:
+        """What a row says of packed activations: the share of values that were escapes, how many tensors were left as
+        they are, both in this step, and how many steps of the run were computed twice."""
+        values, escapes, kept, repeated = numbers
+        self.repeated += int(repeated)
+        return {"pack_escapes": escapes / max(1, values), "pack_left": int(kept), "pack_repeats": self.repeated}
 
     def norms(self, step: int, numbers: Mapping[str, Any], names: list[str]) -> dict[str, float]:
         """The row of norms.jsonl but for its step, where measured: norms of these names, experts' loads, the noise."""
@@ -59,11 +70,11 @@ class Tally:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        counts = {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        counts = {name: getattr(self, name) for name in COUNTS}
         return {**counts, "losses": self.losses.state_dict(), "noise": self.noise.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that state_dict returned; begin anew with what it lacks."""
-        self.skipped, self.skipped_in_a_row = (int(state.get(name, 0)) for name in ("skipped", "skipped_in_a_row"))
+        self.skipped, self.skipped_in_a_row, self.repeated = (int(state.get(name, 0)) for name in COUNTS)
         self.losses.load_state_dict(state.get("losses", {}))
         self.noise.load_state_dict(state.get("noise", {}))

@@ -27,7 +27,8 @@ class StepResult(NamedTuple):
     loss: the mean over the global batch. norm: of all gradients before clipping. Both are float64 scalars.
     skipped: a float32 scalar, 1 if loss or norm was not finite, so that nothing was updated, else 0.
     local: local_norms of this rank's gradients. measured: NormWatch.measured, if it was asked for.
-    scale: the loss scale of the next step, float32; None without a LossScaler. loads: settle_experts'.
+    scale: the loss scale of the next step, float32; None without a LossScaler. loads: settle_experts'. packing:
+    ModelParts.packing.
     All but `local` are equal on all ranks.
     """
 
@@ -38,6 +39,7 @@ class StepResult(NamedTuple):
     measured: Tensor | None
     scale: Tensor | None
     loads: Tensor | None
+    packing: Tensor | None
 
 
 class LossScaler:
@@ -91,7 +93,7 @@ def train_step(
     """Compute and clip gradients, and step the optimizers. If loss or norm is not finite, nothing is updated.
 
     The device decides that: on a GPU the host queues the step and waits for nothing, except with cpu_offload, where
-    optimizers run on the host. why_skipped says why.
+    optimizers run on the host, and with packed activations. why_skipped says why.
     batch, first_sample: as for ModelParts.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
     the largest gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer.
     Gradients are None afterwards. Communication: that of ModelParts.gradients, gradient_norm and settle_experts.
@@ -110,9 +112,10 @@ def train_step(
         optimizer.update(lr, skipped)
     settle_compression(model.parts, skipped)
     loads = settle_experts(model, skipped)
+    packing = None if model.packing is None else model.packing.to(norm.device)
     if scaler is not None:
         scaler.update(skipped)
-    return StepResult(loss, norm, skipped, local, measured, None if scaler is None else scaler.scale, loads)
+    return StepResult(loss, norm, skipped, local, measured, None if scaler is None else scaler.scale, loads, packing)
 
 
 def why_skipped(model: ModelParts, batch: Tensor, result: StepResult) -> str | None:
