@@ -46,7 +46,7 @@ def launch_options(warps: int, stages: int, cooperative: bool = False) -> dict[s
     for one another."""
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
     if not is_interpreted():  # the interpreter knows neither option, and runs one program at a time
-        options["maxnreg"] = MAXIMUM_REGISTERS
+        options["maxnreg"] = min(MAXIMUM_REGISTERS, REGISTERS // (32 * warps))  # or a program would fit on no SM
         if cooperative:
             options["launch_cooperative_grid"] = True
     return options

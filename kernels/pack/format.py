@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK, GROUP, SLOTS = 128, 4096, 32
+BLOCK, GROUP, SLOTS = 256, 8192, 24
 WINDOW, ZERO, ESCAPE = 14, 14, 15
 HEADROOM = 6
 RUN = 8  # values that kernels read at once: as many as a load of 16 bytes has that are not packed
@@ -77,5 +77,5 @@ def groups_of(numel: int) -> int:
 
 
 def packed_bytes(numel: int) -> int:
-    """Bytes of the packed form of so many values: 12.1875 bits for each value of a whole group."""
+    """Bytes of the packed form of so many values: 12.08 bits for each value of a whole group."""
     return groups_of(numel) * RECORD

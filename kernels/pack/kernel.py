@@ -14,7 +14,9 @@ from ..replay import launch, replayed
 from . import format as packing
 from .format import Packed, groups_of
 
+PACKERS, BLOCKS = 4, 4  # warps, and blocks that they pack at once
 WARPS = 8
+POWER = tl.constexpr(triton.next_power_of_2(packing.SLOTS))
 RUN, CODES, BASES, ESCAPES, RECORD, GROUP, BLOCK, SLOTS, WINDOW, ZERO, ESCAPE, HEADROOM, NAN = map(
     tl.constexpr,
     (
@@ -57,41 +59,53 @@ def read_block(buffer, first, row, column, rows, columns, ROWS: tl.constexpr, CO
 
 
 @triton.jit
-def pack_group(x, record, count, mask):
-    """Pack a group into its record. x: its values' bits, int16. mask: those of a group that is not whole, or None."""
-    at = tl.arange(0, GROUP)
-    bits = tl.load(x + at, mask=mask, other=None if mask is None else 0).to(tl.int32)
-    blocks = tl.reshape(bits, (GROUP // BLOCK, BLOCK))
-    exponent = (blocks >> 7) & 255
+def pack_blocks(bits, record, first, before):
+    """Pack the blocks of a group from value number `first` on, (blocks, BLOCK) int32. Returns how many escapes there are
+    up to these blocks' end. before: up to their begin."""
+    BLOCKS: tl.constexpr = bits.shape[0]
+    exponent = (bits >> 7) & 255
     nonzero = tl.maximum(tl.sum((exponent > 0).to(tl.int32), 1), 1)
     base = tl.minimum(tl.max(exponent, 1), tl.sum(exponent, 1) // nonzero + HEADROOM)
     code = base[:, None] - exponent
     code = tl.where((code >= 0) & (code < WINDOW), code, ESCAPE)
-    code = tl.reshape(tl.where(exponent == 0, ZERO, code), (GROUP,))
-    escapes = (code == ESCAPE).to(tl.int32)
-    slot = tl.cumsum(escapes, 0) - escapes
-    fits = (escapes > 0) & (slot < SLOTS)
-    content = tl.where(escapes > 0, tl.where(fits, slot, 0), ((bits >> 8) & 128) | (bits & 127))
-    tl.store(record + at, content.to(tl.uint8))
-    low, high = tl.split(tl.reshape(code, (GROUP // 2, 2)))
-    tl.store(record + CODES + tl.arange(0, GROUP // 2), (low | (high << 4)).to(tl.uint8))
-    tl.store(record + BASES + tl.arange(0, GROUP // BLOCK), base.to(tl.uint8))
-    slots, total = (record + ESCAPES).to(tl.pointer_type(tl.int16)), tl.sum(escapes, 0)
-    whole = tl.where((slot == 0) & (total > SLOTS), NAN, bits)
-    tl.store(slots + slot, whole.to(tl.int16), mask=fits)
-    tl.store(slots + tl.arange(0, SLOTS), tl.zeros((SLOTS,), tl.int16), mask=tl.arange(0, SLOTS) >= total)
-    tl.store(count, total)
+    code = tl.where(exponent == 0, ZERO, code)
+    low, high = tl.split(tl.reshape(code, (BLOCKS, BLOCK // 2, 2)))
+    block = tl.arange(0, BLOCKS)
+    pair = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(record + CODES + first // 2 + pair, (low | (high << 4)).to(tl.uint8))
+    tl.store(record + BASES + first // BLOCK + block, base.to(tl.uint8))
+    content = record + first + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(content, (((bits >> 8) & 128) | (bits & 127)).to(tl.uint8))
+    escapes = tl.reshape((code == ESCAPE).to(tl.int32), (BLOCKS * BLOCK,))
+    found = tl.sum(escapes, 0)
+    if found > 0:  # of few blocks
+        slot = tl.reshape(before + tl.cumsum(escapes, 0) - escapes, (BLOCKS, BLOCK))
+        fits = (code == ESCAPE) & (slot < SLOTS)
+        tl.debug_barrier()  # another thread has stored the content
+        tl.store(content, tl.where(fits, slot, 0).to(tl.uint8), mask=code == ESCAPE)
+        tl.store((record + ESCAPES).to(tl.pointer_type(tl.int16)) + slot, bits.to(tl.int16), mask=fits)
+    return before + found
 
 
 @triton.jit(do_not_specialize=["numel"])
-def pack_kernel(x, buffer, counts, numel):
-    """Pack group number program_id(0). Whole groups take no mask, so that their accesses are 16 bytes wide."""
+def pack_kernel(x, buffer, counts, numel, BLOCKS: tl.constexpr):
+    """Pack group number program_id(0), BLOCKS of its blocks at a time. x: the values' bits, int16."""
     group = tl.program_id(0).to(tl.int64)
     x, record, rest = x + group * GROUP, buffer + group * RECORD, numel - group * GROUP
-    if rest >= GROUP:
-        pack_group(x, record, counts + group, None)
-    else:
-        pack_group(x, record, counts + group, tl.arange(0, GROUP) < rest)
+    total = 0
+    for first in tl.range(0, GROUP, BLOCKS * BLOCK):
+        at = first + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        if rest >= GROUP:  # without a mask loads are 16 bytes wide
+            bits = tl.load(x + at)
+        else:
+            bits = tl.load(x + at, mask=at < rest, other=0)
+        total = pack_blocks(bits.to(tl.int32), record, first, total)
+    slots, unused = (record + ESCAPES).to(tl.pointer_type(tl.int16)), tl.arange(0, POWER)
+    tl.store(slots + unused, tl.zeros((POWER,), tl.int16), mask=(unused >= total) & (unused < SLOTS))
+    if total > SLOTS:
+        tl.debug_barrier()  # another thread has stored an escape there
+        tl.store(slots, tl.cast(NAN, tl.int16))
+    tl.store(counts + group, total)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -118,7 +132,9 @@ def pack_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
     buffer = bits.new_empty((groups, packing.RECORD), dtype=torch.uint8)
     counts = bits.new_empty((groups,), dtype=torch.int32)
     if groups:
-        launch(pack_kernel, (groups,), bits, buffer, counts, bits.numel(), **launch_options(WARPS, 1))
+        launch(
+            pack_kernel, (groups,), bits, buffer, counts, bits.numel(), BLOCKS=BLOCKS, **launch_options(PACKERS, 1)
+        )
     return buffer, counts
 
 

@@ -114,7 +114,7 @@ class Layout:
     recompute_interval: int = 1
     """With recompute = "full": consecutive layers in a region, of which only the input is kept."""
     pack_activations: bool = False
-    """Keep bfloat16 activations in 12.2 bits a value until the backward, which gets the same bits."""
+    """Keep bfloat16 activations in 12.1 bits a value until the backward, which gets the same bits."""
     pack_layers: str = ""
     """With pack_activations: the layers to do so, in the notation of recompute_layers. Empty: all."""
     offload_activations: bool = False

@@ -49,7 +49,7 @@ class TransformerBlock(ParallelModule):
              With qk_norm the first two keep 4 more, for the queries and keys before their norms (in general
              2 (n_heads + n_kv_heads) head_dim / hidden), and one more statistic of each head.
              `python -m bench memory` counts these.
-             pack_activations: what is kept of bfloat16 takes 0.762 as much, in every mode (ops.packed_activations).
+             pack_activations: what is kept of bfloat16 takes 0.755 as much, in every mode (ops.packed_activations).
              The bits are the same. torch.compile leaves such a block alone. On a GPU see ops.packing_report.
     Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.

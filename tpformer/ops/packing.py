@@ -1,4 +1,4 @@
-"""Packed activations: what autograd saves of bfloat16 waits for the backward in 12.2 bits a value, without loss."""
+"""Packed activations: what autograd saves of bfloat16 waits for the backward in 12.1 bits a value, without loss."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ _ALLOWED: ContextVar[bool] = ContextVar("packing_allowed", default=True)
 def packed_activations(*modules: nn.Module, held: Sequence[Tensor] = ()) -> Iterator[None]:
     """What autograd saves of bfloat16 in this context is kept in packed form, and comes back with the same bits.
 
-    Every storage is packed once, however many views are saved: 12.1875 bits for each value (kernels/pack/format.py).
+    Every storage is packed once, however many views are saved: 12.08 bits for each value (kernels/pack/format.py).
     The modules' parameters are not, nor what `held` tensors share memory with, which others keep alive anyway.
     A storage whose values have too many exponents is kept as it is where the host knows, on a CPU. On a GPU the device
     alone knows: gradients are then NaN, and packing_report has overflows. Repeat that step in unpacked_activations.
