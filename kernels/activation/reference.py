@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cast import cast
 from ..cost import Cost
 from ..pack.format import Packed
-from ..pack.reference import unpacked
+from ..pack.reference import parts_of, ranges, unpacked
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 
@@ -20,7 +20,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 # exponential is several times faster than tanh on a CPU
 _LINEAR = 2 * math.sqrt(2 / math.pi)
 _CUBIC = _LINEAR * 0.044715
-_CPU_ELEMENTS = 2**18  # a backward on a CPU takes so many at a time, so that intermediate values stay in the cache
+_CPU_ELEMENTS = 2**18  # so many at a time are taken on a CPU, so that intermediate values stay in the cache
 
 
 def _polynomial(x: Tensor, cubic: float, sign: int = 1) -> Tensor:
@@ -28,7 +28,21 @@ def _polynomial(x: Tensor, cubic: float, sign: int = 1) -> Tensor:
     return torch.addcmul(x.new_full((), sign * _LINEAR), x, x, value=sign * cubic)
 
 
+def _in_parts(x: Tensor) -> list[slice]:
+    """Parts of x's rows to take one after another; none, or one, if x is taken at once."""
+    # not for fake tensors, which have no elements to keep in a cache
+    if x.numel() <= _CPU_ELEMENTS or x.device.type != "cpu" or type(x) is not Tensor:
+        return []
+    chunk = max(1, _CPU_ELEMENTS * len(x) // x.numel())
+    return [slice(first, first + chunk) for first in range(0, len(x), chunk)]
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
+    if len(parts := _in_parts(x)) > 1:
+        a = torch.empty_like(x)
+        for part in parts:
+            a[part] = _gelu_tanh(x[part])
+        return a
     wide = cast(x, torch.promote_types(x.dtype, torch.float32))
     return cast(_polynomial(wide, _CUBIC).mul_(wide).sigmoid_().mul_(wide), x.dtype)
 
@@ -39,11 +53,9 @@ def _gelu_tanh_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     With s the sigmoid of u, act' = s + x s (1 - s) u'. A large x multiplies the error of 1 - s by x u', so 1 - s is
     made as exp(-u) s, which is exact to rounding where s is almost 1. torch's own derivative loses ten times as much.
     """
-    # not for fake tensors, which have no elements to keep in a cache
-    if x.numel() > _CPU_ELEMENTS and x.device.type == "cpu" and type(x) is Tensor:
-        a, chunk = torch.empty_like(x), max(1, _CPU_ELEMENTS // x.shape[-1])
-        for first in range(0, len(x), chunk):
-            part = slice(first, first + chunk)
+    if len(parts := _in_parts(x)) > 1:
+        a = torch.empty_like(x)
+        for part in parts:
             a[part] = _gelu_tanh_backward(da[part], x[part])[1]
         return da, a
     wide = cast(x, torch.promote_types(x.dtype, torch.float32))
@@ -103,14 +115,30 @@ def activation_backward(
 
     Shapes:   da, x, gate (M, F), contiguous, or x and gate packed; a result may take the memory of da
     """
-    x, gate = unpacked(x), None if gate is None else unpacked(gate)
     if name is None:
-        return da, None, x
+        return da, None, unpacked(x)
+    if isinstance(x, Packed) or isinstance(gate, Packed):
+        return _backward_of_packed(da, x, name, gate)
     if gate is None:
         dx, a = _backward(da, x, name)
         return dx, None, a
     dgate, act = _backward(da * x, gate, name)
     return da.mul_(act), dgate, act.mul_(x)
+
+
+def _backward_of_packed(
+    da: Tensor, x: Tensor | Packed, name: str, gate: Tensor | Packed | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """activation_backward in parts, so that no second copy of x or gate is whole at any time."""
+    a, flat = torch.empty_like(da), da.view(-1)
+    dgate = None if gate is None else torch.empty_like(da)
+    parts = [parts_of(x), *([] if gate is None else [parts_of(gate)])]
+    for place, *values in zip(ranges(da.numel()), *parts, strict=True):
+        dx, own_dgate, a.view(-1)[place] = activation_backward(flat[place], values[0], name, *values[1:])
+        flat[place] = dx
+        if dgate is not None:
+            dgate.view(-1)[place] = own_dgate
+    return da, dgate, a
 
 
 def activation_cost(m: int, f: int, itemsize: int, gated: bool = False, backward: bool = False) -> Cost:

@@ -20,8 +20,8 @@ POWER = tl.constexpr(triton.next_power_of_2(packing.SLOTS))
 RUN, CODES, BASES, ESCAPES, RECORD, GROUP, BLOCK, SLOTS, WINDOW, ZERO, ESCAPE, HEADROOM, NAN = map(
     tl.constexpr,
     (
-        packing.RUN, packing.CODES, packing.BASES, packing.ESCAPES, packing.RECORD, packing.GROUP, packing.BLOCK, packing.SLOTS,
-        packing.WINDOW, packing.ZERO, packing.ESCAPE, packing.HEADROOM, packing.NAN,
+        packing.RUN, packing.CODES, packing.BASES, packing.ESCAPES, packing.RECORD, packing.GROUP, packing.BLOCK,
+        packing.SLOTS, packing.WINDOW, packing.ZERO, packing.ESCAPE, packing.HEADROOM, packing.NAN,
     ),
 )  # fmt: skip
 
@@ -60,8 +60,10 @@ def read_block(buffer, first, row, column, rows, columns, ROWS: tl.constexpr, CO
 
 @triton.jit
 def pack_blocks(bits, record, first, before):
-    """Pack the blocks of a group from value number `first` on, (blocks, BLOCK) int32. Returns how many escapes there are
-    up to these blocks' end. before: up to their begin."""
+    """Pack the blocks of a group from value number `first` on, (blocks, BLOCK) int32.
+
+    Returns how many escapes there are up to the end of these blocks. before: up to their begin.
+    """
     BLOCKS: tl.constexpr = bits.shape[0]
     exponent = (bits >> 7) & 255
     nonzero = tl.maximum(tl.sum((exponent > 0).to(tl.int32), 1), 1)
@@ -132,9 +134,7 @@ def pack_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
     buffer = bits.new_empty((groups, packing.RECORD), dtype=torch.uint8)
     counts = bits.new_empty((groups,), dtype=torch.int32)
     if groups:
-        launch(
-            pack_kernel, (groups,), bits, buffer, counts, bits.numel(), BLOCKS=BLOCKS, **launch_options(PACKERS, 1)
-        )
+        launch(pack_kernel, (groups,), bits, buffer, counts, bits.numel(), BLOCKS=BLOCKS, **launch_options(PACKERS, 1))
     return buffer, counts
 
 
@@ -188,5 +188,5 @@ def kept_source(x: Tensor | Packed) -> Tensor:
     if not isinstance(x, Packed):
         return x.contiguous()
     if x.shape[-1] % packing.RUN:
-        raise ValueError(f"packed rows of {x.shape[-1]} values: unpack them first, unless they are multiples of {packing.RUN}")
+        raise ValueError(f"packed rows of {x.shape[-1]} values, no multiple of {packing.RUN}: unpack them first")
     return x.buffer

@@ -1,5 +1,7 @@
 """Packing of bfloat16 values, without loss: the specification (torch only), and the cost. format.py has the format."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -107,6 +109,20 @@ def _unpack_groups(buffer: Tensor) -> Tensor:
         slots = buffer[:, ESCAPES:].contiguous().view(torch.int16)
         bits[group, place] = slots[group, content[group, place].long()]
     return bits
+
+
+def ranges(numel: int) -> list[slice]:
+    """Where the parts of parts_of lie among so many values."""
+    return [slice(first, min(first + AT_ONCE * GROUP, numel)) for first in range(0, numel, AT_ONCE * GROUP)]
+
+
+def parts_of(x: Tensor | Packed) -> Iterator[Tensor]:
+    """The values of a contiguous x in flat parts, of which each is unpacked when it is asked for."""
+    for place in ranges(x.numel()):
+        if isinstance(x, Packed):
+            yield unpack(Packed(x.buffer[place.start // GROUP :][:AT_ONCE], (place.stop - place.start,)))
+        else:
+            yield x.view(-1)[place]
 
 
 def unpacked(x: Tensor | Packed) -> Tensor:

@@ -181,7 +181,7 @@ def derivatives_of_packed(m: int, n: int, k: int, tile, device: str = "cpu") -> 
 
 def test_rows_that_do_not_begin_with_a_run_are_refused() -> None:
     x = torch.ones(3, 12, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="rows of 12 values: unpack them first"):
+    with pytest.raises(ValueError, match="rows of 12 values, no multiple of 8"):
         kernel.kept_source(reference.pack(x)[0])
 
 
