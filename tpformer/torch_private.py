@@ -147,6 +147,21 @@ def foreach_multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def is_fake(x: Tensor) -> bool:
+    """Whether x is a FakeTensor, which has no values."""
+    return type(x).__name__ == "FakeTensor"
+
+
+def version_of(x: Tensor) -> int:
+    """How many times autograd has seen x's memory written to; a view has its base's number."""
+    return x._version
+
+
+def base_of(x: Tensor) -> Tensor:
+    """The tensor of which x is a view, or x. FSDP2 hands a module views of what it was called with."""
+    return x if x._base is None else x._base
+
+
 def is_view(x: Tensor) -> bool:
     """Whether autograd takes x for a view of another tensor, and so refuses to detach it in place."""
     return x._is_view()

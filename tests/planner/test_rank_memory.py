@@ -1,4 +1,4 @@
-"""The memory model beside the dry run's counts: 38 layouts, every stage's bytes and the sum at the peak."""
+"""The memory model beside the dry run's counts: 46 layouts, every stage's bytes and the sum at the peak."""
 
 import re
 from pathlib import Path
@@ -22,6 +22,7 @@ MOE = {
 }  # fmt: skip
 SHARED = {**MOE, "n_layers": 5, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
 ZBV = {"pipeline_schedule": "ZBVZeroBubble"}
+PACKED = {"pack_activations": True}
 LAYOUTS = [
     (GPT, {}),
     (GPT, {"tensor_parallel": 2, "zero_stage": 2, "data_parallel_shard": 2}),
@@ -64,6 +65,14 @@ LAYOUTS = [
     (SHARED, {"pipeline_parallel": 2, **ZBV, "tensor_parallel": 2, "data_parallel_shard": 2, "recompute": "mlp"}),
     ({**SHARED, "n_layers": 8}, {"pipeline_parallel": 4, "data_parallel_shard": 2, "recompute": "full"}),
     ({**SHARED, "n_layers": 8}, {"pipeline_parallel": 2, **ILV, "data_parallel_shard": 2, "zero_stage": 2}),
+    (GPT, {**PACKED}),
+    (GPT, {**PACKED, "tensor_parallel": 4, "sequence_parallel": False}),
+    (GPT, {**PACKED, "recompute": "mlp", "pack_layers": "1:5", "data_parallel_shard": 4, "zero_stage": 3}),
+    (LLAMA, {**PACKED, "pipeline_parallel": 2, **ILV, "tensor_parallel": 2}),
+    (LLAMA, {**PACKED, "pipeline_parallel": 2, **ZBV, "recompute": "full"}),
+    (GPT, {**PACKED, "recompute": "full", "recompute_interval": 2, "recompute_layers": "0:6"}),
+    ({**GPT, "seq_length": 2048}, {**PACKED, "offload_activations": True}),
+    (SHARED, {**PACKED, "tensor_parallel": 2, "data_parallel_shard": 2}),
 ]
 
 

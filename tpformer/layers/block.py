@@ -15,7 +15,7 @@ from tpformer.ops.recompute import in_region
 from tpformer.ops.sequence import flat_rows
 from tpformer.ops.transport import dtype_name
 from tpformer.ops.uncompiled import uncompiled
-from tpformer.torch_private import forward_hooks, forward_pre_hooks
+from tpformer.torch_private import base_of, forward_hooks, forward_pre_hooks
 
 from .attention import SelfAttention
 from .cache import LayerCache, require_cache
@@ -249,12 +249,16 @@ class TransformerBlock(ParallelModule):
 
 
 def packing(x: Tensor, *layers: nn.Module) -> AbstractContextManager[None]:
-    """ops.packed_activations for layers that take x. An x that is a leaf is held by whoever wants its gradient."""
-    return ops.packed_activations(*layers, held=[x] if x.is_leaf and x.requires_grad else [])
+    """ops.packed_activations for layers that take x. An x that is a leaf is held by whoever wants its gradient, as what
+    a pipeline stage has received is by the pipeline."""
+    base = base_of(x)
+    return ops.packed_activations(*layers, held=[x] if base.is_leaf and base.requires_grad else [])
 
 
 def run_region(layers: Sequence[nn.Module], x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:
     """Run layers one after another as one recomputed region, which keeps only x. Their blocks have recompute="none".
+
+    x is packed if the first of them packs.
 
     If the last layer is a block whose result no hook sees, the second run leaves out the last GEMM and its reduction.
     """
@@ -270,6 +274,7 @@ def run_region(layers: Sequence[nn.Module], x: Tensor, positions: Positions, dro
 
     hooked = any(others_hook(hooks) for layer in layers for hooks in (forward_pre_hooks(layer), forward_hooks(layer)))
     draws = hooked or not all(ours) or any(layer.draws(dropout_key) for layer in layers)
-    packs = any(isinstance(layer, TransformerBlock) and layer.packs(x) for layer in map(unwrapped, layers))
+    first = unwrapped(layers[0])
+    packs = isinstance(first, TransformerBlock) and first.packs(x)
     with packing(x, *layers) if packs else nullcontext():
         return ops.recompute(region, x, keep_random_state=draws)

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpformer.distributed.dtensor import is_dtensor
-from tpformer.kernels.pack.format import GROUP, RECORD, RUN, SLOTS, Packed, groups_of
-from tpformer.torch_private import top_saved_tensors_hooks
+from tpformer.kernels.pack.format import GROUP, RUN, SLOTS, Packed
+from tpformer.torch_private import is_fake, top_saved_tensors_hooks, version_of
 
 from .implementation import implementation
 
@@ -151,7 +150,7 @@ class _Packing:
         reference = StorageWeakRef(x.untyped_storage())
         if reference.cdata in self.parameters or reference.cdata in self.held:
             return None
-        key = reference.cdata, x._version
+        key = reference.cdata, version_of(x)
         if key not in self.known:
             self.known[key] = reference, _pack_storage(x)
         return self.known[key][1]
@@ -170,9 +169,9 @@ def _pack_storage(x: Tensor) -> Tensor | None:
     """The packed storage of x; None if the host knows that it overflows."""
     with torch.no_grad():
         flat = x.new_empty(0).set_(x.untyped_storage())
-        if isinstance(x, FakeTensor):  # a dry run: it has no values, and none that overflow
-            return x.new_empty(groups_of(len(flat)), RECORD, dtype=torch.uint8)
         packed, counts = implementation("pack", flat).pack(flat)
+        if is_fake(counts):  # a dry run's: none overflows
+            return packed.buffer
         if _host_knows(counts) and int(counts.max()) > SLOTS:
             _TALLY.kept += 1
             return None
@@ -186,9 +185,7 @@ def _host_knows(counts: Tensor) -> bool:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The tensor that was packed; also a fake one's."""
-    if isinstance(packed.buffer, FakeTensor):
-        return packed.buffer.new_empty(packed.shape, dtype=packed.dtype)
+    """The tensor that was packed."""
     return implementation("pack", packed).unpack(packed)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tpformer.config import MLP_ACTIVATIONS, RunConfig
+from tpformer.kernels.pack.format import packed_bytes
+from tpformer.ops.packing import SMALLEST
 
 from .memory import expert_rows, kv_heads, microbatch_rows
 from .states import Precision
@@ -34,12 +36,45 @@ class Kept(NamedTuple):
     waiting: float
     """What a split backward holds of the MLP branch for the weight gradients, without rows of the residual stream."""
 
-    def storages(self, recompute: str) -> list[float]:
-        """Those that autograd keeps. recompute: none, mlp or full."""
+    def storages(self, recompute: str, packs: bool = False) -> list[float]:
+        """Those that autograd keeps, the layer's input first. recompute: none, mlp or full. packs: in packed form."""
+        size = packed_size if packs else _as_is
+        kept = list(map(size, self.activations(recompute)))
+        if recompute == "full":
+            return kept
+        return [*kept, self.of_attention] + ([self.of_mlp, *self.routing] if recompute == "none" else [])
+
+    def activations(self, recompute: str) -> list[float]:
+        """Those of `storages` that can be packed."""
         if recompute == "full":
             return [self.stream]
-        kept = [self.stream, self.stream, *self.heads, self.of_attention]
-        return kept if recompute == "mlp" else [*kept, *self.hidden, self.of_mlp, *self.routing]
+        return [self.stream, self.stream, *self.heads, *(self.hidden if recompute == "none" else ())]
+
+    def packing(self, recompute: str) -> tuple[float, float]:
+        """Bytes that packing adds to what a layer's kernels read and write: to the forward, and to the backward.
+
+        What is packed is read and its packed form written. In the backward norms and the activation read the packed
+        form in place of the values: the residual stream twice, the MLP's hidden once. All others are unpacked by a
+        pass of their own, which reads it and writes the values: queries, keys, values, twice attention's result, a
+        region's input.
+        """
+        forward = sum(each + packed_size(each) for each in self.activations(recompute))
+        passes = [self.stream] * (recompute == "mlp")
+        passes += [*self.heads, self.heads[3]] if recompute != "full" else [self.stream]
+        inside = [self.stream] * {"none": 4, "mlp": 2, "full": 0}[recompute]
+        inside += self.hidden if recompute == "none" else ()
+        backward = sum(each + packed_size(each) for each in passes) - sum(each - packed_size(each) for each in inside)
+        return forward, backward
+
+
+def _as_is(nbytes: float) -> float:
+    return nbytes
+
+
+def packed_size(nbytes: float) -> float:
+    """Bytes of a storage's packed form; small ones are not packed."""
+    values = round(nbytes) // 2
+    return nbytes if values < SMALLEST else packed_bytes(values)
 
 
 def kept_by_kind(config: RunConfig, *, worst: bool = False) -> dict[bool, Kept]:

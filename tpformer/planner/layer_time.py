@@ -4,7 +4,7 @@ Belongs here: which kernels and collectives a layer runs, on a configuration alo
 tensor-parallel communication by transport in ops/transports/prediction.py, stages and steps in step_time.py.
 
 All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), recompute, logits,
-launch (on a CPU), wait (for the host).
+packing, launch (on a CPU), wait (for the host).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Group
 from tpformer.ops.transports.prediction import fused_times, grouped_seconds, sequential_times
 
 from .devices import Device, as_if_on
+from .kept import kept_by_kind
 from .memory import kv_heads
 from .roofline import GAP, activation_seconds, attention_seconds, gemm_seconds, stream_seconds
 from .software import Software
@@ -120,7 +121,7 @@ class LayerModel:
 
     def __init__(self, config: RunConfig, device: Device, software: Software) -> None:
         model, layout = config.model, config.parallel
-        self.model, self.layout, self.device, self.software = model, layout, device, software
+        self.config, self.model, self.layout, self.device, self.software = config, model, layout, device, software
         self.t, self.h = layout.tensor_parallel, model.hidden_size
         self.tokens = config.microbatch_size * model.seq_length
         self.rows = self.tokens / self.t if layout.sequence_parallel else self.tokens
@@ -272,8 +273,9 @@ class LayerModel:
         every = repeats.get("elementwise", 0.0)
         return seconds + max(every, repeats.get("activation", 0.0)) * moved["activation"] + every * moved["rest"]
 
-    def work(self, recomputes: bool = True, *, experts: bool = False) -> Work:
-        """A layer's. recomputes: whether it is one that the layout recomputes. experts: whether it has some."""
+    def work(self, recomputes: bool = True, *, experts: bool = False, packs: bool = False) -> Work:
+        """A layer's. recomputes: whether it is one that the layout recomputes. experts: whether it has some. packs:
+        whether its activations are packed."""
         forward, inputs, weights = self.routing() if experts else (Terms(), Terms(), Terms())
         for linear in self.linears[experts]:
             forward += self.linear_forward(linear)
@@ -284,6 +286,10 @@ class LayerModel:
         inputs += self.attention(True) + Terms(elementwise=sum(self.elementwise(True, experts).values()))
         if recomputes:
             inputs["recompute"] += self.again(experts)
+        if packs:
+            kept = kept_by_kind(self.config)[experts]
+            moved = kept.packing(self.layout.recompute if recomputes else "none")
+            forward["packing"], inputs["packing"] = (activation_seconds(nbytes, self.device) for nbytes in moved)
         if self.device.launch:
             more = self.software.expert_kernels if experts else (0, 0)
             kernels = [self.device.launch * sum(n) for n in zip(self.software.kernels, more, strict=True)]

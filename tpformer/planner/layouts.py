@@ -17,18 +17,19 @@ DEFAULTS: dict[str, Any] = {
     "tp": 1, "pp": 1, "dp": 1, "zero": 0, "microbatch": 1, "stages": 1, "schedule": "1F1B", "recompute": "none",
     "offload": "none",
 }  # fmt: skip
-WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOADS}
+PACKS = ("none", "all")  # layers whose activations are packed
+WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOADS, "pack": PACKS}
 
 
 def layout_text(config: RunConfig) -> str:
-    """A layout as one line that `--explain` reads, without recomputation and offloading where there is none."""
+    """A layout as one line that `--explain` reads, without recomputing, offloading and packing where there is none."""
     layout = config.parallel
     parts: dict[str, Any] = {"tp": layout.tensor_parallel, "pp": layout.pipeline_parallel, "dp": layout.data_parallel}
     parts |= {"zero": layout.zero, "microbatch": config.microbatch_size}
     if layout.pipeline_parallel > 1:
         parts |= {"schedule": layout.pipeline_schedule, "stages": layout.stages_per_rank}
-    others = {"recompute": layout.recompute, "offload": offload_of(layout)}
-    parts |= {key: value for key, value in others.items() if value != DEFAULTS[key]}
+    others = {"recompute": layout.recompute, "offload": offload_of(layout), "pack": pack_of(config)}
+    parts |= {key: value for key, value in others.items() if value != "none"}
     return ",".join(f"{key}={value}" for key, value in parts.items())
 
 
@@ -37,10 +38,16 @@ def offload_of(layout: Layout) -> str:
     return OFFLOADS[layout.offload_activations + 2 * layout.cpu_offload]
 
 
+def pack_of(config: RunConfig) -> str:
+    """One of PACKS."""
+    return PACKS[config.parallel.pack_activations]
+
+
 def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """The configuration in the layout of layout_text's keys. Missing ones are as in DEFAULTS.
 
-    What is recomputed is so in all layers, each by itself, because the text says nothing else.
+    What is recomputed or packed is so in all layers, each by itself, because the text says nothing else. Without `pack`
+    the configuration decides.
     """
     stages, values = values.get("stages"), {**DEFAULTS, **values}  # unset: the schedule's own number
     dp, zero, offload, schedule = (values[key] for key in ("dp", "zero", "offload", "schedule"))
@@ -57,6 +64,8 @@ def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         recompute=values["recompute"],
         recompute_layers="",
         recompute_interval=1,
+        pack_activations=values.get("pack", pack_of(config)) == "all",
+        pack_layers="",
         cpu_offload=offload in ("states", "both"),
         offload_activations=offload in ("activations", "both"),
     )

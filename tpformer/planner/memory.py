@@ -108,7 +108,8 @@ def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, w
     They are the gathered output gradient and input, the partial input gradient, the MLP's hidden gradients and
     activations, and the gradients of the layer's parameters. Experts have the gradients of their activations, too, and
     of each dispatched row before those of a token are added. With recomputation also all that the layers of a region
-    would save without it. experts: whether the layer has experts. worst: as in expert_rows.
+    would save without it. With packed activations also what a backward of attention unpacks: queries, keys, values and
+    the result. experts: whether the layer has experts. worst: as in expert_rows.
     """
     model, layout, h, t = config.model, config.parallel, config.model.hidden_size, config.parallel.tensor_parallel
     item, tokens = Precision.of(config).compute.itemsize, config.microbatch_size * config.model.seq_length
@@ -121,7 +122,8 @@ def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, w
         index = model.n_layers - 1 if experts else 0
         rest = model.kept_features(index) - model.activated_features(index)
         again = min(layout.recompute_interval, model.n_layers) * item * (tokens * rest / t + read)
-    return item * (tokens * 3 * h + read + made + layer) + again
+    unpacked = 2 * (model.query_size + model.kv_size) / t if layout.pack_activations else 0
+    return item * (tokens * (3 * h + unpacked) + read + made + layer) + again
 
 
 def reduction_workspace(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpformer.config import SCHEDULES, RunConfig, recomputed_layers
+from tpformer.config import SCHEDULES, RunConfig, packed_layers, recomputed_layers
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPTConfig, regions
 from tpformer.ops import VocabSlice, default_chunk_tokens
@@ -121,7 +121,10 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
         again = regions(layers, recomputed_layers(layout.recompute, pattern, interval, model.n_layers), interval)
     modes = {i: layout.recompute if str(i) in again else "none" for i in layers}
     # a region of several layers keeps the input of its first one
-    units = [of_layer[i].storages(modes[i]) for i in layers if again.get(str(i), i) == i]
+    packs = packed_layers(layout.pack_activations, layout.pack_layers, model.n_layers)
+    units = [of_layer[i].storages(modes[i], i in packs) for i in layers if again.get(str(i), i) == i]
+    if stage > 0:
+        units[0][0] = stream  # it is received in memory that the pipeline holds, and which is not packed
     saved = sum(map(sum, units)) + sum(of_layer[i].decided for i in layers if modes[i] != "none")
     moved = 0.0
     if layout.offload_activations:
@@ -189,7 +192,8 @@ def least_memory(config: RunConfig) -> float:
     kept = 0.0
     if not layout.offload_activations and layout.recompute_interval == 1 and not layout.recompute_layers:
         waiting, of_kind = min(config.n_microbatches, layout.pipeline_parallel), kept_by_kind(config)
-        sizes = {kind: sum(each.storages(layout.recompute)) for kind, each in of_kind.items()}
+        packs = layout.pack_activations
+        sizes = {kind: sum(each.storages(layout.recompute, packs)) for kind, each in of_kind.items()}
         kept = waiting * min(sum(sizes[config.model.has_experts(i)] for i in stage) for stage in own)
     held = sum(state.nbytes for state in states[3:]) if layout.cpu_offload else most_at_once(states)
     return held + kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from tpformer.config import SCHEDULES, RunConfig, check_config
 
 from .devices import Device
 from .layer_time import LayerModel
-from .layouts import DEFAULTS, OFFLOADS, layout_text, with_layout
+from .layouts import DEFAULTS, OFFLOADS, layout_text, pack_of, with_layout
 from .rank_memory import Plan, different_ranks, least_memory, predicted_memory
 from .software import OURS, Software
 from .step_time import StepModel, StepTime, mfu
@@ -45,6 +46,8 @@ class Space:
     microbatch: tuple[int, ...] = (1, 2, 4, 8, 16)
     recompute: tuple[str, ...] = ("none", "mlp", "full")
     offload: tuple[str, ...] = OFFLOADS
+    pack: tuple[str, ...] | None = None
+    """None: as the configuration says."""
 
     def has(self, **values: int) -> bool:
         """Whether these settings may have these values."""
@@ -97,7 +100,7 @@ def divisors(n: int) -> list[int]:
 
 
 def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """tp, pp, dp, microbatch and recompute of all layouts that divide. Counts what does not."""
+    """tp, pp, dp, microbatch, recompute and pack of all layouts that divide. Counts what does not."""
     model, space, batch = question.config.model, question.space, question.config.train.global_batch_size
     for t in divisors(question.gpus):
         if not space.has(tp=t):
@@ -122,8 +125,8 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
                 if batch % (dp * b):
                     dropped["dp x microbatch does not divide the batch"] += 1
                     continue
-                for recompute in space.recompute:
-                    yield {"tp": t, "pp": p, "dp": dp, "microbatch": b, "recompute": recompute}
+                for recompute, pack in itertools.product(space.recompute, space.pack or (pack_of(question.config),)):
+                    yield {"tp": t, "pp": p, "dp": dp, "microbatch": b, "recompute": recompute, "pack": pack}
 
 
 def crosses_nodes(question: Question, tp: int) -> bool:
@@ -206,12 +209,15 @@ def why_not(question: Question, config: RunConfig) -> str | None:
 
 def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) -> float:
     """A lower bound of a step in any schedule: the mean rank's share of all layers and of the head."""
-    key = shape["tp"], shape["microbatch"], shape["recompute"]
+    key = shape["tp"], shape["microbatch"], shape["recompute"], shape["pack"]
     if key not in layers:
         model = LayerModel(with_layout(question.config, shape), question.device, question.software)
         again, n_experts = shape["recompute"] != "none", question.config.model.n_expert_layers
-        dense = model.work(again).times(question.config.model.n_layers - n_experts) + model.head()
-        whole = dense + model.work(again, experts=True).times(n_experts) if n_experts else dense
+        packs = shape["pack"] == "all"
+        dense = model.work(again, packs=packs).times(question.config.model.n_layers - n_experts) + model.head()
+        whole = dense
+        if n_experts:
+            whole = dense + model.work(again, experts=True, packs=packs).times(n_experts)
         layers[key] = sum(terms.seconds for terms in whole)
     n_microbatches = question.config.train.global_batch_size // (shape["dp"] * shape["microbatch"])
     computing = n_microbatches * layers[key] / shape["pp"]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import add
 from typing import NamedTuple
 
-from tpformer.config import RunConfig, recomputed_layers
+from tpformer.config import RunConfig, packed_layers, recomputed_layers
 from tpformer.distributed.algorithms import Link, all_reduce_seconds
 from tpformer.parallel import Action
 
@@ -140,19 +141,22 @@ class StepModel:
     def stages(self) -> list[StageTime]:
         """The StageTime of every stage. Stages that are alike share one."""
         chosen = recomputed_layers("full", self.layout.recompute_layers, 1, self.model.n_layers)
+        packed = packed_layers(self.layout.pack_activations, self.layout.pack_layers, self.model.n_layers)
         whole, last = len(chosen) == self.model.n_layers, len(self.ranges) - 1
         different: dict[tuple, StageTime] = {}
         found = []
         for index, layers in enumerate(self.ranges):
-            kinds = Counter((whole or layer in chosen, self.model.has_experts(layer)) for layer in layers)
+            kinds = Counter(
+                (whole or layer in chosen, self.model.has_experts(layer), layer in packed) for layer in layers
+            )
             key = frozenset(kinds.items()), index == 0, index == last
             if key not in different:
                 different[key] = self._stage(index, kinds)
             found.append(different[key])
         return found
 
-    def _stage(self, index: int, kinds: Mapping[tuple[bool, bool], int]) -> StageTime:
-        """kinds: how many layers there are by whether they are recomputed, and whether they have experts."""
+    def _stage(self, index: int, kinds: Mapping[tuple[bool, bool, bool], int]) -> StageTime:
+        """kinds: how many layers there are by whether they are recomputed, have experts, and are packed."""
         software, layout = self.software, self.layout
         work = functools.reduce(add, (self._layers[kind].times(number) for kind, number in kinds.items()))
         if index == 0:
@@ -160,7 +164,7 @@ class StepModel:
         if index == layout.n_stages - 1:
             work = work + self.layer.head()
         n_layers, moved = sum(kinds.values()), 0.0
-        routed = sum(number for (_, experts), number in kinds.items() if experts)
+        routed = sum(number for (_, experts, _), number in kinds.items() if experts)
         if layout.offload_activations:
             moved = predicted_stage(self.config, index).offloaded / self.device.host
         forward, backward = (
@@ -171,10 +175,12 @@ class StepModel:
         return StageTime(work.without(self.without), host, self._sends(index))
 
     @functools.cached_property
-    def _layers(self) -> dict[tuple[bool, bool], Work]:
-        """A layer's work, by whether it is recomputed, and whether it has experts."""
-        kinds = {self.model.has_experts(layer) for layer in (0, self.model.n_layers - 1)}
-        return {(again, kind): self.layer.work(again, experts=kind) for again in (False, True) for kind in kinds}
+    def _layers(self) -> dict[tuple[bool, bool, bool], Work]:
+        """A layer's work, by whether it is recomputed, has experts, and is packed."""
+        experts = {self.model.has_experts(layer) for layer in (0, self.model.n_layers - 1)}
+        packs = (False, True) if self.layout.pack_activations else (False,)
+        every = itertools.product((False, True), experts, packs)
+        return {kind: self.layer.work(kind[0], experts=kind[1], packs=kind[2]) for kind in every}
 
     def _embedding(self) -> Work:
         """Rows of the table, read and written; their gradients are added in float32."""
