@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS
 from tpformer.distributed import build_mesh, record_collectives
+from tpformer.kernels.pack.format import packed_bytes
 from tpformer.kernels.route import reference as route
 from tpformer.layers import DropoutKey, Positions, TensorParallel
 from tpformer.models import GPTConfig
 from tpformer.models.blocks import transformer_block
+from tpformer.ops import packing
 from tpformer.ops.recompute import record_kept
 from tpformer.parallel import reduce_partial_gradients
 from tpformer.planner.storages import NO_NAMES, OTHER, RESULT, Saved
@@ -36,6 +38,7 @@ RESIDUALS = ("residual before attention", "residual before MLP")
 STATISTICS, SCORES = "norm mean and rstd", "log-sum-exp"
 BEFORE_NORMS = "q and k before their norms"
 EXPERTS, SHARED, ROUTING = "gate and up of experts", "gate and up of the shared expert", "routing"
+UNPACKED = (STATISTICS, SCORES, ROUTING)
 ORDER = (
     *(RESIDUALS[0], "norm output before attention", BEFORE_NORMS, "q", "k", "v", "attention output"),
     *(
@@ -60,14 +63,15 @@ TORCH_NAMES = {
 
 
 class Layer(NamedTuple):
-    """The last layer of a model, which is counted: its architecture, tokens, ranks, and whether it is tpformer's or
-    torch's."""
+    """The last layer of a model, which is counted: its architecture, tokens, ranks, whether it is tpformer's or
+    torch's, and whether activations are packed."""
 
     model: str
     config: GPTConfig
     tp: int
     recompute: str = "none"
     torch: bool = False
+    pack: bool = False
 
     @property
     def seq_length(self) -> int:
@@ -106,6 +110,14 @@ class Layer(NamedTuple):
 
 def expected_items(layer: Layer) -> dict[str, int]:
     """Bytes by name that a rank of tpformer's layer keeps, by DESIGN: with sequence parallelism, all sizes even."""
+    items = _plain_items(layer)
+    if not layer.pack:
+        return items
+    # names that stand for one storage each, but for queries and keys before their norms
+    return {name: size if name in UNPACKED else packed_bytes(size // ITEM) for name, size in items.items()}
+
+
+def _plain_items(layer: Layer) -> dict[str, int]:
     config, tokens, t = layer.config, layer.tokens, layer.tp
     rows = tokens // t
     residual, hidden = ITEM * rows * config.hidden_size, ITEM * tokens * config.ffn_size // t
@@ -190,8 +202,11 @@ def balanced_route(logits: Tensor, policy: Any, bias: Tensor | None = None) -> t
 
 
 @contextmanager
-def named_operations(saved: Saved) -> Iterator[None]:
-    """Names what this library's linears are given. A hook would have their layers called as modules, not fused."""
+def named_operations(saved: Saved, layer: Layer) -> Iterator[None]:
+    """Names what this library's linears are given, and what is packed of it.
+
+    A hook would have their layers called as modules, not fused.
+    """
     column_linear, row_linear, experts = ops.column_linear, ops.row_linear, ops.experts
 
     def mixture(x: Tensor, *args: Any, **options: Any) -> Any:
@@ -209,9 +224,19 @@ def named_operations(saved: Saved) -> Iterator[None]:
             saved.name(gate, "gate pre-activation")
         return row_linear(x, *args, activation=activation, gate=gate, **options)
 
+    pack_storage, buffers = packing.pack_storage, list[tuple[Tensor, Tensor]]()
+
+    def pack(x: Tensor) -> Tensor | None:
+        if (buffer := pack_storage(x)) is not None:
+            buffers.append((buffer, x.detach()))
+        return buffer
+
     patched = {"column_linear": column, "row_linear": row, "experts": mixture}
-    with mock.patch.multiple(ops, **patched), record_kept() as decisions:
+    named = mock.patch.object(packing, "pack_storage", pack)
+    with mock.patch.multiple(ops, **patched), named, record_kept() as decisions:
         yield
+    for buffer, x in buffers:  # now x has its name
+        saved.name(buffer, saved.names.get(x.untyped_storage()) or leftover(layer, x))
     for x in tree_leaves(decisions):  # what a recomputed region keeps beside its input
         if isinstance(x, Tensor):
             saved.pack(x)
@@ -228,8 +253,12 @@ class Step:
             shape: tuple = (layer.batch, layer.seq_length // layer.tp, config.hidden_size)
         else:
             tp = TensorParallel(mesh, sequence_parallel=True)
-            options: dict = {"recompute": layer.recompute, "tp": tp, "dtype": DTYPE}
-            self.block = transformer_block(config, config.n_layers - 1, device="meta", **options).to_empty(device="cpu")
+            options: dict = {"recompute": layer.recompute, "pack_activations": layer.pack, "tp": tp, "dtype": DTYPE}
+            # values matter to packing alone, and take long to make
+            device = "cpu" if layer.pack else "meta"
+            self.block = transformer_block(config, config.n_layers - 1, device=device, **options)
+            if not layer.pack:
+                self.block.to_empty(device="cpu")
             shape = (layer.tokens // layer.tp, config.hidden_size)
         self.x = torch.randn(shape).to(DTYPE).requires_grad_()
 
@@ -238,14 +267,15 @@ class Step:
             return self.block(self.x)
         self.positions = Positions(self.layer.batch, self.layer.seq_length)
         key = DropoutKey(seed=0, step=1, sample_index=torch.arange(self.layer.batch), model=self.block)
+        x = self.x.clone() if self.layer.pack else self.x  # a leaf would be held by others, and is not packed
         with mock.patch.object(route, "route_forward", balanced_route):
-            return self.block(self.x, positions=self.positions, dropout_key=key)
+            return self.block(x, positions=self.positions, dropout_key=key)
 
     def saved_items(self) -> dict[str, int]:
         """Bytes by name that a forward keeps, parameters left out. What all layers share (RoPE's table, the starts of
         dropout's rows) no layer saves."""
         saved, names = Saved(), TORCH_NAMES if self.layer.torch else NO_NAMES
-        with saved.recording(self.block, names), named_operations(saved):
+        with saved.recording(self.block, names), named_operations(saved, self.layer):
             y = self.forward()
         assert y.requires_grad
         items = saved.items(lambda x: leftover(self.layer, x))

@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from tpformer.config import RECOMPUTE
+from tpformer.kernels.pack.format import BASES, ESCAPES, RECORD
 from tpformer.models import GPTConfig, preset_config
 
 from . import plain
@@ -24,6 +25,7 @@ from .layer_memory import (
     ORDER,
     SCORES,
     STATISTICS,
+    UNPACKED,
     Counted,
     Layer,
     Step,
@@ -54,6 +56,7 @@ DURING = ("forward", "backward", "optimizer step")
 GEMMS = ("forward", "backward", "recomputed")
 OUTCOME = "every size and count is as it should be"
 PROMISED = {"none": 20, "mlp": 12, "full": 2}  # sbh/t without statistics, of a GPT layer with d_ff = 4h
+PACKED = {"none": 15.3, "mlp": 9.3, "full": 1.6}  # of it, at most, with packed activations
 TOTAL = "total"  # of all items
 TORCH, MEGATRON = "PyTorch TP+SP", "Megatron (formula)"
 SOURCES = (
@@ -118,9 +121,11 @@ def item_problems(layer: Layer, items: Mapping[str, int]) -> list[str]:
         if items.get(name, 0) != expected.get(name, 0)
     ]
     activations = sum(size for name, size in items.items() if name not in (STATISTICS, SCORES)) / layer.unit
-    promised = PROMISED.get(layer.recompute)
-    if formula_rows(layer) and layer.config.ffn_size == 4 * layer.config.hidden_size and activations != promised:
-        found.append(f"{where}: {activations:g} sbh/t without statistics, not {promised}")
+    if formula_rows(layer) and layer.config.ffn_size == 4 * layer.config.hidden_size:
+        if layer.pack and activations > PACKED[layer.recompute]:
+            found.append(f"{where}: {activations:g} sbh/t without statistics, above {PACKED[layer.recompute]}")
+        if not layer.pack and activations != PROMISED[layer.recompute]:
+            found.append(f"{where}: {activations:g} sbh/t without statistics, not {PROMISED[layer.recompute]}")
     return found
 
 
@@ -258,6 +263,37 @@ def measure_preset(layers: Sequence[Layer]) -> Report:
     return Report([title, item_table(rows, sizes=True)], {}, problems, OUTCOME)
 
 
+def packed_parts(layer: Layer, items: Mapping[str, int]) -> dict[str, float]:
+    """What the packed bytes of a layer are, in s b h / t."""
+    packed = sum(size for name, size in items.items() if name not in UNPACKED)
+    sizes = {"signs, mantissas, codes": BASES, "bases": ESCAPES - BASES, "slots of escapes": RECORD - ESCAPES}
+    return {name: packed * size / RECORD / layer.unit for name, size in sizes.items()}
+
+
+def measure_packed(ranks: Sequence[int]) -> Report:
+    """Every model's layer with packed activations beside the same as it is, and what the packed bytes are."""
+    layers = [
+        Layer(model, config, tp, recompute, pack=True)
+        for model, config in MODELS.items()
+        for recompute in RECOMPUTE
+        for tp in ranks
+    ]
+    counted = count(layers)
+    tables: list[Table | str] = []
+    for model in MODELS:
+        rows = [memory_row(layer, items) for layer, items, _ in counted if layer.model == model]
+        tables += [f"\n{model}, packed. By recompute and t: s b h / t", item_table(rows, sizes=False)]
+    parts = columns(("model", "recompute", "t"), (*packed_parts(*counted[0][:2]), "all", "as it is", "share"))
+    for layer, items, _ in counted:
+        total, plain = (sum(each.values()) / layer.unit for each in (items, expected_items(layer._replace(pack=False))))
+        found = [f"{size:.4g}" for size in packed_parts(layer, items).values()]
+        whole = f"{total:.2f}", f"{plain:.2f}", f"{total / plain:.4f}"
+        parts.add_row(layer.model, layer.recompute, str(layer.tp), *found, *whole)
+    tables += ["\nWhat the packed bytes are, in s b h / t. All: with statistics", parts]
+    problems = [problem for layer, items, _ in counted for problem in item_problems(layer, items)]
+    return Report(tables, {}, problems, OUTCOME)
+
+
 def chosen_layers(preset: str | None, tp: int | None) -> list[Layer]:
     """The layers that a call asks for; ValueError for a preset or a layout that does not exist."""
     if tp is not None and tp < 1:
@@ -276,6 +312,8 @@ def chosen_layers(preset: str | None, tp: int | None) -> list[Layer]:
 
 def run(options: argparse.Namespace) -> Report:
     """Count the layers that the options name."""
+    if options.pack:
+        return measure_packed(RANKS if options.tp is None else [options.tp])
     try:
         layers = chosen_layers(options.preset, options.tp)
     except ValueError as error:
@@ -289,6 +327,7 @@ BENCH = Bench(
     options={
         "--preset": {"help": "a layer of this named architecture; printed, nothing written"},
         "--tp": {"type": int, "help": "tensor-parallel ranks; printed, nothing written"},
+        "--pack": {"action": "store_true", "help": "with packed activations; printed, nothing written"},
     },
     run=run,
     draw=draw,

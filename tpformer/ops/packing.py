@@ -152,7 +152,7 @@ class _Packing:
             return None
         key = reference.cdata, version_of(x)
         if key not in self.known:
-            self.known[key] = reference, _pack_storage(x)
+            self.known[key] = reference, pack_storage(x)
         return self.known[key][1]
 
 
@@ -165,7 +165,7 @@ def _identity(x: Tensor) -> int:
     return StorageWeakRef((x.to_local() if is_dtensor(x) else x).untyped_storage()).cdata
 
 
-def _pack_storage(x: Tensor) -> Tensor | None:
+def pack_storage(x: Tensor) -> Tensor | None:
     """The packed storage of x; None if the host knows that it overflows."""
     with torch.no_grad():
         flat = x.new_empty(0).set_(x.untyped_storage())
