@@ -21,6 +21,7 @@ from . import (
     memory,
     moe,
     nvlink,
+    packed,
     planner,
     pretrain,
 )
@@ -34,6 +35,7 @@ BENCHES: tuple[Bench, ...] = (
         cpu.BENCH,
         generate.BENCH,
         memory.BENCH,
+        packed.BENCH,
         pretrain.BENCH,
         bubbles.BENCH,
         data_parallel.BENCH,
