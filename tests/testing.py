@@ -60,3 +60,11 @@ def build_small_split(folder: Path, quiet: bool) -> tuple[Path, Path]:
         (folder / f"{index}.txt").write_text(f"def f{index}(x):\n    return x * {index} + 1\n" * 9)
     build_split([folder], folder / "text", "bytes", 0.3, quiet=quiet)
     return folder / "text_train", folder / "text_valid"
+
+
+def all_exponents(x: Tensor) -> Tensor:
+    """bfloat16 values like x, with random bits in place of the first 8192, so that their packed form overflows."""
+    bits = x.contiguous().view(torch.int16).clone()
+    drawn = torch.randint(-(2**15), 2**15, (8192,), generator=torch.Generator().manual_seed(0)).short()
+    bits.view(-1)[:8192] = drawn[: bits.numel()]
+    return bits.view(torch.bfloat16)

@@ -172,14 +172,14 @@ def pack_storage(x: Tensor) -> Tensor | None:
         packed, counts = implementation("pack", flat).pack(flat)
         if is_fake(counts):  # a dry run's: none overflows
             return packed.buffer
-        if _host_knows(counts) and int(counts.max()) > SLOTS:
+        if host_knows(counts) and int(counts.max()) > SLOTS:
             _TALLY.kept += 1
             return None
     _TALLY.add(len(flat), counts)
     return packed.buffer
 
 
-def _host_knows(counts: Tensor) -> bool:
+def host_knows(counts: Tensor) -> bool:
     """Whether to read counts takes no time."""
     return counts.device.type == "cpu"
 

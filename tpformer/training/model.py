@@ -25,6 +25,7 @@ from tpformer.parallel import (
     prepare_backward,
     reduce_partial_gradients,
     reshard,
+    settle_compression,
 )
 
 NO_TARGET = -1  # token 0 that is no target: what fills up a batch, and gives no loss
@@ -161,6 +162,7 @@ class ModelParts:
         if repeated := bool(numbers[3]):
             for parameter in self.parameters():
                 parameter.grad = None
+            settle_compression(self.parts, torch.ones(()))  # what it keeps of such gradients is not used
             with unpacked_activations():
                 loss = self._gradients(batch, first_sample, step, loss_scale)
         self.packing = torch.cat([numbers[:3], torch.tensor([int(repeated)], device=numbers.device)])

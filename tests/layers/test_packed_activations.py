@@ -1,0 +1,262 @@
+"""Packed activations give the bits of those that are kept as they are, and everything that can be packed is packed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from testing import all_exponents
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from tpformer import ops
+from tpformer.kernels.pack import reference
+from tpformer.kernels.pack.format import RECORD, Packed, packed_bytes
+from tpformer.layers import TransformerBlock
+from tpformer.models import GPT, GPTConfig
+from tpformer.ops import packing
+
+PLAIN = {"n_heads": 4, "hidden_size": 128, "seq_length": 128, "n_layers": 3, "vocab_size": 60}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
+MODELS = {
+    "gpt": {"dropout": 0.1},
+    "llama": {**LLAMA, "qk_norm": True, "n_kv_heads": 2},
+    "experts": {**LLAMA, "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64, "shared_expert_size": 64},
+}
+UNIT = 2 * PLAIN["seq_length"] * PLAIN["hidden_size"]  # values of the residual stream
+VALUES = {"gpt": 10, "llama": 12.5, "experts": 9}  # that a layer keeps, in units
+
+
+def model(name: str, **options: Any) -> GPT:
+    return GPT(GPTConfig(**{**PLAIN, **MODELS[name]}), dtype=torch.bfloat16, seed=1, **options)
+
+
+def step(net: GPT) -> list[Tensor]:
+    """Loss and gradients; what dropout draws is the same each time."""
+    ids = torch.randint(60, (2, 129), generator=torch.Generator().manual_seed(3))
+    index = torch.arange(2)
+    loss = net(ids[:, :-1].contiguous(), targets=ids[:, 1:].contiguous(), sample_index=index, step=1)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in net.parameters())]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def report() -> packing.Report:
+    return ops.packing_report("cpu")
+
+
+@pytest.fixture(autouse=True)
+def new_report():
+    report()
+
+
+# (options, the units of a layer that are packed)
+WAYS: list[tuple[dict, Callable[[str], float]]] = [
+    ({}, lambda name: 3 * VALUES[name]),
+    ({"pack_layers": "0,-1"}, lambda name: 2 * VALUES[name]),
+    ({"recompute": "mlp"}, lambda name: {"llama": 19.5}.get(name, 18)),
+    ({"recompute": "full"}, lambda _: 3),
+    ({"recompute": "full", "recompute_interval": 2}, lambda _: 2),
+    ({"recompute": "full", "recompute_layers": "1"}, lambda name: 2 * VALUES[name] + 1),
+    ({"offload_activations": True}, lambda name: 3 * VALUES[name]),
+]
+
+
+@pytest.mark.parametrize("options, units", WAYS, ids=lambda value: str(value) if isinstance(value, dict) else "")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_has_the_same_bits(name, options, units) -> None:
+    plain = {key: value for key, value in options.items() if key != "pack_layers"}
+    expected = step(model(name, **plain))
+    assert report().values == 0
+    found = step(model(name, pack_activations=True, **options))
+    packed = report()
+    assert same(found, expected)
+    assert packed.kept == packed.overflows == 0 < packed.escapes
+    assert packed.values == units(name) * UNIT
+
+
+def test_what_a_block_keeps_is_packed() -> None:
+    """Nothing of bfloat16 is kept but parameters; nothing of an original is alive after the forward."""
+    block = TransformerBlock(128, 4, dtype=torch.bfloat16, pack_activations=True)
+    parameters = {x.untyped_storage().data_ptr() for x in block.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept.setdefault(x.untyped_storage().data_ptr(), x.detach())
+        return x
+
+    x = torch.randn(2, 128, 128).bfloat16().requires_grad_()
+    with saved_tensors_hooks(keep, lambda x: x):
+        y = block(x.clone())
+    others = [each for place, each in kept.items() if place not in parameters]
+    assert all(each.dtype in (torch.uint8, torch.float32) for each in others)
+    assert sum(each.nbytes for each in others if each.dtype == torch.uint8) == 10 * packed_bytes(UNIT)
+    gc.collect()
+    alive = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, Tensor) and each.dtype == torch.bfloat16 and each.shape[-1:] == (512,) and each.dim() == 2
+    ]
+    assert all(isinstance(each, nn.Parameter) or each.untyped_storage().data_ptr() in parameters for each in alive)
+    y.sum().backward()
+
+
+def test_what_others_hold_is_not_packed() -> None:
+    """A leaf whose gradient is wanted is its owner's, as is what a pipeline stage has received; views of it, too."""
+    block = TransformerBlock(128, 4, dtype=torch.bfloat16, pack_activations=True)
+    for held in (
+        torch.randn(2, 128, 128).bfloat16().requires_grad_(),
+        torch.randn(256, 128).bfloat16().requires_grad_(),
+    ):
+        block(held.view(2, 128, 128)).sum().backward()
+        assert report().values == 9 * UNIT
+    block(torch.randn(2, 128, 128).bfloat16()).sum().backward()  # nobody wants its gradient, and nobody holds it
+    assert report().values == 10 * UNIT
+
+
+@contextmanager
+def overflowing(chosen: Callable[[int], bool], *, known: bool):
+    """Tensors whose number satisfies `chosen` overflow, and the host knows it, or does not, as with a GPU."""
+    pack, count = reference.pack, iter(range(10**9))
+
+    def broken(x: Tensor) -> tuple[Packed, Tensor]:
+        if not chosen(next(count)):
+            return pack(x)
+        return pack(all_exponents(x))
+
+    with (
+        mock.patch.object(reference, "pack", broken),
+        mock.patch.object(packing, "host_knows", lambda counts: known),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("number", [0, 3, 11])
+def test_where_the_host_knows_a_tensor_that_overflows_stays_as_it_is(number) -> None:
+    expected = step(model("gpt"))
+    with overflowing(lambda at: at == number, known=True):
+        found = step(model("gpt", pack_activations=True))
+    packed = report()
+    assert same(found, expected) and packed.kept == 1 and packed.overflows == 0
+
+
+@pytest.mark.parametrize("number", [0, 3, 11])
+def test_where_it_does_not_gradients_are_nan_and_the_report_says_so(number) -> None:
+    net = model("gpt", pack_activations=True)
+    expected = step(model("gpt"))
+    with overflowing(lambda at: at == number, known=False):
+        found = step(net)
+    packed = report()
+    assert packed.overflows > 0 == packed.kept
+    assert any(x.isnan().any() for x in found) and found[0] == expected[0]
+    net.zero_grad()
+    with ops.unpacked_activations():
+        assert same(step(net), expected)
+    assert report().values == 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoints_around_and_inside_a_block(inside) -> None:
+    """They keep their inputs alone; what is packed in them is forgotten, and comes again in the second run."""
+    results = []
+    for packs in (False, True):
+        net = model("gpt", pack_activations=packs)
+        for layer in net.layers.values():
+            part = layer.mlp if inside else layer
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+        held: list[Tensor] = []
+
+        def hold(x: Tensor, held: list[Tensor] = held) -> Tensor:
+            held.append(x)
+            return x
+
+        with saved_tensors_hooks(hold, lambda x: x):
+            results.append(step(net))
+        assert any(x.shape[-1:] == (RECORD,) for x in held) == (inside and packs)
+    assert same(*results)
+
+
+def test_offload_moves_packed_bytes() -> None:
+    net = model("llama", pack_activations=True, offload_activations=True)
+    expected = step(model("llama"))
+    moved: list[int] = []
+    storage = ops.offload._Storage
+
+    class Counted(storage):
+        def __init__(self, x: Tensor) -> None:
+            super().__init__(x)
+            moved.append(self.host.nbytes)
+
+    with (
+        mock.patch.object(ops.offload, "_Storage", Counted),
+        mock.patch.object(net, "offload", lambda: ops.Offload(smallest=packed_bytes(UNIT // 2))),
+    ):
+        assert same(step(net), expected)
+    assert set(moved) == {packed_bytes(size) for size in (UNIT, UNIT // 2)} | {max(moved)}
+    assert max(moved) < 2 * 3 * UNIT
+
+
+def test_memory_that_is_written_again_is_packed_again() -> None:
+    x = torch.randn(64, 256).bfloat16()
+    weight = torch.ones(256, dtype=torch.bfloat16, requires_grad=True)
+    with ops.packed_activations():
+        first = (x * weight).sum()
+        before = x.clone()
+        x.mul_(2)
+        second = (x * weight).sum()
+    gradient = torch.autograd.grad(first + second, weight)[0]
+    expected = torch.autograd.grad((before * weight).sum() + (x * weight).sum(), weight)[0]
+    assert torch.equal(gradient, expected)
+    assert report().values == 2 * x.numel()
+
+
+def test_views_of_one_storage_are_packed_once_and_small_parts_are_not() -> None:
+    x = torch.randn(3, 64, 256).bfloat16()
+    weights = [torch.ones(256, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+    views = [x[0], x[1].t().contiguous().t(), x[2, ::2], x[2, :4]]
+    expected = torch.autograd.grad(sum((v * w).sum() for v, w in zip(views, weights, strict=True)), weights)
+    with ops.packed_activations():
+        total = sum((v * w).sum() for v, w in zip(views, weights, strict=True))
+    assert report().values == x.numel() + 64 * 256
+    assert same(list(torch.autograd.grad(total, weights)), list(expected))
+
+
+def test_compiled_blocks_and_two_backwards() -> None:
+    block = TransformerBlock(128, 4, dtype=torch.bfloat16, pack_activations=True)
+    x, dy = torch.randn(2, 2, 128, 128).bfloat16()
+    gradients = []
+    for each in (block, torch.compile(block, backend="eager")):
+        given = x.clone().requires_grad_()
+        y = each(given)
+        y.backward(dy, retain_graph=True)
+        once = given.grad.clone()
+        y.backward(dy)
+        assert torch.equal(given.grad, 2 * once)
+        gradients.append(once)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_other_dtypes_are_refused(dtype) -> None:
+    block = TransformerBlock(64, 2, dtype=dtype, pack_activations=True)
+    with pytest.raises(ValueError, match="only bfloat16 has an exponent of 8 bits"):
+        block(torch.ones(1, 8, 64, dtype=dtype))
+    with torch.no_grad():
+        block(torch.ones(1, 8, 64, dtype=dtype))  # nothing is kept
+
+
+def test_layers_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="pack_layers='7': '7' selects none of the 3 layers"):
+        model("gpt", pack_activations=True, pack_layers="7")
+    with pytest.raises(ValueError, match="pack_activations is false"):
+        model("gpt", pack_layers="0")

@@ -1,0 +1,128 @@
+"""Runs with packed activations have the bits of others, also where a step overflows on a rank and is repeated."""
+
+import dataclasses
+import json
+import random
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+from testing import all_exponents
+
+from tpformer.config import build_config, check_config
+from tpformer.kernels.pack import reference
+from tpformer.ops import packing
+from tpformer.parallel import local_part
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.setup import build_model, run_mesh
+from tpformer.training.step import train_step
+from tpformer.training.trainer import Trainer
+from tpformer.training.verify import verify_config
+
+MODEL = {"vocab_size": 60, "seq_length": 64, "n_layers": 2, "hidden_size": 64, "n_heads": 4, "dropout": 0.1}
+EXPERTS = {
+    "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64, "activation": "swiglu", "bias": False,
+    "router_bias": True,
+}  # fmt: skip
+BATCH, STEPS = 8, 5
+LAYOUTS = {
+    "tp2": ({"tensor_parallel": 2}, MODEL),
+    "pp2": ({"pipeline_parallel": 2, "recompute": "mlp"}, MODEL),
+    "zbv": ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}, {**MODEL, "n_layers": 4}),
+    "zero3": ({"data_parallel_shard": 2, "zero_stage": 3}, MODEL),
+    "compressed": ({"data_parallel_replicate": 2, "compression": "powersgd"}, MODEL),
+    "experts": ({"tensor_parallel": 2}, {**MODEL, **EXPERTS}),
+}
+
+
+def config_of(parallel: dict, model: dict, packs: bool):
+    train = {"global_batch_size": BATCH, "microbatch_size": 2, "dtype": "bfloat16", "device": "cpu"}
+    return build_config({"model": model, "parallel": {**parallel, "pack_activations": packs}, "train": train})
+
+
+def overflow_at(rank: int, step: int, call: int, now: dict[str, int]):
+    """On one rank, the packed tensor number `call` of a step overflows, and the host does not know."""
+    pack = reference.pack
+
+    def broken(x):
+        now["calls"] += 1
+        if dist.get_rank() != rank or (now["step"], now["calls"]) != (step, call):
+            return pack(x)
+        return pack(all_exponents(x))
+
+    return mock.patch.multiple(reference, pack=broken)
+
+
+def run_steps(parallel: dict, model: dict, packs: bool, broken: tuple[int, int, int] | None) -> tuple:
+    """(losses and norms as texts, parameters of this rank, what the steps' packing says, loads of experts)."""
+    config = config_of(parallel, model, packs)
+    parts = build_model(config, run_mesh(config, "cpu"))
+    optimizers = [build_optimizer(part, config.optimizer) for part in parts.parts]
+    now, numbers, repeats, loads = {"step": 0, "calls": 0}, [], [], []
+    first, share = parts.own_samples(0, BATCH)
+    patched = nullcontext() if broken is None else overflow_at(*broken, now)
+    with patched, mock.patch.object(packing, "host_knows", lambda counts: broken is None):
+        for step in range(1, STEPS + 1):
+            now |= {"step": step, "calls": 0}
+            rows = torch.randint(60, (BATCH, 65), generator=torch.Generator().manual_seed(step))[first : first + share]
+            result = train_step(parts, optimizers, rows, first_sample=first, step=step, lr=3e-3, clip_norm=1.0)
+            numbers.append((float(result.loss).hex(), float(result.norm).hex(), float(result.skipped)))
+            loads.append(None if result.loads is None else result.loads.tolist())
+            if packs:
+                repeats.append(int(result.packing[3]))
+    return numbers, [local_part(p.detach()).clone() for p in parts.parameters()], repeats, loads
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_that_overflows_on_one_rank_is_computed_again_on_all(ranks: WorkerPool, name) -> None:
+    parallel, model = LAYOUTS[name]
+    chance = random.Random(name)
+    rank, step = chance.randrange(2), chance.randrange(1, STEPS + 1)
+    plain = ranks(2).run(run_steps, parallel, model, False, None)
+    for broken in (None, (rank, step, chance.randrange(1, 6))):
+        packed = ranks(2).run(run_steps, parallel, model, True, broken)
+        for (numbers, values, _, loads), (found, own, repeats, own_loads) in zip(plain, packed, strict=True):
+            assert found == numbers and own_loads == loads
+            assert all(torch.equal(x, y) for x, y in zip(own, values, strict=True))
+            assert repeats == [int(broken is not None and each == step) for each in range(1, STEPS + 1)]
+
+
+def trained(directory, data, packs: bool) -> list[dict]:
+    train = {"steps": 4, "global_batch_size": 4, "dtype": "bfloat16", "device": "cpu"}
+    values = {
+        "run": {"dir": str(directory)}, "model": {**MODEL, "vocab_size": None}, "data": {"train": [str(data)]},
+        "parallel": {"pack_activations": packs}, "train": train, "log": {"interval": 1},
+    }  # fmt: skip
+    trainer = Trainer(build_config(values))
+    trainer.run()
+    trainer.close()
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_of_metrics_say_what_was_packed(ranks: WorkerPool, tmp_path, tiny_data) -> None:
+    plain, packed = (ranks(1).run(trained, tmp_path / str(packs), tiny_data, packs)[0] for packs in (False, True))
+    for row, other in zip(plain, packed, strict=True):
+        assert all(row[key] == other[key] for key in ("step_loss", "grad_norm"))
+        assert "pack_escapes" not in row
+        assert 0 < other["pack_escapes"] < 1e-3 and other["pack_left"] == other["pack_repeats"] == 0
+
+
+@pytest.mark.parametrize("train", [{"dtype": "float16"}, {"dtype": "float32"}, {"device": "cpu"}], ids=str)
+def test_other_dtypes_are_refused_before_work_starts(train) -> None:
+    values = {"model": MODEL, "parallel": {"pack_activations": True}, "train": train, "data": {"train": ["x"]}}
+    with pytest.raises(ValueError, match="only bfloat16 has an exponent of 8 bits"):
+        check_config(build_config(values))
+
+
+def test_layers_need_packing() -> None:
+    config = config_of({"pack_layers": "0"}, MODEL, False)
+    with pytest.raises(ValueError, match="pack_layers='0' chooses layers, but pack_activations is false"):
+        check_config(dataclasses.replace(config, data=dataclasses.replace(config.data, train=("x",))))
+
+
+def test_verifying_leaves_packing_out() -> None:
+    parallel = verify_config(config_of({"pack_layers": "0"}, MODEL, True)).parallel
+    assert not parallel.pack_activations and parallel.pack_layers == ""
