@@ -187,8 +187,8 @@ def pack_cases() -> Iterator[Case]:
         yield Case(name="", kernel="pack_kernel", launch=partial(pack, x), waived=SHORT_STORES, **same)
         yield Case(name="", kernel="unpack_kernel", launch=partial(unpack, meta_packed(8192, 4096)), **same)
         for name, gate in (("gelu", None), ("gelu_tanh", None), ("silu", x), ("relu2", None)):
-            kept = [None if each is None else meta_packed(8192, 4096) for each in (x, gate)]
-            launch = partial(activation_backward, x, kept[0], name, kept[1])
+            values = meta_packed(8192, 4096)
+            launch = partial(activation_backward, x, values, name, None if gate is None else values)
             yield Case(name=f"packed {name}", kernel="activation_backward_kernel", launch=launch, **same)
         for n in (64, 4096, 8192, 16384, 32768, 4008):
             rows, kept = meta(8192, n, dtype=torch.bfloat16), meta_packed(8192, n)

@@ -73,12 +73,9 @@ Names = Callable[[int, int], Sequence[str]]
 
 
 def gemm(
-    kernel: str,
-    variants: Sequence[Variant],
-    names: Names = tile_names,
-    dtypes: Sequence[torch.dtype] = DTYPES,
+    kernel: str, variants: Sequence[Variant], names: Names = tile_names, dtypes: Sequence[torch.dtype] = DTYPES,
     **expected,
-) -> Iterator[Case]:
+) -> Iterator[Case]:  # fmt: skip
     """The cases of a GEMM's variants: one for each architecture, dtype and tile of these names. expected: other fields
     of Case."""
     for capability in CAPABILITIES:

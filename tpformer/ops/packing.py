@@ -56,6 +56,10 @@ class Tally:
         self.totals: Tensor | None = None
         self.counts: list[Tensor] = []
 
+    def leave_as_it_is(self) -> None:
+        """Count a tensor that is not packed, because it would overflow."""
+        self.kept += 1
+
     def add(self, values: int, counts: Tensor) -> None:
         """Count a tensor that was packed. counts: the escapes of its groups."""
         self.values += values
@@ -71,14 +75,16 @@ class Tally:
         self.counts.clear()
 
     def report(self, device: torch.device) -> Report:
-        """What was packed on a device."""
+        """What was packed on a device; then count anew."""
         if self.counts:
             self._sum()
         totals = torch.zeros(2, dtype=torch.int64, device=device) if self.totals is None else self.totals
-        return Report(self.values, totals[0], self.kept, totals[1])
+        found = Report(self.values, totals[0], self.kept, totals[1])
+        self.values, self.kept, self.totals = 0, 0, None
+        return found
 
 
-_TALLY = Tally()
+TALLY = Tally()
 
 
 def packing_report(device: torch.device | str) -> Report:
@@ -86,9 +92,7 @@ def packing_report(device: torch.device | str) -> Report:
 
     A training loop on a GPU asks for it once a step, because only the device knows whether a tensor overflowed there.
     """
-    global _TALLY
-    tally, _TALLY = _TALLY, Tally()
-    return tally.report(torch.device(device))
+    return TALLY.report(torch.device(device))
 
 
 class _Packing:
@@ -173,9 +177,9 @@ def pack_storage(x: Tensor) -> Tensor | None:
         if is_fake(counts):  # a dry run's: none overflows
             return packed.buffer
         if host_knows(counts) and int(counts.max()) > SLOTS:
-            _TALLY.kept += 1
+            TALLY.leave_as_it_is()
             return None
-    _TALLY.add(len(flat), counts)
+    TALLY.add(len(flat), counts)
     return packed.buffer
 
 
