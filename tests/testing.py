@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tpformer.kernels.pack.format import GROUP
+
 
 def _errors(x: Tensor, oracle: Tensor) -> Tensor:
     """The maximum and the root mean square of x - oracle."""
@@ -63,8 +65,8 @@ def build_small_split(folder: Path, quiet: bool) -> tuple[Path, Path]:
 
 
 def all_exponents(x: Tensor) -> Tensor:
-    """bfloat16 values like x, with random bits in place of the first 8192, so that their packed form overflows."""
+    """bfloat16 values like x, with random bits in place of the first group, so that their packed form overflows."""
     bits = x.contiguous().view(torch.int16).clone()
-    drawn = torch.randint(-(2**15), 2**15, (8192,), generator=torch.Generator().manual_seed(0)).short()
-    bits.view(-1)[:8192] = drawn[: bits.numel()]
+    drawn = torch.randint(-(2**15), 2**15, (GROUP,), generator=torch.Generator().manual_seed(0)).short()
+    bits.view(-1)[:GROUP] = drawn[: bits.numel()]
     return bits.view(torch.bfloat16)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK, GROUP, SLOTS = 256, 8192, 24
+BLOCK, GROUP, SLOTS = 256, 16384, 48
 WINDOW, ZERO, ESCAPE = 14, 14, 15
 HEADROOM = 6
 RUN = 8  # values that kernels read at once: as many as a load of 16 bytes has that are not packed
@@ -79,3 +79,8 @@ def groups_of(numel: int) -> int:
 def packed_bytes(numel: int) -> int:
     """Bytes of the packed form of so many values: 12.08 bits for each value of a whole group."""
     return groups_of(numel) * RECORD
+
+
+def pays(numel: int) -> bool:
+    """Whether the packed form of so many values takes at most 7/8 of their bytes; not if a group were half empty."""
+    return 8 * packed_bytes(numel) <= 7 * 2 * numel

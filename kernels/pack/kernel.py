@@ -1,4 +1,4 @@
-"""Packing of bfloat16 values, without loss: a program packs or unpacks one group.
+"""Packing of bfloat16 values, without loss: a program packs a group, or unpacks a part of one.
 
 Belongs here: the two passes, and device code by which other kernels read values that are packed. format.py has the
 format. Bits are handled as integers, so that the interpreter, which has no bfloat16, is exact.
@@ -14,8 +14,8 @@ from ..replay import launch, replayed
 from . import format as packing
 from .format import Packed, groups_of
 
-PACKERS, BLOCKS = 4, 4  # warps, and blocks that they pack at once
-WARPS = 8
+PACKERS, BLOCKS = 8, 8  # warps, and blocks that they pack at once
+UNPACKERS, PART = 8, 4096  # warps, and values that they unpack
 POWER = tl.constexpr(triton.next_power_of_2(packing.SLOTS))
 RUN, CODES, BASES, ESCAPES, RECORD, GROUP, BLOCK, SLOTS, WINDOW, ZERO, ESCAPE, HEADROOM, NAN = map(
     tl.constexpr,
@@ -111,20 +111,22 @@ def pack_kernel(x, buffer, counts, numel, BLOCKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["numel"])
-def unpack_kernel(buffer, x, numel):
-    """Unpack group number program_id(0) into x, the values' bits, int16."""
-    group = tl.program_id(0).to(tl.int64)
-    at, record = tl.arange(0, GROUP), buffer + group * RECORD
+def unpack_kernel(buffer, x, numel, PART: tl.constexpr):
+    """Unpack part number program_id(0) into x, the values' bits, int16."""
+    start = tl.program_id(0).to(tl.int64) * PART
+    record, first = buffer + start // GROUP * RECORD, (start % GROUP).to(tl.int32)
+    first = tl.multiple_of(first, PART)
+    at = first + tl.arange(0, PART)
     content = tl.load(record + at).to(tl.int32)
-    pair = tl.load(record + CODES + tl.arange(0, GROUP // 2)).to(tl.int32)
-    code = tl.reshape(tl.join(pair & 15, pair >> 4), (GROUP,))
+    pair = tl.load(record + CODES + first // 2 + tl.arange(0, PART // 2)).to(tl.int32)
+    code = tl.reshape(tl.join(pair & 15, pair >> 4), (PART,))
     base = tl.load(record + BASES + (at // BLOCK)).to(tl.int32)
     bits = join_bits(content, code, base, record + ESCAPES).to(tl.int16)
-    x, rest = x + group * GROUP, numel - group * GROUP
-    if rest >= GROUP:
-        tl.store(x + at, bits)
+    place, rest = tl.arange(0, PART), numel - start
+    if rest >= PART:
+        tl.store(x + start + place, bits)
     else:
-        tl.store(x + at, bits, mask=at < rest)
+        tl.store(x + start + place, bits, mask=place < rest)
 
 
 @replayed
@@ -143,7 +145,8 @@ def unpack_bits(buffer: Tensor, numel: int) -> Tensor:
     """The bits (numel,) int16 of unpack's result."""
     bits = buffer.new_empty((numel,), dtype=torch.int16)
     if numel:
-        launch(unpack_kernel, (len(buffer),), buffer, bits, numel, **launch_options(WARPS, 1))
+        programs = triton.cdiv(numel, PART)
+        launch(unpack_kernel, (programs,), buffer, bits, numel, PART=PART, **launch_options(UNPACKERS, 1))
     return bits
 
 
@@ -169,7 +172,7 @@ def unpack(packed: Packed) -> Tensor:
     Shapes:   bfloat16 of the packed shape
     Numerics: integers only
     Traffic:  pack_cost; slots are read for escapes only
-    Order:    one program for each group; no communication, deterministic
+    Order:    each value by itself; no communication, deterministic
     Source:   as in reference.py
     """
     return unpack_bits(packed.buffer, packed.numel()).view(torch.bfloat16).view(packed.shape)

@@ -26,7 +26,7 @@ from .format import (
     packed_bytes,
 )
 
-AT_ONCE = 16  # groups, so that intermediate values stay in a CPU's cache
+AT_ONCE = 8  # groups, so that intermediate values stay in a CPU's cache
 
 
 def bases(exponents: Tensor) -> Tensor:

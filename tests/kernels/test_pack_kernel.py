@@ -35,7 +35,7 @@ def mixes() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     random = torch.randn(3 * GROUP + 77, generator=generator)
     outliers = random.clone()
-    outliers[::701] *= 2.0**20
+    outliers[::601] *= 2.0**20
     few = torch.full((GROUP,), 120)
     few[torch.randperm(GROUP, generator=generator)[:SLOTS]] = torch.randint(0, 256, (SLOTS,), generator=generator)
     every = torch.arange(65536)

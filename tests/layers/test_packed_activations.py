@@ -260,3 +260,9 @@ def test_layers_that_do_not_exist_are_refused() -> None:
         model("gpt", pack_activations=True, pack_layers="7")
     with pytest.raises(ValueError, match="pack_activations is false"):
         model("gpt", pack_layers="0")
+
+
+def test_explain_names_the_layers_that_pack() -> None:
+    text = model("gpt", pack_activations=True, pack_layers="0:2").explain()
+    assert "layers.0-1 keep activations packed until the backward: 12." in text
+    assert "packed" not in model("gpt").explain()

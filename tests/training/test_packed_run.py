@@ -22,7 +22,7 @@ from tpformer.training.step import train_step
 from tpformer.training.trainer import Trainer
 from tpformer.training.verify import verify_config
 
-MODEL = {"vocab_size": 60, "seq_length": 64, "n_layers": 2, "hidden_size": 64, "n_heads": 4, "dropout": 0.1}
+MODEL = {"vocab_size": 60, "seq_length": 64, "n_layers": 2, "hidden_size": 128, "n_heads": 4, "dropout": 0.1}
 EXPERTS = {
     "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64, "activation": "swiglu", "bias": False,
     "router_bias": True,
@@ -39,7 +39,7 @@ LAYOUTS = {
 
 
 def config_of(parallel: dict, model: dict, packs: bool):
-    train = {"global_batch_size": BATCH, "microbatch_size": 2, "dtype": "bfloat16", "device": "cpu"}
+    train = {"global_batch_size": BATCH, "microbatch_size": 4, "dtype": "bfloat16", "device": "cpu"}
     return build_config({"model": model, "parallel": {**parallel, "pack_activations": packs}, "train": train})
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from tpformer import ops
 from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, machine_for
+from tpformer.kernels.pack.format import GROUP, RECORD
 from tpformer.ops.route import wide
 from tpformer.ops.transport import (
     break_even,
@@ -44,6 +45,7 @@ HEADER = (
     "reason",
 )
 LAYERS = (*OWN, MoE, Router, Experts, TransformerBlock, VocabParallelEmbedding, PositionEmbedding, LMHead)
+BITS = 8 * RECORD / GROUP  # of a value in packed form
 LOSS_REASON = "the chunked loss has collectives of its own: one gather, one reduction"
 
 GATHERED = "; as a module it gathers its output, an all-gather in the forward"
@@ -231,7 +233,7 @@ def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) ->
         ).rstrip()
         for row in table
     ]
-    return "\n".join([*text, *called_modules(module), *_footnote(plans)])
+    return "\n".join([*text, *called_modules(module), *_packed_note(module), *_footnote(plans)])
 
 
 def called_modules(module: nn.Module) -> list[str]:
@@ -294,6 +296,18 @@ def _footnote(plans: list[LinearPlan]) -> list[str]:
         f"times and break-even are predictions for {name} ({machine.flops / 1e12:.0f} TFLOP/s, "
         f"{machine.link / 1e9:.0f} GB/s), not measurements; max: GEMM and communication ideally overlapped",
         *_spare_note([plan.request for plan in plans if not plan.operation.endswith("cross_entropy")], machine),
+    ]
+
+
+def _packed_note(module: nn.Module) -> list[str]:
+    """Which blocks keep packed activations."""
+    blocks = {path: each for path, each in module.named_modules() if isinstance(each, TransformerBlock)}
+    packed = [(path or "this block", ()) for path, block in blocks.items() if block.pack_activations]
+    if not packed:
+        return []
+    names = ", ".join(name for name, _ in _fold(packed))
+    return [
+        f"{names} keep activations packed until the backward: {BITS:.2f} bits for each bfloat16 value, the same bits"
     ]
 
 

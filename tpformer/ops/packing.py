@@ -13,13 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpformer.distributed.dtensor import is_dtensor
-from tpformer.kernels.pack.format import GROUP, RUN, SLOTS, Packed
+from tpformer.kernels.pack.format import RUN, SLOTS, Packed, pays
 from tpformer.torch_private import is_fake, top_saved_tensors_hooks, version_of
 
 from .implementation import implementation
 
 TALLIED = 256  # tensors whose counts are added up at once
-SMALLEST = GROUP  # values of a storage; a smaller one stays as it is
 LARGEST_PART = 8  # a storage is packed if what is saved of it is at least one part in so many
 
 
@@ -149,7 +148,7 @@ class _Packing:
         if self.parameters is None:  # not sooner, because FSDP2 gathers them in a module's forward
             self.parameters = {_identity(each) for module in self.modules for each in module.parameters()}
         values = x.untyped_storage().nbytes() // x.itemsize
-        if values < SMALLEST or LARGEST_PART * x.numel() < values:
+        if not pays(values) or LARGEST_PART * x.numel() < values:
             return None
         reference = StorageWeakRef(x.untyped_storage())
         if reference.cdata in self.parameters or reference.cdata in self.held:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tpformer.config import MLP_ACTIVATIONS, RunConfig
-from tpformer.kernels.pack.format import packed_bytes
-from tpformer.ops.packing import SMALLEST
+from tpformer.kernels.pack.format import packed_bytes, pays
 
 from .memory import expert_rows, kv_heads, microbatch_rows
 from .states import Precision
@@ -74,7 +73,7 @@ def _as_is(nbytes: float) -> float:
 def packed_size(nbytes: float) -> float:
     """Bytes of a storage's packed form; small ones are not packed."""
     values = round(nbytes) // 2
-    return nbytes if values < SMALLEST else packed_bytes(values)
+    return packed_bytes(values) if pays(values) else nbytes
 
 
 def kept_by_kind(config: RunConfig, *, worst: bool = False) -> dict[bool, Kept]:
