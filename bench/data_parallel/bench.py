@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from ..bars import Bar, write_bars
-from ..runner import Bench, Report, columns
+from ..marks import table_of
+from ..runner import Bench, Report
 from . import messages, servers, strategies
 from .page import write_files
 
@@ -25,14 +23,6 @@ NOTE = (
     "bandwidth for all algorithms and sizes: steps * latency + bytes of the busiest rank / bandwidth, with the least "
     "relative error. Ranks share cores, and the formula knows no sums and no contention: these are no network's times."
 )
-
-
-def table_of(cells: Sequence[Sequence[str]]) -> Table:
-    """What the page has as a table, for the console. cells: the header first."""
-    table = columns(cells[0][:1], cells[0][1:])
-    for row in cells[1:]:
-        table.add_row(*row)
-    return table
 
 
 def run(options: argparse.Namespace) -> Report:

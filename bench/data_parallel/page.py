@@ -13,18 +13,13 @@ from typing import Any
 
 from tpformer.distributed.reductions import RUNNABLE
 
+from ..marks import filled, markdown
 from ..provenance import RESULTS, ROOT
 from . import messages, pictures, servers, strategies
 from .strategies import write_csv
 
 PAGE, PICTURES = ROOT / "docs" / "data_parallel.md", ROOT / "docs" / "pictures" / "data_parallel"
 Row = Mapping[str, Any]
-
-
-def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """A table. cells: the header first."""
-    header, *rows = ("| " + " | ".join(row) + " |" for row in cells)
-    return "\n".join([header, "|" + "---|" * len(cells[0]), *rows])
 
 
 def counts_table(rows: Sequence[Row], name: str) -> str:
@@ -63,14 +58,7 @@ def times_table(result: Row) -> str:
 
 def page(text: str, result: Row) -> str:
     """docs/data_parallel.md with its tables made again."""
-    found = tables(result)
-    for name, table in found.items():
-        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
-        before, mark, rest = text.partition(begin)
-        if not mark:
-            raise ValueError(f"docs/data_parallel.md has no mark {begin.strip()!r}")
-        text = f"{before}{begin}\n{table}\n\n{rest[rest.index(end) :]}"
-    return text
+    return filled(text, tables(result), "docs/data_parallel.md")
 
 
 def write_files(folder: Path) -> None:
