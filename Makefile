@@ -81,7 +81,7 @@ nvlink:  ## the tests and the bench that need several GPUs, on all that there ar
 bench:  ## measure: the kernels where there is a GPU, in what the machine has; else the CPU; results: bench/results/
 	@if $(UNINSTALLED) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; \
 	then status=0; for name in $(GPU_BENCHES); do $(UNINSTALLED) -m bench $$name || status=1; done; exit $$status; \
-	else $(MAKE) .venv/ready && for name in cpu memory pretrain zero bubbles data_parallel layouts moe families in_place planner faults observe protocol; do $(BIN)/python -m bench $$name || exit 1; done; fi
+	else $(MAKE) .venv/ready && for name in cpu memory packing pretrain zero bubbles data_parallel layouts moe families in_place planner faults observe protocol; do $(BIN)/python -m bench $$name || exit 1; done; fi
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,6 +28,7 @@ from . import (
 from .data_parallel import bench as data_parallel
 from .families import matrix as families
 from .memory_bound import benches as memory_bound
+from .packing import bench as packing
 from .runner import Bench, main
 
 BENCHES: tuple[Bench, ...] = (
@@ -45,6 +46,7 @@ BENCHES: tuple[Bench, ...] = (
     *(
         families.BENCH,
         learning_rate.BENCH,
+        packing.BENCH,
         moe.BENCH,
         in_place.BENCH,
         planner.BENCH,
