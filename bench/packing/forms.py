@@ -19,13 +19,17 @@ SIGN_AND_MANTISSA, BASE, VALUE = 8, 8, 16  # bits: of every value, of a block, o
 NUMBERED = 1 << 8  # slots that the byte of an escape can tell apart
 BLOCKS = (32, 64, 128, 256, 512)
 HEADROOMS = {3: (2, 3, 4), 4: (HEADROOM,), 5: (14,)}  # by bits of a code; the best of 3 bits is not known beforehand
-LARGEST_GROUP = 8192
+LARGEST_GROUP = 32768
 CANDIDATES = (
     (128, 4096, 32),
     (256, 8192, 24),
     (256, 8192, 32),
     (256, 8192, 64),
     (256, 8192, 128),
+    (256, 16384, 48),
+    (256, 32768, 96),
+    (512, 16384, 64),
+    (512, 32768, 128),
 )  # block, group, slots
 Row = dict[str, Any]
 
