@@ -34,9 +34,12 @@ from tpformer.training.step import train_step
 
 from .bars import Bar, write_bars
 from .live import Live
+from .marks import filled, markdown, table_of
+from .provenance import ROOT
 from .ranks import Calls, Ranks
-from .runner import Bench, Report, columns
+from .runner import Bench, Report
 
+PAGE = ROOT / "docs" / "memory.md"
 STEPS, QUICK_STEPS = 300, 3
 MODEL = {"vocab_size": 256, "seq_length": 64, "n_layers": 2, "hidden_size": 128, "n_heads": 4}
 BATCH, MICROBATCH = 8, 4
@@ -249,33 +252,65 @@ def problems_of(content: dict[str, Any]) -> list[str]:
     return found
 
 
-def tables_of(content: dict[str, Any]) -> list[Table | str]:
-    """Runs, the large step, the prediction."""
-    runs = columns(("layout", "recompute"), ("steps", "bits", "loss", "escapes", "left as they are", "s", "s packed"))
+def run_cells(content: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A line for each pair of runs."""
+    cells: list[tuple[str, ...]] = [
+        ("layout", "recompute", "steps", "bits", "last loss", "escapes", "left as they are", "s", "s packed")
+    ]
     for row in content["rows"]:
         bits = "the same" if row["same_losses_and_norms"] and row["same_parameters"] else "OTHERS"
         escapes = f"{row['escapes'] / max(1, row['packed']):.2e}"
-        times = (f"{each:.1f}" for each in row["seconds"])
-        left = str(row["left"])
-        runs.add_row(
-            row["layout"], row["recompute"], str(row["steps"]), bits, f"{row['loss']:.4f}", escapes, left, *times
-        )
+        numbers = str(row["steps"]), bits, f"{row['loss']:.4f}", escapes, str(row["left"])
+        cells.append((row["layout"], row["recompute"], *numbers, *(f"{each:.1f}" for each in row["seconds"])))
+    return cells
+
+
+def step_cells(content: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Peak bytes and seconds of the large model's step."""
     large, (plain, packed) = content["large"], content["large"]["peaks"]
-    peaks = columns(("a step of 8 layers of 512, 2,048 tokens",), ("as it is", "packed", "lower by"))
+    cells: list[tuple[str, ...]] = [
+        ("a step of 8 layers of 512, 2,048 tokens, on a CPU", "as it is", "packed", "lower by")
+    ]
     for name, others in {
-        "peak of its own bytes, MB": (),
-        "and parameters": ("parameters",),
-        "and optimizer states": ("parameters", "states"),
+        "most bytes that it has alive, MB": (),
+        "the same and parameters": ("parameters",),
+        "the same and AdamW's states": ("parameters", "states"),
     }.items():
         sizes = (f"{sum(each[key] for key in ('step', *others)) / 1e6:.1f}" for each in (plain, packed))
-        peaks.add_row(name, *sizes, f"{lower(large, *others):.1%}")
+        cells.append((name, *sizes, f"{lower(large, *others):.1%}"))
     seconds = large["seconds"]
-    peaks.add_row("seconds", *(f"{each:.2f}" for each in seconds), f"{1 - seconds[1] / seconds[0]:.1%}")
-    gpu = columns((f"hidden, {GPU}, {PREDICTED}",), ("layer ms", "packing ms", "unpacking ms", "share"))
+    cells.append(("seconds", *(f"{each:.2f}" for each in seconds), f"{1 - seconds[1] / seconds[0]:.1%}"))
+    return cells
+
+
+def gpu_cells(content: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A layer's predicted seconds."""
+    cells: list[tuple[str, ...]] = [
+        (f"hidden size, {GPU}, {PREDICTED}", "layer ms", "packing ms", "unpacking ms", "share")
+    ]
     for row in content["predicted"]:
         times = (f"{1e3 * row[name]:.3f}" for name in ("layer", "forward", "backward"))
-        gpu.add_row(str(row["hidden"]), *times, f"{share(row):.2%}")
-    return ["\nRuns, packed and not, to the bit", runs, "\nWhat a step on a CPU saves and costs", peaks, "", gpu]
+        cells.append((str(row["hidden"]), *times, f"{share(row):.2%}"))
+    return cells
+
+
+CELLS = {"packed_runs": run_cells, "packed_step": step_cells, "packed_gpu": gpu_cells}
+
+
+def tables_of(content: dict[str, Any]) -> list[Table | str]:
+    """Runs, the large step, the prediction."""
+    return [part for cells in CELLS.values() for part in ("", table_of(cells(content)))]
+
+
+def page(text: str, content: dict[str, Any]) -> str:
+    """The text of PAGE with the tables of these results."""
+    return filled(text, {name: markdown(cells(content)) for name, cells in CELLS.items()}, "docs/memory.md")
+
+
+def write_page(folder: Path) -> None:
+    """Write PAGE again, from the results file in the folder."""
+    content = json.loads((folder / "packed.json").read_text())
+    PAGE.write_text(page(PAGE.read_text(), content))
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -285,7 +320,8 @@ def run(options: argparse.Namespace) -> Report:
         "large": large_row(1 if options.quick else REPEATS),
         "predicted": predicted_rows(),
     }
-    return Report(tables_of(content), content, problems_of(content), "packed runs have the bits of the others")
+    outcome = "packed runs have the bits of the others"
+    return Report(tables_of(content), content, problems_of(content), outcome, write_page)
 
 
 def draw(path: Path) -> Path:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 
 from bench.packing import bench, outliers, page  # noqa: E402
 from bench.packing.forms import (  # noqa: E402
+    LARGEST_GROUP,
     Form,
     Tally,
     compared,
@@ -49,7 +50,7 @@ sys.exit(main(["packing"], [bench.BENCH], Path(sys.argv[1])))
 """
 
 
-def values(count: int = 3 * 8192 + 200) -> torch.Tensor:
+def values(count: int = LARGEST_GROUP + 200) -> torch.Tensor:
     """bfloat16 values of all magnitudes: a narrow spread, a wide one, zeros, denormals, infinities."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, generator=generator)
@@ -61,7 +62,7 @@ def values(count: int = 3 * 8192 + 200) -> torch.Tensor:
 def escapes_by_hand(x: torch.Tensor, form: Form) -> list[int]:
     """As forms.escapes, value by value."""
     fields = [(int(bits) >> 7) & 255 for bits in x.view(torch.int16).tolist()]
-    counts = [0] * (-(-len(fields) // 8192) * 8192 // form.group)
+    counts = [0] * (-(-len(fields) // LARGEST_GROUP) * LARGEST_GROUP // form.group)
     for start in range(0, len(fields), form.block):
         own = [each for each in fields[start : start + form.block] if each]
         if own:
@@ -83,18 +84,18 @@ def test_escapes_are_those_of_a_loop_and_of_the_form_that_ships() -> None:
 
 
 def test_entropy_by_hand() -> None:
-    x = torch.tensor([1.0, -1.5, 2.0, 3.0, 4.0, 8.0, 0.0, 0.0]).bfloat16().repeat(1024)
+    x = torch.tensor([1.0, -1.5, 2.0, 3.0, 4.0, 8.0, 0.0, 0.0]).bfloat16().repeat(LARGEST_GROUP // 8)
     assert entropy(exponent_fields(x)) == pytest.approx(3 * 0.25 * 2 + 2 * 0.125 * 3)
-    assert entropy(exponent_fields(torch.ones(8192).bfloat16())) == 0
+    assert entropy(exponent_fields(torch.ones(LARGEST_GROUP).bfloat16())) == 0
 
 
 def test_a_row_has_the_bits_of_its_slots_and_of_its_rate() -> None:
     form = Form(block=128, group=4096)
-    x = torch.ones(2 * 4096).bfloat16()
+    x = torch.ones(LARGEST_GROUP).bfloat16()
     x[4096 : 4096 + 640 : 128] = 2.0**-20  # five blocks of the second group have an escape each
     (row,) = tallied([x], [form])
-    assert (row["worst"], row["slots"], row["rate"]) == (5, 8, 5 / 8192)
-    assert row["bits_of_slots"] == 12.0625 + 16 * 8 / 4096 and row["bits_of_rate"] == 12.0625 + 16 * 5 / 8192
+    assert (row["worst"], row["slots"], row["rate"]) == (5, 8, 5 / LARGEST_GROUP)
+    assert row["bits_of_slots"] == 12.0625 + 16 * 8 / 4096 and row["bits_of_rate"] == 12.0625 + 16 * 5 / LARGEST_GROUP
     assert (Tally(form).slots, Tally(form, 1, 1, 1).slots, Tally(form, 1, 1, 33).slots) == (0, 1, 64)
 
 
@@ -122,7 +123,7 @@ def test_a_run_names_what_layers_keep(commands: Commands, tmp_path: Path) -> Non
         (shape, step) for shape in ("GPT", "Llama", "MoE") for step in (1, 4)
     ]
     sizes = {(row["shape"], row["tensor"]): row["values"] for row in result["rows"] if row["step"] == 4}
-    assert len(sizes) == 7 + 8 + 8 and sizes["Llama", "gate pre-activation"] == 2 * 8192  # filled up with zeros
+    assert len(sizes) == 7 + 8 + 8 and sizes["Llama", "gate pre-activation"] == 2 * LARGEST_GROUP  # filled up
     ElementTree.parse(path.with_suffix(".svg"))
     assert [line[0] for line in page.tensor_cells(result)][:3] == ["saved tensor", "all of step 1", "all of step 4"]
     assert len(page.tensor_cells(result)) == 1 + 2 + 11
@@ -155,7 +156,7 @@ def test_steps_that_overflow_are_those_with_more_escapes_than_slots() -> None:
     cells = page.group_cells({**COMMITTED, "watched": watched})
     found = {(line[1], line[2]): line[3:5] for line in cells[1:]}
     assert found["8192", "24"] == ("12.08", "3 of 5 steps") and found["8192", "64"] == ("12.16", "1 of 5 steps")
-    assert found["4096", "32"] == ("12.19", "2 of 5 steps") and found["8192", "128"][1] == "0 of 5 steps"
+    assert found["4096", "32"] == ("12.19", "2 of 5 steps") and found["16384", "48"][1] == "1 of 5 steps"
 
 
 def test_the_drawing_has_a_bar_for_each_form(tmp_path: Path) -> None:
