@@ -35,7 +35,7 @@ from tpformer.training.step import train_step
 from .bars import Bar, write_bars
 from .live import Live
 from .marks import filled, markdown, table_of
-from .provenance import ROOT
+from .provenance import RESULTS, ROOT
 from .ranks import Calls, Ranks
 from .runner import Bench, Report
 
@@ -308,9 +308,9 @@ def page(text: str, content: dict[str, Any]) -> str:
 
 
 def write_page(folder: Path) -> None:
-    """Write PAGE again, from the results file in the folder."""
-    content = json.loads((folder / "packed.json").read_text())
-    PAGE.write_text(page(PAGE.read_text(), content))
+    """Write PAGE again, if the results are the repository's own."""
+    if folder.parent == RESULTS:
+        PAGE.write_text(page(PAGE.read_text(), json.loads((folder / "packed.json").read_text())))
 
 
 def run(options: argparse.Namespace) -> Report:
