@@ -29,7 +29,9 @@ from .timing import FULL, QUICK, Call, Effort, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 OURS, EAGER, COMPILED, COMPILED_FUSED = "tpformer", "PyTorch", "torch.compile", "torch.compile, fused qkv"
+PACKED = f"{OURS}, packed"
 RECOMPUTED = ("mlp", "full")
+SLOWER = 1.04  # what packed activations may cost at most
 REQUIRED = 1.1  # of torch.compile, on the GPT block
 CHECKED_TOKENS = 256  # of the gate, which has float64 to pay
 
@@ -64,8 +66,8 @@ def layers(quick: bool) -> list[Layer]:
     return [listed[0]._replace(batch=1)] if quick else listed
 
 
-def our_block(config: GPTConfig, recompute: str = "none") -> TransformerBlock:
-    return transformer_block(config, recompute=recompute, device=DEVICE, dtype=DTYPE)
+def our_block(config: GPTConfig, recompute: str = "none", packs: bool = False) -> TransformerBlock:
+    return transformer_block(config, recompute=recompute, pack_activations=packs, device=DEVICE, dtype=DTYPE)
 
 
 def inputs_of(model: nn.Module, config: GPTConfig, batch: int, length: int) -> tuple[Tensor, Tensor, dict]:
@@ -117,6 +119,8 @@ def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS) -> None:
     for recompute in ("none", *RECOMPUTED):
         block.recompute = recompute
         require(f"{OURS}, {recompute}", step(block, partial(block, **options), x, dy))
+    block.recompute, block.pack_activations = "none", True
+    require(PACKED, step(block, partial(block, **options), x, dy))
     if not config.dropout:
         require(COMPILED, step(plain, compiled(plain), x, dy))
 
@@ -136,10 +140,11 @@ def our_dropout(config: GPTConfig, options: dict) -> Drop:
 def calls_of(layer: Layer) -> dict[str, Call]:
     config = layer.config
     blocks = {recompute: our_block(config, recompute) for recompute in ("none", *RECOMPUTED)}
+    blocks["packed"] = our_block(config, packs=True)
     x, dy, options = inputs_of(nn.ModuleDict(blocks), config, layer.batch, config.seq_length)
     functions = {
-        OURS if recompute == "none" else recomputing(recompute): (block, partial(block, **options))
-        for recompute, block in blocks.items()
+        {"none": OURS, "packed": PACKED}.get(way) or recomputing(way): (block, partial(block, **options))
+        for way, block in blocks.items()
     }
     eager, same = (plain_block(blocks["none"], config, DTYPE) for _ in range(2))
     functions |= {EAGER: (eager, eager), COMPILED: (same, compiled(same))}
@@ -159,6 +164,7 @@ def layer_rows(layer: Layer, effort: Effort) -> list[Row]:
     pairs = [
         *((OURS, COMPILED, required), (OURS, COMPILED_FUSED, required), (OURS, EAGER), (COMPILED, EAGER)),
         *((recomputing(recompute), OURS) for recompute in RECOMPUTED),
+        (PACKED, OURS, 1 / SLOWER),
         *((OURS, PEAK), (COMPILED, PEAK)),
     ]
     return compared("forward, backward", layer, seconds, pairs, unit="TFLOP/s", amount=layer.flops / 1e12)

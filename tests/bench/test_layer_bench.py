@@ -116,6 +116,7 @@ def test_rows_are_complete(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPa
         ("tpformer", "data-sheet peak"),
     ]:
         assert (*pair, None) in pairs
+    assert ("tpformer, packed", "tpformer", 1 / 1.04) in pairs
     (share,) = (row for row in rows if (row["provider"], row["baseline"]) == ("tpformer", "data-sheet peak"))
     assert share["baseline_value"] == 989.0
     assert all(row["unit"] == "TFLOP/s" for row in rows)
