@@ -38,10 +38,10 @@ def model(name: str, **options: Any) -> GPT:
     return GPT(GPTConfig(**{**PLAIN, **MODELS[name]}), dtype=torch.bfloat16, seed=1, **options)
 
 
-def step(net: GPT) -> list[Tensor]:
+def step(net: GPT, device: str = "cpu") -> list[Tensor]:
     """Loss and gradients; what dropout draws is the same each time."""
-    ids = torch.randint(60, (2, 129), generator=torch.Generator().manual_seed(3))
-    index = torch.arange(2)
+    ids = torch.randint(60, (2, 129), generator=torch.Generator().manual_seed(3)).to(device)
+    index = torch.arange(2, device=device)
     loss = net(ids[:, :-1].contiguous(), targets=ids[:, 1:].contiguous(), sample_index=index, step=1)
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in net.parameters())]
@@ -51,8 +51,8 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def report() -> packing.Report:
-    return ops.packing_report("cpu")
+def report(device: str = "cpu") -> packing.Report:
+    return ops.packing_report(device)
 
 
 @pytest.fixture(autouse=True)
@@ -266,3 +266,17 @@ def test_explain_names_the_layers_that_pack() -> None:
     text = model("gpt", pack_activations=True, pack_layers="0:2").explain()
     assert "layers.0-1 keep activations packed until the backward: 12." in text
     assert "packed" not in model("gpt").explain()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_on_gpu(name) -> None:
+    """The same bits; a tensor that overflows makes gradients NaN, the report says so, and nothing waits for it."""
+    for options in ({}, {"recompute": "mlp"}, {"recompute": "full"}, {"offload_activations": True}):
+        nets = [model(name, device="cuda", pack_activations=packs, **options) for packs in (False, True)]
+        assert same(*(step(net, "cuda") for net in nets)), options
+        assert report("cuda").overflows == 0
+    block = TransformerBlock(256, 4, dtype=torch.bfloat16, pack_activations=True, device="cuda")
+    x = all_exponents(torch.randn(64, 256).bfloat16()).nan_to_num(1.0).clamp(-1e4, 1e4).cuda()
+    block(x[None] + 0, positions=None).sum().backward()
+    assert report("cuda").overflows > 0 and any(each.grad.isnan().any() for each in block.parameters())

@@ -123,7 +123,7 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
         note = "" if found == round(state.nbytes) else f"  {found - state.nbytes:+,.0f}"
         yield f"  {state.name:24} {state.formula:24} {state.nbytes:18,.0f} {found:18,.0f}{note}"
     for stage in count.stages:
-        parts = [f"{size(stage.saved)} saved"]
+        parts = [f"{size(stage.saved)} saved" + ", activations packed" * config.parallel.pack_activations]
         parts += [f"{size(stage.offloaded)} of it in host memory"] if stage.offloaded else []
         parts += [f"{size(stage.queued)} queued for weight gradients"] if stage.queued else []
         yield f"  one microbatch of stage {stage.stage} keeps: {', '.join(parts)} (counted)"

@@ -36,6 +36,8 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
     for key in ("all_reduce", "compression", "parameter_server"):
         if (value := getattr(parallel, key)) != getattr(Layout, key):
             layout.append(f"{key} {value}")
+    if parallel.pack_activations:
+        layout.append("activations packed")
     active = "" if model.n_experts is None else f" ({model.n_active_parameters / 1e6:.2f}M active)"
     growing = f"{train.batch_size_start} growing to " if train.batch_size_start else ""
     return (
