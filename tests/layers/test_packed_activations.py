@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,11 +15,12 @@ import torch
 from testing import all_exponents
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from tpformer import ops
 from tpformer.kernels.pack import reference
-from tpformer.kernels.pack.format import RECORD, Packed, packed_bytes
+from tpformer.kernels.pack.format import Packed, packed_bytes
 from tpformer.layers import TransformerBlock
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import packing
@@ -166,24 +168,35 @@ def test_where_it_does_not_gradients_are_nan_and_the_report_says_so(number) -> N
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_checkpoints_around_and_inside_a_block(inside) -> None:
-    """They keep their inputs alone; what is packed in them is forgotten, and comes again in the second run."""
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_and_inside_a_block(inside, reentrant) -> None:
+    """They keep their inputs alone, and pack nothing in either run, whatever is allowed when the second one comes."""
     results = []
     for packs in (False, True):
         net = model("gpt", pack_activations=packs)
         for layer in net.layers.values():
             part = layer.mlp if inside else layer
-            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-        held: list[Tensor] = []
-
-        def hold(x: Tensor, held: list[Tensor] = held) -> Tensor:
-            held.append(x)
-            return x
-
-        with saved_tensors_hooks(hold, lambda x: x):
+            part.forward = partial(checkpointed, part.forward, reentrant)
+        report()
+        with ops.unpacked_activations() if not inside else nullcontext():
             results.append(step(net))
-        assert any(x.shape[-1:] == (RECORD,) for x in held) == (inside and packs)
+        assert (report().values > 0) == (inside and packs)
     assert same(*results)
+
+
+def checkpointed(forward, reentrant: bool, x: Tensor, **options: Any) -> Tensor:
+    return checkpoint(lambda x: forward(x, **options), x, use_reentrant=reentrant)
+
+
+def test_a_second_run_in_another_thread_saves_what_the_first_did() -> None:
+    """As on a GPU, where the backward's thread has no context variables."""
+    block = TransformerBlock(128, 4, dtype=torch.bfloat16, pack_activations=True)
+    x = torch.randn(2, 128, 128).bfloat16().requires_grad_()
+    with ops.unpacked_activations():
+        y = checkpoint(block, x, use_reentrant=False)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(y.sum().backward).result()
+    assert x.grad is not None and report().values == 0
 
 
 def test_offload_moves_packed_bytes() -> None:
@@ -209,7 +222,7 @@ def test_offload_moves_packed_bytes() -> None:
 def test_memory_that_is_written_again_is_packed_again() -> None:
     x = torch.randn(64, 256).bfloat16()
     weight = torch.ones(256, dtype=torch.bfloat16, requires_grad=True)
-    with ops.packed_activations():
+    with packing.packed_activations():
         first = (x * weight).sum()
         before = x.clone()
         x.mul_(2)
@@ -220,15 +233,62 @@ def test_memory_that_is_written_again_is_packed_again() -> None:
     assert report().values == 2 * x.numel()
 
 
-def test_views_of_one_storage_are_packed_once_and_small_parts_are_not() -> None:
-    x = torch.randn(3, 64, 256).bfloat16()
-    weights = [torch.ones(256, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
-    views = [x[0], x[1].t().contiguous().t(), x[2, ::2], x[2, :4]]
-    expected = torch.autograd.grad(sum((v * w).sum() for v, w in zip(views, weights, strict=True)), weights)
-    with ops.packed_activations():
-        total = sum((v * w).sum() for v, w in zip(views, weights, strict=True))
-    assert report().values == x.numel() + 64 * 256
-    assert same(list(torch.autograd.grad(total, weights)), list(expected))
+def test_what_is_left_as_it_is() -> None:
+    """Parts of a storage, a parameter and a buffer, empty and negated tensors, tensors on meta; all with right bits."""
+    x, table = torch.randn(3, 64, 256).bfloat16(), torch.randn(64, 256).bfloat16()
+    holder = nn.Module()
+    holder.register_buffer("table", table)
+    holder.weight = nn.Parameter(torch.randn(64, 256).bfloat16(), requires_grad=False)
+    wide = torch.complex(torch.randn(64, 256), torch.randn(64, 256)).conj().imag.neg()
+    given = [x[0], x[1].t(), x[:, :16], table, holder.weight, holder.weight.t(), torch.empty(0, 256).bfloat16(), wide]
+    weights = [torch.ones(each.shape[-1], dtype=each.dtype, requires_grad=True) for each in given]
+
+    def gradients() -> list[Tensor]:
+        total = sum((each * w).sum().float() for each, w in zip(given, weights, strict=True))
+        return list(torch.autograd.grad(total, weights))
+
+    expected = gradients()
+    with packing.packed_activations(holder):
+        assert same(gradients(), expected)
+    assert report().values == 0
+    block = TransformerBlock(128, 4, dtype=torch.bfloat16, pack_activations=True, device="meta")
+    block(torch.empty(2, 128, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)).sum().backward()
+    block = TransformerBlock(128, 4, dtype=torch.bfloat16, pack_activations=True)
+    assert block(torch.empty(0, 128, 128).bfloat16()).shape == (0, 128, 128)
+
+
+def test_an_expert_without_tokens_packs_nothing() -> None:
+    experts = {"n_experts": 4, "ffn_hidden_size": 64, "policy": ops.Policy(1, normalised=False)}
+    block = TransformerBlock(
+        128, 4, dtype=torch.bfloat16, pack_activations=True, moe=experts, activation="swiglu", bias=False
+    )
+    with torch.no_grad():
+        block.mlp.gate.weight.zero_()
+    block(torch.randn(2, 128, 128).bfloat16()).sum().backward()
+    assert report().values > 0
+
+
+def test_a_tensor_that_was_written_to_is_an_error_as_in_torch() -> None:
+    """What is packed has the values of its saving instead."""
+    for dtype, packs in ((torch.float32, False), (torch.bfloat16, True)):
+        x, weight = torch.ones(64, 256, dtype=dtype), torch.ones(256, dtype=dtype, requires_grad=True)
+        with packing.packed_activations():
+            y = (x * weight).sum()
+            x.mul_(2)
+        if packs:
+            assert torch.autograd.grad(y, weight)[0].eq(64).all()
+        else:
+            with pytest.raises(RuntimeError, match="by an inplace operation: .* version 1, and was saved at 0"):
+                y.backward()
+
+
+def test_a_graph_without_a_backward_is_freed() -> None:
+    x = torch.randn(1000, requires_grad=True)
+    with packing.packed_activations():
+        y = x.exp()
+    storage = StorageWeakRef(y.untyped_storage())
+    del y
+    assert storage.expired()
 
 
 def test_compiled_blocks_and_two_backwards() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer import ops
 from tpformer.config import RECOMPUTE, check_choice, check_packing, check_range
 from tpformer.kernels.rope.reference import RopeScaling
-from tpformer.ops.recompute import in_region
+from tpformer.ops.packing import may_pack, packed_activations
 from tpformer.ops.sequence import flat_rows
 from tpformer.ops.transport import dtype_name
 from tpformer.ops.uncompiled import uncompiled
@@ -49,7 +49,7 @@ class TransformerBlock(ParallelModule):
              With qk_norm the first two keep 4 more, for the queries and keys before their norms (in general
              2 (n_heads + n_kv_heads) head_dim / hidden), and one more statistic of each head.
              `python -m bench memory` counts these.
-             pack_activations: what is kept of bfloat16 takes 0.755 as much, in every mode (ops.packed_activations).
+             pack_activations: what is kept of bfloat16 takes 0.755 as much, in every mode (ops/packing.py).
              The bits are the same. torch.compile leaves such a block alone. On a GPU see ops.packing_report.
     Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.
@@ -60,6 +60,8 @@ class TransformerBlock(ParallelModule):
     (tokens, hidden_size), and an attention also gets positions=Positions. A module that is not of this library gets all
     rows and features on every rank, and returns all of them.
     """
+
+    pack_activations = False  # of a block that was pickled before there was such an option
 
     def __init__(
         self,
@@ -155,11 +157,11 @@ class TransformerBlock(ParallelModule):
             return self._run(x, *arguments)
 
     def packs(self, x: Tensor) -> bool:
-        """Whether a forward of x keeps packed activations: not inside of a region, which keeps its inputs only.
+        """Whether a forward of x packs what it saves (packing.may_pack).
 
         ValueError for an x of another dtype than bfloat16.
         """
-        if not self.pack_activations or not torch.is_grad_enabled() or in_region():
+        if not self.pack_activations or x.is_meta or not may_pack():
             return False
         check_packing(dtype_name(x.dtype))
         return True
@@ -252,7 +254,7 @@ def packing(x: Tensor, *layers: nn.Module) -> AbstractContextManager[None]:
     """ops.packed_activations for layers that take x. An x that is a leaf is held by whoever wants its gradient, as what
     a pipeline stage has received is by the pipeline."""
     base = base_of(x)
-    return ops.packed_activations(*layers, held=[x] if base.is_leaf and base.requires_grad else [])
+    return packed_activations(*layers, held=[x] if base.is_leaf and base.requires_grad else [])
 
 
 def run_region(layers: Sequence[nn.Module], x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:

@@ -302,7 +302,8 @@ def _footnote(plans: list[LinearPlan]) -> list[str]:
 def _packed_note(module: nn.Module) -> list[str]:
     """Which blocks keep packed activations."""
     blocks = {path: each for path, each in module.named_modules() if isinstance(each, TransformerBlock)}
-    packed = [(path or "this block", ()) for path, block in blocks.items() if block.pack_activations]
+    nothing: tuple[str, ...] = ()
+    packed = [(path or "this block", nothing) for path, block in blocks.items() if block.pack_activations]
     if not packed:
         return []
     names = ", ".join(name for name, _ in _fold(packed))

@@ -68,7 +68,7 @@ class GPT(ParallelModule):
     "full". recompute_layers: which layers do so, in the notation of config.selected_layers.
     recompute_interval: for "full", how many consecutive recomputed layers form a region. A region keeps only its input.
     pack_activations, pack_layers: whether activations wait for the backward in packed form, and of which layers, in the
-    same notation (ops.packed_activations). Only in bfloat16.
+    same notation (TransformerBlock). Only in bfloat16.
     offload_activations: whether activations wait for the backward in pinned host memory (ops.Offload).
     label_smoothing, z_loss: terms of the loss in training mode (ops.vocab_parallel_cross_entropy). Evaluation leaves
     them out.

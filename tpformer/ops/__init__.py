@@ -10,7 +10,7 @@ from .embedding import vocab_parallel_embedding
 from .experts import ExpertWeights, experts
 from .norm import Norm, Normed, norm
 from .offload import Offload
-from .packing import packed_activations, packing_report, unpacked_activations
+from .packing import packing_report, unpacked_activations
 from .recompute import recompute
 from .rope import rope
 from .route import Balance, Policy, Router, Routing, route
@@ -51,7 +51,6 @@ __all__ = [
     "gather_rows",
     "linear_cross_entropy",
     "norm",
-    "packed_activations",
     "packing_report",
     "record_transports",
     "recompute",

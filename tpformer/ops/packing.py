@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tpformer.distributed import indexed
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.kernels.pack.format import RUN, SLOTS, Packed, pays
-from tpformer.torch_private import is_fake, top_saved_tensors_hooks, version_of
+from tpformer.torch_private import base_of, in_backward, is_fake, top_saved_tensors_hooks, version_of
 
 from .implementation import implementation
 
 TALLIED = 256  # tensors whose counts are added up at once
-LARGEST_PART = 8  # a storage is packed if what is saved of it is at least one part in so many
 
 
 class View(NamedTuple):
@@ -31,6 +31,14 @@ class View(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class Whole(NamedTuple):
+    """A saved tensor that is kept as it is."""
+
+    x: Any
+    """The tensor, or what hooks around these made of it."""
+    version: int
 
 
 class Report(NamedTuple):
@@ -48,16 +56,12 @@ class Report(NamedTuple):
 
 
 class Tally:
-    """What has been packed since the last report."""
+    """What has been packed on a device since the last report."""
 
     def __init__(self) -> None:
         self.values, self.kept = 0, 0
         self.totals: Tensor | None = None
         self.counts: list[Tensor] = []
-
-    def leave_as_it_is(self) -> None:
-        """Count a tensor that is not packed, because it would overflow."""
-        self.kept += 1
 
     def add(self, values: int, counts: Tensor) -> None:
         """Count a tensor that was packed. counts: the escapes of its groups."""
@@ -65,6 +69,10 @@ class Tally:
         self.counts.append(counts)
         if len(self.counts) == TALLIED:  # nobody may ask for reports
             self._sum()
+
+    def leave_as_it_is(self) -> None:
+        """Count a tensor that is not packed, because it would overflow."""
+        self.kept += 1
 
     def _sum(self) -> None:
         """Add up the counts, in a few launches for all tensors, and without waiting."""
@@ -74,24 +82,23 @@ class Tally:
         self.counts.clear()
 
     def report(self, device: torch.device) -> Report:
-        """What was packed on a device; then count anew."""
+        """What was packed."""
         if self.counts:
             self._sum()
         totals = torch.zeros(2, dtype=torch.int64, device=device) if self.totals is None else self.totals
-        found = Report(self.values, totals[0], self.kept, totals[1])
-        self.values, self.kept, self.totals = 0, 0, None
-        return found
+        return Report(self.values, totals[0], self.kept, totals[1])
 
 
-TALLY = Tally()
+TALLIES: dict[torch.device, Tally] = {}
 
 
 def packing_report(device: torch.device | str) -> Report:
-    """The Report of all that `packed_activations` have packed in this process, which then begins anew.
+    """The Report of all that this process has packed on a device, whose counts then begin anew.
 
     A training loop on a GPU asks for it once a step, because only the device knows whether a tensor overflowed there.
     """
-    return TALLY.report(torch.device(device))
+    place = indexed(torch.device(device))
+    return TALLIES.pop(place, Tally()).report(place)
 
 
 class _Packing:
@@ -111,20 +118,29 @@ class _Packing:
         top = top_saved_tensors_hooks()
         return top is not None and top[0] == self.pack
 
-    def pack(self, x: Tensor) -> Any:
-        """The pack hook: a View, or x if it is not packed; hooks around these see what is kept."""
+    def pack(self, x: Tensor) -> View | Whole:
+        """The pack hook. Hooks around these see what is kept.
+
+        What is kept as it is has been detached: a result that its own graph keeps would never be freed.
+        """
         buffer = self.buffer_of(x)
         keep = self.outer[0] if self.outer is not None else _as_is
         if buffer is None:
-            return keep(x)
+            return Whole(keep(x.detach() if self.outer is None else x), version_of(x))
         values = x.untyped_storage().nbytes() // x.itemsize
         return View(keep(buffer), values, x.size(), x.stride(), x.storage_offset())
 
-    def unpack(self, kept: Any) -> Tensor:
-        """The unpack hook."""
+    def unpack(self, kept: View | Whole) -> Tensor:
+        """The unpack hook. RuntimeError for a tensor that was written to, which autograd leaves to hooks to find."""
         give = self.outer[1] if self.outer is not None else _as_is
-        if not isinstance(kept, View):
-            return give(kept)
+        if isinstance(kept, Whole):
+            x = give(kept.x)
+            if self.outer is None and version_of(x) != kept.version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{list(x.shape)} of {x.dtype} is at version {version_of(x)}, and was saved at {kept.version}"
+                )
+            return x
         buffer = give(kept.buffer)
         whole = unpack(Packed(buffer, (kept.values,)))
         return whole.as_strided(kept.size, kept.stride, kept.offset)
@@ -141,15 +157,18 @@ class _Packing:
     def buffer_of(self, x: Tensor) -> Tensor | None:
         """The packed storage of x.
 
-        None if it is not packed: it is not of bfloat16, too small, a parameter, held by others, or it would overflow.
+        None if it is not packed: it is not of bfloat16, too small, half of its storage or less, a parameter or a
+        buffer, held by others, or it would overflow.
         """
-        if x.dtype != torch.bfloat16 or is_dtensor(x) or x.layout != torch.strided:
+        if x.dtype != torch.bfloat16 or is_dtensor(x) or x.layout != torch.strided or x.is_meta or x.is_neg():
+            return None
+        values = x.untyped_storage().nbytes() // x.itemsize
+        # of several parts of a storage each would unpack all of it
+        if not values or not pays(values) or 2 * x.numel() <= values or isinstance(base_of(x), nn.Parameter):
             return None
         if self.parameters is None:  # not sooner, because FSDP2 gathers them in a module's forward
-            self.parameters = {_identity(each) for module in self.modules for each in module.parameters()}
-        values = x.untyped_storage().nbytes() // x.itemsize
-        if not pays(values) or LARGEST_PART * x.numel() < values:
-            return None
+            tensors = (each for module in self.modules for each in (*module.parameters(), *module.buffers()))
+            self.parameters = {_identity(each) for each in tensors}
         reference = StorageWeakRef(x.untyped_storage())
         if reference.cdata in self.parameters or reference.cdata in self.held:
             return None
@@ -175,10 +194,11 @@ def pack_storage(x: Tensor) -> Tensor | None:
         packed, counts = implementation("pack", flat).pack(flat)
         if is_fake(counts):  # a dry run's: none overflows
             return packed.buffer
+        tally = TALLIES.setdefault(x.device, Tally())
         if host_knows(counts) and int(counts.max()) > SLOTS:
-            TALLY.leave_as_it_is()
+            tally.leave_as_it_is()
             return None
-    TALLY.add(len(flat), counts)
+    tally.add(len(flat), counts)
     return packed.buffer
 
 
@@ -205,15 +225,13 @@ _ALLOWED: ContextVar[bool] = ContextVar("packing_allowed", default=True)
 def packed_activations(*modules: nn.Module, held: Sequence[Tensor] = ()) -> Iterator[None]:
     """What autograd saves of bfloat16 in this context is kept in packed form, and comes back with the same bits.
 
-    Every storage is packed once, however many views are saved: 12.08 bits for each value (kernels/pack/format.py).
-    The modules' parameters are not, nor what `held` tensors share memory with, which others keep alive anyway.
-    A storage whose values have too many exponents is kept as it is where the host knows, on a CPU. On a GPU the device
-    alone knows: gradients are then NaN, and packing_report has overflows. Repeat that step in unpacked_activations.
-    Hooks around this context, as of Offload and of torch.utils.checkpoint, get the packed bytes.
+    It surrounds one forward of the modules, and no backward: a storage is packed once, and a second tensor of the same
+    memory at the same version is taken to have the same values. 12.08 bits for each value (kernels/pack/format.py).
+    The modules' parameters and buffers are not packed, nor what `held` tensors share memory with: others hold them.
+    A storage that overflows is kept as it is where the host knows, on a CPU. On a GPU the device alone knows: gradients
+    are then NaN, and packing_report has overflows. Repeat that step in unpacked_activations.
+    Hooks around this context, as of Offload, get the packed bytes.
     """
-    if not (_ALLOWED.get() and torch.is_grad_enabled()):
-        yield
-        return
     packing = _Packing(modules, held)
     token = _ACTIVE.set(packing)
     try:
@@ -224,9 +242,21 @@ def packed_activations(*modules: nn.Module, held: Sequence[Tensor] = ()) -> Iter
         packing.known.clear()
 
 
+def may_pack() -> bool:
+    """Whether a forward here should pack what it saves.
+
+    Not in unpacked_activations, without gradients, or in torch.utils.checkpoint, by which regions are recomputed, too.
+    It keeps inputs alone, and in the second run, maybe in another thread, as much must be saved as in the first.
+    """
+    if not (_ALLOWED.get() and torch.is_grad_enabled()) or in_backward():
+        return False
+    top = top_saved_tensors_hooks()
+    return top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint"
+
+
 @contextmanager
 def unpacked_activations() -> Iterator[None]:
-    """In this context, packed_activations packs nothing."""
+    """In this context nothing is packed."""
     token = _ALLOWED.set(False)
     try:
         yield

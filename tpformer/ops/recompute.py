@@ -79,11 +79,6 @@ def running_again() -> bool:
     return run is not None and run.again
 
 
-def in_region() -> bool:
-    """Whether this call is part of a region, in either run."""
-    return _RUN.get() is not None
-
-
 def once(make: Callable[[], Any]) -> Any:
     """make(), but in the second run of a region what it gave in the first, which the region keeps beside its inputs.
 
