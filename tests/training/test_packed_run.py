@@ -14,6 +14,7 @@ from testing import all_exponents
 
 from tpformer.config import build_config, check_config
 from tpformer.kernels.pack import reference
+from tpformer.kernels.route import reference as route
 from tpformer.ops import packing
 from tpformer.parallel import local_part
 from tpformer.training.optimizer import build_optimizer
@@ -88,6 +89,23 @@ def test_a_step_that_overflows_on_one_rank_is_computed_again_on_all(ranks: Worke
             assert found == numbers and own_loads == loads
             assert all(torch.equal(x, y) for x, y in zip(own, values, strict=True))
             assert repeats == [int(broken is not None and each == step) for each in range(1, STEPS + 1)]
+
+
+def one_sided(logits, policy, bias=None):
+    """In place of a router's decision: all tokens go to the first experts, which are the first rank's."""
+    chosen = torch.arange(policy.k, dtype=torch.int32).expand(len(logits), policy.k).contiguous()
+    return chosen, torch.ones(len(logits), policy.k, dtype=logits.dtype), logits.softmax(1)
+
+
+def idle_rank(packs: bool) -> tuple:
+    parallel, model = LAYOUTS["experts"]
+    with mock.patch.object(route, "route_forward", one_sided):
+        return run_steps(parallel, model, packs, None)
+
+
+def test_a_rank_whose_experts_have_no_token(ranks: WorkerPool) -> None:
+    for plain, packed in zip(*(ranks(2).run(idle_rank, packs) for packs in (False, True)), strict=True):
+        assert packed[0] == plain[0] and all(torch.equal(x, y) for x, y in zip(packed[1], plain[1], strict=True))
 
 
 def trained(directory, data, packs: bool) -> list[dict]:
