@@ -28,6 +28,7 @@ from bench.layer_memory import (  # noqa: E402
     SCORES,
     SHARED,
     STATISTICS,
+    UNPACKED,
     Counted,
     Layer,
     Step,
@@ -108,6 +109,20 @@ def test_layers_keep_what_they_should(ranks: WorkerPool, t: int) -> None:
     # 34 without parallelism; gathered norm outputs are whole on every rank; its norms' statistics have 2 bytes here
     assert sum(torch_items.values()) / unit == 34 + 4 * (t - 1) + 8 / 64 + 4 / head_dim
     assert torch_items["norm output before MLP"] == 2 * t * unit and OTHER not in torch_items
+
+
+def test_layers_keep_packed_what_they_should() -> None:
+    """Every name has its packed bytes, statistics have their own, and parts of the packed bytes add up."""
+    wide: dict = {"hidden_size": 128, "seq_length": 256}
+    llama = replace(LLAMA, **wide, head_dim=32, ffn_hidden_size=512)
+    moe = replace(MOE, **wide, head_dim=32, expert_ffn_size=64, shared_expert_size=64)
+    shapes = {"GPT": replace(GPT, **wide), "Llama": llama, "MoE": moe}
+    layers = [Layer(name, config, 1, mode, pack=True) for name, config in shapes.items() for mode in MODES]
+    for each in counted(layers):
+        assert memory.item_problems(each.layer, each.items) == []
+        packed = sum(size for name, size in each.items.items() if name not in UNPACKED) / each.layer.unit
+        assert sum(memory.packed_parts(each.layer, each.items).values()) == pytest.approx(packed)
+        assert OTHER not in each.items
 
 
 def test_nothing_lives_that_autograd_does_not_show() -> None:
