@@ -321,7 +321,7 @@ def recomputed_layers(recompute: str, pattern: str, interval: int, n_layers: int
             f"recompute_interval={interval} with recompute={recompute!r}: only whole layers can form a region; set "
             f"recompute to 'full', or recompute_interval to 1"
         )
-    return selected_layers("recompute_layers", pattern, n_layers)
+    return selected_layers(pattern, n_layers)
 
 
 def packed_layers(packs: bool, pattern: str, n_layers: int) -> set[int]:
@@ -331,11 +331,11 @@ def packed_layers(packs: bool, pattern: str, n_layers: int) -> set[int]:
     """
     if pattern and not packs:
         raise ValueError(f"pack_layers={pattern!r} chooses layers, but pack_activations is false: set it to true")
-    return selected_layers("pack_layers", pattern, n_layers) if packs else set()
+    return selected_layers(pattern, n_layers, "pack_layers") if packs else set()
 
 
-def selected_layers(name: str, pattern: str, n_layers: int) -> set[int]:
-    """The layers that a setting selects by comma-separated indexes or slices as in Python, "0:8", "::2" or "0,5,-1".
+def selected_layers(pattern: str, n_layers: int, name: str = "recompute_layers") -> set[int]:
+    """The layers that the setting `name` selects by comma-separated indexes or slices as in Python, "0:8", "::2" or "0,5,-1".
 
     "" selects all. ValueError for a part that is neither, or that selects no layer.
     """
