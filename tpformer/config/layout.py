@@ -335,9 +335,9 @@ def packed_layers(packs: bool, pattern: str, n_layers: int) -> set[int]:
 
 
 def selected_layers(pattern: str, n_layers: int, name: str = "recompute_layers") -> set[int]:
-    """The layers that the setting `name` selects by comma-separated indexes or slices as in Python, "0:8", "::2" or "0,5,-1".
+    """The layers that the setting `name` selects by comma-separated indexes or slices as in Python: "0:8", "::2".
 
-    "" selects all. ValueError for a part that is neither, or that selects no layer.
+    "" selects all, "0,5,-1" three. ValueError for a part that is neither, or that selects no layer.
     """
     layers, found = range(n_layers), set[int]()
     chosen: Sequence[int]
