@@ -70,6 +70,10 @@ def place() -> str:
     return "an unknown line"
 
 
+# functions in which a program stores to a place again, behind a barrier; the executor has barriers, and judges them
+AGAIN = ("(pack_blocks)", "(pack_kernel)")
+
+
 class Watch:
     """What the interpreter has done since `watching` began."""
 
@@ -96,12 +100,13 @@ class Watch:
 
     def find_stored_twice(self) -> None:
         """Report elements that two blocks store. Only in the interpreter is it certain which store is the last."""
-        addresses = np.concatenate([np.zeros(0, np.int64), *[found for found, _ in self.stores]])
-        number = np.repeat(np.arange(len(self.stores)), [len(found) for found, _ in self.stores])
+        stores = [each for each in self.stores if not each[1].endswith(AGAIN)]
+        addresses = np.concatenate([np.zeros(0, np.int64), *[found for found, _ in stores]])
+        number = np.repeat(np.arange(len(stores)), [len(found) for found, _ in stores])
         order = np.argsort(addresses, kind="stable")
         again = order[1:][np.diff(addresses[order]) == 0]
         if len(again):
-            line = self.stores[number[again[0]]][1]
+            line = stores[number[again[0]]][1]
             self.reports.append(f"{len(again)} elements are stored a second time in one launch: {line}")
 
     def inside(self, what: str, pointers: Any, mask: Any) -> Any:

@@ -34,6 +34,7 @@ REACH = {
     "matmul_all_reduce/kernel.py": ["all-reduce"],
     "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
     "norm/kernel.py": ["norm"],
+    "pack/kernel.py": ["pack"],
     "philox/kernel.py": ["dropout"],
     "rope/kernel.py": ["rope"],
     "route/kernel.py": ["route"],
@@ -57,6 +58,8 @@ EQUIVALENT = {
     },
     "activation/kernel.py activation_forward_kernel: first + BLOCK <= n -> first + BLOCK <= n - 1": WHOLE,
     "activation/kernel.py activation_backward_kernel: first + BLOCK <= n -> first + BLOCK <= n - 1": WHOLE,
+    "pack/kernel.py pack_kernel: rest >= GROUP -> rest >= GROUP + 1": WHOLE,
+    "pack/kernel.py unpack_kernel: rest >= PART -> rest >= PART + 1": WHOLE,
     "matmul_all_reduce/kernel.py matmul_all_reduce_kernel: tl.minimum(rows, m - owner * rows)"
     " -> tl.minimum(m - owner * rows, m - owner * rows)":
         "the last tile of a chunk then multiplies rows of the next one, too, which no rank adds or stores",

@@ -34,6 +34,7 @@ import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
 import test_norm_kernel as norms
+import test_pack_kernel as packs
 import test_rope_kernel as ropes
 import test_route_kernel as routes
 import test_weighted_activation_kernel as weighted
@@ -47,6 +48,8 @@ from testing import poisoned_memory
 
 from tpformer.kernels.finish import Finish
 from tpformer.kernels.launch import Tile
+from tpformer.kernels.pack import reference
+from tpformer.kernels.pack.format import GROUP
 from tpformer.kernels.route.reference import Policy
 
 TILE = Tile(4, 4, 4, 1, 1, False)
@@ -118,6 +121,32 @@ def weighted_activation(module: Callable[[str], ModuleType], shape: Shape) -> No
 def combine(module: Callable[[str], ModuleType], shape: Shape) -> None:
     tokens, h = shape
     combinations.check(module("combine"), *combinations.draw(tokens, 3, h, FLOAT))
+
+
+def pack(module: Callable[[str], ModuleType], shape: Shape) -> None:
+    """Values into their packed form and back, with escapes up to more than there are slots; rows read in that form."""
+    (numel,), kernel = shape, module("pack")
+    exponents = 100 + torch.randint(18, (numel,), generator=torch.Generator().manual_seed(numel))
+    for offset in (18, 12):
+        x = packs.values(100 + exponents % offset)
+        expected, counts = reference.pack(x)
+        with poisoned_memory():
+            packed, own_counts = kernel.pack(x)
+            back = kernel.unpack(packed)
+        assert torch.equal(packed.buffer, expected.buffer) and torch.equal(own_counts, counts)
+        assert packs.same_bits(back, reference.unpack(expected))
+    # a row that fills a group, so that nothing lies behind it
+    rows, n = (1, GROUP) if numel == 2 * GROUP else (1 + numel % 4, 8 * (1 + numel % 3))
+    (dy,) = row_checks.draw(n, FLOAT, "cpu", (rows, n))
+    x = packs.values(100 + torch.arange(rows * n) % 12).view(rows, n)
+    given, found = (kernel.pack(x)[0], x.float()), []
+    if n < GROUP:  # or there would be thousands of programs
+        found += [module("activation").activation_backward(dy.clone(), each, "relu2") for each in given]
+    weights = row_checks.draw_norm(n, n, "layernorm", FLOAT)
+    statistics = x.float().mean(1, keepdim=True), torch.ones(rows, 1)
+    found += [module("norm").norm_backward(dy, each, statistics, weights, widest=GROUP) for each in given]
+    for packed, plain in (found[:2], found[-2:]):
+        assert all(torch.equal(a, b) for a, b in zip(packed, plain, strict=True) if a is not None)
 
 
 def route(module: Callable[[str], ModuleType], shape: Shape) -> None:
@@ -233,6 +262,7 @@ CASES: dict[str, tuple[Callable[..., None], bool, list[Shape]]] = {
     "cross entropy": (cross_entropy, False, [(3, 13, 3), (13, 3, 2), (1, 17, 5), *every_remainder(4, 8, 8)]),
     "weighted activation": (weighted_activation, False, [(3, 7), (5, 3), *every_remainder(2, 4)]),
     "combine": (combine, False, [(3, 7), (5, 3), *every_remainder(2, 4)]),
+    "pack": (pack, False, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
     "route": (route, False, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
     "targets outside": (strange_targets, False, [()]),
     "matmul": (matmul, False, [(10, 7, 5), (10, 9, 5), *every_remainder(4, 4, 4)]),
