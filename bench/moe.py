@@ -25,7 +25,8 @@ from tpformer.training.metrics import read_metrics
 from tpformer.training.resolve import resolve
 
 from .bars import Bar, write_bars
-from .provenance import RESULTS, ROOT
+from .marks import write_page
+from .provenance import ROOT
 from .runner import Bench, Report, columns
 
 EXAMPLE, PAGE = ROOT / "examples" / "moe_tiny.toml", ROOT / "docs" / "moe.md"
@@ -187,10 +188,9 @@ def page(text: str, result: Row) -> str:
     return before + section(result) + mark + after
 
 
-def write_page(folder: Path) -> None:
-    """Write the section into docs/moe.md, when the results are the repository's own."""
-    if folder.parent == RESULTS:
-        PAGE.write_text(page(PAGE.read_text(), json.loads((folder / "moe.json").read_text())))
+def write_files(folder: Path) -> None:
+    """The section in docs/moe.md of the repository's own results."""
+    write_page(folder / "moe.json", PAGE, page)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -200,7 +200,7 @@ def run(options: argparse.Namespace) -> Report:
     outcome = f"experts {sparse['loss']} below dense {dense['loss']} at {content['speed_ratio']} of its tokens/s"
     if options.quick:
         return Report([result_table(content["rows"])], content, [], "the runs ended, a few steps say nothing of losses")
-    return Report([result_table(content["rows"])], content, problems(content), outcome, write_page)
+    return Report([result_table(content["rows"])], content, problems(content), outcome, write_files)
 
 
 BENCH = Bench(

@@ -34,8 +34,8 @@ from tpformer.training.step import train_step
 
 from .bars import Bar, write_bars
 from .live import Live
-from .marks import filled, markdown, table_of
-from .provenance import RESULTS, ROOT
+from .marks import filled, markdown, table_of, write_page
+from .provenance import ROOT
 from .ranks import Calls, Ranks
 from .runner import Bench, Report
 
@@ -72,7 +72,7 @@ class Run(NamedTuple):
         return 1 if not LAYOUTS[self.layout] else 2
 
     def config(self, steps: int) -> RunConfig:
-        """Of steps in bfloat16 on a CPU."""
+        """The config of a run of this case in bfloat16 on a CPU."""
         parallel = {**LAYOUTS[self.layout], "recompute": self.recompute, "pack_activations": self.packs}
         train = {"steps": steps, "global_batch_size": BATCH, "dtype": "bfloat16", "device": "cpu"}
         ranks = LAYOUTS[self.layout].get("data_parallel_shard", 1)
@@ -94,7 +94,7 @@ def text_bytes(count: int) -> Tensor:
 
 
 def digest(model: ModelParts) -> str:
-    """A hash of what this rank holds of all parameters."""
+    """Hash the parts of all parameters that this rank holds."""
     whole = hashlib.sha256()
     for parameter in model.parameters():
         whole.update(local_part(parameter.detach()).contiguous().view(torch.uint8).numpy().tobytes())
@@ -307,10 +307,9 @@ def page(text: str, content: dict[str, Any]) -> str:
     return filled(text, {name: markdown(cells(content)) for name, cells in CELLS.items()}, "docs/memory.md")
 
 
-def write_page(folder: Path) -> None:
-    """Write PAGE again, if the results are the repository's own."""
-    if folder.parent == RESULTS:
-        PAGE.write_text(page(PAGE.read_text(), json.loads((folder / "packed.json").read_text())))
+def write_files(folder: Path) -> None:
+    """The page of the repository's own results."""
+    write_page(folder / "packed.json", PAGE, page)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -321,7 +320,7 @@ def run(options: argparse.Namespace) -> Report:
         "predicted": predicted_rows(),
     }
     outcome = "packed runs have the bits of the others"
-    return Report(tables_of(content), content, problems_of(content), outcome, write_page)
+    return Report(tables_of(content), content, problems_of(content), outcome, write_files)
 
 
 def draw(path: Path) -> Path:

@@ -5,7 +5,6 @@ Belongs here: which numbers stand in which table. The page says what they mean; 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 from tpformer.kernels.pack.format import GROUP, RECORD
 
 from ..layer_memory import ORDER
-from ..marks import filled, markdown
-from ..provenance import RESULTS, ROOT
+from ..marks import filled, markdown, write_page
+from ..provenance import ROOT
 from .forms import BLOCKS, CANDIDATES, HEADROOMS, NUMBERED, VALUE
 from .outliers import OUTLIERS
 
@@ -49,8 +48,8 @@ def words_of(rows: Sequence[Row]) -> str:
 
 
 def tensor_cells(result: Row) -> Cells:
-    """Of each architecture: a line for all tensors of each recorded step; then one for each saved tensor, with escapes
-    and entropy of the last step, and the worst group of all recorded steps."""
+    """A column for each architecture. The first lines are of all tensors of a recorded step. The others are of a saved
+    tensor: they have escapes and entropy of the last step, and the worst group of all recorded steps."""
     shapes, last = shapes_of(result), result["steps"]
     cells: Cells = [("saved tensor", *shapes)]
     for step in dict.fromkeys(row["step"] for row in result["rows"]):
@@ -167,6 +166,5 @@ def page(text: str, result: Row) -> str:
 
 
 def write_files(folder: Path) -> None:
-    """The page, if the results are the repository's own."""
-    if folder.parent == RESULTS:
-        PAGE.write_text(page(PAGE.read_text(), json.loads((folder / "packing.json").read_text())))
+    """The page of the repository's own results."""
+    write_page(folder / "packing.json", PAGE, page)

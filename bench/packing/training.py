@@ -51,7 +51,7 @@ Tensors = Mapping[str, Sequence[Tensor]]
 
 
 class Size(NamedTuple):
-    """Of a run: optimizer steps, and samples of each. `make train` takes as many steps, of 8 samples."""
+    """How long a run is: its optimizer steps, and the samples of each. `make train` has 600 steps of 8 samples."""
 
     steps: int = 600
     samples: int = 6
