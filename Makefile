@@ -15,7 +15,7 @@ GPU_BENCHES := matmul grouped_matmul all_gather_matmul matmul_reduce_scatter mat
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check docs proofs coverage mutations compile-check execute gpu nvlink bench clean
+.PHONY: train test test-changed check docs proofs proofs-compiled proofs-together proofs-alone coverage mutations compile-check execute gpu nvlink bench clean
 
 # the environment, remade when the pins or the package's metadata change
 .venv/ready: constraints.txt pyproject.toml
@@ -31,6 +31,9 @@ train: .venv/ready  ## build the data, pretrain the example (about 4 minutes on 
 
 test: .venv/ready  ## the test suite
 	$(PYTEST)
+
+test-changed: .venv/ready  ## the tests that this working copy's change reaches, the nearest first; SECONDS=60 of them at most
+	OMP_NUM_THREADS=1 $(BIN)/python tests/changed.py $(if $(SECONDS),--seconds $(SECONDS))
 
 check: .venv/ready  ## format, lint, types, repository rules; under a minute
 	$(BIN)/ruff format --check .
@@ -48,16 +51,29 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[eval,parquet,wandb]' 'lm_eval[hf]'
 	touch .venv/eval
 
-# The proofs compile for sm_90, without float16, and one tile of a GEMM: a fifth of the cases. A test says when the page of the
-# whole check, `make compile-check`, is not of the kernels' present source.
-proofs: execute .venv/eval  ## the long checks: compiled and executed kernels, protocol model, every random kill, every README command
-	$(BIN)/python -m checks.compile --only '^(?!.* float16 ).* sm_90 (\w+$$|.* 128x128x64 )'
-	$(PYTEST) --proof -m "not alone"
-	$(PYTEST) --numprocesses 0 --proof -m alone
+# The longest proofs take turns by the commit's hash, so that a few commits run them all; TURN=all runs every one.
+TURN ?= $(shell echo $$((0x$$(git rev-parse --short=7 HEAD) % 3)))
+PROOF := --proof --turn $(TURN)
 
-coverage: .venv/ready  ## lines and branches that the test suite runs; build/coverage/
+proofs: execute proofs-compiled proofs-together proofs-alone  ## the long checks: compiled and executed kernels, protocol model, random kills, README's commands
+
+# For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a third. A test says
+# when the page of the whole check, `make compile-check`, is not of the kernels' present source.
+proofs-compiled: .venv/ready
+	$(BIN)/python -m checks.compile --only '^(?!.* float16( |$$)).* sm_90 (\w+$$|.* 128x128x64 )' \
+		$(if $(filter all,$(TURN)),,--share $(TURN)/3)
+
+proofs-together: .venv/eval
+	$(PYTEST) $(PROOF) -m "not alone"
+
+proofs-alone: .venv/eval
+	$(PYTEST) --numprocesses 0 $(PROOF) -m alone
+
+coverage: .venv/ready  ## lines and branches that the test suite runs; build/coverage/, and which tests reach what, for test-changed
 	rm -rf build/coverage
-	$(PYTEST) --cov --cov-context=test --cov-report=term:skip-covered --cov-report=json:build/coverage/coverage.json
+	$(PYTEST) --cov --cov-context=test --cov-report=term:skip-covered --cov-report=json:build/coverage/coverage.json \
+		--junitxml build/coverage/tests.xml
+	$(BIN)/python tests/reach.py
 
 mutations: .venv/ready  ## a fixed sample of wrong edits, each against the tests that reach it; after `make coverage`
 	$(BIN)/python tests/mutants.py

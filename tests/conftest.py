@@ -17,6 +17,13 @@ from commands import Commands
 from pool import WorkerPool
 from versions import why_too_old
 
+# a property has the same examples on every machine, and however long they take
+if find_spec("hypothesis"):
+    import hypothesis
+
+    hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("suite")
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[WorkerPool]:
@@ -89,11 +96,36 @@ def why_not_interpreted() -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--proof", action="store_true", help="run the tests marked `proof`, and only those")
+    turns = [*map(str, range(TURNS)), "all"]
+    parser.addoption("--turn", choices=turns, default="all", help="run the proofs marked `rotates` of this turn alone")
+
+
+def left_out(item: pytest.Item) -> bool:
+    """Whether the options given leave a test to another command."""
+    turn, rotates = item.config.getoption("--turn"), item.get_closest_marker("rotates")
+    another_turn = rotates is not None and turn != "all" and rotates.args != (int(turn),)
+    return another_turn or (item.get_closest_marker("proof") is not None) != item.config.getoption("--proof")
+
+
+# tests that have begun and not ended, of all workers
+running: set[str] = set()
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    running.add(nodeid)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    running.discard(nodeid)
+
+
+def pytest_keyboard_interrupt() -> None:
+    """Say what did not end, since a signal is what ends a run that takes too long."""
+    print(f"\ninterrupted: {', '.join(sorted(running)) or 'no test was running'}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    proof = config.getoption("--proof")
-    deselected = [item for item in items if (item.get_closest_marker("proof") is not None) != proof]
+    deselected = [item for item in items if left_out(item)]
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in set(deselected)]
@@ -120,6 +152,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 TESTS = Path(__file__).parent
+TURNS = 3  # the longest proofs take turns by the commit's hash: `make proofs` runs one turn, `make proofs TURN=all` all
 # Files that take minutes, in `make test` or in the proofs. They begin first: one that begins last keeps one worker busy
 # and leaves the others idle. The Makefile keeps xdist from beginning with files of many tests, most of which are short.
 LONGEST = (

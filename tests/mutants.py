@@ -1,8 +1,8 @@
-"""`make mutations`: tries a fixed sample of wrong edits of tpformer/ against the tests that reach them.
+"""`make mutations`: tries a fixed sample of wrong edits of tpformer/ and kernels/ against the tests that reach them.
 
 Belongs here: which edits there are, which are drawn, how one is tried, the table. A mutant is killed when a test fails.
 If it survives, no test asks the question, or the edit changes nothing. `make coverage` records which tests run a line;
-the table goes to build/mutations.json.
+the table goes to build/mutations.json. Tests run in forks of a process that has imported all but the project.
 """
 
 from __future__ import annotations
@@ -11,25 +11,34 @@ import argparse
 import ast
 import json
 import os
-import random
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
-from collections import defaultdict
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
 
-from coverage.numbits import numbits_to_nums
+import pytest
+from changed import importers, nearest_first, within
+from conftest import HUGGING_FACE
+from pool import Server
+from reach import COVERAGE, ROOT, Reach, read_lines, read_seconds
 
-ROOT = Path(__file__).resolve().parent.parent
-COVERAGE = ROOT / "build" / "coverage" / "data"
-SEED, COUNT = 20261122, 60
-FIRST_TESTS = 40  # so many, those nearest to the file, are tried before the rest
+SEED, COUNT = 20261122, 240
+SECONDS = 60.0  # of tests, as recorded, that are tried at most: the nearest, and of those the shortest first
+# what the forks of a server have imported: everything large that is no part of the project
+PRELOAD = [
+    "pytest",
+    "hypothesis",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    *HUGGING_FACE,
+]
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -116,79 +125,71 @@ def mutants_of(file: str) -> list[Mutant]:
     return found
 
 
-def test_name(context: str) -> str:
-    """The test in pytest-cov's "name|run" or PYTEST_CURRENT_TEST's "name (call)"; "" where a module was imported."""
-    names = [part.rsplit(" (", 1)[0] for part in context.split("|") if "::" in part]
-    return names[-1] if names else ""
-
-
-def read_reach() -> dict[str, dict[int, set[str]]]:
-    """file -> line -> the tests that run it; "" stands for an import."""
-    reach: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    with sqlite3.connect(COVERAGE) as data:
-        rows = data.execute(
-            "select file.path, context.context, arc.fromno, arc.tono from arc"
-            " join file on file.id = arc.file_id join context on context.id = arc.context_id"
-        )
-        for path, context, _, line in rows:
-            if line > 0:
-                reach[os.path.relpath(path, ROOT)][line].add(test_name(context))
-        for path, context, bits in data.execute(
-            "select file.path, context.context, line_bits.numbits from line_bits"
-            " join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
-        ):
-            for line in numbits_to_nums(bits):
-                reach[os.path.relpath(path, ROOT)][line].add(test_name(context))
-    return reach
-
-
 def tests_of(mutant: Mutant, reach: dict[str, dict[int, set[str]]]) -> list[str]:
-    """The tests that run the mutant's line, nearest first; if the line runs at imports, those that run its file."""
+    """The tests that run the mutant's line; if the line runs at imports, those that run its file."""
     lines = reach[mutant.file]
     tests = {test for test in lines.get(mutant.line) or lines.get(mutant.statement, ()) if test}
     if not tests and mutant.statement in lines:
         tests = {test for line in lines.values() for test in line if test}
-    folder, stem = Path(mutant.file).parent.name, Path(mutant.file).stem
-
-    def distance(test: str) -> tuple[bool, bool, str]:
-        path = Path(test.split("::")[0])
-        return stem not in path.stem, folder not in path.parts, test
-
-    return sorted(tests, key=distance)
+    return sorted({test.split("[")[0] for test in tests})
 
 
-def run_tests(clone: Path, tests: list[str]) -> str:
+def fork(clone: str, arguments: list[str], output: str) -> None:
+    """In a process of its own: run pytest in a clone. Its exit code is pytest's."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(clone)
+    os.environ.update(PYTHONPATH=clone, OMP_NUM_THREADS="1")
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+    sys.path[:] = [clone, *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
+    for name in [name for name, module in sys.modules.items() if str(ROOT) in str(getattr(module, "__file__", ""))]:
+        if name != __name__ and "site-packages" not in str(sys.modules[name].__file__):
+            del sys.modules[name]  # the clone has its own
+    sys.exit(int(pytest.main(arguments)))
+
+
+def run_tests(server: Server, clone: Path, tests: list[str]) -> str:
     """Return the first of these tests that fails in a clone, or ""."""
-    environment = {**os.environ, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_CURRENT_TEST", None)
-    arguments = clone / "tests.txt"
-    arguments.write_text("\n".join(tests))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", f"@{arguments}"]
-    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
-    if done.returncode in (0, 5):
+    output = clone / "output.txt"
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=120", "--rootdir", str(clone)]
+    process = server.start(fork, str(clone), [*options, *tests], str(output), daemon=False)
+    process.join()
+    if process.exitcode in (0, 5):
         return ""
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if failed else f"pytest ended with {done.returncode}"
+    failed = [line for line in output.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else f"pytest ended with {process.exitcode}"
 
 
-def try_mutant(clone: Path, mutant: Mutant, tests: list[str]) -> Outcome:
+def try_mutant(server: Server, clone: Path, mutant: Mutant, tests: list[str], reach: Reach) -> Outcome:
+    """Try the nearest tests. Nothing records who reaches a kernel: the test files that import it are tried."""
     began, path = time.monotonic(), clone / mutant.file
+    tests = tests or sorted(importers("tpformer." + mutant.file[:-3].replace("/", ".").removeprefix("tpformer.")))
+    chosen = within(nearest_first(tests, [mutant.file], reach), reach, SECONDS)
     original = path.read_bytes()
     path.write_bytes(original[: mutant.start] + mutant.after.encode() + original[mutant.end :])
     try:
-        killer = run_tests(clone, tests[:FIRST_TESTS]) if tests else ""
-        if not killer and len(tests) > FIRST_TESTS:
-            killer = run_tests(clone, tests[FIRST_TESTS:])
+        killer = run_tests(server, clone, chosen) if chosen else ""
     finally:
         path.write_bytes(original)
     return Outcome(mutant, killer, len(tests), time.monotonic() - began)
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Draw from all lines of tpformer/, whether a test runs them or not."""
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tpformer").rglob("*.py"))
-    candidates = [mutant for file in files for mutant in mutants_of(file)]
-    return random.Random(seed).sample(candidates, count)
+    """Draw from all lines of tpformer/ and kernels/, whether a test runs them or not.
+
+    An edit is drawn by a hash of itself: a change of the library changes only what is drawn from the lines it changes.
+    """
+    files = [
+        path for folder in ("tpformer", "kernels") for path in (ROOT / folder).rglob("*.py") if not path.is_symlink()
+    ]
+    candidates: dict[int, Mutant] = {}
+    for file in sorted({str(path.resolve().relative_to(ROOT)) for path in files}):
+        text = (ROOT / file).read_text().splitlines()
+        for mutant in mutants_of(file):
+            line = text[mutant.line - 1]
+            candidates[zlib.crc32(f"{seed} {file} {line} {mutant.before} {mutant.after}".encode())] = mutant
+    return [candidates[key] for key in sorted(candidates)[:count]]
 
 
 def main() -> None:
@@ -199,7 +200,8 @@ def main() -> None:
     options = parser.parse_args()
     if not COVERAGE.exists():
         sys.exit(f"{COVERAGE} does not exist: run `make coverage` first")
-    reach = read_reach()
+    lines, reach = read_lines(), Reach(read_seconds(), {})
+    server = Server({}, PRELOAD)
     mutants = draw(options.count, options.seed)
     folder = ROOT / "build" / "mutants"
     clones: Queue[Path] = Queue()
@@ -211,7 +213,7 @@ def main() -> None:
     def attempt(mutant: Mutant) -> Outcome:
         clone = clones.get()
         try:
-            return try_mutant(clone, mutant, tests_of(mutant, reach))
+            return try_mutant(server, clone, mutant, tests_of(mutant, lines), reach)
         finally:
             clones.put(clone)
 

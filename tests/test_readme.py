@@ -1,6 +1,7 @@
 """Every command and every piece of code of the README and the pages runs as written; `make train` learns.
 
-Commands run in the order of the pages, in a fresh clone, but for those whose comment says what else they need.
+Commands run in the order of the pages, in a fresh clone, but for those whose comment says what else they need. Those of
+the front door make their own environment there; those of all other pages use this one, and a run of a few steps.
 """
 
 import contextlib
@@ -9,8 +10,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,12 +22,11 @@ from test_repo import PROSE, ROOT, name
 from tpformer.config import build_config, read_toml, to_toml
 from tpformer.training.data import build_dataset
 
-# the others follow these, which make the environment, a dataset and runs
-FIRST = ("README.md", "docs/start.md", "docs/drop_in.md", "docs/pretrain.md")
-PAGES = tuple(dict.fromkeys([*FIRST, *(page for page in map(name, PROSE) if re.match("docs/|examples/", page))]))
-# what CI runs beside this test
-ELSEWHERE = ("make test", "make check", "make proofs", "make compile-check")
-PYTEST = "-m pytest"
+FRONT = ("README.md", "docs/start.md")  # they make the environment, a dataset and a run, docs/pretrain.md more runs
+OTHERS = (page for page in map(name, PROSE) if re.match("docs/|examples/", page))
+PAGES = tuple(dict.fromkeys([*FRONT, "docs/pretrain.md", *OTHERS]))
+# what CI runs beside this test; tests/planner/test_planner_pages.py compares what `plan --within` prints
+ELSEWHERE = re.compile(r"make (test|test-changed|check|proofs|compile-check)\b|-m pytest|tpformer plan .*--within")
 PROGRAMS = ("make", "python3", "tpformer", "torchrun", "sbatch", "echo")
 # what a laptop may lack, in a command's own comment
 NEEDS = re.compile(r" # needs (\d+ GPUs|several nodes|SLURM|the network|a terminal)")
@@ -36,16 +38,16 @@ def blocks(page: str, language: str) -> list[str]:
     return [text for named, text in found if named == language]
 
 
-def lines() -> list[str]:
-    """The commands of all pages, in order, with their comments."""
-    text = "".join(block for page in PAGES for block in blocks(page, "bash")).replace("\\\n", " ")
+def lines(pages: Sequence[str] = PAGES) -> list[str]:
+    """The commands of pages, in order, with their comments."""
+    text = "".join(block for page in pages for block in blocks(page, "bash")).replace("\\\n", " ")
     return [re.sub(" +", " ", line.strip()) for line in text.splitlines() if line.strip()]
 
 
-def commands() -> list[str]:
+def commands(pages: Sequence[str] = PAGES) -> list[str]:
     """Those to run; one that several pages have is run once."""
-    shared = dict.fromkeys(line.split(" # ")[0] for line in lines() if not NEEDS.search(line))
-    return [line for line in shared if not line.endswith(ELSEWHERE) and PYTEST not in line]
+    shared = dict.fromkeys(line.split(" # ")[0] for line in lines(pages) if not NEEDS.search(line))
+    return [line for line in shared if not ELSEWHERE.search(line)]
 
 
 def test_commands_name_what_exists():
@@ -107,27 +109,52 @@ def test_code_runs_on_two_ranks(page, folder, ranks):
     ranks(2).run(run_code, page, folder)  # the import of transformers takes its time
 
 
+class Shell:
+    """A fresh clone, and commands in it as a user would give them: cores are shared out by the commands themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clone = folder / "clone"
+        subprocess.run(["git", "clone", "--quiet", ROOT, self.clone], check=True)
+        self.environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
+        self.environment["PATH"] = f"{self.clone}/.venv/bin:{self.environment['PATH']}"
+
+    def run(self, command: str) -> str:
+        done = subprocess.run(command, shell=True, cwd=self.clone, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+
 @pytest.mark.proof
 @pytest.mark.alone
+@pytest.mark.rotates(0)
 @pytest.mark.timeout(2400)
-def test_readme_commands_in_a_fresh_clone(tmp_path):
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    # cores are shared out by the commands themselves, as for a user
-    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
-    environment["PATH"] = f"{clone}/.venv/bin:{environment['PATH']}"
-    for command in commands():
-        result = subprocess.run(command, shell=True, cwd=clone, env=environment, capture_output=True, text=True)
-        assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+def test_the_front_doors_commands_in_a_fresh_clone(tmp_path):
+    shell = Shell(tmp_path)
+    for command in commands(FRONT):
+        printed = shell.run(command)
         if command == "make train":
-            rows = [json.loads(line) for line in (clone / "runs/gpt_tiny/metrics.jsonl").read_text().splitlines()]
-            assert rows[-1]["val_loss"] <= 2.1
-            assert result.stdout.split("val_loss")[-1].count("def ") >= 1, "the sample begins with its prompt"
-    wheel = [".venv/bin/pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "dist", "."]
-    subprocess.run(wheel, cwd=clone, env=environment, check=True)
-    with zipfile.ZipFile(next((clone / "dist").glob("*.whl"))) as packed:
+            metrics = (shell.clone / "runs/gpt_tiny/metrics.jsonl").read_text().splitlines()
+            assert json.loads(metrics[-1])["val_loss"] <= 2.1
+            assert printed.split("val_loss")[-1].count("def ") >= 1, "the sample begins with its prompt"
+    shell.run(".venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .")
+    with zipfile.ZipFile(next((shell.clone / "dist").glob("*.whl"))) as packed:
         assert {"tpformer/py.typed", "tpformer/kernels/protocol.py"} <= set(packed.namelist())
-    shutil.rmtree(clone)
+    shutil.rmtree(shell.clone)
+
+
+@pytest.mark.proof
+@pytest.mark.alone
+@pytest.mark.rotates(1)
+@pytest.mark.timeout(2400)
+def test_the_other_pages_commands_in_a_clone(tmp_path):
+    shell = Shell(tmp_path)
+    (shell.clone / ".venv").symlink_to(sys.prefix)
+    shell.run("tpformer data stdlib --out data && tpformer pretrain examples/gpt_tiny.toml --train.steps 20")
+    done = set(commands(FRONT))
+    for command in commands():
+        if command not in done:
+            shell.run(command)
+    shutil.rmtree(shell.clone)
 
 
 def test_the_example_sets_no_derivable_field():

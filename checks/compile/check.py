@@ -8,6 +8,7 @@ import ast
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -205,10 +206,24 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
+def share(text: str) -> tuple[int, int]:
+    """(K, N) of "K/N", with K < N."""
+    first, _, step = text.partition("/")
+    if int(first) not in range(int(step)):
+        raise ValueError(f"{text} is no share such as 0/3, 1/3 or 2/3")
+    return int(first), int(step)
+
+
 def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
-    """`python -m checks.compile [--only PATTERN] [--jobs N]`; the exit code: 1 for a violation, 2 for a wrong call."""
+    """`python -m checks.compile [--only PATTERN] [--share K/N] [--jobs N]`.
+
+    The exit code: 1 for a violation, 2 for a wrong call.
+    """
     parser = argparse.ArgumentParser(prog="python -m checks.compile", description=sys.modules[__package__].__doc__)
     parser.add_argument("--only", metavar="PATTERN", help="cases whose key this regular expression is found in")
+    parser.add_argument(
+        "--share", metavar="K/N", type=share, default=(0, 1), help="every N-th of these, from number K on"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="worker processes (2)")
     options = parser.parse_args(arguments)
     if reason := compiler.unavailable():
@@ -217,6 +232,8 @@ def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
     console = Console(width=None if sys.stdout.isatty() else 200)
     every = load_cases(check.cases)
     cases = {key: case for key, case in every.items() if re.search(options.only or "", key)}
+    first, step = options.share
+    cases = dict(itertools.islice(cases.items(), first, None, step))
     if not cases:
         print(f"no case matches {options.only!r}" if options.only else "there are no cases", file=sys.stderr)
         return 2
@@ -224,7 +241,7 @@ def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
     rows = evaluate_all(check, cases, options.jobs, console)
     console.print(table(list(rows.values())), highlight=False)
     wrong = [f"{key}: {violation}" for key, row in rows.items() for violation in row["violations"]]
-    if not options.only:
+    if not options.only and step == 1:
         wrong += uncovered(check, every)
         refusal = f"{check.results} is not written: {obstacle}"
         done = write_page(check.results, commit, list(rows.values()), versions()) if commit else refusal

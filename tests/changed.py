@@ -1,0 +1,178 @@
+"""`make test-changed`: the tests that the changes of this working copy reach, nearest first.
+
+Belongs here: from changed lines to tests. What a test runs is recorded (tests/reach.py); what the record cannot know is
+taken from the tree: a new file runs the tests of its folder, a changed helper the test files that import it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from reach import RECORD, ROOT, Reach, functions_of, load
+
+# a change of these may change any test
+EVERYTHING = re.compile(r"tests/(conftest|pool|commands|versions)\.py|pyproject\.toml|constraints\.txt|Makefile")
+HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.M)
+PROSE = ("tests/test_prose.py", "tests/test_docs.py", "tests/test_readme.py", "tests/test_repo.py")
+
+
+class Change(NamedTuple):
+    """A changed file: the text it had, and the lines that differ there and here. A new file had no text."""
+
+    file: str
+    before: str | None
+    old: set[int]
+    new: set[int]
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def changes(base: str) -> list[Change]:
+    """What differs from a commit, with files that git does not know yet."""
+    found = []
+    names = git("diff", "--name-only", "--no-renames", "-z", base).split("\0")
+    untracked = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")
+    for name in dict.fromkeys([*names, *untracked]):
+        if not name or name.endswith(RECORD.name):
+            continue
+        known = subprocess.run(["git", "show", f"{base}:{name}"], cwd=ROOT, capture_output=True)
+        old: set[int] = set()
+        new: set[int] = set()
+        for hunk in HUNK.finditer(git("diff", "-U0", "--no-renames", base, "--", name)):
+            for lines, first, count in ((old, hunk[1], hunk[2]), (new, hunk[3], hunk[4])):
+                lines.update(range(int(first), int(first) + int(count or 1)))
+        text = known.stdout.decode(errors="replace") if known.returncode == 0 else None
+        found.append(Change(name, text, old, new))
+    return found
+
+
+def test_files() -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+def importers(module: str) -> set[str]:
+    """The test files that import a module of this name, also by way of other helpers of tests/."""
+    helpers = {path: imported(path) for path in (ROOT / "tests").rglob("*.py")}
+    wanted, found = {module}, set()
+    while True:
+        more = {path for path, names in helpers.items() if names & wanted} - found
+        if not more:
+            return {name for path in found if (name := str(path.relative_to(ROOT))) in test_files()}
+        found |= more
+        wanted |= {path.stem for path in more}
+
+
+def imported(path: Path) -> set[str]:
+    """Names of modules that a file imports, whole and without what they are imported from."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def folder_of(file: str) -> set[str]:
+    """The test files of the folder that mirrors a file's: tests/ops for tpformer/ops/transports/fused.py."""
+    parts = [part for part in Path(file).parts[:-1] if part != "tpformer"]
+    mirrored = next((f"tests/{part}/" for part in reversed(parts) if (ROOT / "tests" / part).is_dir()), None)
+    return {name for name in test_files() if mirrored and name.startswith(mirrored)}
+
+
+def reached(change: Change, reach: Reach) -> set[str]:
+    """Tests, or whole test files, that a change reaches."""
+    path = Path(change.file)
+    if EVERYTHING.fullmatch(change.file):
+        return {"tests"}
+    if path.suffix != ".py":
+        return set(PROSE)
+    if path.parts[0] == "tests":
+        return {change.file} if path.name.startswith("test_") else importers(path.stem)
+    module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    importing = importers(f"tpformer.{module}" if path.parts[0] == "kernels" else module)
+    known = reach.of_file(change.file)
+    if change.before is None or not known:  # new, or what coverage does not see: a kernel, a bench, a check
+        return importing | (folder_of(change.file) if change.before is None or not importing else set())
+    unknown = importing - {test.split("::")[0] for test in reach.seconds}  # test files that are newer than the record
+    names = names_at(change.before, change.old)
+    if (ROOT / path).exists():
+        names |= names_at((ROOT / path).read_text(), change.new)
+    if None in names:  # a line outside of functions, which may matter to any of them
+        return known | unknown
+    return unknown.union(*(reach.functions.get(f"{change.file}::{name}", set()) for name in names))
+
+
+def exists(test: str) -> bool:
+    """Whether a file, or a test function in it, is still there: the record may be older."""
+    file, _, function = test.partition("::")
+    path = ROOT / file
+    return path.exists() and (not function or re.search(rf"def {function}\b", path.read_text()) is not None)
+
+
+def names_at(source: str, lines: set[int]) -> set[str | None]:
+    """The functions at these lines, and None for lines outside of any. Blank lines and comments count for nothing."""
+    functions, text = functions_of(source), ["", *source.splitlines()]
+    code = {line for line in lines if line < len(text) and re.match(r"\s*[^\s#]", text[line])}
+    return {functions.get(line) for line in code}
+
+
+def nearest_first(tests: Iterable[str], files: Iterable[str], reach: Reach) -> list[str]:
+    """Those in a changed file's own test file, those of its folder, then others; of each kind the shortest first."""
+    stems = {Path(file).parent.name if Path(file).stem == "kernel" else Path(file).stem for file in files}
+    folders = {part for file in files for part in Path(file).parts[:-1]}
+
+    def distance(test: str) -> tuple[bool, bool, float, str]:
+        path = Path(test.split("::")[0])
+        own = any(stem in path.stem for stem in stems) or str(path) in files
+        return not own, not folders & set(path.parts[1:]), reach.seconds.get(test, 0.0), test
+
+    return sorted(tests, key=distance)
+
+
+def within(tests: list[str], reach: Reach, seconds: float) -> list[str]:
+    """The first of these that take no longer together, at least one. A whole file counts its recorded tests."""
+    taken, total = [], 0.0
+    for test in tests:
+        total += sum(value for name, value in reach.seconds.items() if name == test or name.startswith(f"{test}::"))
+        if taken and total > seconds:
+            break
+        taken.append(test)
+    return taken
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tests; the exit code is pytest's."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", default="HEAD", help="the commit that the working copy is compared with (HEAD)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of tests, as recorded, that are run at most (60)")
+    parser.add_argument("--list", action="store_true", help="print the tests, and run none")
+    options = parser.parse_args(arguments)
+    found, reach = changes(options.base), load()
+    tests: set[str] = set().union(*(reached(change, reach) for change in found))
+    tests = {test for test in tests if exists(test)}
+    tests = {test for test in tests if "::" not in test or test.split("::")[0] not in tests}
+    if not tests:
+        print(f"no test reaches {len(found)} changed files")
+        return 0
+    ordered = nearest_first(tests, [change.file for change in found], reach)
+    chosen = within(ordered, reach, options.seconds)
+    print(f"{len(found)} changed files reach {len(ordered)} tests", end="")
+    print(f"; the nearest {len(chosen)} run, about {options.seconds:.0f} s" if len(chosen) < len(ordered) else "")
+    if options.list:
+        print("\n".join(chosen))
+        return 0
+    return subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
