@@ -38,7 +38,7 @@ from tpformer.training.setup import build_parts, default_dtype, run_mesh
 
 from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes
 from .memory import boundary_bytes, microbatch_rows
-from .storages import nbytes, storages
+from .storages import nbytes, new_objects, storages
 
 
 class RankCount(NamedTuple):
@@ -121,7 +121,7 @@ def count_rank(config: RunConfig, rank: int) -> RankCount:
 
     RuntimeError in a process that has a process group; none is left behind.
     """
-    with fake_world(rank, config.parallel.world_size), warnings.catch_warnings():
+    with fake_world(rank, config.parallel.world_size), new_objects(), warnings.catch_warnings():
         # FSDP2 warns that its outputs are views; nothing here changes them in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return _Rank(config).count(rank)

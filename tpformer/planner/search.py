@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tpformer.config import SCHEDULES, RunConfig, check_config
@@ -230,14 +230,15 @@ def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) ->
 
 
 class _Entry(NamedTuple):
-    """A shape, or values of a layout without offloading and their model, by a lower bound of its seconds.
+    """A shape or, if configs are given, one of its layouts by kind of offloading, by a lower bound of its seconds.
 
-    number: the order of entries made.
+    number: the order of entries made. model: of a layout of the shape.
     """
 
     bound: float
     number: int
-    values: dict[str, Any]
+    shape: dict[str, Any]
+    configs: dict[str, RunConfig]
     model: StepModel | None
 
 
@@ -250,7 +251,7 @@ def search(question: Question, top: int = 10) -> Found:
     best: list[tuple[tuple[float, str], Choice]] = []
     layers: dict = {}
     entries = [
-        _Entry(least_seconds(question, shape, layers), number, shape, None)
+        _Entry(least_seconds(question, shape, layers), number, shape, {}, None)
         for number, shape in enumerate(shapes(question, dropped))
     ]
     heapq.heapify(entries)
@@ -258,11 +259,13 @@ def search(question: Question, top: int = 10) -> Found:
     while entries and not (len(best) == top and entries[0].bound > best[-1][0][0]):
         entry = heapq.heappop(entries)
         if entry.model is None:
-            for values, model in _layouts(question, entry.values, dropped):
+            model = model_of(question, with_layout(question.config, entry.shape))
+            for configs in _layouts(question, entry.shape, dropped):
                 number += 1
-                heapq.heappush(entries, _Entry(least_offloaded(question, values, model), number, values, model))
+                bound = least_offloaded(configs.values(), model)
+                heapq.heappush(entries, _Entry(bound, number, entry.shape, configs, model))
             continue
-        fits = list(fitting(question, entry.values))
+        fits = list(fitting(question, entry.configs))
         if not fits:
             dropped["does not fit"] += 1
         for config, memory in fits:
@@ -277,46 +280,38 @@ def search(question: Question, top: int = 10) -> Found:
     return Found([choice for _, choice in best], dropped)
 
 
-def least_offloaded(question: Question, values: Mapping[str, Any], model: StepModel) -> float:
-    """A lower bound of a layout's seconds with any offloading.
+def least_offloaded(configs: Iterable[RunConfig], model: StepModel) -> float:
+    """A lower bound of a layout's seconds with any of these kinds of offloading, least first.
 
     While activations move to the host, gradients can be reduced, so a rank that waits for neither may get faster.
     """
     first: dict[bool, RunConfig] = {}  # what else they offload only takes longer
-    for _, config in offloads(question, values):
+    for config in configs:
         first.setdefault(config.parallel.offload_activations, config)
     return min(model.variant(config).least() for config in first.values())
 
 
-def _layouts(
-    question: Question, shape: Mapping[str, Any], dropped: Counter[str]
-) -> Iterator[tuple[dict[str, Any], StepModel]]:
-    """All layouts of a shape that may fit, with their models without offloading."""
+def _layouts(question: Question, shape: Mapping[str, Any], dropped: Counter[str]) -> Iterator[dict[str, RunConfig]]:
+    """All layouts of a shape that may fit: with each kind of offloading with which they may, least first."""
     found = list(variants(question, shape))
     if not found:
         dropped["too few microbatches or layers for any schedule, or another setting of the run forbids it"] += 1
-    models: dict[tuple, StepModel] = {}
     for values in found:
-        if all(least_memory(config) > question.room for _, config in offloads(question, values)):
+        every = {
+            offload: with_layout(question.config, {**values, "offload": offload}) for offload in question.space.offload
+        }
+        configs = {offload: config for offload, config in every.items() if least_memory(config) <= question.room}
+        if configs:
+            yield configs
+        else:
             dropped["does not fit"] += 1
-            continue
-        schedule, config = (values.get("schedule"), values.get("stages")), with_layout(question.config, values)
-        model = models[schedule].variant(config) if schedule in models else model_of(question, config)
-        models[schedule] = model
-        yield values, model
 
 
-def offloads(question: Question, values: Mapping[str, Any]) -> Iterator[tuple[str, RunConfig]]:
-    """A layout with each kind of offloading, least first."""
-    for offload in question.space.offload:
-        yield offload, with_layout(question.config, {**values, "offload": offload})
-
-
-def fitting(question: Question, values: Mapping[str, Any]) -> Iterator[tuple[RunConfig, Plan]]:
+def fitting(question: Question, configs: Mapping[str, RunConfig]) -> Iterator[tuple[RunConfig, Plan]]:
     """A layout with as little offloading as it needs to fit, and its memory. Two kinds may be as little."""
     found: set[str] = set()
-    for offload, config in offloads(question, values):
-        if found.isdisjoint(LESS[offload]) and least_memory(config) <= question.room:
+    for offload, config in configs.items():
+        if found.isdisjoint(LESS[offload]):
             memory = most_memory(question, config)
             if memory.total <= question.room:
                 found.add(offload)

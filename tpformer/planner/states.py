@@ -8,6 +8,7 @@ M: elements of this rank's stages after tensor parallelism, before ZeRO; N: data
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -71,6 +72,11 @@ class Elements(NamedTuple):
 
 def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
     """The Elements of stages on one of tp ranks. stages: the layers of each. docs/layouts.md says what is sharded."""
+    return _elements(config, tuple(stages), tp)
+
+
+@functools.lru_cache(maxsize=65536)
+def _elements(config: GPTConfig, stages: tuple[range, ...], tp: int) -> Elements:
     h, q, t = config.hidden_size, config.query_size, tp
     kv = config.kv_size / (t if config.kv_heads % t == 0 else 1)
     norm, head_norms = h * (2 if config.norm == "layernorm" else 1), 2 * config.head_size if config.qk_norm else 0

@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tpformer.config import RunConfig, packed_layers, recomputed_layers
 from tpformer.distributed.algorithms import Link, all_reduce_seconds
@@ -28,6 +28,7 @@ from .software import OURS, Software
 from .states import elements
 
 NOTHING: frozenset[str] = frozenset()
+T = TypeVar("T")
 
 
 class StepTime(NamedTuple):
@@ -109,15 +110,21 @@ class StepModel:
         self.ranges = stage_ranges(config.model, self.layout.pipeline_split, self.layout.n_stages)
         self.fast = Link(*device.inside)
         self.slow = Link(device.network_latency, device.network)
+        self._shared: dict[tuple, Any] = {}
 
     def variant(self, config: RunConfig) -> StepModel:
-        """The model of another ZeRO stage or offloading of the same shape and schedule, which shares what is equal."""
+        """The model of another schedule, ZeRO stage or offloading of the same shape, which shares what is equal."""
         other = StepModel(config, self.device, self.software, self.without, self.all_reduce)
-        shared = {"_layers"}
-        if config.parallel.offload_activations == self.layout.offload_activations:
-            shared |= {"stages", "span", "least_span"}
-        other.__dict__.update({name: self.__dict__[name] for name in shared if name in self.__dict__})
+        other._shared = self._shared
         return other
+
+    def _once(self, name: str, compute: Callable[[], T]) -> T:
+        """compute(), once for all variants with this schedule, and with activations offloaded or not."""
+        layout = self.layout
+        key = name, layout.pipeline_schedule, layout.stages_per_rank, layout.offload_activations
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]
 
     def least(self) -> float:
         """A lower bound of the step's seconds, without a simulation."""
@@ -125,10 +132,13 @@ class StepModel:
         seconds = self.least_span + sum(max(map(part, self._ranks())) for part in parts)
         return seconds * (1 - 1e-12)  # step() adds up in another order
 
-    @functools.cached_property
+    @property
     def least_span(self) -> float:
         """A lower bound of span: no rank begins before its first input is there,
         and below it the gradients of its last microbatch have a way to go, unless weight gradients come last."""
+        return self._once("least span", self._least_span)
+
+    def _least_span(self) -> float:
         layout, found, before = self.layout, 0.0, [0.0]
         for stage in self.stages:
             drain = 0.0 if layout.schedule.splits_backward else stage.seconds("B")
@@ -137,9 +147,12 @@ class StepModel:
             found = max(found, before[min(layout.stages_of(rank))] + self.m * self.busy(rank))
         return found
 
-    @functools.cached_property
+    @property
     def stages(self) -> list[StageTime]:
         """The StageTime of every stage. Stages that are alike share one."""
+        return self._once("stages", self._stages)
+
+    def _stages(self) -> list[StageTime]:
         chosen = recomputed_layers("full", self.layout.recompute_layers, 1, self.model.n_layers)
         packed = packed_layers(self.layout.pack_activations, self.layout.pack_layers, self.model.n_layers)
         whole, last = len(chosen) == self.model.n_layers, len(self.ranges) - 1
@@ -174,9 +187,14 @@ class StepModel:
         host = {"F": max(forward, moved), "I": max(backward * 2 / 3, moved), "W": backward / 3}
         return StageTime(work.without(self.without), host, self._sends(index))
 
-    @functools.cached_property
+    @property
     def _layers(self) -> dict[tuple[bool, bool, bool], Work]:
         """A layer's work, by whether it is recomputed, has experts, and is packed."""
+        if ("layers",) not in self._shared:
+            self._shared[("layers",)] = self._works()
+        return self._shared[("layers",)]
+
+    def _works(self) -> dict[tuple[bool, bool, bool], Work]:
         experts = {self.model.has_experts(layer) for layer in (0, self.model.n_layers - 1)}
         packs = (False, True) if self.layout.pack_activations else (False,)
         every = itertools.product((False, True), experts, packs)
@@ -228,13 +246,16 @@ class StepModel:
                 clock = end
         return actions
 
-    @functools.cached_property
+    @property
     def span(self) -> float:
         """Seconds from the first start to the last end on any rank.
 
         With many microbatches, from two smaller numbers of them: once the schedule repeats itself, each round of as
         many microbatches as ranks takes as long as the one before. Where messages are slow, that takes many rounds.
         """
+        return self._once("span", self._span)
+
+    def _span(self) -> float:
         p, m = self.layout.pipeline_parallel, self.m
         if p == 1 or "bubble" in self.without:
             return self._most()
@@ -251,7 +272,8 @@ class StepModel:
 
     def busy(self, rank: int) -> float:
         """Seconds of one microbatch in all stages of a pipeline rank."""
-        return sum(self.stages[s].seconds("F") + self.stages[s].seconds("B") for s in self.layout.stages_of(rank))
+        stages = self.stages
+        return sum(stages[s].seconds("F") + stages[s].seconds("B") for s in self.layout.stages_of(rank))
 
     def step(self) -> StepTime:
         """The itemised step."""
@@ -270,7 +292,7 @@ class StepModel:
 
     def _ranks(self) -> Sequence[int]:
         """Pipeline ranks among which is the one with most parameters."""
-        return different_ranks(self.model, self.layout)
+        return self._once("ranks", lambda: different_ranks(self.model, self.layout))
 
     @property
     def layer_elements(self) -> float:
@@ -319,7 +341,8 @@ class StepModel:
         seconds = self._tied(rank)
         if layout.data_parallel == 1:
             return seconds
-        stages = [self.stages[index] for index in layout.stages_of(rank)]
+        every = self.stages
+        stages = [every[index] for index in layout.stages_of(rank)]
         units = sum(len(self.ranges[index]) for index in layout.stages_of(rank)) + 1
         forward = sum(stage.seconds("F") for stage in stages)
         backward = sum(stage.seconds("B") for stage in stages)
