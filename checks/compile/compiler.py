@@ -115,12 +115,13 @@ def intercepted(driver: Driver, instead: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compile_only(capability: int) -> Iterator[list[Compiled]]:
+def compile_only(capability: int, name: str = "") -> Iterator[list[Compiled]]:
     """Inside this context a launch compiles its kernel for an architecture, and appends it to the list that is yielded.
 
-    Launchers take tensors of device meta. Their address is 0, so Triton specialises pointers as aligned ones. Triton
-    itself derives signature and hints from the arguments, and runs ptxas. A kernel that is launched twice with one
-    specialisation is listed once. RuntimeError if nothing can be compiled here.
+    name: of the one jitted function whose launches compile anything; by default all do. Launchers take tensors of
+    device meta. Their address is 0, so Triton specialises pointers as aligned ones. Triton itself derives signature and
+    hints from the arguments, and runs ptxas. A kernel that is launched twice with one specialisation is listed once.
+    RuntimeError if nothing can be compiled here.
     """
     if reason := unavailable():
         raise RuntimeError(reason)
@@ -130,6 +131,8 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
     known: dict[int, Any] = {}  # Triton's kernels, by identity
 
     def compile_instead(function, compiles, arguments, grid, options):
+        if name not in ("", function.__name__):
+            return None
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             kernel = compiles()

@@ -63,9 +63,9 @@ def evaluate(case: Case) -> Row:
     """Compile a case and judge it. An exception on the way is a violation, too."""
     row = empty_row(case)
     try:
-        with compile_only(case.capability) as kernels:
+        with compile_only(case.capability, case.kernel) as kernels:
             case.launch()
-        kernel = only([kernel for kernel in kernels if kernel.kernel == case.kernel], case)
+        kernel = only(kernels, case)
         program, module = ptx.parse(kernel.ptx), ttgir.parse(kernel.ttgir)
         row.update(counts(kernel, program, module))  # type: ignore[typeddict-item]
         row["violations"] = violations(case, kernel, program, module, row)

@@ -91,9 +91,10 @@ def permute(low: Array, high: Array, selector: Array) -> Array:
 def shuffle(x: Array, lane: Array, mode: str) -> Array:
     """shfl.sync from a lane of the own warp: idx that lane, bfly the one whose bits differ from the own lane's in those
     of `lane`, up the one so many lanes below, or the own one where there is none."""
-    given = np.broadcast_to(lane, x.shape).reshape(-1, LANES).astype(np.int64) & (LANES - 1)
+    given = (lane.reshape(-1, LANES) if np.ndim(lane) else np.full(LANES, lane)).astype(np.int64) & (LANES - 1)
     source = {"idx": given, "bfly": LANE ^ given, "up": np.where(LANE < given, LANE, LANE - given)}[mode]
-    return np.take_along_axis(x.reshape(-1, LANES), source, 1).reshape(-1)
+    warps = x.reshape(-1, LANES)
+    return warps[np.arange(len(warps))[:, None], source].reshape(-1)
 
 
 def reduce_lanes(x: Array, members: Array, operation: str) -> Array:

@@ -3,9 +3,11 @@
 Belongs here: what each instruction means. A generated function takes the Warps (machine.py) that execute it.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +62,12 @@ ORDERS = ("acquire", "release", "acq_rel", "relaxed")
 MMA_FLOPS = 2 * 16 * 8 * 16
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def compiled(text: str) -> CodeType:
+    """Generated Python. Most segments of a kernel that is edited or compiled again are as they were."""
+    return compile(text, "<ptx>", "exec")
+
+
 class Segment(NamedTuple):
     """Instructions that run one after another: all of them, or none."""
 
@@ -69,6 +77,7 @@ class Segment(NamedTuple):
     """Their indices."""
     flops: int
     """Of one warp on tensor cores."""
+    last: Instruction
 
 
 class Code:
@@ -108,12 +117,12 @@ class Code:
             try:
                 if i.predicate and i.parts[0] not in GUARDED:
                     raise Unsupported(i.opcode)
-                texts += [f" {text}" for text in self.emit(i, line)]
+                texts += [f" {text}" for text in self.emit(i, line - lines.start)]
             except (Unsupported, KeyError, IndexError, ValueError):
                 self.unknown.append(str(i))
         scope: dict[str, Any] = {"np": np, "a": arithmetic, "k": self.constants}
-        exec(compile("\n".join(texts), "<ptx>", "exec"), scope)
-        return Segment(scope["segment"], lines, flops)
+        exec(compiled("\n".join(texts)), scope)
+        return Segment(scope["segment"], lines, flops, self.kernel.instructions[lines[-1]])
 
     def constant(self, name: str, value: Any) -> str:
         """An expression for an object."""
@@ -150,7 +159,7 @@ class Code:
 
     def lanes(self, i: Instruction) -> str:
         """An expression that selects the lanes which execute an instruction."""
-        return f"np.flatnonzero({'~' * i.negated}{self.value(i.predicate, 'pred')})" if i.predicate else "slice(None)"
+        return f"({'~' * i.negated}{self.value(i.predicate, 'pred')}).nonzero()[0]" if i.predicate else "slice(None)"
 
     def address(self, operand: str, kind: str) -> str:
         """An expression for the address in brackets."""

@@ -19,6 +19,7 @@ from .code import VIEWS, Code
 from .memory import Access, Fault, Memory, Operation, SharedMemory
 
 Lanes = Array | slice  # what selects the lanes that take part
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 ENDED = np.iinfo(np.int64).max
 
 
@@ -77,6 +78,7 @@ class CTA:
         places = {"ctaid": program, "nctaid": launch.grid}
         self.special = {f"%{name}.{'xyz'[n]}": np.uint32(place[n]) for name, place in places.items() for n in range(3)}
         self.counts = self.log.counts.setdefault((launch.name, launch.rank + program[1], program[0]), Counter())
+        self.counts.update({"flops": 0, "chain": 0})
         self.counts["in flight"] = launch.code.in_flight
         self.chain = 0
         """Atomics and fences of system scope that come one after another before this program goes on, its own and
@@ -95,12 +97,12 @@ class CTA:
     @property
     def done(self) -> bool:
         """Whether all warps have ended."""
-        return all(warps.done for warps in self.active)
+        return not [warps for warps in self.active if not warps.done]
 
     @property
     def gathered(self) -> bool:
         """Whether all warps that have not ended wait at a barrier."""
-        return all(warps.done or warps.barrier >= 0 for warps in self.active)
+        return not [warps for warps in self.active if not warps.done and warps.barrier < 0]
 
     def tick(self, warps: slice) -> None:
         """What warps do from now on, nobody knows of."""
@@ -124,6 +126,18 @@ class CTA:
             self.active = [self.whole]
 
 
+class Rows(dict[int, Array]):
+    """The rows of a two-dimensional array by number; each is made when it is first asked for."""
+
+    def __init__(self, array: Array) -> None:
+        super().__init__()
+        self.array = array
+
+    def __missing__(self, number: int) -> Array:
+        self[number] = row = self.array[number]
+        return row
+
+
 class Warps:
     """Warps low to high - 1 of a CTA, at one segment. Its methods are what generated code calls."""
 
@@ -133,8 +147,10 @@ class Warps:
         lanes = slice(low * LANES, high * LANES)
         self.special = cta.special | {"%tid.x": np.arange(low * LANES, high * LANES, dtype=np.uint32)}
         self.rows = np.repeat(np.arange(low, high), LANES)
-        self.views = [list(cta.registers[view[0]][:, lanes].view(dtype)) for view, dtype in VIEWS.items()]
+        self.views = [Rows(cta.registers[view[0]][:, lanes].view(dtype)) for view, dtype in VIEWS.items()]
         self.segment = 0
+        self.first_line = cta.first_line
+        """The number of the segment's first instruction."""
         self.barrier = -1
         """The line of the barrier at which it waits, or -1."""
         self.poll: tuple | None = None
@@ -153,24 +169,25 @@ class Warps:
 
     def parameter(self, offset: Any, dtype: type) -> Array:
         """The parameter at an offset, which lanes may choose."""
-        offset = np.broadcast_to(offset, self.rows.shape).astype(np.int64)
-        where = offset[:, None] + np.arange(np.dtype(dtype).itemsize)
+        size = np.dtype(dtype).itemsize
+        if not np.ndim(offset):
+            return self.cta.launch.parameters[int(offset) : int(offset) + size].view(dtype)
+        where = offset.astype(np.int64)[:, None] + np.arange(size)
         return self.cta.launch.parameters[where].view(dtype)[:, 0]
 
     def spread(self, value: Any, lanes: Lanes) -> Array:
         """An operand, one for each lane that takes part."""
-        return np.broadcast_to(value, self.rows.shape)[lanes]
+        return value[lanes] if np.ndim(value) else np.full(len(self.rows), value)[lanes]
 
     def access(self, address: Any, size: int, lanes: Lanes, line: int) -> Access:
         """What lanes access by an instruction."""
         place = self.spread(address, lanes).astype(np.int64)
-        return Access(self.cta, self.rows[lanes], place, size, line + self.cta.first_line)
+        return Access(self.cta, self.rows[lanes], place, size, line + self.first_line)
 
     def load(self, memory: Memory, address: Any, size: int, targets: tuple, lanes: Lanes, line: int) -> None:
         """Read a vector of values into registers."""
-        access = self.access(address, size * len(targets), lanes, line)
-        if len(access.rows):
-            found = memory.read(access).view(f"u{size}")
+        if len(self.rows[lanes]):
+            found = memory.read(self.access(address, size * len(targets), lanes, line)).view(UNSIGNED[size])
             for number, target in enumerate(targets):
                 target[lanes] = found[:, number]
 
@@ -178,25 +195,26 @@ class Warps:
         """Write a vector of values."""
         if memory is self.global_memory:
             self.poll = None
-        access = self.access(address, size * len(values), lanes, line)
-        if len(access.rows):
-            data = np.stack([self.spread(value, lanes) for value in values], 1)
-            memory.write(access, np.ascontiguousarray(data.astype(f"u{size}")).view(np.uint8))
+        if number := len(self.rows[lanes]):
+            data = np.empty((number, len(values)), UNSIGNED[size])
+            for column, value in enumerate(values):
+                data[:, column] = value[lanes] if np.ndim(value) else value
+            memory.write(self.access(address, size * len(values), lanes, line), data.view(np.uint8))
 
     def load_matrix(self, address: Any, targets: tuple, transposed: bool, line: int) -> None:
         """ldmatrix: lanes 8 i to 8 i + 7 of a warp give the rows of matrix i, and each lane gets two elements of it."""
+        lanes = np.arange(len(self.rows)).reshape(-1, LANES)[:, : 8 * len(targets)].reshape(-1)
+        read = self.shared_memory.read(self.access(address, 16, lanes, line))
         for number, target in enumerate(targets):
-            lanes = np.arange(len(self.rows)).reshape(-1, LANES)[:, 8 * number : 8 * number + 8].reshape(-1)
-            found = self.shared_memory.read(self.access(address, 16, lanes, line)).view(np.uint16).reshape(-1, 8, 8)
-            if transposed:
-                found = np.ascontiguousarray(found.transpose(0, 2, 1))
+            found = read.view(np.uint16).reshape(-1, len(targets), 8, 8)[:, number]
+            found = np.ascontiguousarray(found.transpose(0, 2, 1) if transposed else found)
             target[...] = found.view(np.uint32).reshape(-1)
 
     def copy_async(self, target: Any, source: Any, size: int, live: Any, lanes: Lanes, line: int) -> None:
         """cp.async. Its source is read now or when it ends, as a coin says."""
-        to, count = self.access(target, size, lanes, line), self.spread(live, lanes)
-        if not len(to.rows):
+        if not len(self.rows[lanes]):
             return
+        to, count = self.access(target, size, lanes, line), self.spread(live, lanes)
         if ((count != 0) & (count != size)).any():
             raise to.fault(f"copies a part of {size} bytes, which the executor does not")
         source, data = self.access(source, size, lanes, line), np.zeros((len(to.rows), size), np.uint8)
@@ -233,7 +251,7 @@ class Warps:
             access, given = self.access(address, size, np.array([lane]), line), [self.spread(v, lane) for v in values]
             target[lane] = self.cta.memory.atomic(access, operation, given)
         if places and reads:
-            self.poll = (line + self.cta.first_line, places, operation.dtype, target[lanes].tolist())
+            self.poll = (line + self.first_line, places, operation.dtype, target[lanes].tolist())
             self.spins = self.poll == before
 
     def fence(self, scope: str) -> None:
@@ -250,17 +268,19 @@ class Warps:
     def step(self) -> None:
         """Execute one segment."""
         cta, self.spins = self.cta, False
-        run, lines, flops = cta.code.segments[self.segment]
+        run, lines, flops, last = cta.code.segments[self.segment]
+        self.first_line = cta.first_line + lines.start
         run(self)
         cta.log.executed += len(lines) * (self.high - self.low)
-        cta.counts["flops"] += flops * (self.high - self.low)
-        cta.counts["chain"] = max(cta.counts["chain"], cta.chain)
+        if flops:
+            cta.counts["flops"] += flops * (self.high - self.low)
+        if cta.chain > cta.counts["chain"]:
+            cta.counts["chain"] = cta.chain
         self.segment += 1
-        last, line = cta.code.kernel.instructions[lines[-1]], lines[-1]
-        if last.parts[0] == "bra":
-            self.branch(last, line)
+        if last.opcode in ("bra", "bra.uni"):
+            self.branch(last, len(lines) - 1)
         elif last.opcode == "bar.sync":
-            self.barrier = line + cta.first_line
+            self.barrier = lines[-1] + cta.first_line
         self.done = last.opcode == "ret" or self.segment == len(cta.code.segments)
 
     def branch(self, last: Instruction, line: int) -> None:
@@ -268,9 +288,10 @@ class Warps:
         target, taken = self.cta.code.labels[last.rest], np.ones(1, bool)
         if last.predicate:
             taken = self.views[-1][self.cta.code.index[last.predicate][1]] ^ last.negated
-        if taken.all():
+        lanes = np.count_nonzero(taken)
+        if lanes == len(taken):
             self.segment = target
-        elif taken.any():
+        elif lanes:
             rows = taken.reshape(-1, LANES)
             if (rows.any(1) != rows.all(1)).any():
                 where = self.access(0, 1, slice(None), line)

@@ -10,6 +10,8 @@ same branches, and shows in the results, too.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import torch
 from .arithmetic import Array
 
 CELL, SHARED_CELL = 2, 1  # bytes. To access less than a cell counts as an access of all of it
+WIDEST = 16  # bytes that one lane accesses at most
 FIRST_ADDRESS, ADDRESSES = 4096, 1 << 47
 POISON = 0xFF
 NOTHING, COPYING = 2**31 - 1, 2**31 - 2  # clocks that no warp knows, of cells that
@@ -82,46 +85,60 @@ class Memory:
     clock."""
 
     def __init__(self, name: str, words: Array, begin: int, cells: int, warps: int, first: int = 0) -> None:
-        """words: of 8 bytes, from address `begin` on. first: the number of the first of the `warps` that read here."""
-        self.name, self.words, self.begin, self.first = name, words, begin, first
+        """words: of 8 bytes, an even number, from address `begin` on. cells: a multiple of WIDEST. first: the number of
+        the first of the `warps` that read here."""
+        self.name, self.begin, self.first = name, begin, first
+        self.units = {size: words.view(f"u{min(size, 8)}").reshape(-1, max(1, size // 8)) for size in (1, 2, 4, 8, 16)}
+        """By the bytes that a lane accesses: the memory as rows of so many."""
         self.cell = SHARED_CELL if name == "shared" else CELL
         self.writer, self.written, self.write_line = np.zeros((3, cells), np.int32)
         self.atomic_last = np.zeros(cells, bool)
         """Whether the last write was atomic."""
         self.read_at, self.read_line = np.zeros((2, warps, cells), np.int32)
+        self.last_read = np.zeros(warps, np.int32)
+        """Each warp's clock when it last read anything."""
 
     def set_regions(self, regions: list[tuple[int, int, int, str]]) -> None:
-        """regions: (first address, end, number of a cell at address 0, owner) of the memory that there is, sorted."""
-        self.starts, self.ends, self.origins, self.owners = (np.array(column) for column in zip(*regions, strict=True))
+        """regions: (first address, end, number of a cell at address 0, which is a multiple of WIDEST, owner) of the
+        memory that there is, sorted."""
+        self.starts, self.ends, self.origins, self.owners = map(list, zip(*regions, strict=True))
 
     def locate(self, access: Access, what: str = "") -> Array:
-        """The cells (lanes, n) of an access. what: under which name its bytes are counted, by the memory's owners.
+        """The blocks of an access: cells that one lane accesses are one, and `blocks` gives what is known of them.
+        what: under which name its bytes are counted, by the memory's owners.
 
         Fault for one outside of memory, and for a misaligned one."""
         address, size = access.address, access.size
-        at = np.searchsorted(self.starts, address, "right") - 1
-        wrong = (address % size != 0) | (address + size > self.ends[at])
-        if wrong.any():
-            lane = int(np.argmax(wrong))
+        at = bisect_right(self.starts, int(address[0])) - 1
+        if self.starts[at] <= np.minimum.reduce(address) and np.maximum.reduce(address) + size <= self.ends[at]:
+            # all are in one region, as most are
+            wrong, origin, regions = address & (size - 1), self.origins[at], {at: len(address)}
+        else:
+            each = np.searchsorted(self.starts, address, "right") - 1
+            wrong = (address & (size - 1)) | (address + size > np.array(self.ends)[each])
+            origin, regions = np.array(self.origins)[each], Counter(each.tolist())
+        if np.count_nonzero(wrong):
+            lane = int(np.argmax(wrong != 0))
             raise access.fault(f"is misaligned or outside of {self.name} memory: {size} at {address[lane]:#x}", lane)
         if what:
-            lanes = np.bincount(at)
-            for region in np.flatnonzero(lanes):
-                access.cta.counts[f"{what}, {self.owners[region]}"] += size * int(lanes[region])
-        return (self.origins[at] + address // self.cell)[:, None] + np.arange(max(1, size // self.cell))
+            for region, lanes in regions.items():
+                access.cta.counts[f"{what}, {self.owners[region]}"] += size * lanes
+        return (address + origin * self.cell) // max(size, self.cell)
+
+    def blocks(self, array: Array, access: Access) -> Array:
+        """What is known of the memory's cells, as rows of as many as one lane accesses."""
+        return array.reshape(*array.shape[:-1], -1, max(1, access.size // self.cell))
 
     def place(self, access: Access) -> tuple[Array, Array]:
-        """(words, the indices (lanes, n) of those that are accessed)."""
-        unit = min(access.size, 8)
-        index = ((access.address - self.begin) // unit)[:, None] + np.arange(access.size // unit)
-        return self.words.view(f"u{unit}"), index
+        """(rows of the memory's words, the numbers of those that are accessed)."""
+        return self.units[access.size], (access.address - self.begin) // access.size
 
     def read(self, access: Access) -> Array:
         """The bytes (lanes, size); poison where the read races."""
         racy = self.note_read(access, self.locate(access, "read"))
         words, index = self.place(access)
         found = words[index].view(np.uint8)
-        if racy.any():
+        if racy is not None:
             found[np.repeat(racy, self.cell, 1)[:, : access.size]] = POISON
         return found
 
@@ -131,57 +148,65 @@ class Memory:
         words, index = self.place(access)
         new = data.view(words.dtype)
         words[index] = new
-        if not np.array_equal(words[index], new):
+        if np.count_nonzero(words[index] != new):
             access.report("race: lanes of one store write different values to one place")
 
-    def unordered(self, access: Access, cells: Array, what: str) -> Array:
-        """Where an access of cells (lanes, n) is not ordered after the last write. The first is reported."""
-        writer, written = self.writer[cells], self.written[cells]
-        racy = access.cta.known[access.rows[:, None], writer] < written
-        if racy.any() and what == "write":
+    def unordered(self, access: Access, at: Array, what: str) -> Array | None:
+        """The cells (lanes, n) of an access of these blocks that is not ordered after the last write; None if all are.
+        The first is reported."""
+        writer, written = (self.blocks(array, access)[at] for array in (self.writer, self.written))
+        known = access.cta.known
+        racy = known.take(writer + (access.rows * known.shape[1])[:, None]) < written
+        if np.count_nonzero(racy) and what == "write":
             racy &= written != NOTHING
-        if racy.any():
-            lane, n = np.argwhere(racy)[0]
-            kind = UNKNOWN.get(written[lane, n], "race: a {} of {} memory is not ordered after a write")
-            line = self.write_line[cells[lane, n]]
-            access.report(kind.format(what, self.name), lane, writer[lane, n], line)
+        if not np.count_nonzero(racy):
+            return None
+        lane, n = np.argwhere(racy)[0]
+        kind = UNKNOWN.get(written[lane, n], "race: a {} of {} memory is not ordered after a write")
+        line = self.blocks(self.write_line, access)[at[lane], n]
+        access.report(kind.format(what, self.name), lane, writer[lane, n], line)
         return racy
 
-    def note_read(self, access: Access, cells: Array) -> Array:
-        """Remember reads of cells (lanes, n), and return which ones race."""
-        racy = self.unordered(access, cells, "read")
+    def note_read(self, access: Access, at: Array) -> Array | None:
+        """Remember reads of blocks, and return which of their cells (lanes, n) race, if any."""
+        racy = self.unordered(access, at, "read")
         own = access.cta.numbers[access.rows]
-        at = own[:, None] - self.first, cells
-        self.read_at[at] = access.cta.known[access.rows, own][:, None]
-        self.read_line[at] = access.line
+        clock, reader = access.cta.known[access.rows, own], own - self.first
+        self.blocks(self.read_at, access)[reader, at] = clock[:, None]
+        self.blocks(self.read_line, access)[reader, at] = access.line
+        self.last_read[reader] = clock
         return racy
 
-    def note_write(self, access: Access, cells: Array) -> None:
-        """Remember writes of cells (lanes, n), and report those that race."""
-        self.unordered(access, cells, "write")
-        read = self.read_at[:, cells]  # (warps, lanes, n)
-        late = read > access.cta.known[access.rows, self.first : self.first + len(read)].T[:, :, None]
-        if late.any():
-            reader, lane, n = np.argwhere(late)[0]
-            line = self.read_line[reader, cells[lane, n]]
-            kind = f"race: a write of {self.name} memory is not ordered after a read"
-            access.report(kind, lane, self.first + reader, line)
-        self.record(access, cells, atomic=False)
+    def note_write(self, access: Access, at: Array) -> None:
+        """Remember writes of blocks, and report those that race."""
+        self.unordered(access, at, "write")
+        known = access.cta.known[:, self.first : self.first + len(self.last_read)]
+        readers = np.logical_or.reduce(self.last_read > known).nonzero()[0]  # of anything that some warp does not know
+        if len(readers):
+            late = self.blocks(self.read_at, access)[readers[:, None], at]  # (readers, lanes, n)
+            late = late > known[access.rows][:, readers].T[:, :, None]
+            if np.count_nonzero(late):
+                number, lane, n = np.argwhere(late)[0]
+                line = self.blocks(self.read_line, access)[readers[number], at[lane], n]
+                kind = f"race: a write of {self.name} memory is not ordered after a read"
+                access.report(kind, lane, self.first + readers[number], line)
+        self.record(access, at, atomic=False)
 
-    def record(self, access: Access, cells: Array, atomic: bool) -> None:
+    def record(self, access: Access, at: Array, atomic: bool) -> None:
         """Remember writes."""
         own = access.cta.numbers[access.rows]
-        self.writer[cells] = own[:, None]
-        self.written[cells] = access.cta.known[access.rows, own][:, None]
-        self.write_line[cells] = access.line
-        self.atomic_last[cells] = atomic
+        self.blocks(self.writer, access)[at] = own[:, None]
+        self.blocks(self.written, access)[at] = access.cta.known[access.rows, own][:, None]
+        self.blocks(self.write_line, access)[at] = access.line
+        self.blocks(self.atomic_last, access)[at] = atomic
 
 
 class GlobalMemory(Memory):
     """The storages that launches may reach, and what has been released at each address."""
 
     def __init__(self) -> None:
-        super().__init__("global", HOST, FIRST_ADDRESS, 1, 1)
+        super().__init__("global", HOST, FIRST_ADDRESS, WIDEST, 1)
+        self.set_regions([(-1, 0, 0, "nobody")])
         self.storages: dict[int, tuple[int, int, torch.UntypedStorage]] = {}
         """By address: the end, the number of a cell at address 0."""
         self.ranks: dict[int, int] = {}
@@ -195,13 +220,19 @@ class GlobalMemory(Memory):
         """Let kernels reach the tensors' storages. They are kept, so that no address comes to stand for another.
 
         rank: whose memory the tensors are."""
+        news = False
         for tensor in tensors:
+            news |= self.ranks.get(tensor.data_ptr()) != rank
             self.ranks[tensor.data_ptr()] = rank
             storage = tensor.untyped_storage()
             start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
             if self.storages.get(start, (start,))[0] < end:
-                self.storages[start] = end, self.cells - start // CELL, storage
-                self.cells += storage.nbytes() // CELL + 1
+                origin = self.cells - start // CELL
+                self.storages[start] = end, origin + -origin % WIDEST, storage
+                self.cells += storage.nbytes() // CELL + WIDEST
+                news = True
+        if not news:
+            return
         regions, end, origin = [(-1, 0, 0, "nobody")], 0, 0
         for start in sorted({*self.ranks, *self.storages}):
             end, origin, _ = self.storages.get(start, (end, origin, None))
@@ -213,18 +244,20 @@ class GlobalMemory(Memory):
         """Make room for all storages and more warps."""
         have_warps, have_cells = self.read_at.shape
         more = max(0, warps - have_warps), max(self.cells - have_cells, have_cells) * (self.cells > have_cells)
+        more = more[0], more[1] + -more[1] % WIDEST
         for name in ("writer", "written", "write_line", "atomic_last", "read_at", "read_line") * any(more):
             array = getattr(self, name)
             setattr(self, name, np.pad(array, [(0, size) for size in more[-array.ndim :]]))
+        self.last_read = np.pad(self.last_read, (0, more[0]))
 
     def word(self, address: int, dtype: type) -> Array:
         """The one word at an address, which shows later writes."""
-        index = (address - self.begin) // np.dtype(dtype).itemsize
-        return self.words.view(dtype)[index : index + 1]
+        size = np.dtype(dtype).itemsize
+        return self.units[size][(address - self.begin) // size].view(dtype)
 
     def atomic(self, access: Access, operation: Operation, values: list) -> Array:
         """An atomic access of one lane; returns what was there. It hands knowledge on as its order and scope say."""
-        cells, cta, row = self.locate(access), access.cta, access.rows[0]
+        at, cta, row = self.locate(access), access.cta, access.rows[0]
         name, order, scope, dtype = operation
         word, releases = self.word(access.address[0], dtype), self.released.setdefault(int(access.address[0]), [])
         old, acquires = word[0], order in ("acquire", "acq_rel")
@@ -234,14 +267,14 @@ class GlobalMemory(Memory):
                     known = learnt[row, : len(clock)]  # there were fewer warps at the time of an earlier launch
                     np.maximum(known, clock, out=known)
                     cta.chain = max(cta.chain, (chain + 1) * (not operation.is_posted))
-        if not self.atomic_last[cells].all():
-            self.note_read(access, cells)
+        if not self.blocks(self.atomic_last, access)[at].all():
+            self.note_read(access, at)
         if name == "ld":
             return old
         new = COMBINE[name](old, *values)
         if new != old:  # to write what was there would undo what another process writes meanwhile
             word[0] = new
-        self.record(access, cells, atomic=True)
+        self.record(access, at, atomic=True)
         orders = order in ("release", "acq_rel")
         for fence, learnt in {scope: cta.known}.items() if orders else cta.fenced.items():
             if learnt[row].any():
@@ -259,20 +292,20 @@ class SharedMemory(Memory):
     """The shared memory of one CTA. What nothing has written is poison."""
 
     def __init__(self, size: int, warps: int, first: int) -> None:
-        words = np.full(-(-size // 8), ~np.uint64(0))
-        super().__init__("shared", words, 0, size // SHARED_CELL + 1, warps, first)
+        cells = (size // WIDEST + 1) * WIDEST
+        super().__init__("shared", np.full(cells // 8, ~np.uint64(0)), 0, cells, warps, first)
         self.writer[:], self.written[:] = -1, NOTHING
         self.set_regions([(0, size, 0, "shared")])
 
     def begin_copy(self, access: Access) -> None:
         """The target of an asynchronous copy is poison until the copy ends."""
-        cells = self.locate(access)
-        self.note_write(access, cells)
-        self.written[cells] = COPYING
+        at = self.locate(access)
+        self.note_write(access, at)
+        self.blocks(self.written, access)[at] = COPYING
         words, index = self.place(access)
         words[index] = ~words.dtype.type(0)
 
     def end_copy(self, access: Access, data: Array) -> None:
         """What a copy has brought is written by the warp that waits for it."""
-        self.written[self.locate(access)] = 0
+        self.blocks(self.written, access)[self.locate(access)] = 0
         self.write(access, data)

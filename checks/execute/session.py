@@ -37,6 +37,15 @@ def code_of(ptx: str) -> Code:
     return Code(parse(ptx), bytes_in_flight(ptx))
 
 
+def end_with_ptx(*arguments: Any) -> tuple[str, str] | None:
+    """A hook of Triton's, called with (backend, stages, ...): it leaves out ptxas, whose code nobody executes here.
+    Called with nothing, it gives what stands for it in the keys of Triton's caches."""
+    if not arguments:
+        return "PTX alone", "PTX alone"
+    arguments[1]["cubin"] = lambda ptx, metadata: b""
+    return None
+
+
 class Execution(ExitStack):
     """Launches inside `with Execution() as execution` run on the CPU; execution.log.reports then says what was wrong.
 
@@ -58,17 +67,19 @@ class Execution(ExitStack):
         self.generator = random.Random(schedule.seed)
 
     def __enter__(self) -> "Execution":
+        from triton import knobs
+
         driver = compiler.Driver(CAPABILITY, "cpu")
 
         def execute_instead(function, compiles, arguments, grid, options):
-            from triton import knobs
-
             kernel = compiles()
             known = {"debug": function.debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
             bound, _, _ = function.device_caches[driver][4](*arguments, **known, **options)
             self.launch(function.__name__, kernel, bound, grid(bound) if callable(grid) else grid)
             return kernel
 
+        self.enter_context(knobs.runtime.scope())
+        knobs.runtime.add_stages_inspection_hook = end_with_ptx
         self.enter_context(compiler.intercepted(driver, execute_instead))
         return self
 
