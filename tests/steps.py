@@ -1,4 +1,4 @@
-"""One forward and backward of a module: its result and gradients, put together from ranks, compared.
+"""One forward and backward of a module: its result and gradients, put together from ranks.
 
 Belongs here: what tests of modules on one rank and on several share. tests/ops/shards.py is the same for operations.
 """
@@ -29,19 +29,16 @@ def step(module: nn.Module, x: Tensor, dy: Tensor, *, partial: Sequence[str] = (
     return {"y": y.detach(), "dx": x.grad} | gradients(module, partial)
 
 
+def with_keys_in_one(results: Results) -> Results:
+    """The gradients of each k_proj as one: that of its bias is zero but for rounding, in proportion to its weight's."""
+    found = dict(results)
+    for bias in [name for name in results if name.endswith("k_proj.bias")]:
+        weight = bias.removesuffix("bias") + "weight"
+        found[weight] = torch.cat([found[weight].flatten(), found.pop(bias).flatten()])
+    return found
+
+
 def joined(by_rank: list[Results], dim: int) -> list[Results]:
     """Each rank's results with the whole y and dx, of which the ranks had slices along dim."""
     rows = {name: torch.cat([each[name] for each in by_rank], dim) for name in ("y", "dx")}
     return [each | rows for each in by_rank]
-
-
-def assert_same(found: Results, expected: Results, what: str = "", tolerance: float = 1e-12) -> None:
-    """Values are equal by name to rounding (tolerance 0: to the bit), and None where None is expected."""
-    assert found.keys() == expected.keys(), what
-    for name, value in expected.items():
-        if value is None or found[name] is None:
-            assert value is found[name], (what, name)
-        else:
-            torch.testing.assert_close(
-                found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{what} {n}: {m}"
-            )

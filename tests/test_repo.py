@@ -348,6 +348,14 @@ def test_no_unfinished_marks():
             assert not found, f"{name(path)}: {found}"
 
 
+def test_tests_pick_no_tolerance_and_assert_no_seconds():
+    """tests/testing.py derives tolerances. Machines differ in seconds: a deadline may end a hang, no more."""
+    picked = re.compile(r"\b(rtol|atol)=|\ballclose\(|assert .*\b(monotonic|perf_counter|process_time|time)\(\) - ")
+    for path in PYTHON:
+        if name(path).startswith("tests/") and name(path) != "tests/testing.py":
+            assert not (found := picked.search(path.read_text())), f"{name(path)}: {found}"
+
+
 @pytest.mark.parametrize("path", PROSE, ids=name)
 def test_prose_names_what_exists(path):
     text = path.read_text()

@@ -1,16 +1,80 @@
-"""The rule by which a low-precision result is accepted, poisoned memory, and a small dataset.
+"""The three rules by which results are judged, poisoned memory, and a small dataset.
 
-Belongs here: what tests of several folders judge results with, and give to what they run.
+Belongs here: what tests of several folders judge results with, and give to what they run. No test picks a tolerance:
+- the same bits are promised: `assert_identical`;
+- one formula in float64, its sums in another order or on several ranks: `assert_same`;
+- a result in fewer bits: `assert_kernel_close`, beside what plain torch makes of the same inputs in that dtype.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpformer.kernels.pack.format import GROUP
+
+# How far two float64 results of one formula may be apart, relative to the largest number compared. Rounding errors are
+# in proportion to eps: results farther apart than this would not have one right digit in float32.
+ROUNDING = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+
+
+def assert_identical(actual: Any, expected: Any, what: str = "") -> None:
+    """The same values bit for bit (a NaN equals a NaN), of the same shapes and dtypes and under the same names.
+
+    Both may be tensors, numbers or other values, or dicts, lists and tuples of them; None equals None.
+    """
+    for name, x, y in _pairs(actual, expected, what):
+        if isinstance(y, Tensor):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            assert x == y or (x != x and y != y), f"{name}: {x!r} for {y!r}"
+
+
+def assert_same(actual: Any, expected: Any, what: str = "") -> None:
+    """Two float64 results of one formula: they differ by rounding alone, at most ROUNDING * max|expected|.
+
+    Nested as for `assert_identical`; what is no floating-point number has to be equal. The maximum is that of all
+    that is compared in this call, because a sum is rounded in proportion to its terms: a gradient that is truly zero
+    is a sum of numbers as large as the other gradients.
+    """
+    pairs = _pairs(actual, expected, what)
+    largest = max((_largest(y) for _, _, y in pairs), default=0.0)
+    for name, x, y in pairs:
+        if not (isinstance(y, float) or (isinstance(y, Tensor) and y.is_floating_point())):
+            assert_identical(x, y, name)
+            continue
+        dtype = y.dtype if isinstance(y, Tensor) else torch.float64
+        assert dtype == torch.float64, f"{name} is {dtype}: assert_kernel_close judges it, or assert_identical"
+        x, y = (z if isinstance(z, Tensor) else torch.tensor(z, dtype=dtype) for z in (x, y))
+        torch.testing.assert_close(
+            x, y, rtol=0, atol=ROUNDING * largest, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def _pairs(actual: Any, expected: Any, name: str) -> list[tuple[str, Any, Any]]:
+    """(name, found, wanted) of every value in two structures that are nested alike."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), f"{name}: only one side has {sorted(actual.keys() ^ expected.keys())}"
+        parts = [(str(key), actual[key], value) for key, value in expected.items()]
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), f"{name}: {len(actual)} for {len(expected)}"
+        parts = [(str(index), *pair) for index, pair in enumerate(zip(actual, expected, strict=True))]
+    else:
+        detached = (x.detach() if isinstance(x, Tensor) else x for x in (actual, expected))
+        return [(name, *detached)]
+    return [pair for key, *values in parts for pair in _pairs(*values, f"{name} {key}".strip())]
+
+
+def _largest(x: Any) -> float:
+    """The largest finite magnitude of a floating-point tensor or number, 0 of all else."""
+    if not (isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point())):
+        return 0.0
+    finite = torch.as_tensor(x, dtype=torch.float64)
+    finite = finite[finite.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _errors(x: Tensor, oracle: Tensor) -> Tensor:
@@ -24,7 +88,8 @@ def _errors(x: Tensor, oracle: Tensor) -> Tensor:
 def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype: Tensor, name: str) -> None:
     """The error is at most 2 * (error of the baseline + eps(dtype) * max|oracle|), as maximum and as root mean square.
 
-    baseline_same_dtype: what plain torch gets in actual's dtype, so that no tolerance is picked by hand.
+    baseline_same_dtype: what plain torch gets in actual's dtype, so that no tolerance is picked by hand. float64 has
+    no better oracle than itself, so float64 results are judged by `assert_same`.
     """
     assert oracle_fp64.dtype == torch.float64, f"{name}: the oracle is {oracle_fp64.dtype}, not float64"
     assert actual.dtype == baseline_same_dtype.dtype, f"{name}: {actual.dtype}, baseline {baseline_same_dtype.dtype}"
@@ -32,6 +97,8 @@ def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype
         f"{name}: {tuple(actual.shape)}, oracle {tuple(oracle_fp64.shape)}, baseline {tuple(baseline_same_dtype.shape)}"
     )
     assert bool(actual.isfinite().all()), f"{name}: {int((~actual.isfinite()).sum())} values are not finite"
+    if actual.dtype == torch.float64:
+        return assert_same(actual, oracle_fp64, name)
     largest = oracle_fp64.abs().max() if oracle_fp64.numel() else torch.zeros(())
     errors, baseline = _errors(actual, oracle_fp64), _errors(baseline_same_dtype, oracle_fp64)
     bounds = 2 * (baseline + torch.finfo(actual.dtype).eps * largest)

@@ -1,20 +1,16 @@
 """The bubble bench: what it requires of a recorded step, and its files from a run with short sleeps."""
 
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
-
-from bench import bubbles  # noqa: E402
-from bench.bubbles import Case, make_row, measure  # noqa: E402
-from bench.runner import main  # noqa: E402
-from tpformer.parallel import Action  # noqa: E402
-from tpformer.planner import schedule_order, simulate  # noqa: E402
+from bench import bubbles
+from bench.bubbles import Case, make_row, measure
+from bench.runner import main
+from tpformer.parallel import Action
+from tpformer.planner import schedule_order, simulate
 
 
 def step(schedule: str, stages: int, gap: float = 0.0) -> list[Action]:

@@ -2,26 +2,25 @@
 tables and pictures are those of its results."""
 
 import json
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from testing import build_small_split
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench.data_parallel import bench, messages, page, servers, strategies  # noqa: E402
-from bench.provenance import RESULTS  # noqa: E402
-from bench.runner import main  # noqa: E402
-from tpformer.distributed.algorithms import Traffic  # noqa: E402
-from tpformer.distributed.reductions import RUNNABLE  # noqa: E402
+from bench.data_parallel import bench, messages, page, servers, strategies
+from bench.provenance import RESULTS
+from bench.runner import main
+from tpformer.distributed.algorithms import Traffic
+from tpformer.distributed.reductions import RUNNABLE
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 COMMITTED = json.loads((RESULTS / "cpu" / "data_parallel.json").read_text())
 
 
 @pytest.mark.timeout(300)
-def test_counts_and_formulas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_counts_and_formulas(forked: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(messages, "TIMED", (256, 4096))
     assert messages.cost_of("all_pairs", 4, 4).values == 48 and messages.cost_of("hierarchical", 4, 4).values == 24
     assert main(["data_parallel", "--quick", "--only", "messages"], [bench.BENCH]) == 0
     assert "counts equal formulas" in capsys.readouterr().out
@@ -33,8 +32,9 @@ def test_counts_and_formulas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.timeout(300)
-def test_strategies_train_and_send(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_train_and_send(forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "QUICK_STEPS", 4)
+    monkeypatch.setattr(strategies, "build_stdlib", build_small_split)
     content = strategies.measure(quick=True)
     sent = {row["strategy"]: row["bytes"] for row in content["strategies"]}
     whole = sent["synchronous"]

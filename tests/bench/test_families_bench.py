@@ -1,20 +1,18 @@
 """The bench `families` finds what is wrong, and its page is that of its results."""
 
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
+from bench.families.cells import ERROR, REFUSED, RIGHT, THEIRS, WRONG, Cell, joined
+from bench.families.matrix import problems
+from bench.families.models import FAMILIES, GROUPS
+from bench.families.page import COLUMNS, PAGE, draw, page
+from bench.families.training import compare, compare_runs, in_float64, train
 
-from bench.families.cells import ERROR, REFUSED, RIGHT, THEIRS, WRONG, Cell, joined  # noqa: E402
-from bench.families.matrix import problems  # noqa: E402
-from bench.families.models import FAMILIES, GROUPS  # noqa: E402
-from bench.families.page import COLUMNS, PAGE, draw, page  # noqa: E402
-from bench.families.training import compare, compare_runs, in_float64, train  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 RESULTS = ROOT / "bench/results/cpu/families.json"
 

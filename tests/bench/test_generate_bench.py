@@ -1,15 +1,10 @@
 """The bench `generate`: its rows, its gate and its model of the time, at tiny sizes."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench import generate as bench  # noqa: E402
-from tpformer.models import GPTConfig  # noqa: E402
+from bench import generate as bench
+from tpformer.models import GPTConfig
 
 TINY = GPTConfig(vocab_size=50, vocab_multiple=1, seq_length=16, n_layers=2, hidden_size=8, n_heads=2)
 

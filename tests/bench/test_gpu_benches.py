@@ -1,15 +1,12 @@
 """The GPU benches: without a GPU they show predictions and write nothing. Marked `gpu`: each as a whole, --quick."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench.__main__ import BENCHES  # noqa: E402
-from bench.runner import main  # noqa: E402
+from bench.__main__ import BENCHES
+from bench.runner import main
 
 NAMES = [bench.name for bench in BENCHES if bench.device == "cuda"]
 MAKEFILE = (Path(__file__).resolve().parents[2] / "Makefile").read_text()

@@ -1,23 +1,16 @@
-"""The benches of grouped GEMMs without a GPU: sizes of the models, what torch's two ways compute, and the gates.
+"""The benches of grouped GEMMs without a GPU: sizes of the models, what torch's two ways compute, and the gates."""
 
-Marked `gpu`: the bench as a whole, --quick.
-"""
-
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from testing import assert_kernel_close
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench import gathered_experts  # noqa: E402
-from bench import grouped_matmul as bench  # noqa: E402
-from bench.grouped_matmul import DGRAD, DOWN, FORWARD, UP, WGRAD, Grouped  # noqa: E402
-from bench.runner import main  # noqa: E402
-from tpformer.kernels.grouped_matmul import reference  # noqa: E402
-from tpformer.models import GPTConfig  # noqa: E402
+from bench import gathered_experts
+from bench import grouped_matmul as bench
+from bench.grouped_matmul import DGRAD, DOWN, FORWARD, UP, WGRAD, Grouped
+from tpformer.kernels.grouped_matmul import reference
+from tpformer.models import GPTConfig
 
 TINY = GPTConfig(
     hidden_size=16, n_heads=2, n_experts=8, experts_per_token=2, expert_ffn_size=24, activation="swiglu", bias=False
@@ -48,24 +41,22 @@ def test_torch_computes_the_product(case: str, layer: str, t: int, on_cpu: None)
     """Both of torch's ways give what the reference does. The gate passes, and a wrong result does not pass it."""
     grouped = Grouped(case, "tiny", layer, 13, t)
     o = bench.draw(grouped)
-    if case == WGRAD:
-        expected = reference.grouped_weight_gradient(o.left, o.right, o.offsets, o.left_index, o.right_index)
-    else:
-        expected = reference.grouped_matmul(o.left, o.right, o.offsets, o.left_index, transposed=case == DGRAD)
+    oracle, expected = (
+        reference.grouped_weight_gradient(left, right, o.offsets, o.left_index, o.right_index)
+        if case == WGRAD
+        else reference.grouped_matmul(left, right, o.offsets, o.left_index, transposed=case == DGRAD)
+        for left, right in ((o.left.double(), o.right.double()), (o.left, o.right))
+    )
     assert (o.right_index if case == WGRAD else o.left_index) is not None or layer == (UP if case == DGRAD else DOWN)
     for provider in (bench.library, bench.loop):
         actual = provider(case, o)
-        torch.testing.assert_close(actual, expected)
+        assert_kernel_close(actual, oracle, expected, provider.__name__)
         bench.check_groups("", case, o, actual, expected)
     with pytest.raises(AssertionError, match=r"group \d: error"):
         bench.check_groups("of ours", case, o, expected + 1, expected)
 
 
-def test_without_a_gpu_it_predicts(capsys: pytest.CaptureFixture) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(["grouped_matmul"], [bench.BENCH]) == 0
-    assert "PREDICTION, not a measurement" in capsys.readouterr().out
+def test_predictions_by_hand() -> None:
     found = {(row["case"].split(",")[0], row["shape"]): row["value"] for row in bench.predictions()}
     # 16 groups of 8192 rows in all, and half of a large tile's 128 rows for each: 8192 / 9216 of what GEMMs sustain
     assert found["prediction: forward", "30B gate+up 16 x 1536 x 2048 8192"] == pytest.approx(700 * 8192 / 9216, abs=1)
@@ -90,8 +81,3 @@ def gate_of_a_gather(case: str, layer: str) -> str:
 def test_the_gate_of_a_fused_gather(case: str, layer: str, interpreted) -> None:
     (said,) = interpreted(1).run(gate_of_a_gather, case, layer)
     assert "push=False, group" in said and "error" in said
-
-
-@pytest.mark.gpu
-def test_quick(capsys: pytest.CaptureFixture) -> None:
-    assert main(["grouped_matmul", "--quick"], [bench.BENCH]) == 0, capsys.readouterr()

@@ -1,16 +1,12 @@
 """The bench `in_place`: its row at a tiny size, and a gate that refuses what differs."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench import in_place as bench  # noqa: E402
+from bench import in_place as bench
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 1024}
 

@@ -1,17 +1,15 @@
 """The bench of learning-rate rules: its cases, what it requires, and its files from a run of few samples."""
 
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 from commands import Commands, execute
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
+from bench.learning_rate import Case, cases, make_row, page, problems
 
-from bench.learning_rate import Case, cases, make_row, page, problems  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 # Runs in a process of its own, as it joins and leaves a process group.
 RUN = """

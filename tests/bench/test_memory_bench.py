@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 import weakref
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -17,10 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench import memory  # noqa: E402
-from bench.layer_memory import (  # noqa: E402
+from bench import memory
+from bench.layer_memory import (
     BEFORE_NORMS,
     EXPERTS,
     RESIDUALS,
@@ -35,11 +32,11 @@ from bench.layer_memory import (  # noqa: E402
     count,
     expected_items,
 )
-from bench.runner import main  # noqa: E402
-from bench.step_counts import Gemms  # noqa: E402
-from tpformer.distributed import build_mesh  # noqa: E402
-from tpformer.models import GPTConfig  # noqa: E402
-from tpformer.planner.storages import OTHER  # noqa: E402
+from bench.runner import main
+from bench.step_counts import Gemms
+from tpformer.distributed import build_mesh
+from tpformer.models import GPTConfig
+from tpformer.planner.storages import OTHER, new_objects
 
 GPT = replace(memory.GPT, hidden_size=64, n_heads=4, seq_length=32)
 LLAMA = replace(
@@ -136,25 +133,28 @@ def test_nothing_lives_that_autograd_does_not_show() -> None:
                     storages.add(weakref.ref(x.untyped_storage()))
             return result
 
-    for config, mode in [(config, mode) for config in (GPT, MOE) for mode in MODES] + [(LLAMA, "none")]:
-        step = Step(Layer("layer", config, 1, mode), None)
-        expected = step.saved_items()
-        del expected[RESIDUALS[0]]  # the input was there before
-        storages: set[weakref.ref] = set()
-        with Made():
-            y = step.forward()
-        table = 0
-        if config.position == "rope":
-            tables, ids = step.positions.rope(config.head_size, config.rope_base, y.device, y.dtype)
-            table = sum(x.untyped_storage().nbytes() for x in (*tables, ids))
-        del step.positions
-        gc.collect()
-        alive = {storage for storage in (each() for each in storages) if storage is not None}
-        alive -= {x.untyped_storage() for x in (step.x, *step.block.parameters())}  # seen as the base of views
-        shared = 8 * config.seq_length if config.dropout else 0  # where each row's random numbers begin: once for all
-        shared += 8 * (config.n_experts or 0)  # how many tokens each expert has had
-        size = sum(storage.nbytes() for storage in alive - {y.untyped_storage()})
-        assert size - table - shared == sum(expected.values()), mode
+    with new_objects():
+        for config, mode in [(config, mode) for config in (GPT, MOE) for mode in MODES] + [(LLAMA, "none")]:
+            step = Step(Layer("layer", config, 1, mode), None)
+            expected = step.saved_items()
+            del expected[RESIDUALS[0]]  # the input was there before
+            storages: set[weakref.ref] = set()
+            with Made():
+                y = step.forward()
+            table = 0
+            if config.position == "rope":
+                tables, ids = step.positions.rope(config.head_size, config.rope_base, y.device, y.dtype)
+                table = sum(x.untyped_storage().nbytes() for x in (*tables, ids))
+            del step.positions
+            gc.collect()
+            alive = {storage for storage in (each() for each in storages) if storage is not None}
+            alive -= {x.untyped_storage() for x in (step.x, *step.block.parameters())}  # seen as the base of views
+            shared = (
+                8 * config.seq_length if config.dropout else 0
+            )  # where each row's random numbers begin: once for all
+            shared += 8 * (config.n_experts or 0)  # how many tokens each expert has had
+            size = sum(storage.nbytes() for storage in alive - {y.untyped_storage()})
+            assert size - table - shared == sum(expected.values()), mode
 
 
 def test_no_gemm_is_recomputed() -> None:

@@ -4,24 +4,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from liger_functions import functions
+from testing import assert_identical, assert_kernel_close, assert_same
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from liger_functions import functions  # noqa: E402
-
-from bench.memory_bound import benches, cases, experts, formulas, liger  # noqa: E402
-from bench.memory_bound.case import COMPILED, LIGER, Case, Rows, each, flat  # noqa: E402
-from bench.memory_bound.cases import CASES, EPS, Heads  # noqa: E402
-from bench.timing import Call, Effort  # noqa: E402
-from tpformer.kernels.finish import Norm  # noqa: E402
+from bench.memory_bound import benches, cases, experts, formulas, liger
+from bench.memory_bound.case import COMPILED, LIGER, Case, Rows, each, flat
+from bench.memory_bound.cases import CASES, EPS, Heads
+from bench.timing import Call, Effort
+from tpformer.kernels.finish import Norm
 
 
 def tiny(case: Case) -> Case:
@@ -57,6 +54,13 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benches, "DEVICE", "cpu")
     monkeypatch.setattr(benches, "flush_buffer", lambda: torch.empty(16))
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def with_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger-Kernel is stood in for."""
+    ops = functions()
+    monkeypatch.setattr(liger, "function", lambda module, name: ops[module, name])
 
 
 def test_shapes_are_the_models() -> None:
@@ -114,8 +118,9 @@ def test_every_operand_of_an_activation_counts_once(name: str, on_cpu: None) -> 
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_gate_passes_on_a_cpu(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The references by the accuracy rule, and one graph of each formula, run op by op, as the same operation."""
+def test_the_gate_passes_on_a_cpu(name: str, on_cpu: None, with_liger: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references by the accuracy rule, and as the same operation Liger's stand-ins and one graph of each formula,
+    run op by op."""
 
     def compiled(function: Callable) -> Callable:
         torch.compiler.reset()
@@ -131,10 +136,7 @@ def test_formulas_are_the_references(name: str, on_cpu: None) -> None:
     """In float64: what the accuracy rule takes for true is what the references compute."""
     work = TINY[name].build("cpu", torch.float64)
     ours = [x.clone() for x in flat(work.ours(*each(Tensor.clone, work.inputs)))]
-    plain = flat(work.plain(*work.inputs))
-    assert len(ours) == len(plain)
-    for actual, expected in zip(ours, plain, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+    assert_same(ours, list(flat(work.plain(*work.inputs))))
 
 
 def test_backward_formulas_are_autograds() -> None:
@@ -153,17 +155,15 @@ def test_backward_formulas_are_autograds() -> None:
         norm = Norm(kind, weight, shift, EPS)
         _, *mean, rstd = formulas.norm_forward(x, norm)
         found = formulas.norm_backward(dy, x, (mean[0] if mean else None, rstd), norm, residual)
-        torch.testing.assert_close(list(found), expected)
+        assert_same(list(found), expected)
     for name in ("gelu", "gelu_tanh", "silu", "relu2"):
         leaf = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(formulas.act(leaf, name).sum(), leaf)
-        torch.testing.assert_close(formulas.act_derivative(x, name), slope)
+        assert_same(formulas.act_derivative(x, name), slope)
     targets = torch.randint(12, (7,))
     leaf = x.clone().requires_grad_()
     losses = F.cross_entropy(leaf, targets, reduction="none")
-    torch.testing.assert_close(
-        list(formulas.cross_entropy_both(x, targets)), [losses.detach(), *torch.autograd.grad(losses.sum(), leaf)]
-    )
+    assert_same(list(formulas.cross_entropy_both(x, targets)), [losses, *torch.autograd.grad(losses.sum(), leaf)])
 
 
 @pytest.mark.parametrize("name", [f"{name}: {listed(True)[0].name}" for name, listed in CASES.items()])
@@ -219,7 +219,7 @@ def test_overwritten_operands_are_restored_before_each_call(on_cpu: None) -> Non
         for x in flat(work.inputs):
             x.zero_()
         prepare()
-        torch.testing.assert_close(flat(work.inputs), flat(before), rtol=0, atol=0)
+        assert_identical(flat(work.inputs), flat(before))
 
 
 def once(calls: dict[str, Call], effort: Effort) -> dict[str, list[float]]:
@@ -276,23 +276,21 @@ LIGERS = [
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_liger_is_asked_for_the_same(name: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_is_asked_for_the_same(name: str, on_cpu: None, with_liger: None) -> None:
     """Twice, as in timing: a backward's context outlives a call, and what is overwritten is restored."""
-    ops = functions()
-    monkeypatch.setattr(liger, "function", lambda module, name: ops[module, name])
     work = TINY[name].build("cpu", torch.float32)
     assert (work.rivals.get(LIGER) is not None) == (name in LIGERS)
-    benches.check_case(TINY[name])
     for rival in [rival for provider, rival in work.rivals.items() if LIGER in provider and rival is not None]:
         calls = benches.calls_of(replace(TINY[name], nbytes=None), work._replace(rivals={LIGER: rival}))
-        expected = flat(work.plain(*each(Tensor.clone, work.inputs)))
+        wide = each(lambda x: x.double() if x.is_floating_point() else x, work.inputs)
+        oracles, baselines = (flat(work.plain(*each(Tensor.clone, inputs))) for inputs in (wide, work.inputs))
         for _ in range(2):
             if calls[LIGER].prepare is not None:
                 calls[LIGER].prepare()  # type: ignore[misc]
             found = flat(calls[LIGER].run())
-            assert 0 < len(found) <= len(expected)
-            for actual, exact in zip(found, expected, strict=False):
-                torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
+            assert 0 < len(found) <= len(oracles)
+            for actual, oracle, baseline in zip(found, oracles, baselines, strict=False):
+                assert_kernel_close(actual, oracle, baseline, name)
 
 
 def test_liger_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,31 +1,36 @@
 """The bench of experts: its two models, what it requires, and its files and page from a run of few steps."""
 
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 from commands import Commands, execute
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
-
-from bench.moe import DENSE, EQUAL, SECTION, SPARSE, make_row, page, problems, settings  # noqa: E402
-from tpformer.config import RunConfig, check_config  # noqa: E402
+from bench.moe import DENSE, EQUAL, SECTION, SPARSE, make_row, page, problems, settings
+from tpformer.config import RunConfig, check_config
 
 # Runs in a process of its own, and starts commands.
 RUN = """
+from multiprocessing import get_context
+from types import SimpleNamespace
 import bench.moe as moe
 from bench.runner import main
 from testing import build_small_split
+from tpformer import cli
+
+def fork(command, **options):  # a command without its imports
+    assert command[:3] == [sys.executable, "-m", "tpformer.cli"] and options["cwd"] == moe.ROOT
+    process = get_context("fork").Process(target=cli.main, args=(command[3:],))
+    process.start(), process.join()
+    return SimpleNamespace(returncode=process.exitcode, stderr="")
 
 example = moe.read_toml(moe.EXAMPLE)
 example["model"] |= {"hidden_size": 32, "n_layers": 1, "expert_ffn_size": 16, "seq_length": 16, "n_experts": 4}
 example["train"] |= {"steps": 4, "global_batch_size": 8}
 example["log"], example["parallel"] = {"interval": 2}, {}
 moe.read_toml = lambda path: {section: dict(keys) for section, keys in example.items()}
-moe.build_stdlib, moe.QUICK_STEPS, moe.SEEDS = build_small_split, 2, (3,)
+moe.build_stdlib, moe.QUICK_STEPS, moe.SEEDS, moe.subprocess = build_small_split, 2, (3,), SimpleNamespace(run=fork)
 results = Path(sys.argv[1])
 assert main(["moe", "--quick"], [moe.BENCH], results) == 0 and not results.exists()
 sys.exit(main(["moe"], [moe.BENCH], results))

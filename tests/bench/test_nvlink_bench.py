@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,12 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench import nvlink  # noqa: E402
-from bench.ratios import means  # noqa: E402
-from bench.shapes import Shape  # noqa: E402
-from bench.timing import Effort  # noqa: E402
-from tpformer.config.transport_table import read_transport_table  # noqa: E402
-from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER  # noqa: E402
+from bench import nvlink
+from bench.ratios import means
+from bench.shapes import Shape
+from bench.timing import Effort
+from tpformer.config.transport_table import read_transport_table
+from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
 
 
 def linears_on_processes() -> tuple[list[str], dict[str, list[float]]]:

@@ -2,17 +2,12 @@
 
 import copy
 import json
-import sys
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
-
-from bench import packed  # noqa: E402
-from bench.live import Live  # noqa: E402
-from bench.provenance import RESULTS  # noqa: E402
+from bench import packed
+from bench.live import Live
+from bench.provenance import RESULTS
 
 COMMITTED = json.loads((RESULTS / "cpu" / "packed.json").read_text())
 

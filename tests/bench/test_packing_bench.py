@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -10,11 +9,8 @@ import pytest
 import torch
 from commands import Commands, execute
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
-
-from bench.packing import bench, outliers, page  # noqa: E402
-from bench.packing.forms import (  # noqa: E402
+from bench.packing import bench, outliers, page
+from bench.packing.forms import (
     LARGEST_GROUP,
     Form,
     Tally,
@@ -25,9 +21,9 @@ from bench.packing.forms import (  # noqa: E402
     grouped,
     tallied,
 )
-from bench.provenance import RESULTS  # noqa: E402
-from tpformer.kernels.pack import reference  # noqa: E402
-from tpformer.kernels.pack.format import BLOCK, GROUP, SLOTS  # noqa: E402
+from bench.provenance import RESULTS
+from tpformer.kernels.pack import reference
+from tpformer.kernels.pack.format import BLOCK, GROUP, SLOTS
 
 COMMITTED = json.loads((RESULTS / "cpu" / "packing.json").read_text())
 

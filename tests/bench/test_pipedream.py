@@ -1,18 +1,14 @@
 """The simulation of PipeDream: its order, the versions that its stages hold, and what it trains."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from testing import assert_same
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench.data_parallel.pipedream import BACKWARD, FORWARD, in_flight, schedule, train  # noqa: E402
-from tpformer.config import OptimizerSection  # noqa: E402
-from tpformer.models import GPT, GPTConfig  # noqa: E402
-from tpformer.parallel import split_stages  # noqa: E402
-from tpformer.training.optimizer import build_optimizer  # noqa: E402
+from bench.data_parallel.pipedream import BACKWARD, FORWARD, in_flight, schedule, train
+from tpformer.config import OptimizerSection
+from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import split_stages
+from tpformer.training.optimizer import build_optimizer
 
 CONFIG = GPTConfig(vocab_size=50, seq_length=6, n_layers=4, hidden_size=16, n_heads=2, tie_embeddings=False)
 SGD = OptimizerSection(name="sgd", momentum=0.9, weight_decay=0.1)
@@ -124,8 +120,7 @@ def test_replicas_of_one_stage_are_a_batch_as_large():
     found = train(CONFIG, (2,), rows, 10, SGD, lambda _: 0.05, dtype=torch.float64)
     whole = train(CONFIG, (1,), lambda n: torch.cat([rows(2 * n), rows(2 * n + 1)]), 5, SGD, lambda _: 0.05,
                   dtype=torch.float64)  # fmt: skip
-    pairs = zip(found.parts[0].parameters(), whole.parts[0].parameters(), strict=True)
-    assert all((a - b).abs().max() < 1e-12 for a, b in pairs)
+    assert_same(*(list(each.parts[0].parameters()) for each in (found, whole)))
 
 
 def test_tied_embeddings_are_refused():

@@ -10,26 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands
+from commands import Commands, execute
 from pool import WorkerPool
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
+from bench import pretrain
+from bench.layer_memory import Layer, expected_items
+from bench.pretrain import GPT2, LARGE, Model, Row, problems, run_config, saved_bytes
+from tpformer.config import OptimizerSection
+from tpformer.distributed import build_mesh
+from tpformer.models import GPTConfig
+from tpformer.training.setup import build_model
 
-from bench import pretrain  # noqa: E402
-from bench.layer_memory import Layer, expected_items  # noqa: E402
-from bench.pretrain import GPT2, LARGE, Model, Row, problems, run_config, saved_bytes  # noqa: E402
-from tpformer.config import OptimizerSection  # noqa: E402
-from tpformer.distributed import build_mesh  # noqa: E402
-from tpformer.models import GPTConfig  # noqa: E402
-from tpformer.training.setup import build_model  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=32, n_heads=2)
 # Runs in a process of its own, as it joins and leaves a process group. It does so twice, as one process may.
 RUN = """
-import sys
-from dataclasses import replace
-from pathlib import Path
 import bench.pretrain as pretrain
 from bench.runner import main
 from tpformer.models import GPTConfig
@@ -40,11 +36,6 @@ results = Path(sys.argv[1])
 assert main(["pretrain", "--quick"], [pretrain.BENCH], results) == 0 and not results.exists()
 sys.exit(main(["pretrain"], [pretrain.BENCH], results))
 """
-
-
-def execute(script: str, *arguments: str) -> None:
-    sys.argv = ["bench", *arguments]
-    exec(script, {"__name__": "bench of a small model"})
 
 
 def test_a_run_on_a_cpu(commands: Commands, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from checks.compile import compiler, ptx, ttgir  # noqa: E402
 from checks.compile.check import Cache, Check, fingerprint, load_cases, main  # noqa: E402
-from checks.compile.rules import Row, evaluate  # noqa: E402
+from checks.compile.rules import Row, empty_row, evaluate  # noqa: E402
 from checks.compile.shipped import cases as shipped_cases  # noqa: E402
 from checks.compile.summary import clean_commit, sources, write_page  # noqa: E402
 
@@ -77,33 +77,26 @@ MUTATIONS = [
     ("gpu scope", 90, {"system_scope", "releases", "acquires"}),
     ("no fence", 90, {"fence_before_tma_load"}),
     ("no alignment hint", 90, {"wide_stores"}),
+    ("fenced", 80, set()),
+    ("fenced", 90, set()),
+    ("fenced before the barrier", 90, {"barrier_before_release"}),
+    ("fenced at gpu scope", 90, {"fences", "fence_before_flag"}),
+    ("fenced by none", 90, {"fences", "fence_before_flag"}),
+    ("fenced before a store", 90, {"fence_before_flag"}),
 ]
 FENCED = {"releases": 0, "fences": 1, "flags": 2}
 
 
 @pytest.mark.parametrize("breakage, capability, rules", MUTATIONS)
 def test_a_mutation_is_caught(breakage: str, capability: int, rules: set[str]) -> None:
-    assert broken_rules(evaluate(case(breakage, capability))) == rules
+    expected = FENCED if breakage.startswith("fenced") else {}
+    row = evaluate(case(breakage, capability, **expected))
+    assert broken_rules(row) == rules
+    assert rules or {name: row[name] for name in expected} == expected  # type: ignore[literal-required]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_flags_behind_a_fence_pass(capability: int) -> None:
-    row = evaluate(case("fenced", capability, **FENCED))
-    assert row["violations"] == [] and (row["releases"], row["fences"], row["flags"]) == (0, 1, 2)
-    assert broken_rules(evaluate(case("fenced", capability))) == {"releases", "fences", "flags"}
-
-
-@pytest.mark.parametrize(
-    "breakage, rules",
-    [
-        ("fenced before the barrier", {"barrier_before_release"}),
-        ("fenced at gpu scope", {"fences", "fence_before_flag"}),
-        ("fenced by none", {"fences", "fence_before_flag"}),
-        ("fenced before a store", {"fence_before_flag"}),
-    ],
-)
-def test_a_weaker_fence_is_caught(breakage: str, rules: set[str]) -> None:
-    assert broken_rules(evaluate(case(breakage, **FENCED))) == rules
+def test_flags_and_fences_that_nobody_asked_for_are_caught() -> None:
+    assert broken_rules(evaluate(case("fenced"))) == {"releases", "fences", "flags"}
 
 
 def test_spills_and_shared_memory_are_reported() -> None:
@@ -254,6 +247,8 @@ def test_rows_are_kept_until_a_kernel_changes(forked: None, tmp_path: Path, caps
     assert "2 cases, 1 to compile" in capsys.readouterr().out
     assert main([], check) == 0
     assert "2 cases, 0 to compile" in capsys.readouterr().out
+    assert [main(["--share", each], check) for each in ("0/3", "1/3", "2/3")] == [0, 0, 2]
+    assert capsys.readouterr().out.count("1 cases, 0 to compile") == 2  # a case each for two of them
     assert main(["--only", "nothing of that name"], check) == 2
 
     key = good_cases()[0].key
@@ -267,9 +262,8 @@ def test_rows_are_kept_until_a_kernel_changes(forked: None, tmp_path: Path, caps
 
 def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     check = new_check(tmp_path, "bad_cases")
-    (check.kernels / "toy.py").write_text(
-        "@triton.jit(repr=f)\ndef another_kernel():\n    pass\ndef to_kernel(): ...\n"
-    )
+    toy = "@triton.jit(repr=f)\ndef another_kernel():\n    pass\ndef to_kernel(): ...\n"
+    (check.kernels / "toy.py").write_text(toy)
     git(tmp_path, "commit", "--quiet", "--all", "--message", "another toy")
     assert main(["--jobs", "1"], check) == 1
     printed = capsys.readouterr().out
@@ -286,19 +280,10 @@ def toy_row(**values: object) -> Row:
     return row  # type: ignore[return-value]
 
 
+COUNTS = {"releases": 3, "fences": 2, "acquires": 4, "barriers": 7, "in_flight": 64}
 ROWS = [
     toy_row(registers=40, spills=0, shared=512),
-    toy_row(
-        registers=90,
-        spills=8,
-        shared=256,
-        releases=3,
-        fences=2,
-        acquires=4,
-        barriers=7,
-        in_flight=64,
-        violations=["spills: 8 bytes"],
-    ),
+    toy_row(registers=90, spills=8, shared=256, violations=["spills: 8 bytes"], **COUNTS),
     toy_row(arch="sm_80", violations=["fails: the process died"]),
 ]
 
@@ -319,11 +304,11 @@ def test_the_page_has_the_worst_of_each_kernel(tmp_path: Path) -> None:
     assert len(lines) - 2 + len(shipped) <= 150
 
 
-def test_the_page_is_written_from_a_clean_tree_only(
-    forked: None, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_page_is_written_from_a_clean_tree_only(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     check = new_check(tmp_path, "good_cases")
     (check.kernels / "new.py").write_text("")
+    for each in good_cases():
+        Cache(check.cache, fingerprint(check)).put(each.key, empty_row(each))
     assert main([], check) == 0
     assert f"{check.results} is not written: these changes are not committed" in (printed := capsys.readouterr().out)
     assert "kernels/new.py" in printed and not check.results.exists()

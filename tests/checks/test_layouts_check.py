@@ -1,5 +1,4 @@
-"""The matrix of layouts covers what it should, and counts differences and known defects as misses. A proof runs it
-whole."""
+"""The matrix of layouts covers what it should, and counts differences and known defects as misses. Proofs run it."""
 
 import contextlib
 import json
@@ -165,31 +164,26 @@ def test_bfloat16_is_allowed_twice_the_error_of_one_process() -> None:
 set_divide_factor = FSDPModule.set_gradient_divide_factor
 
 
-def defect(name: str) -> contextlib.AbstractContextManager:
-    """A context in which training has the named defect."""
-    return {
-        "none": contextlib.nullcontext(),
-        "tied": mock.patch.object(TiedParameter, "reduce", lambda self: None),
-        "partial": mock.patch.object(training_model, "reduce_partial_gradients", without_reduction),
-        # gradients are averaged over data-parallel ranks, as in DDP
-        "mean": mock.patch.object(
-            FSDPModule, "set_gradient_divide_factor", lambda self, _: set_divide_factor(self, 2.0)
-        ),
-    }[name]
-
-
-def train_with(name: str, config: RunConfig) -> Trained:
-    with defect(name):
+def train_with(defects: bool, config: RunConfig) -> Trained:
+    """Train, with a defect of tied parameters, of tensor parallelism and of data parallelism."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, wrong in (
+            (TiedParameter, "reduce", lambda self: None),
+            (training_model, "reduce_partial_gradients", without_reduction),
+            # gradients are averaged over data-parallel ranks, as in DDP
+            (FSDPModule, "set_gradient_divide_factor", lambda self, _: set_divide_factor(self, 2.0)),
+        ) * defects:
+            stack.enter_context(mock.patch.object(owner, name, wrong))
         return layouts.setup({"run": config})["run"]()
 
 
 class Pooled:
-    """Stands for bench.ranks.Ranks: it runs on the tests' pool, and its ranks have the defect."""
+    """Stands for bench.ranks.Ranks: it runs on the tests' pool, and its ranks may have the defects."""
 
     def __init__(
-        self, pool: WorkerPool, defect: str, size: int, _: int, __: object, runs: Mapping[str, RunConfig]
+        self, pool: WorkerPool, defects: bool, size: int, _: int, __: object, runs: Mapping[str, RunConfig]
     ) -> None:
-        self.pool, self.defect, self.size, self.runs = pool, defect, size, runs
+        self.pool, self.defects, self.size, self.runs = pool, defects, size, runs
 
     def __enter__(self) -> "Pooled":
         return self
@@ -199,8 +193,7 @@ class Pooled:
 
     def call(self, name: str) -> list[Trained]:
         config = self.runs[name]
-        alone = config.parallel.world_size == 1
-        return self.pool(self.size).run(train_with, "none" if alone else self.defect, config)
+        return self.pool(self.size).run(train_with, self.defects and config.parallel.world_size > 1, config)
 
 
 @pytest.fixture
@@ -217,32 +210,21 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-MISSED = {"none": set(), "tied": {"PP2 1F1B"}, "partial": {"TP2"}, "mean": {"DP2 ZeRO-1"}}
-
-
-@pytest.mark.parametrize("name", MISSED)
+@pytest.mark.parametrize("defects", [False, True])
 def test_the_command_notices_a_defect(
-    name: str,
-    short: None,
-    ranks: WorkerPool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    defects: bool, short: None, ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
+    """Each of the three layouts has one of the defects."""
     monkeypatch.setattr(layouts, "QUICK_CASES", (case(tp=2), case(pp=2), case(2, shard=2, zero=1)))
     monkeypatch.setattr(layouts, "QUICK_MOE_CASES", ())
-    monkeypatch.setattr(layouts, "Ranks", partial(Pooled, ranks, name))
-    code = main(["layouts", "--quick"], [layouts.BENCH], tmp_path)
-    assert code == (1 if MISSED[name] else 0)
+    monkeypatch.setattr(layouts, "Ranks", partial(Pooled, ranks, defects))
+    assert main(["layouts", "--quick"], [layouts.BENCH], tmp_path) == defects
     assert not list(tmp_path.iterdir())
     lines = capsys.readouterr().out.splitlines()
-    missed = {
-        layout
-        for layout in ("TP2", "PP2 1F1B", "DP2 ZeRO-1")
-        for line in lines
-        if line.startswith(layout) and " NO" in line
-    }
-    assert missed == MISSED[name]
+    names = ("TP2", "PP2 1F1B", "DP2 ZeRO-1")
+    missed = {name for name in names for line in lines if line.startswith(name) and " NO" in line}
+    assert missed == (set(names) if defects else set())
     assert lines[-1].startswith(f"layouts: {len(missed) or 'all 3'}")
 
 
@@ -264,21 +246,37 @@ def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None
     assert len(set(heights[6:])) == 1, "no difference in float32"
 
 
+# a third of the matrix, in float64 and in fewer steps than the bench takes; bench/results/ has the whole
+MATRIX = f"""
+import sys
+from pathlib import Path
+from bench.runner import main
+from checks import layouts
+part = int(sys.argv[2])
+for name in ("CASES", "MOE_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):
+    setattr(layouts, name, getattr(layouts, name)[part::3])
+alone, *curves = layouts.CURVES.items()
+layouts.CURVES = dict([alone, curves[part]])
+layouts.STEPS, layouts.CURVE_STEPS, layouts.COMPARED = {STEPS}, {CURVE_STEPS}, ("float64",)
+sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
+"""
+
+
 @pytest.mark.proof
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
-def test_the_whole_matrix(tmp_path: Path) -> None:
-    """In float64 and in fewer steps than the bench takes, because CI has 40 minutes; bench/results/ has the whole."""
-    run = "import sys; from pathlib import Path; from checks import layouts; from bench.runner import main; "
-    run += f"layouts.STEPS, layouts.CURVE_STEPS, layouts.COMPARED = {STEPS}, {CURVE_STEPS}, ('float64',); "
-    run += "sys.exit(main(['layouts'], [layouts.BENCH], Path(sys.argv[1])))"
+@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.rotates(part)) for part in range(3)])
+def test_the_matrix(tmp_path: Path, part: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", run, str(tmp_path)]
+    command = [sys.executable, "-c", MATRIX, str(tmp_path), str(part)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
-    assert len(result["rows"]) == len(CASES) + len(MOE_CASES) and all(row["ok"] for row in result["rows"])
-    assert len(result["bfloat16"]) == len(BFLOAT16_CASES) + len(BFLOAT16_MOE_CASES)
+    rows, low = ([*dense[part::3], *experts[part::3]] for dense, experts in (
+        (CASES, MOE_CASES), (BFLOAT16_CASES, BFLOAT16_MOE_CASES)
+    ))  # fmt: skip
+    assert [row["layout"] for row in result["rows"]] == [*map(str, rows)] and all(row["ok"] for row in result["rows"])
+    assert [row["layout"] for row in result["bfloat16"]] == [*map(str, low)]
     losses = result["curves"]["losses"]
     curves = [curve for by_layout in result["curves"]["differences"].values() for curve in by_layout.values()]
     assert {len(curve) for curve in curves} == {len(losses)}

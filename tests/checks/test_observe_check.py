@@ -21,7 +21,8 @@ def build_small(directory: Path, quiet: bool) -> tuple[Path, Path]:
 
 
 def test_a_row_and_the_memory_of_each_window(forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"HIDDEN": 32, "SEQ": 16, "LAYERS": 1, "build_stdlib": build_small, "POLL": 0.005}.items():
+    small = {"HIDDEN": 32, "SEQ": 16, "LAYERS": 1, "QUICK_STEPS": 6, "build_stdlib": build_small, "POLL": 0.005}
+    for name, value in small.items():
         monkeypatch.setattr(bench, name, value)
     report = bench.run(Namespace(quick=True))
     (row,), peaks = report.content["rows"], report.content["memory_mib"]

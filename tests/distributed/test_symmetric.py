@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -30,7 +31,7 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def views_and_pointers() -> None:
+def every_rank_sees_every_region() -> None:
     memory = SharedMemory(1000, world(), timeout=10)
     assert memory.nbytes == 4096 and memory.pointers.dtype == torch.int64 and memory.pointers.shape == (memory.size,)
     for dtype in DTYPES:
@@ -45,30 +46,20 @@ def views_and_pointers() -> None:
         memory.barrier()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_rank_sees_every_region(ranks: WorkerPool, size: int) -> None:
-    ranks(size).run(views_and_pointers)
-
-
-def bad_views() -> list[str]:
+def views_outside_of_the_region_are_refused() -> None:
     memory = SharedMemory(4096, world())
-    messages = []
-    for arguments in [((1025,), torch.float32, 0), ((1,), torch.float32, 4096), ((1,), torch.int64, 4)]:
-        with pytest.raises(ValueError) as caught:
+    for arguments, words in (
+        (((1025,), torch.float32, 0), "4100 bytes at offset 0 do not fit a region of 4096 bytes"),
+        (((1,), torch.float32, 4096), "4 bytes at offset 4096 do not fit a region of 4096 bytes"),
+        (((1,), torch.int64, 4), "byte offset 4 is not a multiple of 8, the size of torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}$"):
             memory.peer(0, *arguments)
-        messages.append(str(caught.value))
-    return messages
 
 
-def test_view_outside_the_region_is_refused(ranks: WorkerPool) -> None:
-    messages = ranks(1).run(bad_views)[0]
-    assert messages[0] == "4100 bytes at offset 0 do not fit a region of 4096 bytes"
-    assert messages[1] == "4 bytes at offset 4096 do not fit a region of 4096 bytes"
-    assert messages[2] == "byte offset 4 is not a multiple of 8, the size of torch.int64"
-
-
-def ring(rounds: int) -> list[float]:
+def a_signal_comes_after_what_was_written() -> None:
     """Each rank pushes to its right neighbour. Semaphores count, so rounds need no reset."""
+    rounds = 4
     memory = SharedMemory(8 * rounds, world(), timeout=10)
     right, left = (memory.rank + 1) % memory.size, (memory.rank - 1) % memory.size
     for index in range(rounds):
@@ -76,27 +67,22 @@ def ring(rounds: int) -> list[float]:
         memory.signal(right)
     for _ in range(rounds):
         memory.wait(left)
-    return memory.peer(memory.rank, (rounds,), torch.float64).tolist()
+    got = memory.peer(memory.rank, (rounds,), torch.float64).tolist()
+    assert got == [100.0 * left + index for index in range(rounds)]
 
 
-def test_a_signal_comes_after_what_was_written(ranks: WorkerPool) -> None:
-    got = ranks(3).run(ring, 4)
-    assert got == [[100.0 * left + index for index in range(4)] for left in (2, 0, 1)]
-
-
-def late_peer() -> tuple[float, float]:
+def waiting_sleeps() -> None:
+    """Rank 1 comes when it sees that rank 0 sleeps, which has tried some times before."""
     memory = SharedMemory(4096, world(), timeout=10)
+    sleeps = memory.peer(0, (1,), torch.int64)
     memory.barrier()
-    if memory.rank == 1:
-        time.sleep(0.5)
-    before, cpu = time.monotonic(), time.process_time()
+    tries, try_wait, sleep = [], memory._trywait, memory._timedwait
+    memory._trywait = lambda semaphore: tries.append(semaphore) or try_wait(semaphore)
+    memory._timedwait = lambda *arguments: sleeps.fill_(1) and sleep(*arguments)
+    while memory.rank == 1 and not sleeps:
+        time.sleep(1e-3)
     memory.barrier()
-    return time.monotonic() - before, time.process_time() - cpu
-
-
-def test_waiting_sleeps(ranks: WorkerPool) -> None:
-    waited, cpu = ranks(2).run(late_peer)[0]
-    assert 0.4 < waited < 5 and cpu < 0.1
+    assert memory.rank == 1 or len(tries) == shared_memory.SPINS
 
 
 def killed_peer() -> None:
@@ -154,7 +140,7 @@ def mappings() -> int:
         return sum("memfd:tpformer" in line for line in file)
 
 
-def descriptors_and_mappings() -> None:
+def close_frees_descriptors_and_mappings() -> None:
     open_before, mapped_before = len(os.listdir("/proc/self/fd")), mappings()
     for _ in range(3):
         memory = SharedMemory(1 << 16, world(), timeout=10)
@@ -168,63 +154,48 @@ def descriptors_and_mappings() -> None:
     assert (len(os.listdir("/proc/self/fd")), mappings()) == (open_before, mapped_before)
 
 
-def test_close_frees_descriptors_and_mappings(ranks: WorkerPool) -> None:
-    ranks(2).run(descriptors_and_mappings)
-
-
-def fail_to_reserve() -> str:
-    def refuse(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    original = os.posix_fallocate
-    if dist.get_rank() == 1:
-        os.posix_fallocate = refuse
-    try:
+def lack_of_memory_on_one_rank_is_an_error_on_all() -> None:
+    refuse = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    reserve = refuse if dist.get_rank() == 1 else os.posix_fallocate
+    words = r"cannot share 12288 bytes between 2 ranks \(rank 1: \[Errno 28\] No space left on device\)"
+    with mock.patch.object(os, "posix_fallocate", reserve), pytest.raises(RuntimeError, match=words):
         SharedMemory(4096, world())
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        os.posix_fallocate = original
-    return "no error"
 
 
-def test_lack_of_memory_on_one_rank_is_an_error_on_all(ranks: WorkerPool) -> None:
-    messages = ranks(2).run(fail_to_reserve)
-    assert messages[0] == messages[1]
-    assert "cannot share 12288 bytes between 2 ranks (rank 1: [Errno 28] No space left on device)" in messages[0]
-
-
-def without_semaphores() -> tuple[bool, str, str]:
-    original, shared_memory.SEMAPHORES = shared_memory.SEMAPHORES, None
+def without_semaphores_it_says_so_and_gloo_serves() -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
-    try:
-        SharedMemory(4096, group)
-    except RuntimeError as error:
-        return shared_memory.is_available(), str(error), backend_of(group)
-    finally:
-        shared_memory.SEMAPHORES = original
-    return True, "no error", ""
+    with mock.patch.object(shared_memory, "SEMAPHORES", None):
+        with pytest.raises(RuntimeError, match="needs Linux with POSIX semaphores"):
+            SharedMemory(4096, group)
+        assert not shared_memory.is_available() and backend_of(group) == "gloo"
 
 
-def test_unavailable_says_so_and_gloo_serves(ranks: WorkerPool) -> None:
-    for available, message, transport in ranks(2).run(without_semaphores):
-        assert not available and "needs Linux with POSIX semaphores" in message and transport == "gloo"
-
-
-def without_interpreter() -> str | None:
+def plain_cpu_is_refused_without_importing_triton() -> None:
     with mock.patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
             del sys.modules[name]  # torch's compiler imports it too
         reason = why_no_kernels(world(), torch.device("cpu"))
         assert "triton" not in sys.modules
+    assert reason is not None and "TRITON_INTERPRET=1" in reason
     with pytest.raises(RuntimeError, match="fused kernels cannot run for this group: on CPU"):
         kernel_workspace(world(), "gather", torch.device("cpu"))
-    return reason
 
 
-def test_plain_cpu_is_refused_without_importing_triton(ranks: WorkerPool) -> None:
-    reason = ranks(1).run(without_interpreter)[0]
-    assert reason is not None and "TRITON_INTERPRET=1" in reason
+@pytest.mark.parametrize(
+    ("size", "question"),
+    [
+        *((size, every_rank_sees_every_region) for size in (1, 2, 3)),
+        (1, views_outside_of_the_region_are_refused),
+        (3, a_signal_comes_after_what_was_written),
+        (2, waiting_sleeps),
+        (2, close_frees_descriptors_and_mappings),
+        (2, lack_of_memory_on_one_rank_is_an_error_on_all),
+        (2, without_semaphores_it_says_so_and_gloo_serves),
+        (1, plain_cpu_is_refused_without_importing_triton),
+    ],
+)
+def test_on_every_rank(ranks: WorkerPool, size: int, question: Callable[[], None]) -> None:
+    ranks(size).run(question)
 
 
 FACTS = DeviceFacts(None, ("node", "boot"), 0, "uuid-0", "H100", (9, 0), False)

@@ -152,33 +152,26 @@ def test_why_flags_are_copied_is_asked_once(ranks: WorkerPool) -> None:
     assert ranks(2).run(why_copied) == [([None, "why", "why", "why"], 1)] * 2
 
 
-def test_torch_backend_counts_offsets(ranks: WorkerPool) -> None:
+def test_torch_backend_counts_offsets_and_notices_another_meaning_of_them(ranks: WorkerPool) -> None:
     ranks(3).run(torch_backend_over_shared_memory, 0)
-
-
-def test_torch_backend_notices_another_meaning_of_offsets(ranks: WorkerPool) -> None:
     with pytest.raises(RankFailure, match="its symmetric memory has changed"):
         ranks(2).run(torch_backend_over_shared_memory, 64)
 
 
-def fail_to_allocate() -> str:
-    def empty(nbytes: int, device: torch.device) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            raise RuntimeError("CUDA out of memory")
-        return torch.empty(nbytes, dtype=torch.uint8)
-
+def lack_of_device_memory_on_one_rank_is_an_error_on_all() -> None:
+    empty = mock.Mock(return_value=torch.empty(4096, dtype=torch.uint8))
+    if dist.get_rank() == 1:
+        empty.side_effect = RuntimeError("CUDA out of memory")
     with (
         mock.patch.object(symmetric, "empty_symmetric", empty),
         mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()),
-        pytest.raises(RuntimeError) as caught,
+        pytest.raises(RuntimeError, match=r"on each of 2 ranks \(rank 1: CUDA out of memory\)"),
     ):
         TorchSymmetricMemory(4096, world(), torch.device("cuda", 0))
-    return str(caught.value)
 
 
 def test_lack_of_device_memory_on_one_rank_is_an_error_on_all(ranks: WorkerPool) -> None:
-    messages = ranks(2).run(fail_to_allocate)
-    assert messages[0] == messages[1] and "on each of 2 ranks (rank 1: CUDA out of memory)" in messages[0]
+    ranks(2).run(lack_of_device_memory_on_one_rank_is_an_error_on_all)
 
 
 def one_device(nbytes: int) -> None:

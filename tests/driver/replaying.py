@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from variants import Call, Shelf, Variant, fused, gemms, grouped, local_channel, of_experts, rows_alone
+from variants import Call, Shelf, Variant, fused, gemms, grouped, local_channel, rows_alone
 
 from checks.driver.stub import Stub
 from tpformer.kernels import replay
@@ -166,9 +166,7 @@ def call_variants(stub: Stub) -> list[dict]:
     would show that takes another's plan."""
     shelf = Shelf()
     channel = local_channel(shelf)
-    every = [
-        *gemms(shelf), *grouped(shelf), *fused(shelf, channel), *rows_alone(shelf), *of_experts(shelf), *own(shelf),
-    ]  # fmt: skip
+    every = [*gemms(shelf), *grouped(shelf), *fused(shelf, channel), *rows_alone(shelf), *own(shelf)]
     layouts = []
     for _, _, make in every:
         shelf.begin([])
@@ -206,9 +204,4 @@ def keep_little() -> dict[str, Any]:
     before = sum(each() is not None for each in watched)
     del rooms, results, a, w, channel
     gc.collect()
-    return {
-        **kept,
-        "replayed": len(done),
-        "before": before,
-        "alive": sum(each() is not None for each in watched),
-    }
+    return {**kept, "replayed": len(done), "before": before, "alive": sum(each() is not None for each in watched)}

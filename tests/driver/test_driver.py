@@ -6,14 +6,13 @@ The driver is checks/driver's, which is built here; driving.py calls the launche
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import Commands
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
@@ -35,14 +34,20 @@ def library(tmp_path_factory) -> Path:
     return build(tmp_path_factory.mktemp("driver"))
 
 
-def drive(library: Path, what: str, capability: int):
+def drive(commands: Commands, library: Path, capability: int, shipped: bool):
     """What driving.py prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment[VARIABLE] = str(library.parent)
-    command = [sys.executable, Path(__file__).with_name("driving.py"), what, library, str(capability)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    import driving
+
+    folder = {VARIABLE: str(library.parent)}
+    code, out, err = commands.call(driving.drive, library, capability, shipped, **folder).finish(900)
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def driven(commands: Commands, library: Path) -> dict:
+    """Trials and replays on an H100."""
+    return drive(commands, library, 90, shipped=False)
 
 
 def expected_maps(case: dict) -> int:
@@ -88,11 +93,13 @@ def faults(case: dict) -> list[str]:
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)  # the first time, about 80 kernels are compiled
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_launcher(library, capability) -> None:
+@pytest.mark.parametrize(
+    "capability", [pytest.param(each, marks=pytest.mark.rotates(turn)) for turn, each in enumerate((80, 90, 100))]
+)
+def test_every_launcher(commands, library, capability) -> None:
     from checks.compile.check import DEFAULT, uncovered
 
-    cases = drive(library, "launchers", capability)
+    cases = drive(commands, library, capability, shipped=True)
     assert {case["case"]: found for case in cases if (found := faults(case))} == {}
     assert [case["case"] for case in cases if not case["same"]] == []
     again = {(case["kernel"], case["name"]) for case in cases if not case["replayed"]}
@@ -110,36 +117,28 @@ def test_every_launcher(library, capability) -> None:
     assert uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases}) == []
 
 
-def test_a_call_that_is_replayed_launches_what_triton_would(library) -> None:
+def test_a_call_that_is_replayed_launches_what_triton_would(driven) -> None:
     """To the bit, tensor maps included: over sizes, alignments, missing members, keys, and tensors given twice."""
-    found = drive(library, "replays", 90)
-    assert [each for each in found["variants"] if not each["same"] or each["plain"]["error"]] == []
-    assert {each["name"]: each["replayed"] for each in found["variants"] if each["replayed"] != each["expected"]} == {}
-    assert len(found["variants"]) > 40
+    variants = driven["variants"]
+    assert [each for each in variants if not each["same"] or each["plain"]["error"]] == []
+    assert {each["name"]: each["replayed"] for each in variants if each["replayed"] != each["expected"]} == {}
+    assert len(variants) > 40
     # patched to keep 4 of each; the channel, its two tensors' memory and the tensors themselves die with their owner
-    assert found["kept"] == {"plans": 4, "channel": 4, "maps": 4, "replayed": 1, "before": 7, "alive": 0}
+    assert driven["kept"] == {"plans": 4, "channel": 4, "maps": 4, "replayed": 1, "before": 7, "alive": 0}
 
 
-def test_what_is_wrong_is_refused(library) -> None:
+def test_what_is_wrong_is_refused(driven) -> None:
     """And what is right beside it is accepted: the largest grid, the largest shared memory."""
-    tried = drive(library, "trials", 90)
+    tried = driven["trials"]
     for each in tried:
         launches = sum("launch" in record for record in each["records"])
         assert launches == each["launches"], each
-        assert each["error"] is None if each["message"] is None else re.search(each["message"], str(each["error"])), (
-            each
-        )
+        right = each["error"] is None if each["message"] is None else re.search(each["message"], str(each["error"]))
+        assert right, each
     assert len(tried) > 30
     a, w, launch = tried[-1]["records"]
-    bfloat16, span = 9, 3  # 128 bytes are swizzled
-    assert a == {
-        "map": a["map"],
-        "type": bfloat16,
-        "swizzle": span,
-        "dims": [64, 256],
-        "strides": [128],
-        "box": [64, 64],
-    }
+    kind = {"type": 9, "swizzle": 3}  # bfloat16, 128 bytes are swizzled
+    assert a == kind | {"map": a["map"], "dims": [64, 256], "strides": [128], "box": [64, 64]}
     assert w == a | {"map": w["map"], "dims": [64, 128], "box": [64, 128]}
     assert launch["grid"] == [4, 1, 1] and launch["taken"] == launch["given"]
 

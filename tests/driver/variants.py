@@ -170,56 +170,50 @@ def fused(shelf: Shelf, channel: Channel) -> Iterator[Variant]:
 
 def rows_alone(shelf: Shelf) -> Iterator[Variant]:
     """The same of calls that multiply nothing."""
-    norm = partial(Norm, "layernorm", eps=1e-5)
-
-    def normalise(key: int, parts: str) -> Call:
-        finish = finish_of(shelf, 64, 512, key, parts)
-        return finish_norm_forward, (shelf(64, 512), finish._replace(norm=norm(shelf(512), shelf(512)))), {}
-
-    yield "norm", True, lambda key: (norm_forward, (shelf(64, 512), norm(shelf(512), shelf(512))), {})
-    yield "norm of x itself", True, partial(normalise, parts="")
-    yield "finish and norm", True, partial(normalise, parts="bias dropout residual")
-    yield "norm without a weight: ones are made", False, lambda key: (
-        norm_forward, (shelf(64, 512), Norm("rmsnorm", None, None, None)), {},
-    )  # fmt: skip
-
-    def norm_gradient(key: int) -> Call:
-        statistics = (shelf(64, 1, dtype=torch.float32), shelf(64, 1, dtype=torch.float32))
-        x = (shelf(64, 512), shelf(64, 512), statistics, norm(shelf(512), shelf(512)), shelf(64, 512))
-        return norm_backward, x, {}
-
-    yield "norm's gradient", True, norm_gradient
-    for p in (0.25, 0.5):
-        yield f"dropout {p}", True, lambda key, p=p: (
-            finish_forward, (shelf(64, 512), finish_of(shelf, 64, 512, key, p=p)), {},
-        )  # fmt: skip
-    yield "bias's gradient alone", True, lambda key: (finish_backward, (shelf(64, 512), None, True), {})
-    yield "dropout's gradient", True, lambda key: (
-        finish_backward, (shelf(64, 512), finish_of(shelf, 64, 512, key).dropout, True), {},
-    )  # fmt: skip
-    yield "activation", True, lambda key: (activation_forward, (shelf(64, 512), "gelu", None), {})
-    yield "no activation", True, lambda key: (activation_forward, (shelf(64, 512), None, None), {})
-    yield "activation's gradient", True, lambda key: (
-        activation_backward, (shelf(64, 512), shelf(64, 512), "silu", shelf(64, 512)), {},
-    )  # fmt: skip
-    yield "rope", True, lambda key: (
-        rope_rotate,
-        (
-            shelf(64, 4, 64), shelf(64, 2, 64), tuple(shelf(64, 32, dtype=torch.float32) for _ in range(2)),
-            shelf(64, dtype=torch.int64),
-        ),
-        {},
-    )  # fmt: skip
-
-
-def of_experts(shelf: Shelf) -> Iterator[Variant]:
-    """The same of the passes of experts that multiply nothing."""
     floats, integers = partial(shelf, dtype=torch.float32), partial(shelf, dtype=torch.int32)
-    for launcher, arguments in (
-        (weighted_activation_forward, lambda: (shelf(64, 512), "silu", floats(64))),
-        (weighted_activation_backward, lambda: (shelf(64, 256), shelf(64, 512), "silu", floats(64))),
-        (combine, lambda: (shelf(128, 512), integers(128), integers(64, 2))),
-        (route_forward, lambda: (floats(64, 16), Policy(2), floats(16))),
-        (route_backward, lambda: (floats(64, 2), integers(64, 2), floats(64, 16), Policy(2), floats(64, 16))),
-    ):
-        yield launcher.__name__, True, lambda key, call=(launcher, arguments): (call[0], call[1](), {})
+    positions, norm = partial(shelf, dtype=torch.int64), partial(Norm, "layernorm", eps=1e-5)
+
+    def wide() -> Tensor:
+        return shelf(64, 512)
+
+    def normed(key: int, parts: str) -> tuple:
+        return wide(), finish_of(shelf, 64, 512, key, parts)._replace(norm=norm(shelf(512), shelf(512)))
+
+    def dropout(key: int, p: float = 0.25) -> Finish:
+        return finish_of(shelf, 64, 512, key, p=p)
+
+    def statistics() -> tuple:
+        return floats(64, 1), floats(64, 1)
+
+    for name, launcher, arguments in (
+        ("norm", norm_forward, lambda key: (wide(), norm(shelf(512), shelf(512)))),
+        ("norm of x itself", finish_norm_forward, lambda key: normed(key, "")),
+        ("finish and norm", finish_norm_forward, lambda key: normed(key, "bias dropout residual")),
+        (
+            "norm's gradient", norm_backward,
+            lambda key: (wide(), wide(), statistics(), norm(shelf(512), shelf(512)), wide()),
+        ),
+        ("dropout 0.25", finish_forward, lambda key: (wide(), dropout(key))),
+        ("dropout 0.5", finish_forward, lambda key: (wide(), dropout(key, 0.5))),
+        ("bias's gradient alone", finish_backward, lambda key: (wide(), None, True)),
+        ("dropout's gradient", finish_backward, lambda key: (wide(), dropout(key).dropout, True)),
+        ("activation", activation_forward, lambda key: (wide(), "gelu", None)),
+        ("no activation", activation_forward, lambda key: (wide(), None, None)),
+        ("activation's gradient", activation_backward, lambda key: (wide(), wide(), "silu", wide())),
+        (
+            "rope", rope_rotate,
+            lambda key: (shelf(64, 4, 64), shelf(64, 2, 64), (floats(64, 32), floats(64, 32)), positions(64)),
+        ),
+        ("weighted", weighted_activation_forward, lambda key: (wide(), "silu", floats(64))),
+        ("weighted, gradient", weighted_activation_backward, lambda key: (shelf(64, 256), wide(), "silu", floats(64))),
+        ("combine", combine, lambda key: (shelf(128, 512), integers(128), integers(64, 2))),
+        ("route", route_forward, lambda key: (floats(64, 16), Policy(2), floats(16))),
+        (
+            "route, gradient", route_backward,
+            lambda key: (floats(64, 2), integers(64, 2), floats(64, 16), Policy(2), floats(64, 16)),
+        ),
+    ):  # fmt: skip
+        yield name, True, lambda key, call=(launcher, arguments): (call[0], call[1](key), {})
+    yield "norm without a weight: ones are made", False, lambda key: (
+        norm_forward, (wide(), Norm("rmsnorm", None, None, None)), {},
+    )  # fmt: skip

@@ -18,6 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/kernels")]
 
 import gemms  # noqa: E402
 import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from channels import virtual_channel  # noqa: E402
 
 from checks.execute import schedule as scheduler  # noqa: E402
@@ -26,7 +28,7 @@ from checks.execute.session import Execution  # noqa: E402
 from tpformer.kernels.all_gather_matmul import plan  # noqa: E402
 from tpformer.kernels.configurations import TILES  # noqa: E402
 from tpformer.kernels.launch import Tile  # noqa: E402
-from tpformer.kernels.protocol import Channel, bump  # noqa: E402
+from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump  # noqa: E402
 
 TILE = Tile(16, 16, 16, 2, 2, False)
 SCHEDULES = (PLAIN, Schedule(1, lockstep=False), Schedule(2, lockstep=False, priorities=True))
@@ -66,6 +68,15 @@ def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: in
         )
 
     return [own(rank) for rank in range(world)]
+
+
+@triton.jit
+def read_report_kernel(error, report):
+    """What the host does while kernels run: it looks at a report's first word until it is set, then reads all."""
+    while tl.atomic_add(error, 0, sem="acquire", scope="sys") == 0:
+        pass
+    for word in range(ERROR_WORDS):
+        tl.store(report + word, tl.load(error + word))
 
 
 def small_tiles() -> AbstractContextManager:

@@ -18,8 +18,6 @@ import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
 import torch
-import triton
-import triton.language as tl
 from execution import PLAIN, Execution, Schedule, executing, group, run_group, small_machine
 from mutations import mutated
 from ptx_mutants import Mutant, ptx_mutants
@@ -155,16 +153,6 @@ def gather(run: Execution, way: Try, world: int) -> None:
     assert not any(channel.error.any() for channel in channels), "a wait has expired"
 
 
-@triton.jit
-def read_report_kernel(error, copy):
-    """What the host does while kernels run: it sees the report's first word, then reads the others."""
-    expired = 0
-    while expired == 0:
-        expired = tl.atomic_add(error, 0, sem="acquire", scope="sys")
-    for word in range(4):
-        tl.store(copy + word, tl.load(error + word))
-
-
 def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: int, way: Try, **room: int) -> None:
     """Launch an operation on the ranks that are present, for each epoch. In the first their waits expire, and they
     report that; then they wait no more. The first absent rank reads the first one's report in place of the host."""
@@ -178,7 +166,7 @@ def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: 
             launch(channels[absent])
         run.run()
     with run.on(absent):
-        read_report_kernel[(1,)](running[0].error, report, num_warps=1)
+        execution.read_report_kernel[(1,)](running[0].error, report, num_warps=1)
     for channel in running:
         with run.on(channel.rank):
             for _ in range(EPOCHS):
@@ -312,23 +300,23 @@ def mutants(name: str) -> list[Mutant]:
 
 
 @cache
-def sample(seed: int) -> dict[str, list[Mutant]]:
-    """Mutants by case: of each case one of each kind of edits of PTX. Those of the source have to be compiled: of these
-    there is one of each kind in all, and one of a case that has no others."""
+def sample(seed: int, left_out: Callable[[str, Mutant], object]) -> dict[str, list[tuple[str, Mutant]]]:
+    """(case, mutant) by kernel: of each kernel one of each kind of edits of PTX. Those of the source have to be
+    compiled: of these there is one of each kind in all, and one of a kernel that has no others."""
     generator = random.Random(seed)
-    found: dict[str, list[Mutant]] = {}
+    kinds: dict[str, dict[str, list[tuple[str, Mutant]]]] = {case.kernel: {} for case in CASES.values()}
     sources: dict[str, list[tuple[str, Mutant]]] = {}
-    for name in CASES:
-        kinds: dict[str, list[Mutant]] = {}
+    for name, case in CASES.items():
         for mutant in mutants(name):
-            if mutant.function:
-                sources.setdefault(mutant.kind if kinds else name, []).append((name, mutant))
-            else:
-                kinds.setdefault(mutant.kind, []).append(mutant)
-        found[name] = [generator.choice(several) for several in kinds.values()]
+            if left_out(name, mutant):
+                continue
+            group = kinds[case.kernel] if not mutant.function else sources
+            key = mutant.kind if kinds[case.kernel] or not mutant.function else case.kernel
+            group.setdefault(key, []).append((name, mutant))
+    found = {kernel: [generator.choice(several) for several in of.values()] for kernel, of in kinds.items()}
     for several in sources.values():
         name, mutant = generator.choice(several)
-        found[name].append(mutant)
+        found[CASES[name].kernel].append((name, mutant))
     return found
 
 

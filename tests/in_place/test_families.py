@@ -1,4 +1,4 @@
-"""Families of transformers, parallel in place, are one process's models: some in every test run, all in a proof.
+"""Families of transformers, parallel in place, are one process's models: two in every test run, all in a proof.
 
 Belongs here: the cells of `python -m bench families` as tests. What a cell is: bench/families.
 """
@@ -28,13 +28,13 @@ def on_rank(name: str, directory: Path, way: str) -> Cell:
     return attempt(family, directory, build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], way)
 
 
-# fewer key-value heads than ranks; fused projections by both linears of transformers' own; experts with latent keys
-@pytest.mark.parametrize(("name", "size"), [("Qwen3", 4), ("GPT-2", 2), ("Falcon", 2), ("DeepSeek-V3", 2)])
-def test_a_family_is_that_of_one_process(ranks, tmp_path, name, size):
+@pytest.mark.parametrize("name", ["Falcon", "DeepSeek-V3"])
+def test_a_family_is_that_of_one_process(ranks, tmp_path, name):
+    """One has a fused projection and parallel blocks, one has experts and latent keys."""
     quiet()
     prepare(next(family for family in FAMILIES if family.name == name), tmp_path)
     for way in (PLAIN, SEQUENCE):
-        cell = joined(ranks(size).run(on_rank, name, tmp_path, way))
+        cell = joined(ranks(2).run(on_rank, name, tmp_path, way))
         assert cell.verdict == RIGHT and cell.share > 0.3, (way, cell)
 
 
@@ -42,10 +42,10 @@ def test_a_family_is_that_of_one_process(ranks, tmp_path, name, size):
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_the_whole_matrix(tmp_path):
-    """Our own columns of it, on two ranks: transformers' own way does not change with our code, and the bench has four
-    ranks."""
+    """Its column with sequence parallelism on two ranks: the bench has four, ours without it, whose plans are the same,
+    and transformers' own way, which does not change with our code."""
     run = "import json, sys; from pathlib import Path; from bench.families import cells, matrix; "
-    run += "ours = {name: each for name, each in matrix.COLUMNS.items() if each[0] != cells.THEIRS and each[1] == 2}; "
+    run += "ours = {name: each for name, each in matrix.COLUMNS.items() if each == (cells.SEQUENCE, 2)}; "
     run += "matrix.COLUMNS = ours; Path(sys.argv[1]).write_text(json.dumps(matrix.rows(matrix.FAMILIES)))"
     path = tmp_path / "families.json"
     command, environment = [sys.executable, "-c", run, str(path)], {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -56,4 +56,4 @@ def test_the_whole_matrix(tmp_path):
         return {(row["family"], column): cell["verdict"] for row in rows for column, cell in row["cells"].items()}
 
     found, committed = verdicts(json.loads(path.read_text())), verdicts(json.loads(RESULTS.read_text())["rows"])
-    assert len(found) > 40 and found.items() <= committed.items()
+    assert len(found) > 30 and found.items() <= committed.items()

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from steps import assert_same
+from testing import assert_same
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
@@ -109,9 +109,9 @@ def on_rank(t, linear, wide, sequence_parallel):
     return train(model)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
-    ("t", "linear", "wide"), [(2, nn.Linear, 16), (4, conv, 14), (2, conv, 16), (4, nn.Linear, 14)]
+    ("t", "linear", "wide", "sequence_parallel"),
+    [(2, nn.Linear, 16, False), (2, conv, 16, True), (4, conv, 14, False), (4, nn.Linear, 14, True)],
 )
 def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
     expected = train(Model(linear, wide))
@@ -119,27 +119,21 @@ def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
         assert_same(found, expected)
 
 
-def copied(kind):
-    """Two steps of kept, copied and compiled models beside each other."""
-    mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
-    model = in_place(Model(conv, 16), TensorParallel(mesh))
-    if kind == "compiled":
-        return train(model, torch.compile(model, backend="aot_eager"))
-    if kind == "deepcopy":
-        return train(copy.deepcopy(model))
-    file = io.BytesIO()
+def copied():
+    """The steps of a copied, a pickled and a compiled model."""
+    model, file = in_place(Model(conv, 16), TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert loaded.head.weight is loaded.table.weight
-    return train(loaded)
+    found = {"deepcopy": train(copy.deepcopy(model)), "pickle": train(loaded)}
+    return found | {"compiled": train(model, torch.compile(model, backend="aot_eager"))}
 
 
-@pytest.mark.parametrize("kind", ["compiled", "deepcopy", "pickle"])
-def test_copies_and_compiled_models(ranks, kind):
+def test_copies_and_compiled_models(ranks):
     expected = train(Model(conv, 16))
-    for found in ranks(2).run(copied, kind):
-        assert_same(found, expected)
+    for found in ranks(2).run(copied):
+        assert_same(found, dict.fromkeys(found, expected))
 
 
 def with_fsdp(linear, sequence_parallel):

@@ -6,12 +6,14 @@ import pytest
 import torch
 from growth import growth
 from safetensors.torch import load_file, save_file
+from testing import assert_identical, assert_same
 from tiny import built, tiny
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tpformer
+from bench.families.training import in_float64
 from tpformer.distributed import build_mesh
 from tpformer.in_place.linears import make_column, make_row
 from tpformer.in_place.loading import load_sharded, parameters_on_meta
@@ -31,19 +33,21 @@ def load(family: str, folder: str, data_parallel: int):
             fully_shard(part, mesh=mesh["dp_shard"])
     load_sharded(model, folder)
     assert isinstance(model.get_output_embeddings().weight, DTensor)
-    return model(IDS).logits.detach(), {name: x.clone() for name, x in full_state_dict(model).items()}
+    with in_float64():
+        return model(IDS).logits.detach(), {name: x.clone() for name, x in full_state_dict(model).items()}
 
 
-@pytest.mark.parametrize(("family", "data_parallel"), [("llama", 2), ("tied", 1), ("mixtral", 1), ("gpt2", 1)])
+@pytest.mark.parametrize(("family", "data_parallel"), [("tied", 2), ("mixtral", 1), ("gpt2", 1)])
 def test_equals_one_process(ranks, tmp_path, family, data_parallel):
     model = tiny(family, torch.float64)
     saved = model.transformer if family == "gpt2" else model  # a base model has names without its prefix
     saved.save_pretrained(tmp_path, max_shard_size="20KB")
-    expected = model(IDS).logits.detach()
+    with in_float64():
+        expected = model(IDS).logits.detach()
     results = ranks(2 * data_parallel).run(load, family, str(tmp_path), data_parallel)
     for logits, _ in results:
-        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(results[0][1], dict(model.state_dict()), rtol=0, atol=0)
+        assert_same(logits, expected)
+    assert_identical(results[0][1], dict(model.state_dict()))
 
 
 class Own(nn.Module):
@@ -63,7 +67,7 @@ def test_a_plain_module_in_one_process(tmp_path):
         loaded = Own()
     load_sharded(loaded, tmp_path)
     assert loaded.head.weight is loaded.up.weight
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert_identical(loaded.state_dict(), model.state_dict())
 
 
 def changed(values: dict, **changes) -> dict:
@@ -88,7 +92,7 @@ def test_refusals(tmp_path, changes, message):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
         load_sharded(model, tmp_path)
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert_identical(dict(model.state_dict()), before)
 
 
 def test_buffers_without_values_are_refused(tmp_path):

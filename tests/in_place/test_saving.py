@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from testing import assert_identical
 from tiny import tiny
 from torch.distributed.fsdp import fully_shard
 
@@ -25,12 +26,12 @@ def on_ranks(family: str, data_parallel: int):
 def save(family: str, data_parallel: int, folder: str):
     model = on_ranks(family, data_parallel)
     model.save_pretrained(folder, max_shard_size="20KB")
-    return {name: value.clone() for name, value in tpformer.full_state_dict(torch.compile(model)).items()}, sorted(
-        os.listdir(folder)
-    )
+    return {
+        name: value.clone() for name, value in tpformer.full_state_dict(torch.compile(model, backend="eager")).items()
+    }, sorted(os.listdir(folder))
 
 
-@pytest.mark.parametrize(("family", "data_parallel"), [("llama", 1), ("tied", 2), ("mixtral", 1), ("gpt2", 1)])
+@pytest.mark.parametrize(("family", "data_parallel"), [("tied", 2), ("mixtral", 1), ("gpt2", 1)])
 def test_the_files_are_those_of_one_process(ranks, tmp_path, family, data_parallel):
     model = tiny(family, torch.float64)
     model.save_pretrained(tmp_path / "one", max_shard_size="20KB")
@@ -39,9 +40,9 @@ def test_the_files_are_those_of_one_process(ranks, tmp_path, family, data_parall
     assert files == sorted(os.listdir(tmp_path / "one")) and len(files) > 3
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "all" / name).read_bytes(), name
-    torch.testing.assert_close(state, dict(model.state_dict()), rtol=0, atol=0)
+    assert_identical(state, dict(model.state_dict()))
     loaded = type(model).from_pretrained(tmp_path / "all")
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert_identical(loaded.state_dict(), model.state_dict())
 
 
 def fail(file: str):

@@ -2,14 +2,17 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
 import transformers
+from testing import assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.families.training import in_float64
 from tpformer import parallelize
 from tpformer.distributed import build_mesh
 from tpformer.distributed.collectives import record_collectives
@@ -24,7 +27,7 @@ SIZES |= {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-HEADS = {"num_key_value_heads": 4}
+HEADS = {"num_key_value_heads": 2}
 BART = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "dropout": 0.0}
 BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
 T5 = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -34,10 +37,8 @@ MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", SIZES | HEADS),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", SIZES | HEADS | {"head_dim": 4}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", SIZES | {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES),
     "opt": ("OPTConfig", "OPTForCausalLM", SIZES | {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", SIZES | HEADS | {"experts_implementation": "eager"}),
-    "bert": ("BertConfig", "BertForMaskedLM", SIZES | NO_DROPOUT),
     "albert": ("AlbertConfig", "AlbertForMaskedLM", SIZES | NO_DROPOUT | {"embedding_size": 16}),
     "bart": ("BartConfig", "BartForConditionalGeneration", SIZES | BART | {"decoder_start_token_id": 1}),
     "t5": ("T5Config", "T5ForConditionalGeneration", T5),
@@ -57,6 +58,7 @@ def ids(seq: int, seed: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, (BATCH, seq), generator=torch.Generator().manual_seed(seed))
 
 
+@in_float64()
 def train(model: nn.Module, steps: list[dict]) -> dict[str, torch.Tensor]:
     """Results, all gradients and the parameters of AdamW's steps; each step has its length and the model's options."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -86,7 +88,9 @@ def on_rank(family: str, t: int, checkpointed: bool, steps: list[dict]) -> tuple
     model = build(family)
     parallelize(model, build_mesh("cpu", tensor_parallel=t)["tp"], sequence_parallel=True)
     if checkpointed:
-        model.gradient_checkpointing_enable()
+        # a backward recomputes outside of the mode that train has set
+        again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), in_float64())}
+        model.gradient_checkpointing_enable(again)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = train(model, steps)
@@ -98,20 +102,18 @@ def check(ranks, family: str, t: int, *steps: tuple, checkpointed: bool = False)
     expected = in_one_process(family, *steps)
     results = ranks(t).run(on_rank, family, t, checkpointed, [dict(step) for step in steps])
     for found, _, kept in results:
-        assert kept == [] and found.keys() == expected.keys()
-        for name, value in expected.items():
-            # Gemma's norms multiply with their weights in float32, so their gradients' sums differ by its rounding
-            tolerance = {"rtol": 1e-5, "atol": 1e-6} if family == "gemma2" else {"rtol": 1e-7, "atol": 1e-9}
-            torch.testing.assert_close(found[name], value, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        assert kept == []
+        assert_same(found, expected)
     return [said for _, said, _ in results]
 
 
 EVEN, UNEVEN = (("seq", 8),), (("seq", 7),)
 
 
-@pytest.mark.parametrize(("family", "t"), [*((family, 2) for family in MODELS), ("llama", 4), ("bart", 4)])
+@pytest.mark.parametrize(("family", "t"), [("llama", 4), *((family, 2) for family in MODELS if family != "llama")])
 def test_steps_are_those_of_one_process(ranks, family, t):
-    """Every chain of layers says once that a length does not fit: an encoder and a decoder are two."""
+    """Every chain of layers says once that a length does not fit: an encoder and a decoder are two. Four ranks share
+    two key-value heads."""
     text = (
         f"7 tokens a sequence cannot be shared equally by {t} tensor-parallel ranks: such batches run without sequence "
         f"shards; pad them to a multiple"
@@ -120,9 +122,9 @@ def test_steps_are_those_of_one_process(ranks, family, t):
         assert said == [text] * (2 if family in ("bart", "t5") else 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bart"])
+@pytest.mark.parametrize("family", ["llama", "bart"])
 def test_recomputed_layers_have_the_same_gradients(ranks, family):
-    check(ranks, family, 2, EVEN, EVEN, EVEN, checkpointed=True)
+    check(ranks, family, 2, EVEN, EVEN, checkpointed=True)
 
 
 def test_hidden_states_are_whole(ranks):
@@ -234,9 +236,8 @@ def test_own_layers_get_the_tokens_that_they_need(ranks, kind, mixing, gathers):
     """Each MLP on shards gathers, and so does each end of a chain. Layers that mix tokens or get others run whole."""
     _, expected = own_on_rank(kind, 1, *mixing)
     for names, found in ranks(2).run(own_on_rank, kind, 2, *mixing):
-        assert names.count("all_gather") == gathers and found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+        assert names.count("all_gather") == gathers
+        assert_same(found, expected)
 
 
 def refused_on_rank() -> list[str]:

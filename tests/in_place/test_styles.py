@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from steps import assert_same
+from testing import assert_same
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -97,25 +97,35 @@ def step(model):
     return {"y": logits.detach()} | {name: full_tensor(p.grad) for name, p in model.named_parameters()}
 
 
-def on_rank(t, plan, kinds, others):
+def on_rank(t, plans, styles):
     mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
+    return [sharded_step(mesh, plan(*each)) for plan in plans for each in styles]
+
+
+def sharded_step(mesh, plan):
     model = Model()
     if mesh.get_local_rank():
         with torch.no_grad():  # parallelize_module gives all ranks rank 0's values
             for module in (model.table, model.mlp.gate, model.mlp.down):
                 module.weight.zero_()
-    model = parallelize_module(model, mesh, plan(kinds, others))
+    model = parallelize_module(model, mesh, plan)
     assert all(isinstance(p, DTensor) for p in model.mlp.parameters())
     return step(model)
 
 
-@pytest.mark.parametrize("plan", [sequence_plan, whole_plan])
-@pytest.mark.parametrize("t", [2, 4])
-def test_same_as_torch_styles(ranks, t, plan):
+PLANS = (sequence_plan, whole_plan)
+
+
+@pytest.mark.parametrize(("t", "styles"), [(2, [(FUSED, TORCH), (TORCH, FUSED)]), (4, [(FUSED, FUSED)])])
+def test_same_as_torch_styles(ranks, t, styles):
     expected = step(Model())
-    for kinds, others in ((TORCH, TORCH), (FUSED, FUSED), (FUSED, TORCH), (TORCH, FUSED)):
-        for found in ranks(t).run(on_rank, t, plan, kinds, others):
-            assert_same(found, expected, f"{plan.__name__} {kinds['col'].__name__} {others['col'].__name__}")
+    cases = [
+        f"{plan.__name__} {kinds['col'].__name__} {others['col'].__name__}"
+        for plan in PLANS
+        for kinds, others in styles
+    ]
+    for found in ranks(t).run(on_rank, t, PLANS, styles):
+        assert_same(dict(zip(cases, found, strict=True)), dict.fromkeys(cases, expected))
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,8 @@ def in_place_on_rank(t: int, dtypes: list[torch.dtype], faults: list[str | None]
     ]
 
 
-@pytest.mark.parametrize("t", [2, 4])
-def test_right_models_pass_in_every_dtype(ranks, t):
-    dtypes = [torch.float64, torch.float32, torch.bfloat16]
+@pytest.mark.parametrize(("t", "dtypes"), [(2, [torch.float32, torch.bfloat16]), (4, [torch.float64])])
+def test_right_models_pass_in_every_dtype(ranks, t, dtypes):
     for report in ranks(t).run(in_place_on_rank, t, dtypes, [None])[0]:
         assert report.ok, str(report)
         compared = {tensor.what for tensor in report.tensors}
@@ -124,7 +123,7 @@ def test_right_models_pass_in_every_dtype(ranks, t):
         report.check()
 
 
-@pytest.mark.parametrize(("t", "dtype"), [(2, torch.float32), (4, torch.float64), (2, torch.bfloat16)])
+@pytest.mark.parametrize(("t", "dtype"), [(2, torch.float64), (2, torch.bfloat16)])
 def test_each_fault_is_found_at_its_tensor(ranks, t, dtype):
     found = ranks(t).run(in_place_on_rank, t, [dtype], list(FIRST))
     for fault, first, *reports in zip(FIRST, FIRST.values(), *found, strict=True):

@@ -17,7 +17,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {"num_key_value_heads": 4}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"num_key_value_heads": 2}),
@@ -35,10 +34,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),  # its other ones lack float64
     "t5": ("T5Config", "T5ForConditionalGeneration", {"d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2}),
     "vit": ("ViTConfig", "ViTForImageClassification", {"image_size": 16, "patch_size": 8}),
-    "gptj": ("GPTJConfig", "GPTJForCausalLM", {**GPT2, "rotary_dim": 4}),
     "bart": ("BartConfig", "BartForConditionalGeneration", {"d_model": HIDDEN}),
 }
-LANGUAGE_MODELS = ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox")
 BART = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in
         {"layers": 2, "attention_heads": HEADS, "ffn_dim": 48}.items()}  # fmt: skip
 OWN = {"t5": {"num_heads": HEADS, "decoder_start_token_id": 0}, "bart": BART}

@@ -214,7 +214,7 @@ def test_a_llama_with_a_template_says_what_it_says_in_transformers(commands, tmp
     assert "no chat template" not in err and len(out) > 10
 
 
-@pytest.mark.parametrize("text", [b"", b"/quit\nnot read", b"\n\n  \n"])
+@pytest.mark.parametrize("text", [b"\n\n  \n", b"/quit\nnot read"])
 def test_an_input_without_questions_ends_at_once(commands, run, text):
     code, out, err = commands.call(piped, text, "chat", str(run), "--tensor-parallel", "2").finish()
     assert (code, out) == (0, ""), err

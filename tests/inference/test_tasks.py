@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from testing import assert_same
 
 from tpformer.distributed import build_mesh
 from tpformer.inference.evaluate import Prompt, answer_shared, greedy_texts
@@ -41,7 +42,7 @@ def likelihoods(tp: int, dp: int):
 
 
 # 4 ranks hold 64 of 256 rows each, the last one 58 entries
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (3, 1), (4, 1), (2, 2)])
 def test_likelihoods_equal_plain_torch_in_every_layout(ranks, tp, dp):
     model = GPT(CONFIG, seed=3, dtype=torch.float64).eval()
     for pairs, found in ranks(tp * dp).run(likelihoods, tp, dp):
@@ -50,8 +51,7 @@ def test_likelihoods_equal_plain_torch_in_every_layout(ranks, tp, dp):
                 ids = torch.tensor([*context, *continuation])[-13:]
                 with torch.no_grad():
                     logs = model(ids[None, :-1])[0].log_softmax(-1)[-len(continuation) :]
-                wanted = logs.gather(1, ids[-len(continuation) :, None]).sum()
-                assert abs(value - float(wanted)) <= 1e-12 * abs(float(wanted))
+                assert_same(value, logs.gather(1, ids[-len(continuation) :, None]).sum().item())
                 assert greedy == (logs.argmax(-1).tolist() == continuation)
             assert [greedy for _, greedy in results][-2:] == [True, True]
 
@@ -90,7 +90,7 @@ def test_scores():
     assert first_line(" 42 \nmore") == "42" and first_line("\n42") == ""
     metric, number, accuracy, error = score("acc", [True, False, True, True])
     assert (metric, number, accuracy) == ("acc", 4, 0.75)
-    assert error == pytest.approx(torch.tensor([1.0, 0, 1, 1]).std().item() / math.sqrt(4))
+    assert_same(error, torch.tensor([1.0, 0, 1, 1], dtype=torch.float64).std().item() / math.sqrt(4))
     assert math.isnan(score("acc", [True]).error)
 
 
@@ -153,7 +153,7 @@ def spoken(tp: int, dp: int):
     return answer_shared(model, PROMPTS, lambda share: greedy_texts(model, Stopping(), share, 3))
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 2)])
 def test_greedy_texts_equal_a_plain_loop(ranks, tp, dp):
     """Each ends by its own limit, its own stops or a stop token, whatever is beside it."""
     model, whole = GPT(SPOKEN, seed=1, dtype=torch.float64).eval(), []

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tpformer.kernels.activation import kernel, reference
-from tpformer.kernels.activation.reference import ACTIVATIONS, activation_backward, activation_cost, activation_forward
+from tpformer.kernels.activation.reference import ACTIVATIONS, activation_backward, activation_forward
 
 
 def formula(x: Tensor, name: str) -> Tensor:
@@ -144,20 +144,6 @@ def test_no_activation_is_the_identity():
     x, da = torch.randn(2, 3), torch.randn(2, 3)
     assert activation_forward(x, None) is x
     assert activation_backward(da, x, None) == (da, None, x)
-
-
-# by hand: operands * m * f * itemsize with operands 2, 6 (x, gate, da, dx, dgate, a), 3 and 4 (x, da, dx, a)
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        ((2, 3, 4), (60, 48)),
-        ((2, 3, 4, True, True), (288, 144)),
-        ((5, 7, 2, True, False), (700, 210)),
-        ((5, 7, 2, False, True), (840, 280)),
-    ],
-)
-def test_cost(arguments, expected):
-    assert activation_cost(*arguments) == expected
 
 
 @pytest.mark.gpu

@@ -1,32 +1,19 @@
 """all_gather_matmul equals its reference on processes and on virtual ranks, with every number of weights and
 epilogue."""
 
-from unittest import mock
-
 import pytest
 import torch
-import torch.distributed as dist
 from pool import WorkerPool
 
 pytest.importorskip("triton")
 
 import gemms
-from channels import real_channel, region_bytes, virtual_channel
 
-from tpformer.distributed.shared_memory import SharedMemory
-from tpformer.kernels.all_gather_matmul import plan
-from tpformer.kernels.all_gather_matmul.kernel import (
-    all_gather_matmul,
-    all_gather_matmul_derivative,
-    gathered_copy,
-    walk,
-)
+from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_derivative, walk
 from tpformer.kernels.all_gather_matmul.reference import (
-    all_gather_matmul_cost,
     all_gather_matmul_derivative_reference,
     all_gather_matmul_reference,
 )
-from tpformer.kernels.protocol import bump
 
 
 def linear(weights: int, activation: str | None = None, transposed: bool = False) -> gemms.Gemm:
@@ -82,81 +69,40 @@ def test_on_processes(interpreted: WorkerPool, world: int) -> None:
 
 
 def virtual_ranks() -> None:
-    gemms.run_on_virtual_ranks(linear(2, "silu"), 3, gemms.TILE, torch.float32, gemms.SHAPES[1:3], repeat=3)
+    gemms.run_on_virtual_ranks(linear(2, "silu"), 3, gemms.TILE, torch.float32, gemms.SHAPES[2:3], repeat=3)
     gemms.run_on_virtual_ranks(linear(1), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
-    gemms.run_on_virtual_ranks(derivative("gelu", gated=False), 2, gemms.TILE, torch.float32, gemms.SHAPES[2:3])
+    gemms.run_on_virtual_ranks(derivative("gelu", gated=False), 2, gemms.TILE, torch.float32, gemms.SHAPES[1:2])
 
 
 def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
     interpreted(1).run(virtual_ranks)
 
 
-def kept_rows() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    memory = SharedMemory(
-        region_bytes(world, gemms.CAPACITY, gemms.WRITER_FLAGS), dist.group.WORLD, timeout=gemms.PATIENCE
-    )
-    channel = real_channel(memory, gemms.CAPACITY, gemms.WRITER_FLAGS)
-    for epoch in (1, 2):
-        shards = [torch.full((3, 5), 10.0 * epoch + r) for r in range(world)]
-        bump(channel)
-        all_gather_matmul(shards[rank], [torch.ones(2, 5)], channel, keep=True, tile=gemms.TILE)
-        whole = torch.cat(shards)
-        assert torch.equal(channel.gathered(epoch % 2, shards[rank]), whole)
-        copy = gathered_copy(channel, shards[rank])
-        channel.slots[epoch % 2].zero_()
-        assert torch.equal(copy, whole)
+def keep(shard, channel) -> None:
+    all_gather_matmul(shard, [torch.ones(2, 5)], channel, keep=True, tile=gemms.TILE)
 
 
 def test_gathered_rows_are_kept_on_request(interpreted: WorkerPool) -> None:
-    interpreted(3).run(kept_rows)
-
-
-def pushers_that_join() -> None:
-    """The one pusher of a rank takes tiles from each of the chunks on. With several, this serial interpreter would have
-    the first wait for peers that wait for the second."""
-    for joins in range(dist.get_world_size() + 1):
-        with mock.patch.object(plan, "plan_push", lambda work, *_, joins=joins: plan.Push(1, joins)):
-            gemms.run_on_processes(linear(2), sizes=gemms.SHAPES[2:])
+    interpreted(3).run(gemms.check_kept_rows, keep)
 
 
 def test_pushers_join(interpreted: WorkerPool) -> None:
-    interpreted(2).run(pushers_that_join)
+    interpreted(2).run(pushers_join)
 
 
-@pytest.mark.parametrize("programs, pushers", [(1, 1), (2, 1), (3, 1), (5, 2), (7, 3), (4, 0)])
+def pushers_join() -> None:
+    gemms.pushers_that_join(linear(2))
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_tile_is_walked_once(programs: int, pushers: int, world: int) -> None:
-    for joins in range(world + 1 if programs > pushers else 1):
-        for tiles in range(1, 2 * programs + 2):
-            taken = [0] * programs
-            for step in range(world):
-                found = []
-                for program in range(programs):
-                    first, distance = walk.fn(program, programs, pushers, joins, step, tiles)
-                    own = list(range(first, tiles, distance))
-                    assert not own or step >= joins or program >= pushers
-                    taken[program] += len(own)
-                    found += own
-                assert sorted(found) == list(range(tiles)), (joins, tiles, step)
-            computing = taken[pushers:]
-            assert not computing or max(taken) == max(computing) <= min(computing) + 1, (joins, tiles, taken)
-
-
-def too_small() -> str:
-    channel = virtual_channel(2, 64, 1)
-    with pytest.raises(ValueError) as caught:
-        all_gather_matmul(torch.zeros(8, 16), [torch.zeros(4, 16)], channel, tile=gemms.TILE)
-    return str(caught.value)
-
-
-def test_too_small_a_workspace_is_refused(interpreted: WorkerPool) -> None:
-    (message,) = interpreted(1).run(too_small)
-    assert "needs 512 bytes per slot and 1 flags per writer, but the channel has 64 and 1" in message
-
-
-def test_cost_counts_the_shards_that_arrive() -> None:
-    assert all_gather_matmul_cost(8, 3, 5, 4, 2) == (240, 2 * (40 + 15 + 24 + 30))
+def test_every_tile_is_walked_once(world: int) -> None:
+    for programs, pushers in ((1, 1), (2, 1), (3, 1), (5, 2), (7, 3), (4, 0)):
+        for joins in range(world + 1 if programs > pushers else 1):
+            for tiles in range(1, 2 * programs + 2):
+                ways = [[walk.fn(program, programs, pushers, joins, step, tiles) for program in range(programs)]
+                        for step in range(world)]  # fmt: skip
+                shares = [[range(first, tiles, distance) for first, distance in each] for each in ways]
+                gemms.check_shares(shares, pushers, joins, [tiles] * world)
 
 
 @pytest.mark.gpu

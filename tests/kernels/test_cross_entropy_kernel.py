@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import WorkerPool
-from testing import assert_kernel_close, poisoned_memory
+from testing import assert_kernel_close, assert_same, poisoned_memory
 from torch import Tensor
 
 from tpformer.kernels.cross_entropy import reference
-from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice, cross_entropy_cost
+from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 
 PLAIN = LossTerms()
 TERMS = (PLAIN, LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2), LossTerms(5, 0.3, 1e-3))
@@ -108,7 +108,7 @@ def check(kernels: Any, case: tuple[Tensor, Tensor, Tensor | None], per_slice: i
 
 
 # padding may fill part of the last slice, all of it, or several slices
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 7), st.integers(1, 20), st.integers(0, 12), st.integers(1, 12), st.integers(0, 1000),
     st.sampled_from(TERMS), st.booleans(),
@@ -119,8 +119,9 @@ def test_slices_equal_the_whole(tokens, vocab, padding, per_slice, seed, terms, 
     logits, targets, scale = draw(seed, tokens, vocab, padding, torch.float64, ignore=ignore)
     losses, gradient = in_slices(reference, logits, targets, scale, per_slice, vocab, terms, rebuild=rebuild)
     expected_losses, expected_gradient = by_torch(logits, targets, scale, vocab, terms)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-13)
+    # a loss is a difference of numbers as large as logits, and its gradient of numbers as large as the scale
+    assert_same([losses, logits[:, :vocab]], [expected_losses, logits[:, :vocab]])
+    assert_same([gradient, scale], [expected_gradient, scale])
     assert torch.equal(gradient[:, vocab:], torch.zeros(tokens, padding, dtype=torch.float64))
 
 
@@ -141,12 +142,9 @@ def equal_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
         logits = torch.full((2, 13), offset, dtype=dtype, device=device)
         targets = torch.tensor([0, 8], device=device)
         for terms in TERMS[:2]:
-            losses, gradient = in_slices(kernels, logits, targets, None, 4, 9, terms)
-            torch.testing.assert_close(losses, torch.full_like(losses, 9.0).log(), rtol=1e-6, atol=0)
-            others, expected = gradient[0, 1:9].float(), (1 - terms.label_smoothing) / 9
-            torch.testing.assert_close(
-                others, torch.full_like(others, expected), rtol=4 * torch.finfo(dtype).eps, atol=0
-            )
+            losses = torch.full((2,), 9.0, dtype=torch.float64, device=device).log()
+            assert_same(by_torch(logits.double(), targets, None, 9, terms)[0], losses)
+            check(kernels, (logits, targets, None), 4, 9, terms)
 
 
 def infinite_logits(kernels: Any, device: str = "cpu") -> None:
@@ -198,8 +196,9 @@ def outside(kernels: Any, device: str = "cpu") -> None:
         for nan in (losses.isnan(), gradient.isnan().any(1), gradient.isnan().all(1)):
             assert nan.tolist() == [True, True, False, False, True]
         kept = slice(2, 4)
-        expected = by_torch(logits[kept], targets[kept], None, 8, terms)
-        torch.testing.assert_close((losses[kept], gradient[kept]), expected, rtol=1e-5, atol=1e-6)
+        oracles, baselines = (by_torch(each[kept], targets[kept], None, 8, terms) for each in (logits.double(), logits))
+        for x, oracle, baseline in zip((losses[kept], gradient[kept]), oracles, baselines, strict=True):
+            assert_kernel_close(x, oracle, baseline, f"kept rows, {terms}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -256,10 +255,10 @@ def memory_and_repeats(device: str = "cpu") -> None:
     assert gradient.data_ptr() == logits.data_ptr() and torch.equal(gradient, results[0][2])
 
 
-def in_the_interpreter(short: bool) -> None:
+def in_the_interpreter() -> None:
     with poisoned_memory():
         for turn, dtype in enumerate((torch.float32, torch.float16)):
-            widths_and_terms(dtype, turn=turn if short else None)
+            widths_and_terms(dtype, turn=turn)
             huge_logits(kernel(), dtype)
             equal_logits(kernel(), dtype)
         infinite_logits(kernel())
@@ -268,19 +267,9 @@ def in_the_interpreter(short: bool) -> None:
         memory_and_repeats()
 
 
-@pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.proof)])
-def test_kernels_in_the_interpreter(interpreted: WorkerPool, short: bool) -> None:
+def test_kernels_in_the_interpreter(interpreted: WorkerPool) -> None:
     pytest.importorskip("triton")
-    interpreted(1).run(in_the_interpreter, short)
-
-
-# by hand: the logits once (twice backward), three float32 a token
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [((2, 5, 4), (50, 64)), ((2, 5, 4, True), (40, 104)), ((10, 3, 2), (150, 180))],
-)
-def test_cost(arguments, expected):
-    assert cross_entropy_cost(*arguments) == expected
+    interpreted(1).run(in_the_interpreter)
 
 
 @pytest.mark.gpu

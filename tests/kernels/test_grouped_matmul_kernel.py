@@ -2,20 +2,19 @@
 
 from importlib import import_module
 from itertools import product
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pool import WorkerPool
-from testing import assert_kernel_close, poisoned_memory
+from testing import assert_kernel_close, assert_same, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from tpformer.kernels.configurations import TILES, select_grouped_tile, tile_names
 from tpformer.kernels.grouped_matmul import reference
-from tpformer.kernels.grouped_matmul.reference import grouped_matmul_cost
 from tpformer.kernels.launch import Tile
 
 TILE = Tile(16, 16, 16, 1, 1, False)
@@ -55,34 +54,39 @@ def close(module: ModuleType, name: str, *arguments, tile: Tile | None, **option
 
 
 def products(
-    module: ModuleType, counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype, device: str, tile: Tile | None
-) -> None:
-    """Both orientations of the matrices, with rows side by side, and with rows that an index names."""
+    module: ModuleType, counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype, device: str, tile: Tile | None,
+    turn: int | None = None,
+) -> None:  # fmt: skip
+    """Both orientations of the matrices, with rows side by side, and with rows that an index names. With `turn`, one of
+    these four."""
     offsets, rows = offsets_of(counts, device), sum(counts)
     a, tokens, w, wt = draw(n, dtype, device, (rows, k), (TOKENS, k), (len(counts), n, k), (len(counts), k, n))
-    for matrices, transposed in ((w, False), (wt, True)):
-        close(module, "grouped_matmul", a, matrices, offsets, tile=tile, transposed=transposed)
-        index = draw_index(rows, device)
-        close(module, "grouped_matmul", tokens, matrices, offsets, index, tile=tile, transposed=transposed)
+    index = draw_index(rows, device)
+    forms = list(product(((w, False), (wt, True)), ((a, None), (tokens, index))))
+    for (matrices, transposed), (x, given) in forms if turn is None else [forms[turn % 4]]:
+        close(module, "grouped_matmul", x, matrices, offsets, given, tile=tile, transposed=transposed)
 
 
 def gradients(
-    module: ModuleType, counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype, device: str, tile: Tile | None
-) -> None:
-    """The weight's gradient, with an index of dy, of x, and without one."""
+    module: ModuleType, counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype, device: str, tile: Tile | None,
+    turn: int | None = None,
+) -> None:  # fmt: skip
+    """The weight's gradient, with an index of dy, of x, and without one. With `turn`, one of these three."""
     offsets, rows = offsets_of(counts, device), sum(counts)
     index = draw_index(rows, device)
-    for of_dy, of_x in ((None, None), (index, None), (None, index)):
+    forms = ((None, None), (index, None), (None, index))
+    for of_dy, of_x in forms if turn is None else [forms[turn % 3]]:
         sizes = [(rows if given is None else TOKENS, width) for given, width in ((of_dy, n), (of_x, k))]
         dy, x = draw(k, dtype, device, *sizes)
         close(module, "grouped_weight_gradient", dy, x, offsets, of_dy, of_x, tile=tile)
 
 
 def all_cases() -> None:
+    """Every form with the groups of most kinds, and one form with the others and in the other shapes."""
     cases = [*((counts, *SHAPES[0]) for counts in COUNTS), *((COUNTS[0], *shape) for shape in SHAPES[1:])]
-    for case in cases:
-        products(kernel(), *case, torch.float32, "cpu", TILE)
-        gradients(kernel(), *case, torch.float32, "cpu", TILE)
+    for number, case in enumerate(cases):
+        products(kernel(), *case, torch.float32, "cpu", TILE, number or None)
+        gradients(kernel(), *case, torch.float32, "cpu", TILE, number or None)
     products(kernel(), *cases[0], torch.float32, "cpu", TILE._replace(tma=True))
     products(kernel(), *cases[0], torch.float16, "cpu", TILE._replace(tma=True))
     gradients(kernel(), *cases[0], torch.float16, "cpu", TILE)
@@ -118,7 +122,7 @@ def strided() -> None:
         a, w = torch.full((22, 40), float("nan"))[:, 3:20], torch.randint(0, 2, (3, n, 17)).float()
         a.copy_(torch.randint(0, 2, (22, 17)))
         dy, tile, offsets = torch.randint(0, 2, (22, n)).float(), TILE._replace(tma=tma), offsets_of(counts)
-        for programs in (1, 3):
+        for programs in (1, 3) if tma else (3,):
             y = kernel().grouped_matmul(a, w, offsets, index, tile=tile, programs=programs)
             assert torch.equal(y, reference.grouped_matmul(a, w, offsets, index))
             gradient = kernel().grouped_weight_gradient(dy, a, offsets, None, index, tile=tile, programs=programs)
@@ -141,19 +145,17 @@ def test_autograd_agrees_with_the_reference(counts: tuple[int, ...]) -> None:
     ]
     with torch.no_grad():
         found = reference.grouped_matmul(tokens, w, offsets, index)
-    torch.testing.assert_close(found, y.to(found.dtype), rtol=0, atol=1e-13)
+    assert_same(found, y.to(found.dtype))
     if len(index) == 0:
         return
     (dy,) = draw(2, torch.float64, "cpu", tuple(y.shape))
     dtaken, dw = torch.autograd.grad(y, (taken, w), dy)
     with torch.no_grad():
-        torch.testing.assert_close(
-            reference.grouped_matmul(dy, w, offsets, transposed=True), dtaken, rtol=0, atol=1e-13
-        )
+        assert_same(reference.grouped_matmul(dy, w, offsets, transposed=True), dtaken)
         gradient = reference.grouped_weight_gradient(dy, tokens, offsets, None, index)
-        torch.testing.assert_close(gradient, dw, rtol=0, atol=1e-13)
+        assert_same(gradient, dw)
         flipped = reference.grouped_weight_gradient(tokens, dy, offsets, index)
-        torch.testing.assert_close(flipped, dw.transpose(1, 2), rtol=0, atol=1e-13)
+        assert_same(flipped, dw.transpose(1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -185,16 +187,9 @@ def test_the_reference_has_shapes_without_values() -> None:
         (64, 8, 28672, "small"),
     ],
 )
-def test_the_tile_follows_the_rows_of_a_group(monkeypatch, rows, groups, columns, expected) -> None:
-    device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    assert select_grouped_tile(device, torch.bfloat16, rows, groups, columns) == TILES[expected]
-    assert select_grouped_tile(device, torch.float32, rows, groups, columns) == TILES["exact"]
-
-
-def test_cost() -> None:
-    assert grouped_matmul_cost(12, 5, 7, 3, 2) == (2 * 12 * 5 * 7, 2 * (12 * (5 + 7) + 3 * 5 * 7))
+def test_the_tile_follows_the_rows_of_a_group(h100, rows, groups, columns, expected) -> None:
+    assert select_grouped_tile(h100, torch.bfloat16, rows, groups, columns) == TILES[expected]
+    assert select_grouped_tile(h100, torch.float32, rows, groups, columns) == TILES["exact"]
 
 
 @pytest.mark.gpu

@@ -21,7 +21,6 @@ from tpformer.kernels.configurations import (
 from tpformer.kernels.launch import Tile, resident_programs
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul.reference import (
-    matmul_cost,
     matmul_derivative_reference,
     matmul_reference,
 )
@@ -58,11 +57,13 @@ def layouts(m: int, n: int, k: int, dtype: torch.dtype, device: str, tile: Tile)
     )  # fmt: skip
 
 
-def epilogues(m: int, n: int, k: int, dtype: torch.dtype, device: str, tile: Tile) -> None:
+def epilogues(
+    m: int, n: int, k: int, dtype: torch.dtype, device: str, tile: Tile, activations=(None, *ACTIVATIONS)
+) -> None:
     widths = (n, n + 5, max(1, n // 2))
     a, x, gate, wt, *rest = draw(m + 1, dtype, device, (m, k), (m, n), (m, n), (k, n), *[(w, k) for w in widths])
     biases = draw(m + 2, dtype, device, *[(w,) for w in widths])
-    for activation in (None, *ACTIVATIONS):
+    for activation in activations:
         outputs = matmul(a, rest, biases, activation=activation, tile=tile)
         for y, w, bias in zip(outputs, rest, biases, strict=True):
             close(y, matmul_reference, a, w, bias, activation=activation)
@@ -73,11 +74,12 @@ def epilogues(m: int, n: int, k: int, dtype: torch.dtype, device: str, tile: Til
 
 
 def all_cases() -> None:
-    for shape in SHAPES:
+    """Every layout in every shape, and every activation in one of them."""
+    for shape, activation in zip(SHAPES, (None, *ACTIVATIONS), strict=True):
         layouts(*shape, torch.float32, "cpu", TILE)
-        epilogues(*shape, torch.float32, "cpu", TILE)
+        epilogues(*shape, torch.float32, "cpu", TILE, [activation])
     layouts(17, 37, 19, torch.float16, "cpu", TILE._replace(tma=True))
-    epilogues(16, 24, 8, torch.float16, "cpu", TILE._replace(tma=True))
+    epilogues(16, 24, 8, torch.float16, "cpu", TILE._replace(tma=True), [None, "silu"])
 
 
 def test_kernels_match_references(interpreted: WorkerPool) -> None:
@@ -124,12 +126,10 @@ def test_configurations_are_few_and_used(monkeypatch) -> None:
         ((4096, 4096), {"operands": 3}, "medium"),
     ],
 )
-def test_the_tile_with_the_shortest_waves_is_picked(monkeypatch, arguments, options, expected) -> None:
+def test_the_tile_with_the_shortest_waves_is_picked(h100, arguments, options, expected) -> None:
     """The first five were the fastest on an H100 (bench/results); the others follow from the model."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    assert select_tile(torch.device("cuda"), torch.bfloat16, *arguments, **options) == TILES[expected]
-    assert select_tile(torch.device("cuda"), torch.float32, *arguments, **options) == TILES["exact"]
+    assert select_tile(h100, torch.bfloat16, *arguments, **options) == TILES[expected]
+    assert select_tile(h100, torch.float32, *arguments, **options) == TILES["exact"]
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,8 @@ def test_the_tile_with_the_shortest_waves_is_picked(monkeypatch, arguments, opti
         ((129, 13312), "large"),
     ],
 )
-def test_a_gemm_of_few_rows_gives_each_sm_a_program(monkeypatch, arguments, expected) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    assert select_local_tile(torch.device("cuda"), torch.bfloat16, *arguments) == TILES[expected]
-
-
-def test_cost() -> None:
-    assert matmul_cost(3, 5, 7, 2) == (210, 2 * (21 + 35 + 15))
+def test_a_gemm_of_few_rows_gives_each_sm_a_program(h100, arguments, expected) -> None:
+    assert select_local_tile(h100, torch.bfloat16, *arguments) == TILES[expected]
 
 
 @pytest.mark.gpu

@@ -11,14 +11,11 @@ from pool import WorkerPool
 pytest.importorskip("triton")
 
 import gemms
-from channels import virtual_channel
 from testing import poisoned_memory
 
-from tpformer.kernels.finish import Finish, Norm
 from tpformer.kernels.matmul_reduce_scatter import kernel
 from tpformer.kernels.matmul_reduce_scatter.kernel import LOADS, matmul_reduce_scatter
 from tpformer.kernels.matmul_reduce_scatter.reference import (
-    matmul_reduce_scatter_cost,
     matmul_reduce_scatter_reference,
 )
 
@@ -64,7 +61,7 @@ def test_on_processes(interpreted: WorkerPool, world: int) -> None:
 
 
 def virtual_ranks() -> None:
-    gemms.run_on_virtual_ranks(gemm(2, gemms.FINISH), 3, gemms.TILE, torch.float32, gemms.SHAPES[1:3], repeat=3)
+    gemms.run_on_virtual_ranks(gemm(2, gemms.FINISH), 3, gemms.TILE, torch.float32, gemms.SHAPES[2:3], repeat=3)
     gemms.run_on_virtual_ranks(gemm(1), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
 
 
@@ -80,33 +77,6 @@ def every_finish() -> None:
 
 def test_every_finish_on_virtual_ranks(interpreted: WorkerPool) -> None:
     interpreted(1).run(every_finish)
-
-
-def too_small() -> str:
-    with pytest.raises(ValueError) as caught:
-        matmul_reduce_scatter([torch.zeros(8, 16)], [torch.zeros(40, 16)], virtual_channel(1, 64, 8), tile=gemms.TILE)
-    return str(caught.value)
-
-
-def with_a_norm() -> str:
-    finish = Finish(norm=Norm("rmsnorm", torch.ones(40), None, 1e-5))
-    with pytest.raises(ValueError) as caught:
-        matmul_reduce_scatter([torch.zeros(8, 16)], [torch.zeros(40, 16)], virtual_channel(1, 1 << 14, 8), finish)
-    return str(caught.value)
-
-
-def test_a_norm_is_refused(interpreted: WorkerPool) -> None:
-    (message,) = interpreted(1).run(with_a_norm)
-    assert message == "matmul_reduce_scatter finishes tiles, not whole rows: normalise its result instead"
-
-
-def test_too_small_a_workspace_is_refused(interpreted: WorkerPool) -> None:
-    (message,) = interpreted(1).run(too_small)
-    assert "needs 3072 bytes per slot and 1 flags per writer, but the channel has 64 and 8" in message
-
-
-def test_cost_counts_partials_once_out_and_once_in() -> None:
-    assert matmul_reduce_scatter_cost(8, 3, 5, 4, 2) == (240 + 24, 2 * (40 + 15 + 6) + 4 * 24)
 
 
 @pytest.mark.gpu

@@ -22,12 +22,12 @@ from row_checks import (
     draw_norm,
     formula,
 )
-from testing import poisoned_memory
+from testing import assert_same, poisoned_memory
 from torch import Tensor
 
 from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm import reference
-from tpformer.kernels.norm.reference import norm_backward, norm_cost, norm_forward
+from tpformer.kernels.norm.reference import norm_backward, norm_forward
 
 KINDS = ("layernorm", "rmsnorm")
 # (scale, offset). The variance cancels; eps dominates; squares come near float32's largest; rows are constant, twice.
@@ -41,7 +41,7 @@ def kernel() -> ModuleType:
 
 # Widths start at 3, because dx of narrower rows is little but the rounding error of a cancellation (test_narrow_rows).
 # Every run has the same cases, because a gradient that nearly cancels by chance has no meaningful relative error.
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.integers(1, 9), st.integers(3, 67), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(), st.booleans(), st.integers(0, 1000),
@@ -53,23 +53,13 @@ def test_equals_float64_autograd(rows, columns, kind, dtype, with_bias, with_res
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("columns", [1, 2])
-def test_narrow_rows(kind, columns):
-    x, dy = draw(0, torch.float64, "cpu", *[(3, columns)] * 2)
-    norm = draw_norm(0, columns, kind, torch.float64)
-    y, statistics = norm_forward(x, norm)
-    actual = [y, *(t for t in norm_backward(dy, x, statistics, norm) if t is not None)]
-    expected = by_autograd(formula, x, norm, dy, None, torch.float64, torch.float64)
-    # layernorm's rstd is up to eps**-0.5 = 316 here
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scale, offset", EXTREMES)
-def test_extreme_values(kind, scale, offset):
-    for dtype in (torch.float32, torch.bfloat16):
-        x, dy = draw(0, dtype, "cpu", *[(5, 33)] * 2)
-        check_norm(reference, (x * scale + offset).to(dtype), draw_norm(0, 33, kind, dtype), dy)
+def test_narrow_rows(kind):
+    for columns in (1, 2):
+        x, dy = draw(0, torch.float64, "cpu", *[(3, columns)] * 2)
+        norm = draw_norm(0, columns, kind, torch.float64)
+        y, statistics = norm_forward(x, norm)
+        actual = [y, *(t for t in norm_backward(dy, x, statistics, norm) if t is not None)]
+        assert_same(actual, by_autograd(formula, x, norm, dy, None, torch.float64, torch.float64), f"{columns} columns")
 
 
 def test_rmsnorm_has_no_bias():
@@ -79,17 +69,6 @@ def test_rmsnorm_has_no_bias():
     check_norm(reference, x, norm, dy)
     y, statistics = norm_forward(x, unused)
     assert torch.equal(y, norm_forward(x, norm)[0]) and norm_backward(dy, x, statistics, unused)[2] is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_rows_and_rows_that_are_not_contiguous(kind):
-    x, dy = draw(1, torch.float32, "cpu", *[(8, 6)] * 2)
-    norm = draw_norm(1, 6, kind, torch.float32)
-    check_norm(reference, x.t().contiguous().t(), norm, dy)
-    y, statistics = norm_forward(x[:0], norm)
-    dx, dweight, _ = norm_backward(dy[:0], x[:0], statistics, norm)
-    assert y.shape == dx.shape == (0, 6)
-    assert torch.equal(dweight, torch.zeros(6))
 
 
 def finishes(rows: int, n: int, dtype: torch.dtype, norm: Norm, device: str = "cpu"):
@@ -124,7 +103,8 @@ def test_finish_norm(kind, dtype):
 def equals_float64_autograd() -> None:
     shapes = [((1, 3), (5, 7), (1, 33), (5, 33), (3, 64)), ((1, 33), (5, 33), (3, 64))]
     cases = [(*shape, {}) for shape in shapes[0]] + [(*shape, {"widest": TILE}) for shape in shapes[1]]
-    for (rows, n, options), kind, dtype in itertools.product(cases, KINDS, (torch.float32, torch.float16)):
+    for number, ((rows, n, options), kind) in enumerate(itertools.product(cases, KINDS)):
+        dtype = (torch.float32, torch.float16)[number % 4 in (1, 2)]  # each kind takes turns
         x, dy, dresidual = draw(n, dtype, "cpu", *[(rows, n)] * 3)
         norm = draw_norm(n, n, kind, dtype, with_bias=rows > 1)
         check_norm(kernel(), x, norm, dy, dresidual if rows > 1 else None, **options)
@@ -165,33 +145,41 @@ def finishes_and_normalises() -> None:
             check_finish_norm(kernel(), x, finish, dy, dz, **options)
 
 
-def takes_extreme_values_and_any_strides() -> None:
+def edges(module: ModuleType, looped: dict[str, int]) -> None:
     """Values are extreme; rows have NaNs between them, or elements that lie apart, or there are no rows."""
-    looped = {"widest": TILE}
     for kind, (number, (scale, offset)) in itertools.product(KINDS, enumerate(EXTREMES)):
         for options in ({}, looped) if number in (0, 2, 3) else ({},):
             x, dy = draw(0, torch.float32, "cpu", *[(4, 33)] * 2)
-            check_norm(kernel(), x * scale + offset, draw_norm(0, 33, kind, torch.float32), dy, **options)
+            check_norm(module, x * scale + offset, draw_norm(0, 33, kind, torch.float32), dy, **options)
     for kind, options in (("layernorm", {}), ("rmsnorm", looped)):
         x, dy = draw(0, torch.float16, "cpu", *[(5, 33)] * 2)
         norm = draw_norm(0, 33, kind, torch.float16)
-        check_norm(kernel(), x * 1e4, norm, dy, **options)  # up to 4e4, whose squares are beyond float16
+        check_norm(module, x * 1e4, norm, dy, **options)  # up to 4e4, whose squares are beyond float16
         apart = torch.full((3, 5, 40), float("nan"), dtype=torch.float16)[:, :, 2:35]
         apart[0], apart[1], apart[2] = x, dy, x
-        check_norm(kernel(), *apart[:1], norm, *apart[1:], **options)
-        check_norm(kernel(), x.t().contiguous().t(), norm, dy.t().contiguous().t(), x.t().contiguous().t(), **options)
+        check_norm(module, *apart[:1], norm, *apart[1:], **options)
+        check_norm(module, x.t().contiguous().t(), norm, dy.t().contiguous().t(), x.t().contiguous().t(), **options)
         with poisoned_memory():
-            y, statistics = kernel().norm_forward(x[:0], norm, **options)
-            dx, *parameters = kernel().norm_backward(dy[:0], x[:0], statistics, norm, **options)
+            y, statistics = module.norm_forward(x[:0], norm, **options)
+            dx, *parameters = module.norm_backward(dy[:0], x[:0], statistics, norm, **options)
         assert y.shape == dx.shape == (0, 33)
         assert all(torch.equal(p, torch.zeros_like(p)) for p in parameters if p is not None)
+
+
+def test_edges_of_the_reference() -> None:
+    edges(reference, {})
+
+
+def takes_extreme_values_and_any_strides() -> None:
+    edges(kernel(), {"widest": TILE})
     # layernorm of one column gives the bias, and passes on the residual's gradient, exactly
     x, dy, dresidual = draw(3, torch.float32, "cpu", *[(4, 1)] * 3)
+    dy = (8 * dy).round()  # integers sum exactly
     norm = draw_norm(3, 1, "layernorm", torch.float32)
     y, statistics = kernel().norm_forward(x, norm)
     dx, dweight, dbias = kernel().norm_backward(dy, x, statistics, norm, dresidual)
     assert torch.equal(y, norm.bias.expand(4, 1)) and torch.equal(dx, dresidual)
-    assert torch.equal(dweight, torch.zeros(1)) and torch.allclose(dbias, dy.sum(0))
+    assert torch.equal(dweight, torch.zeros(1)) and torch.equal(dbias, dy.sum(0))
 
 
 def sums_over_all_programs() -> None:
@@ -202,7 +190,7 @@ def sums_over_all_programs() -> None:
     sum_partials(partials, outputs)
     assert torch.equal(torch.stack(outputs), partials.sum(1))
     for n, options in ((8, {}), (40, {"widest": TILE})):
-        rows = 700 if n == 8 else 20  # more than a tile has: 128 rows of 8 columns, or 8 rows that are looped over
+        rows = 300 if n == 8 else 20  # more than a tile has: 128 rows of 8 columns, or 8 rows that are looped over
         x, dy = torch.randint(-2, 3, (2, rows, n)).float().unbind()
         statistics = (torch.ones(rows, 1), torch.full((rows, 1), 2.0))
         norm = Norm("layernorm", torch.ones(n), torch.ones(n), EPS)
@@ -225,23 +213,6 @@ def sums_over_all_programs() -> None:
 )
 def test_kernel(interpreted: WorkerPool, check) -> None:
     interpreted(1).run(check)
-
-
-# by hand. (2, 4, 4): rows 2*8*4 = 64 bytes, statistics 4*2*2 = 16, weights 2*4*4 = 32, flops 7*8
-@pytest.mark.parametrize(
-    "arguments, options, expected",
-    [
-        ((2, 4, 4), {}, (56, 112)),
-        ((3, 10, 2, "rmsnorm"), {}, (120, 172)),  # 2*30*2 + 4*3 + 2*10*2
-        ((3, 10, 2, "layernorm", True), {}, (330, 244)),  # 3*30*2 + 8*3 + 2*10*2
-        ((3, 10, 2, "layernorm", True), {"residual": True}, (360, 304)),  # dresidual: 30*2 more
-        # x, residual, z, y: 4*8*4, statistics 16, weight, bias and the linear's bias 3*4*4, starts 8*2
-        ((2, 4, 4), {"bias": True, "dropout": True, "residual": True}, (80, 208)),
-        ((3, 10, 2, "rmsnorm"), {"bias": True}, (150, 252)),  # x, z, y: 3*30*2, 4*3, 3*10*2
-    ],
-)
-def test_cost(arguments, options, expected):
-    assert norm_cost(*arguments, **options) == expected
 
 
 # Tiles have many rows, or one or two. Some widths are no power of two; one is the widest that stays in registers, some

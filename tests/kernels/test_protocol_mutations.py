@@ -107,6 +107,7 @@ def test_the_protocol_stands_every_schedule(interpreted: WorkerPool, schedule: s
         assert results[rank] == dict.fromkeys(NAMES, UNMUTATED[schedule])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("mutation, schedule, operations, found", CAUGHT, ids=[", ".join(row[:2]) for row in CAUGHT])
 def test_a_mutation_is_caught(
     interpreted: WorkerPool, packages: dict[str, str], mutation: str, schedule: str, operations: set[str], found: object
@@ -126,6 +127,7 @@ def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> 
         ], name
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "mutation, wrong",
     [

@@ -5,8 +5,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pool import WorkerPool
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
@@ -14,13 +12,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tpformer.kernels.rope import kernel, reference
-from tpformer.kernels.rope.reference import rope_cost, rope_rotate, rope_table
+from tpformer.kernels.rope.reference import rope_rotate, rope_table
 from tpformer.ops import rope
 
 BASE = 10000.0
 LENGTH = 50
-SIZES = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 8).map(lambda half: 2 * half), st.integers(0, 1000))
-CONVENTIONS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 
 def by_complex_numbers(x: Tensor, positions: Tensor, base: float, interleaved: bool = False) -> Tensor:
@@ -46,32 +42,11 @@ def make(
     return q.to(device), k.to(device), torch.randint(length, (tokens,), generator=generator).to(device)
 
 
-@CONVENTIONS
-@settings(max_examples=40, deadline=None)
-@given(*SIZES, st.sampled_from([10000.0, 500000.0]))
-def test_equals_complex_multiplication(interleaved, tokens, heads, head_dim, seed, base):
-    q, k, positions = make(tokens, heads, head_dim, seed)
-    table = rope_table(LENGTH, head_dim, base, torch.float64, "cpu")
-    for x, y in zip((q, k), rope_rotate(q, k, table, positions, interleaved), strict=True):
-        expected = by_complex_numbers(x, positions, base, interleaved)
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
-
-
-@CONVENTIONS
-@settings(max_examples=40, deadline=None)
-@given(*SIZES)
-def test_rotation_is_orthogonal_and_inverse_undoes_it(interleaved, tokens, heads, head_dim, seed):
-    q, k, positions = make(tokens, heads, head_dim, seed)
-    options = (rope_table(LENGTH, head_dim, BASE, torch.float64, "cpu"), positions, interleaved)
-    turned = rope_rotate(q, k, *options)
-    for x, y, back in zip((q, k), turned, rope_rotate(*turned, *options, inverse=True), strict=True):
-        torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
-        torch.testing.assert_close(back, x, rtol=0, atol=1e-14)
-
-
-def close(actual: Tensor, x: Tensor, positions: Tensor, what: str, interleaved: bool = False) -> None:
+def close(
+    actual: Tensor, x: Tensor, positions: Tensor, what: str, interleaved: bool = False, base: float = BASE
+) -> None:
     """The result is rounded once, when it is stored, so the float64 result in this dtype is the best there is."""
-    oracle = by_complex_numbers(x.double(), positions, BASE, interleaved)
+    oracle = by_complex_numbers(x.double(), positions, base, interleaved)
     assert actual.is_contiguous()
     assert_kernel_close(actual, oracle, oracle.to(x.dtype), f"{what} {x.dtype} {tuple(x.shape)} {interleaved}")
 
@@ -81,10 +56,11 @@ def test_low_precision_far_positions(dtype):
     """Angles are made in float64: in float32, position 100000 would be off by thousandths of a radian."""
     q, k, _ = (x.to(dtype) for x in make(3, 2, 8, 0))
     positions = torch.tensor([0, 1, 100_000])
-    table = rope_table(100_001, 8, BASE, dtype, "cpu")
-    assert table[0].dtype == table[1].dtype == torch.float32
-    for x, y in zip((q, k), rope_rotate(q, k, table, positions), strict=True):
-        close(y, x, positions, "reference")
+    for base in (BASE, 500000.0):
+        table = rope_table(100_001, 8, base, dtype, "cpu")
+        assert table[0].dtype == table[1].dtype == torch.float32
+        for x, y in zip((q, k), rope_rotate(q, k, table, positions), strict=True):
+            close(y, x, positions, "reference", base=base)
 
 
 def test_a_shorter_table_is_the_beginning_of_a_longer_one():
@@ -124,10 +100,10 @@ def check(module: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dty
             assert torch.equal(y, torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_reference(shape, dtype):
-    check(reference, shape, dtype)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_reference(dtype):
+    for shape in SHAPES:
+        check(reference, shape, dtype)
 
 
 def equals_complex_multiplication() -> None:
@@ -186,9 +162,8 @@ def extreme_cases() -> None:
         extreme(kernel, dtype)
 
 
-def test_extreme_values(interpreted: WorkerPool) -> None:
+def test_extreme_values_of_the_reference() -> None:
     extreme(reference, torch.bfloat16)
-    interpreted(1).run(extreme_cases)
 
 
 def has_the_gradients_of_the_formula() -> None:
@@ -215,20 +190,11 @@ def has_the_gradients_of_the_formula() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [equals_complex_multiplication, takes_any_layout, has_the_gradients_of_the_formula],
+    [equals_complex_multiplication, takes_any_layout, extreme_cases, has_the_gradients_of_the_formula],
     ids=lambda check: check.__name__,
 )
 def test_kernel(interpreted: WorkerPool, check) -> None:
     interpreted(1).run(check)
-
-
-# by hand: 3 flops an element; q and k in and out, and 8 bytes of position and cos + sin of d / 2 float32 a token
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [((2, 3, 1, 4, 2), (96, 176)), ((5, 1, 1, 8, 4), (240, 840)), ((1, 2, 2, 2, 8), (24, 144))],
-)
-def test_cost(arguments, expected):
-    assert rope_cost(*arguments) == expected
 
 
 @pytest.mark.gpu

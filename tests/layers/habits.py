@@ -97,7 +97,7 @@ LAYERS = {
     "LMHead": Layer(
         partial(LMHead, VOCAB, HIDDEN, vocab_multiple=2), partial(nn.Linear, HIDDEN, VOCAB, bias=False), y_sharded=True
     ),
-    "GPT": Layer(partial(GPT, CONFIG), partial(theirs.GPT, VOCAB, SEQ, 2), None, y_sharded=True),
+    "GPT": Layer(partial(GPT, replace(CONFIG, n_layers=1)), partial(theirs.GPT, VOCAB, SEQ, 1), None, y_sharded=True),
 }
 
 
@@ -132,7 +132,9 @@ def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
         for name, p in module.named_parameters():
             value = values[name]
             value = F.pad(value, [0, 0] * (value.ndim - 1) + [0, len(p) - len(value)])
-            p.copy_(distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value)
+            if isinstance(p, DTensor):  # all ranks have the values: nothing is sent
+                value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+            p.copy_(value)
 
 
 def adapter(base: nn.Module) -> tuple[nn.Module, nn.Module]:

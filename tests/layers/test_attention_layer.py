@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from plain import attention as plain_attention
 from plain import rotate
-from steps import assert_same, joined, step
+from steps import joined, step
+from testing import assert_same
 from torch.distributed.tensor import Replicate, Shard
 
 from tpformer import ops
@@ -88,9 +89,7 @@ def test_equals_plain_attention(ranks, heads, kv_heads, t):
     y.backward(dy)
     expected = {name: tensor.grad for name, tensor in p.items()}
     for rank, (actual, dx, gradients, placement, used) in enumerate(ranks(t).run(on_rank, heads, kv_heads)):
-        torch.testing.assert_close(actual, y.detach(), rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(dx, x.grad, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-11)
+        assert_same([actual, dx, gradients], [y, x.grad, expected], f"rank {rank}")
         assert placement == (Shard(0) if kv_heads % t == 0 else Replicate())
         if used is not None:  # this rank's gradient has only the heads its own queries attend with
             queries = range(rank * heads // t, (rank + 1) * heads // t)
@@ -135,7 +134,7 @@ def test_norms_of_torch_see_every_head_once(ranks, heads, kv_heads, t, sequence_
     )
     found = ranks(t).run(foreign_norms, heads, kv_heads, sequence_parallel)
     for each in joined(found, 0) if sequence_parallel else found:
-        assert_same(each, expected, tolerance=1e-11)
+        assert_same(each, expected)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -147,11 +146,11 @@ def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
     layer = SelfAttention(16, 4, n_kv_heads=2, rope_base=50.0, rope_interleaved=interleaved, dtype=torch.float64)
     x = torch.randn(1, 4, 16, dtype=torch.float64)
     results = [layer(x, positions=Positions(1, 4, offset=offset)) for offset in (0, 3)]
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    assert_same(*results)
     for actual, project in zip(seen[1], (layer.q_proj, layer.k_proj), strict=True):
         heads = project(x[0]).view(1, 4, -1, D).transpose(1, 2)
         expected = rotate(heads, 50.0, interleaved, offset=3)
-        torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
+        assert_same(actual, expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -198,4 +197,4 @@ def key_gradients(gathered: bool) -> list[torch.Tensor]:
 
 def test_a_gathered_key_projection_has_the_same_gradients(ranks):
     for kept, gathered in zip(*(ranks(2).run(key_gradients, gathered) for gathered in (False, True)), strict=True):
-        torch.testing.assert_close(gathered, kept, rtol=1e-12, atol=1e-12)
+        assert_same(gathered, kept)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from habits import BATCH, CONFIG, LLAMA, SEQ, VOCAB, fill
-from steps import Results, gradients
+from steps import Results, gradients, with_keys_in_one
 from test_habits_of_children import ours
+from testing import assert_identical
 from torch import nn
 
 from tpformer import ops
@@ -40,7 +41,7 @@ def run(model: nn.Module, half: torch.dtype | None, queue: ops.WeightGradientQue
         if queue is not None:
             assert len(queue) > 0
             queue.run()
-        found.append({"loss": loss.detach()} | gradients(model))
+        found.append({"loss": loss.detach()} | with_keys_in_one(gradients(model)))
     return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
 
@@ -97,7 +98,7 @@ def hooked(block: nn.Module, path: str, half: torch.dtype | None = None) -> Resu
     with torch.autocast("cpu", half) if half else nullcontext():
         y = block(x.to(next(block.parameters()).dtype))
     y.square().sum().backward()
-    return {"y": y.detach()} | gradients(block)
+    return {"y": y.detach()} | with_keys_in_one(gradients(block))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_norms_of_16_bits_are_made_in_float32(kind):
     x, norm = torch.randn(5, 24).bfloat16(), kind(24, 1e-5)
     with torch.autocast("cpu"):
         y = norm(x)
-    torch.testing.assert_close(y, norm(x.float()))
+    assert_identical(y, norm(x.float()))
 
 
 def test_a_scaler_finds_what_overflows():

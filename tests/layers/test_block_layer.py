@@ -1,10 +1,13 @@
 """TransformerBlock equals a plain PyTorch block in float64 with every gradient, on one rank and on several. It runs the
 collectives that are promised, and its dropout follows its key."""
 
+from itertools import product
+
 import pytest
 import torch
 from plain import block as plain_block
-from steps import Results, assert_same, gradients, joined, step
+from steps import Results, gradients, joined, step
+from testing import assert_same
 from torch.distributed.tensor import DTensor
 
 from tpformer.distributed import build_mesh, record_collectives
@@ -79,40 +82,45 @@ def by_plain_block(kind: str, block: TransformerBlock, x: torch.Tensor, dy: torc
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_plain_block(kind):
     block = make_block(kind)
-    assert_same(step(block, *inputs()), by_plain_block(kind, block, *inputs()), tolerance=1e-10)
+    assert_same(step(block, *inputs()), by_plain_block(kind, block, *inputs()))
 
 
-def on_rank(kind: str, sequence_parallel: bool):
-    mesh = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"]
-    block = make_block(kind, mesh, sequence_parallel)
-    x, dy = (z.flatten(0, 1) for z in inputs())
-    if sequence_parallel:
-        x, dy = (z.chunk(mesh.size())[mesh.get_local_rank()].clone() for z in (x, dy))
-    x.requires_grad_()
-    with record_collectives() as forward:
-        y = block(x, positions=Positions(BATCH, SEQ))
-    with record_collectives() as backward:
-        y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
+CASES = list(product(KINDS, (True, False)))
+
+
+def on_rank() -> list[tuple[Results, list, list]]:
+    """Results, and the collectives of the forward and of the backward, of each case."""
+    mesh, found = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"], []
+    for kind, sequence_parallel in CASES:
+        block = make_block(kind, mesh, sequence_parallel)
+        x, dy = (z.flatten(0, 1) for z in inputs())
+        if sequence_parallel:
+            x, dy = (z.chunk(mesh.size())[mesh.get_local_rank()].clone() for z in (x, dy))
+        x.requires_grad_()
+        with record_collectives() as forward:
+            y = block(x, positions=Positions(BATCH, SEQ))
+        with record_collectives() as backward:
+            y.backward(dy)
+        found.append(({"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)))
+    return found
 
 
 @pytest.mark.parametrize("t", [2, 3])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel_equals_plain_block(ranks, t, kind, sequence_parallel):
-    results = ranks(t).run(on_rank, kind, sequence_parallel)
-    wanted = by_plain_block(kind, make_block(kind), *inputs())
-    wanted |= {name: wanted[name].flatten(0, 1) for name in ("y", "dx")}
-    by_rank = [result for result, *_ in results]
-    for found in joined(by_rank, 0) if sequence_parallel else by_rank:
-        assert_same(found, wanted, tolerance=1e-10)
-    call = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
+def test_tensor_parallel_equals_plain_block(ranks, t):
     nbytes = BATCH * SEQ * HIDDEN * 8
-    for _, forward, backward in results:
-        assert forward == [(name, nbytes) for name in call] * 2
+    for (kind, sequence_parallel), *by_rank in zip(CASES, *ranks(t).run(on_rank), strict=True):
+        what = f"{kind} on {t} {sequence_parallel=}"
+        wanted = by_plain_block(kind, make_block(kind), *inputs())
+        wanted |= {name: wanted[name].flatten(0, 1) for name in ("y", "dx")}
+        results = [result for result, *_ in by_rank]
+        for found in joined(results, 0) if sequence_parallel else results:
+            assert_same(found, wanted, what)
+        call = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
         # column inputs are gathered once more, for the weight gradients
         extra = [("all_gather", nbytes)] * 2 if sequence_parallel else []
-        assert sorted(backward) == sorted([(name, nbytes) for name in call] * 2 + extra)
+        for _, forward, backward in by_rank:
+            assert forward == [(name, nbytes) for name in call] * 2, what
+            assert sorted(backward) == sorted([(name, nbytes) for name in call] * 2 + extra), what
 
 
 @pytest.mark.parametrize("ids", [[[1, 2, 3]], [[0, 2, 3]], [[0, 1, 1]]])

@@ -6,18 +6,35 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from steps import with_keys_in_one
 from test_block_layer import BATCH, SEQ, inputs, make_block
-from testing import assert_kernel_close
+from testing import assert_kernel_close, assert_same
 from torch import Tensor
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import MLP, ColumnParallelLinear, DropoutKey, LayerNorm, Positions, RowParallelLinear
+from tpformer.layers import (
+    MLP,
+    ColumnParallelLinear,
+    DropoutKey,
+    LayerNorm,
+    Positions,
+    RowParallelLinear,
+    TransformerBlock,
+)
 from tpformer.planner.storages import Saved
 
 # inductor compiles C++, which takes half a minute
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.proof, NEEDS_COMPILER])]
 KINDS = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
+CASES = [
+    (1, KINDS[0], "none", "eager"),
+    (1, KINDS[0], "full", "aot_eager"),
+    pytest.param(2, KINDS[0], "none", "aot_eager", marks=pytest.mark.proof),
+    pytest.param(2, KINDS[1], "none", "aot_eager", marks=pytest.mark.proof),
+    pytest.param(1, KINDS[0], "none", "inductor", marks=[pytest.mark.proof, NEEDS_COMPILER]),
+    pytest.param(2, KINDS[1], "none", "inductor", marks=[pytest.mark.proof, NEEDS_COMPILER]),
+    pytest.param(2, KINDS[0], "full", "inductor", marks=[pytest.mark.proof, NEEDS_COMPILER]),
+]
 SAMPLES = torch.arange(BATCH)
 LAYERS = [
     partial(kind, *sizes, dtype=torch.float64)
@@ -38,12 +55,10 @@ def run(kind: str, dtype: torch.dtype, recompute: str, backend: str | None) -> d
             y = step(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(0, index, SAMPLES, block))
         y.backward(dy)
     gradients = {name: p.grad.to_local() for name, p in block.named_parameters()}
-    return {"y": y.detach(), "dx": x.grad, "saved": torch.tensor(saved.total())} | gradients
+    return {"y": y.detach(), "dx": x.grad, "saved": torch.tensor(saved.total())} | with_keys_in_one(gradients)
 
 
-@pytest.mark.parametrize("t", [1, pytest.param(2, marks=pytest.mark.proof)])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind, recompute", [(KINDS[0], "none"), (KINDS[1], "none"), (KINDS[0], "full")])
+@pytest.mark.parametrize("t, kind, recompute, backend", CASES)
 def test_results_and_gradients(ranks, t, kind, recompute, backend):
     oracles, baselines = (ranks(t).run(run, kind, dtype, recompute, None) for dtype in (torch.float64, torch.float32))
     compiled = ranks(t).run(run, kind, torch.float32, recompute, backend)
@@ -66,4 +81,5 @@ def test_one_graph_is_refused_with_the_reason(make):
         torch._dynamo.exc.Unsupported, match="operations of tpformer run as they are, .* leave fullgraph="
     ):
         torch.compile(layer, fullgraph=True, backend="eager")(x)
-    torch.testing.assert_close(torch.compile(layer, backend="eager")(x), layer(x), rtol=1e-12, atol=1e-12)
+    if not isinstance(layer, TransformerBlock):  # which the test above compiles
+        assert_same(torch.compile(layer, backend="eager")(x), layer(x))

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from testing import assert_same
 from torch.distributed.tensor import Shard
 
 from tpformer import ops
@@ -55,12 +56,11 @@ def test_tied_embedding_and_head_equal_plain_torch(ranks, t, sequence_parallel):
     loss = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum")
     loss.backward()
     for actual, parameters, (shape, _) in results:
-        torch.testing.assert_close(actual, loss.detach(), rtol=1e-12, atol=0)
-        torch.testing.assert_close(parameters["table"][1], table.grad, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(parameters["positions"][1], positions.grad, rtol=1e-11, atol=1e-11)
+        assert_same(actual, loss)
+        assert_same([parameters["table"][1], parameters["positions"][1]], [table.grad, positions.grad])
         assert shape == ((BATCH * SEQ // t, HIDDEN) if sequence_parallel and t > 1 else (BATCH, SEQ, HIDDEN))
     whole = torch.cat([others[1] for *_, others in results], 1)
-    torch.testing.assert_close(whole, logits.detach().flatten(0, 1), rtol=1e-11, atol=1e-11)
+    assert_same(whole, logits.flatten(0, 1))
 
 
 def logits_of_few_entries() -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +120,7 @@ def test_padding_idx_is_torchs(ranks, t, padding_idx):
         with torch.no_grad():
             theirs.weight.copy_(initial + 1.0)
         theirs(IDS).square().sum().backward()
-        torch.testing.assert_close((y, gradient), (theirs(IDS).detach(), theirs.weight.grad), rtol=1e-12, atol=0)
+        assert_same((y, gradient), (theirs(IDS), theirs.weight.grad))
     with pytest.raises(ValueError, match=r"padding_idx=19 is outside the vocabulary \[0, 18\]"):
         VocabParallelEmbedding(VOCAB, HIDDEN, 19)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankFailure
-from steps import Results, gradients
+from steps import Results, gradients, with_keys_in_one
 from testing import assert_kernel_close
 from torch import nn
 
@@ -86,11 +86,12 @@ def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_explain_names_what_ran_and_the_results_agree(ranks, interpreted, sequence_parallel):
-    oracle, baseline = (step(GPT(GPTConfig(**CONFIG), seed=3, dtype=d))[0] for d in (torch.float64, torch.float32))
+    models = (GPT(GPTConfig(**CONFIG), seed=3, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    oracle, baseline = (with_keys_in_one(step(model)[0]) for model in models)
     tables = {}
     for name, pool in {"sequential": ranks, "pipelined": ranks, "mixed": ranks, "fused": interpreted}.items():
         for found, text in pool(2).run(run_and_explain, name, sequence_parallel):
-            for key, value in found.items():
+            for key, value in with_keys_in_one(found).items():
                 assert_kernel_close(value, oracle[key], baseline[key], f"{name} {key}")
             assert tables.setdefault(name, text) == text  # the same on all ranks
     lines = tables["pipelined"].splitlines()

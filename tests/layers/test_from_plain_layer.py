@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from steps import assert_same, step
+from steps import step
+from testing import assert_same
 from torch import nn
 
 from tpformer.distributed import build_mesh

@@ -1,12 +1,16 @@
 """Hooks, wrappers, adapters and the like do to the children of a block what they do to those of a torch.nn block. Every
 gradient is compared in float64, on one rank and on two."""
 
+from collections.abc import Callable, Iterator
+from functools import cache
+
 import pytest
 import theirs
 import torch
 import torch.distributed as dist
 from habits import ON_LINEARS, fill, lora
-from steps import Results, assert_same, joined, step
+from steps import Results, joined, step
+from testing import assert_same
 from theirs import ANYWHERE, FFN, HEADS, HIDDEN
 from torch import nn
 
@@ -46,16 +50,25 @@ def run(block: nn.Module, shard: slice | None = None, **options) -> Results:
     return step(block, x, dy, **options)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@cache
+def by_torch(habit: Callable[[nn.Module, str], None], norm: str, path: str) -> Results:
+    block = theirs.Block(norm)
+    habit(block, path)
+    return run(block)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("habit", [*ANYWHERE, *ON_LINEARS])
-def test_habits_on_one_rank_equal_torch(habit, norm, recompute):
-    for path in LINEARS[norm] if habit in ON_LINEARS else (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm]):
-        results = []
-        for block in (theirs.Block(norm), ours(norm, recompute=recompute)):
-            (ANYWHERE | ON_LINEARS)[habit](block, path)
-            results.append(run(block))
-        assert_same(results[1], results[0], f"{habit} on {path}")
+def test_habits_on_one_rank_equal_torch(habit, norm):
+    """The modes of recomputation take turns, so that each meets every child and every habit."""
+    edit, turn = (ANYWHERE | ON_LINEARS)[habit], [*ANYWHERE, *ON_LINEARS].index(habit)
+    for place, path in enumerate(
+        LINEARS[norm] if habit in ON_LINEARS else (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm])
+    ):
+        recompute = RECOMPUTE[(turn + place + NORMS.index(norm)) % 3]
+        block = ours(norm, recompute=recompute)
+        edit(block, path)
+        assert_same(run(block), by_torch(edit, norm, path), f"{habit} on {path}, recompute={recompute}")
 
 
 def test_explain_names_what_is_called():
@@ -113,10 +126,20 @@ def places(habit: str, norm: str) -> tuple[str, ...]:
     return some.get(habit, (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm]))
 
 
-def on_rank(habit: str, norm: str, sequence_parallel: bool, recompute: str) -> list[Results]:
+def cases(norm: str) -> Iterator[tuple[str, str, str, bool]]:
+    """(habit, child, recompute, sequence_parallel): the last two take turns, so that each value meets every child and
+    every habit, and the blocks of both norms together every combination of a child, a habit and sequence shards."""
+    for turn, habit in enumerate(SHARDED):
+        for path in places(habit, norm):
+            place = (LINEARS[norm] if path in LINEARS[norm] else (*CHILDREN, *OF_HEADS[norm])).index(path)
+            turns = turn + place + NORMS.index(norm)
+            yield habit, path, RECOMPUTE[turns % 3], turns % 2 == 0
+
+
+def on_rank(norm: str) -> list[Results]:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     rows, rank, results = BATCH * SEQ // mesh.size(), mesh.get_local_rank(), []
-    for path in places(habit, norm):
+    for habit, path, recompute, sequence_parallel in cases(norm):
         block = ours(norm, TensorParallel(mesh, sequence_parallel), recompute)
         SHARDED[habit](block, path)
         shard = slice(rows * rank, rows * (rank + 1)) if sequence_parallel else None
@@ -125,20 +148,15 @@ def on_rank(habit: str, norm: str, sequence_parallel: bool, recompute: str) -> l
     return results
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(("norm", "recompute"), [("layernorm", "none"), ("rmsnorm", "full"), ("layernorm", "mlp")])
-@pytest.mark.parametrize("habit", SHARDED)
-def test_habits_on_two_ranks_equal_torch(ranks, habit, norm, recompute, sequence_parallel):
-    results = ranks(2).run(on_rank, habit, norm, sequence_parallel, recompute)
-    for path, *found in zip(places(habit, norm), *results, strict=True):
-        block = theirs.Block(norm)
-        SHARDED[habit](block, path)
-        expected = run(block)
-        if sequence_parallel:
+@pytest.mark.parametrize("norm", NORMS)
+def test_habits_on_two_ranks_equal_torch(ranks, norm):
+    for (habit, path, *options), *found in zip(cases(norm), *ranks(2).run(on_rank, norm), strict=True):
+        expected = by_torch(SHARDED[habit], norm, path)
+        if options[1]:
             expected = {name: x.flatten(0, 1) if name in ("y", "dx") else x for name, x in expected.items()}
             found = joined(found, 0)
         for each in found:
-            assert_same(each, expected, f"{habit} on {path}")
+            assert_same(each, expected, f"{habit} on {path}, {options}")
 
 
 def foreign_children() -> None:
@@ -158,11 +176,11 @@ def test_foreign_children_that_ranks_would_disagree_on(ranks):
     ranks(2).run(foreign_children)
 
 
-def child_on_other_ranks(sequence_parallel: bool) -> None:
+def child_on_other_ranks() -> None:
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
-    block = ours("layernorm", TensorParallel(mesh, sequence_parallel))
-    for tp in (None, TensorParallel(mesh, not sequence_parallel)):
-        other = ours("layernorm", tp)
+    shards, wholes = (TensorParallel(mesh, sequence_parallel) for sequence_parallel in (True, False))
+    for own, tp in ((shards, None), (shards, wholes), (wholes, None), (wholes, shards)):
+        block, other = ours("layernorm", own), ours("layernorm", tp)
         for path in (*CHILDREN, *LINEARS["layernorm"]):
             made = other.get_submodule(path)
             for child in (made,) if tp is None else (made, nn.Sequential(made)):
@@ -170,6 +188,5 @@ def child_on_other_ranks(sequence_parallel: bool) -> None:
                     theirs.put(block, path, child)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_child_that_lies_on_ranks_in_another_way(ranks, sequence_parallel):
-    ranks(2).run(child_on_other_ranks, sequence_parallel)
+def test_a_child_that_lies_on_ranks_in_another_way(ranks):
+    ranks(2).run(child_on_other_ranks)

@@ -2,6 +2,8 @@
 of 30 has 2 rows of padding."""
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import product
 
 import pytest
 import theirs
@@ -9,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from habits import ON_LINEARS, fill
-from steps import Results, assert_same, gradients
+from steps import Results, gradients
+from testing import assert_same
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -37,6 +40,7 @@ def replace(model: nn.Module, path: str) -> None:
 
 HABITS = {**theirs.ANYWHERE, **ON_LINEARS, "replaced": replace}
 SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
+CASES = list(product(SHARDED, (True, False)))
 COMPUTED = ("weight_norm", "spectral_norm", "prune")  # torch's module has no padding rows to compare theirs with
 
 
@@ -56,6 +60,13 @@ def run(model: nn.Module, partial: Sequence[str] = (), **terms) -> Results:
     return {"loss": loss.detach(), "logits": logits} | real(gradients(model, partial))
 
 
+def check(found: Results, wanted: Results, what: str) -> None:
+    """The loss is a sum over tokens, beside which the rounding of a gradient would not show: it is compared alone."""
+    assert_same(found["loss"], wanted["loss"], f"{what} loss")
+    assert_same(found | {"loss": None}, wanted | {"loss": None}, what)
+
+
+@cache
 def expected(habit: str, reduction: str) -> Results:
     oracle = theirs.GPT(VOCAB, SEQ, 1)
     HABITS[habit](oracle, "lm_head")
@@ -67,22 +78,23 @@ def expected(habit: str, reduction: str) -> Results:
 def test_habits_on_one_rank_equal_torch(habit, reduction):
     model = build()
     HABITS[habit](model, "lm_head")
-    assert_same(run(model, reduction=reduction), expected(habit, reduction), habit)
+    check(run(model, reduction=reduction), expected(habit, reduction), habit)
 
 
-def on_rank(habit: str, sequence_parallel: bool) -> Results:
-    model = build(TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], sequence_parallel))
-    HABITS[habit](model, "lm_head")
-    return run(model, partial=["*.a.weight"])
+def on_rank() -> list[Results]:
+    mesh, found = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], []
+    for habit, sequence_parallel in CASES:
+        model = build(TensorParallel(mesh, sequence_parallel))
+        HABITS[habit](model, "lm_head")
+        found.append(run(model, partial=["*.a.weight"]))
+    return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("habit", SHARDED)
-def test_habits_on_two_ranks_equal_torch(ranks, habit, sequence_parallel):
-    results = ranks(2).run(on_rank, habit, sequence_parallel)
-    logits = torch.cat([each["logits"] for each in results], -1)
-    for each in results:
-        assert_same(each | {"logits": logits}, expected(habit, "sum"), habit)
+def test_habits_on_two_ranks_equal_torch(ranks):
+    for (habit, sequence_parallel), *results in zip(CASES, *ranks(2).run(on_rank), strict=True):
+        logits = torch.cat([each["logits"] for each in results], -1)
+        for each in results:
+            check(each | {"logits": logits}, expected(habit, "sum"), f"{habit} {sequence_parallel=}")
 
 
 def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
@@ -112,18 +124,17 @@ def test_norms_of_padding_rows_are_refused(normed, path):
     assert all(bool(value.isfinite().all()) for value in run(model).values())
 
 
-def plain_adapters(path: str, k: int, n: int) -> None:
-    model = build(TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"], True))
-    theirs.put(model, path, theirs.LoRA(model.get_submodule(path), theirs.linear(k, 4, 1), theirs.linear(4, n, 2)))
-    with pytest.raises(ValueError, match=r"LoRA has modules for all features beside .*\(.*\): take .* an lm_head"):
-        model(IDS[:, :-1])
+def plain_adapters() -> None:
+    tp, ffn = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"], True), theirs.FFN
+    for path, k, n in (("lm_head", 24, VOCAB), ("layers.0.mlp.fc1", 24, ffn), ("layers.0.mlp.fc2", ffn, 24)):
+        model = build(tp)
+        theirs.put(model, path, theirs.LoRA(model.get_submodule(path), theirs.linear(k, 4, 1), theirs.linear(4, n, 2)))
+        with pytest.raises(ValueError, match=r"LoRA has modules for all features beside .*\(.*\): take .* an lm_head"):
+            model(IDS[:, :-1])
 
 
-@pytest.mark.parametrize(
-    "path, k, n", [("lm_head", 24, VOCAB), ("layers.0.mlp.fc1", 24, theirs.FFN), ("layers.0.mlp.fc2", theirs.FFN, 24)]
-)
-def test_adapters_of_whole_features_are_refused(ranks, path, k, n):
-    ranks(2).run(plain_adapters, path, k, n)
+def test_adapters_of_whole_features_are_refused(ranks):
+    ranks(2).run(plain_adapters)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +175,11 @@ def blocks(model: GPT) -> list[nn.Module]:
     return [*model.layers.values()]
 
 
+@cache
+def by_torch(tied: bool) -> Results:
+    return two_steps(None, 1, tied)
+
+
 def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> Results:
     """Return the loss of the second step, a sum over samples, and its gradients; each step is followed by an
     evaluation.
@@ -199,14 +215,17 @@ def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> 
 
 
 FIRST = next(iter(ORDERS))
+FSDP = [*((True, order, False) for order in ORDERS), (True, FIRST, True), (False, FIRST, False)]
+
+
+def in_every_order(tp: int) -> list[Results]:
+    return [two_steps(order, tp, tied, wrapped) for tied, order, wrapped in FSDP]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(
-    "tied, order, wrapped", [*((True, order, False) for order in ORDERS), (True, FIRST, True), (False, FIRST, False)]
-)
-def test_fsdp_in_every_order_equals_torch(ranks, tied, order, wrapped, tp):
-    results, wanted = ranks(2 * tp).run(two_steps, order, tp, tied, wrapped), two_steps(None, 1, tied)
-    for each in results:
-        found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}
-        assert_same(found | {"loss": results[0]["loss"] + results[-1]["loss"]}, wanted, order)
+def test_fsdp_in_every_order_equals_torch(ranks, tp):
+    for (tied, order, wrapped), *results in zip(FSDP, *ranks(2 * tp).run(in_every_order, tp), strict=True):
+        for each in results:
+            found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}
+            loss = results[0]["loss"] + results[-1]["loss"]
+            check(found | {"loss": loss}, by_torch(tied), f"{order} {tied=} {wrapped=}")

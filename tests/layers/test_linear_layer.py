@@ -2,6 +2,7 @@
 
 import traceback
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from habits import fill
 from steps import Results, gradients
+from testing import assert_same
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrizations
 
@@ -83,16 +86,15 @@ def test_sequence_dim_equals_plain_linears(ranks, t, sequence_dim):
     expected = residual + F.linear(F.silu(F.linear(x, column)), row)
     expected.backward(dy)
     dim = 0 if sequence_dim is None else sequence_dim
-    for i, wanted in ((1, expected.detach()), (2, x.grad), (3, residual.grad)):
+    for i, wanted in ((1, expected), (2, x.grad), (3, residual.grad)):
         whole = torch.cat([r[i].reshape(r[2].shape) for r in results], dim)
-        torch.testing.assert_close(whole, wanted, rtol=1e-11, atol=1e-11)
+        assert_same(whole, wanted)
     for shape, *_, whole in results:
         tokens = BATCH * t * SEQ * t
         # without sequence_dim the leading dims are flattened, because the gathered rows no longer have x's
         assert shape == ((tokens, N // t) if sequence_dim is None and t > 1 else (BATCH * t, SEQ * t, N // t))
-        torch.testing.assert_close(whole["column"][1], column.grad, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(whole["row"][1], row.grad, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(whole["row_bias"][1], dy.sum((0, 1)), rtol=1e-11, atol=1e-11)
+        wanted = {"column": column.grad, "row": row.grad, "row_bias": dy.sum((0, 1))}
+        assert_same({name: gradient for name, (_, gradient) in whole.items()}, wanted)
 
 
 def some_rows(sequence_parallel: bool):
@@ -107,7 +109,7 @@ def some_rows(sequence_parallel: bool):
     y = layer(x.chunk(t)[rank] if sequence_parallel else x)
     y.sum().backward()
     local = layer.weight.detach().to_local()
-    torch.testing.assert_close(y.detach(), x @ local[used].t(), rtol=1e-12, atol=1e-12)
+    assert_same(y, x @ local[used].t())
     return local, layer.weight.grad.full_tensor(), layer.bias.grad.full_tensor()
 
 
@@ -120,15 +122,17 @@ def test_used_rows_sum_their_gradients_over_ranks(ranks, t, sequence_parallel):
         uses[2 * rank : 2 * rank + 3] += 1
     for weight, dweight, dbias in results:
         assert torch.equal(weight, results[0][0])
-        torch.testing.assert_close(dweight, uses[:, None] * rand(6, K).sum(0), rtol=1e-12, atol=1e-12)
+        assert_same(dweight, uses[:, None] * rand(6, K).sum(0))
         assert torch.equal(dbias, 6 * uses)
 
 
-def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: int | None) -> tuple[Results, Results]:
+def edges(
+    t: int, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int | None, k: int, hidden: int
+) -> tuple[Results, Results]:
     """Return our results, and nn.Linear's: a column linear gathers its output, and a row linear takes all of it."""
     torch.manual_seed(0)
     plain = [nn.Linear(k, hidden, dtype=torch.float64), nn.Linear(hidden, k, dtype=torch.float64)]
-    options = {"tp": TensorParallel(tp_mesh(), sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
+    options = {"tp": TensorParallel(mesh, sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
     column = ColumnParallelLinear(k, hidden, gather_output=True, **options)
     row = RowParallelLinear(hidden, k, input_is_parallel=False, **options)
     x, dy, dim = rand(2 * t, t, k, seed=1), rand(2 * t, t, k, seed=2), sequence_dim or 0
@@ -153,14 +157,20 @@ def edges(t: int, sequence_parallel: bool, k: int, hidden: int, sequence_dim: in
 
 
 # with 5 and 7 features the last rank has fewer than the others
-@pytest.mark.parametrize(("k", "hidden"), [(8, 12), (5, 7)])
-@pytest.mark.parametrize("sequence_dim", [None, 1])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+EDGES = [(*case, *sizes) for *case, sizes in product((False, True), (None, 1), ((8, 12), (5, 7)))]
+
+
+def all_edges(t: int) -> list[tuple[Results, Results]]:
+    mesh = tp_mesh()
+    return [edges(t, mesh, *case) for case in EDGES]
+
+
 @pytest.mark.parametrize("t", [1, 2, 3])
-def test_gathered_output_and_unsharded_input(ranks, t, sequence_parallel, sequence_dim, k, hidden):
-    for ours, expected in ranks(t).run(edges, t, sequence_parallel, k, hidden, sequence_dim):
-        for name, value in expected.items():
-            torch.testing.assert_close(ours[name].view(value.shape), value, rtol=1e-12, atol=1e-12, msg=name)
+def test_gathered_output_and_unsharded_input(ranks, t):
+    for case, *by_rank in zip(EDGES, *ranks(t).run(all_edges, t), strict=True):
+        for ours, expected in by_rank:
+            found = {name: ours[name].view(value.shape) for name, value in expected.items()}
+            assert_same(found, expected, f"{case} on {t}")
 
 
 def refusals():

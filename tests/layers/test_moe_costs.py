@@ -1,10 +1,13 @@
 """What MoE keeps and sends, counted; recomputation repeats no decision, sends no routing again and counts nothing
 twice."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 from test_moe_layer import BATCH, EXPERTS, HIDDEN, KINDS, SEQ, TOKENS, WIDTH, inputs, make_moe
+from testing import assert_same
 from torch.utils.checkpoint import checkpoint
 
 from tpformer import ops
@@ -16,30 +19,33 @@ from tpformer.planner.storages import Saved
 ITEM = 4
 
 
-def saved_bytes(kind: str, sequence_parallel: bool) -> int:
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    moe = make_moe(kind, mesh, sequence_parallel, dtype=torch.float32)
-    x = torch.randn(TOKENS // (mesh.size() if sequence_parallel else 1), HIDDEN, requires_grad=True)
-    with Saved(*moe.parameters()).recording() as saved:
-        y = moe(x, Positions(BATCH, SEQ))
-    assert y.requires_grad
-    return sum(saved.sizes().values())
+SAVED = list(product(("softmax", "not-normalised", "sigmoid-bias-shared"), (True, False)))
+
+
+def saved_bytes() -> list[int]:
+    mesh, found = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], []
+    for kind, sequence_parallel in SAVED:
+        moe = make_moe(kind, mesh, sequence_parallel, dtype=torch.float32)
+        x = torch.randn(TOKENS // (mesh.size() if sequence_parallel else 1), HIDDEN, requires_grad=True)
+        with Saved(*moe.parameters()).recording() as saved:
+            y = moe(x, Positions(BATCH, SEQ))
+        assert y.requires_grad
+        found.append(sum(saved.sizes().values()))
+    return found
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("kind", ["softmax", "not-normalised", "sigmoid-bias-shared"])
-def test_all_ranks_together_keep_exactly_this(ranks, t, sequence_parallel, kind):
-    found = ranks(t).run(saved_bytes, kind, sequence_parallel)
-    policy = KINDS[kind].get("policy", ops.Policy(2))
-    k, shared = policy.k, KINDS[kind].get("shared_ffn_size", 0)
-    own = TOKENS * (1 if sequence_parallel else t)  # tokens whose rows a rank has, all ranks together
-    parts = t if sequence_parallel else 1
-    wanted = ITEM * (own * HIDDEN + 2 * TOKENS * (k * WIDTH + shared))  # rows before the norm; gate and up
-    wanted += 8 * TOKENS * k + own * 4 * (k + EXPERTS)  # a dispatched row's slot and weight; own experts and scores
-    wanted += 4 * parts * EXPERTS  # the rows of each expert from each rank
-    assert sum(found) == wanted
-    # in 16 bits the first line is 2 + 4 (K f + f_s) / h bytes for each token and hidden unit
+def test_all_ranks_together_keep_exactly_this(ranks, t):
+    for (kind, sequence_parallel), *found in zip(SAVED, *ranks(t).run(saved_bytes), strict=True):
+        policy = KINDS[kind].get("policy", ops.Policy(2))
+        k, shared = policy.k, KINDS[kind].get("shared_ffn_size", 0)
+        own = TOKENS * (1 if sequence_parallel else t)  # tokens whose rows a rank has, all ranks together
+        parts = t if sequence_parallel else 1
+        wanted = ITEM * (own * HIDDEN + 2 * TOKENS * (k * WIDTH + shared))  # rows before the norm; gate and up
+        wanted += 8 * TOKENS * k + own * 4 * (k + EXPERTS)  # a dispatched row's slot and weight; own experts and scores
+        wanted += 4 * parts * EXPERTS  # the rows of each expert from each rank
+        assert sum(found) == wanted, (kind, sequence_parallel)
+        # in 16 bits the first line is 2 + 4 (K f + f_s) / h bytes for each token and hidden unit
 
 
 def block(mesh, recompute: str) -> TransformerBlock:
@@ -127,7 +133,7 @@ def test_padding_is_not_counted_and_not_balanced():
     alone = make_moe("balance")
     with balance_losses() as parts:
         alone(x[:1, :4]), alone(x[1:])
-    torch.testing.assert_close(losses[0], parts[0] + parts[1], rtol=1e-12, atol=0)
+    assert_same(losses[0], parts[0] + parts[1])
 
 
 def test_a_balance_loss_that_nobody_takes_is_refused():
@@ -152,4 +158,4 @@ def one_token(sequence_parallel: bool):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_one_token_on_four_ranks(ranks, sequence_parallel):
     for y, wanted in ranks(4).run(one_token, sequence_parallel):
-        torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+        assert_same(y, wanted)

@@ -1,9 +1,14 @@
 """MoE equals a loop over experts in float64 with every gradient, on one rank and on several, however it routes."""
 
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import Results, assert_same, gradients, joined
+from steps import Results, gradients, joined
+from testing import assert_same
 
 from tpformer import ops
 from tpformer.distributed import build_mesh, record_collectives
@@ -60,8 +65,11 @@ def chosen(scores: torch.Tensor, policy: ops.Policy) -> torch.Tensor:
     return torch.tensor(found)
 
 
-def by_loop(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
-    """Result and gradients of a loop over experts with the values of ours; the balance loss is DeepSeek-V3's."""
+def by_loop(moe: MoE, x: torch.Tensor, dy: torch.Tensor, half: torch.dtype | None = None) -> Results:
+    """Result and gradients of a loop over experts with the values of ours; the balance loss is DeepSeek-V3's.
+
+    half: what autocast makes the experts' products in; the router's stay as they are.
+    """
     p = {name: value.detach().clone().requires_grad_() for name, value in moe.named_parameters()}
     x = x.detach().clone().requires_grad_()
     rows, policy = x.flatten(0, 1), moe.gate.policy
@@ -73,8 +81,10 @@ def by_loop(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
     act = F.silu if moe.experts.activation == "silu" else lambda z: F.gelu(z, approximate="tanh")
     y = torch.zeros_like(rows)
     for e in range(EXPERTS):
-        gate, up = (rows @ p["experts.gate_up_proj"][e].t()).chunk(2, 1)
-        y = y + (weights * (experts == e)).sum(1, keepdim=True) * (act(gate) * up @ p["experts.down_proj"][e].t())
+        with torch.autocast("cpu", half, enabled=half is not None):
+            gate, up = (rows @ p["experts.gate_up_proj"][e].t()).chunk(2, 1)
+            of_expert = act(gate) * up @ p["experts.down_proj"][e].t()
+        y = y + (weights * (experts == e)).sum(1, keepdim=True) * of_expert
     if moe.shared_experts is not None:
         gate, up, down = (p[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down"))
         y = y + (act(rows @ gate.t()) * (rows @ up.t())) @ down.t()
@@ -101,71 +111,76 @@ def run(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
 def test_equals_a_loop_over_experts(kind, routed):
     moe = make_moe(kind, routed=routed)
     x, dy = inputs()
-    assert_same(run(moe, x.flatten(0, 1), dy.flatten(0, 1)), by_loop(moe, x, dy), tolerance=1e-10)
+    assert_same(run(moe, x.flatten(0, 1), dy.flatten(0, 1)), by_loop(moe, x, dy))
     assert int(moe.gate.load.sum()) == TOKENS * moe.gate.policy.k
 
 
-def on_rank(kind: str, sequence_parallel: bool, routed: str, transport: str = "auto", hooked: str | None = None):
-    mesh = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"]
-    moe = make_moe(kind, mesh, sequence_parallel, routed, transport=transport)
-    if hooked is not None:
-        moe.get_submodule(hooked).register_forward_hook(lambda module, args, output: None)
-    x, dy = (z.flatten(0, 1) for z in inputs())
-    if sequence_parallel:
-        x, dy = (z.chunk(mesh.size())[mesh.get_local_rank()].clone() for z in (x, dy))
-    with record_collectives() as calls:
-        results = run(moe, x, dy)
-    return results, list(calls), moe.gate.load.tolist()
+class Case(NamedTuple):
+    kind: str
+    sequence_parallel: bool
+    routed: str = "as it comes"
+    transport: str = "auto"
+    hooked: str | None = None
 
 
-def check(found: list[Results], wanted: Results, sequence_parallel: bool) -> None:
-    """Compare all ranks' results; with sequence shards each has the balance loss of its own tokens."""
-    if sequence_parallel and "balance" in wanted:
-        total = sum(result["balance"] for result in found)
-        found = [{**result, "balance": total} for result in found]
-    for result in joined(found, 0) if sequence_parallel else found:
-        assert_same(result, wanted, tolerance=1e-10)
+def on_rank(cases: list[Case]) -> list[tuple[Results, list, list[int]]]:
+    """Results, collectives and loads of each case."""
+    mesh, found = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"], []
+    for case in cases:
+        moe = make_moe(case.kind, mesh, case.sequence_parallel, case.routed, transport=case.transport)
+        if case.hooked is not None:
+            moe.get_submodule(case.hooked).register_forward_hook(lambda module, args, output: None)
+        x, dy = (z.flatten(0, 1) for z in inputs())
+        if case.sequence_parallel:
+            x, dy = (z.chunk(mesh.size())[mesh.get_local_rank()].clone() for z in (x, dy))
+        with record_collectives() as calls:
+            results = run(moe, x, dy)
+        found.append((results, list(calls), moe.gate.load.tolist()))
+    return found
+
+
+def checked(ranks, t: int, cases: list[Case]) -> Iterator[tuple[Case, list[list], list[list[int]]]]:
+    """Compare results with the loop's; give each case with all ranks' collectives and loads. With sequence shards
+    each rank has the balance loss of its own tokens."""
+    for case, *by_rank in zip(cases, *ranks(t).run(on_rank, cases), strict=True):
+        found, calls, loads = (list(each) for each in zip(*by_rank, strict=True))
+        if case.sequence_parallel and "balance" in found[0]:
+            total = sum(result["balance"] for result in found)
+            found = [{**result, "balance": total} for result in found]
+        wanted = by_loop(make_moe(case.kind, routed=case.routed), *inputs())
+        for result in joined(found, 0) if case.sequence_parallel else found:
+            assert_same(result, wanted, f"{case} on {t}")
+        yield case, calls, loads
 
 
 @pytest.mark.parametrize("t", [2, 4])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel_equals_a_loop(ranks, t, kind, sequence_parallel):
-    results = ranks(t).run(on_rank, kind, sequence_parallel, "as it comes")
-    moe = make_moe(kind)
-    check([result for result, *_ in results], by_loop(moe, *inputs()), sequence_parallel)
-    nbytes, k = TOKENS * HIDDEN * 8, moe.gate.policy.k
-    routing, dweights = TOKENS * 2 * k * 8, TOKENS * k * 8
-    for _, calls, _ in results:
-        wanted = [("all_reduce", nbytes)] * 2 + [("all_reduce", dweights)]
-        if sequence_parallel:
-            wanted = [("all_gather", nbytes)] * 3 + [("reduce_scatter", nbytes)] * 2
-            wanted += [("all_gather", routing), ("reduce_scatter", dweights)]
-        assert sorted(calls[: len(wanted)]) == sorted(wanted)
+def test_tensor_parallel_equals_a_loop(ranks, t):
+    for case, by_rank, _ in checked(ranks, t, [Case(*each) for each in product(KINDS, (True, False))]):
+        nbytes, k = TOKENS * HIDDEN * 8, make_moe(case.kind).gate.policy.k
+        routing, dweights = TOKENS * 2 * k * 8, TOKENS * k * 8
+        for calls in by_rank:
+            wanted = [("all_reduce", nbytes)] * 2 + [("all_reduce", dweights)]
+            if case.sequence_parallel:
+                wanted = [("all_gather", nbytes)] * 3 + [("reduce_scatter", nbytes)] * 2
+                wanted += [("all_gather", routing), ("reduce_scatter", dweights)]
+            assert sorted(calls[: len(wanted)]) == sorted(wanted), case
 
 
-@pytest.mark.parametrize("routed", ROUTINGS[1:])
-@pytest.mark.parametrize("transport", ["sequential", "pipelined"])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_ranks_and_experts_without_tokens(ranks, routed, transport, sequence_parallel):
-    kind = "sigmoid-bias-shared"
-    results = ranks(4).run(on_rank, kind, sequence_parallel, routed, transport)
-    moe = make_moe(kind, routed=routed)
-    check([result for result, *_ in results], by_loop(moe, *inputs()), sequence_parallel)
-    run(moe, *(z.flatten(0, 1) for z in inputs()))
-    assert all(load == moe.gate.load.tolist() and min(load) == 0 for *_, load in results)
+def test_ranks_and_experts_without_tokens(ranks):
+    cases = product(["sigmoid-bias-shared"], (True, False), ROUTINGS[1:], ("sequential", "pipelined"))
+    for case, _, loads in checked(ranks, 4, [Case(*each) for each in cases]):
+        moe = make_moe(case.kind, routed=case.routed)
+        run(moe, *(z.flatten(0, 1) for z in inputs()))
+        assert all(load == moe.gate.load.tolist() and min(load) == 0 for load in loads), case
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid-bias-shared"])
-def test_pipelined_equals_a_loop(ranks, kind, sequence_parallel):
-    results = ranks(4).run(on_rank, kind, sequence_parallel, "as it comes", "pipelined")
-    check([result for result, *_ in results], by_loop(make_moe(kind), *inputs()), sequence_parallel)
+def test_pipelined_equals_a_loop(ranks):
+    cases = product(("softmax", "sigmoid-bias-shared"), (True, False), ROUTINGS[:1], ("pipelined",))
+    assert len(list(checked(ranks, 4, [Case(*each) for each in cases]))) == 4
 
 
-@pytest.mark.parametrize("hooked", ["gate", "experts", "shared_experts", "shared_experts.up_proj"])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("t", [1, 2])
-def test_a_hooked_child_is_called_as_a_module(ranks, t, sequence_parallel, hooked):
-    results = ranks(t).run(on_rank, "sigmoid-bias-shared", sequence_parallel, "as it comes", "auto", hooked)
-    check([result for result, *_ in results], by_loop(make_moe("sigmoid-bias-shared"), *inputs()), sequence_parallel)
+def test_a_hooked_child_is_called_as_a_module(ranks, t):
+    children = ("gate", "experts", "shared_experts", "shared_experts.up_proj")
+    cases = product(["sigmoid-bias-shared"], (True, False), ROUTINGS[:1], ["auto"], children)
+    assert len(list(checked(ranks, t, [Case(*each) for each in cases]))) == 8

@@ -1,12 +1,16 @@
 """A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes. What a mode costs is
 counted: the bytes that wait for the backward, and the collectives with their bytes."""
 
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
-from steps import Results, gradients, joined
+from steps import Results, gradients, joined, with_keys_in_one
 from test_block_layer import BATCH, HEADS, HIDDEN, SEQ, by_plain_block, inputs, make_block
-from testing import assert_kernel_close
+from testing import assert_identical, assert_kernel_close
 from torch import Tensor
 
 from tpformer import ops
@@ -20,6 +24,7 @@ from tpformer.planner.storages import Saved
 P, SEED, STEP = 0.1, 3, 7
 SAMPLES = torch.tensor([11, 4])
 SEEDS = range(8)  # of inputs: the largest error in one block is luck, that in several far less so
+DTYPES = (torch.float32, torch.bfloat16)
 DROPPED = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
 
 
@@ -31,65 +36,73 @@ def masks(dtype: torch.dtype) -> list[Tensor]:
     return [site.view(BATCH, SEQ, HIDDEN).to(dtype) for site in sites]
 
 
+@cache
 def by_plain(kind: str, dtype: torch.dtype) -> Results:
     """Outputs and gradients, one for each seed, of the plain block in one dtype, for values that float32 holds."""
     block, found = make_block(kind, dtype=torch.float32).to(dtype), []
     for seed in SEEDS:
         x, dy = (z.float().to(dtype) for z in inputs(seed))
-        found.append(by_plain_block(kind, block, x, dy, masks=masks(dtype)))
+        found.append(with_keys_in_one(by_plain_block(kind, block, x, dy, masks=masks(dtype))))
     return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
 
-def ours(kind: str, recompute: str, dtype: torch.dtype, seed: int = 1) -> tuple[Results, list, list]:
+def ours(
+    kind: str, recompute: str, dtype: torch.dtype, seeds: Sequence[int] = (1,)
+) -> list[tuple[Results, list, list]]:
     """The same of our block on this rank's sequence shard, then the collectives of the forward and of the backward."""
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    options: dict = {"dropout": P, "recompute": recompute, "dtype": torch.float32}
-    block = make_block(kind, mesh, **options).to(dtype)
-    x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()].clone() for z in inputs(seed))
-    x.requires_grad_()
-    with record_collectives() as forward:
-        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
-    with record_collectives() as backward:
-        y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
+    mesh, found = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], []
+    block = make_block(kind, mesh, dropout=P, recompute=recompute, dtype=torch.float32).to(dtype)
+    for seed in seeds:
+        block.zero_grad()
+        x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()] for z in inputs(seed))
+        x = x.clone().requires_grad_()
+        with record_collectives() as forward:
+            y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
+        with record_collectives() as backward:
+            y.backward(dy)
+        results = {"y": y.detach(), "dx": x.grad} | with_keys_in_one(gradients(block))
+        found.append((results, list(forward), list(backward)))
+    return found
 
 
-def ours_for_seeds(kind: str, recompute: str, dtype: torch.dtype) -> list[Results]:
-    return [ours(kind, recompute, dtype, seed)[0] for seed in SEEDS]
+def without_recomputation() -> dict[tuple[str, torch.dtype], list[Results]]:
+    """One result for each seed."""
+    return {case: [each for each, *_ in ours(case[0], "none", case[1], SEEDS)] for case in product(DROPPED, DTYPES)}
 
 
 @pytest.mark.parametrize("t", [1, 2])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("kind", DROPPED)
-def test_gradients_are_the_plain_blocks(ranks, t, kind, recompute):
-    oracle = by_plain(kind, torch.float64)
-    for dtype in (torch.float32, torch.bfloat16):
-        baseline = by_plain(kind, dtype)
-        found = ranks(t).run(ours_for_seeds, kind, recompute, dtype)
-        (first, *_) = zip(*(joined(list(of_seed), 0) for of_seed in zip(*found, strict=True)), strict=True)
+def test_gradients_are_the_plain_blocks(ranks, t):
+    """Without recomputation; test_bits_do_not_depend_on_the_mode says the same of the other modes."""
+    by_rank = ranks(t).run(without_recomputation)
+    for kind, dtype in product(DROPPED, DTYPES):
+        oracle, baseline = by_plain(kind, torch.float64), by_plain(kind, dtype)
+        found = [joined(list(each), 0)[0] for each in zip(*(rank[kind, dtype] for rank in by_rank), strict=True)]
         for name, x in oracle.items():
-            actual = torch.stack([each[name] for each in first]).view(x.shape)
-            assert_kernel_close(actual, x, baseline[name], f"{kind} {recompute} t={t} {dtype} {name}")
+            actual = torch.stack([each[name] for each in found]).view(x.shape)
+            assert_kernel_close(actual, x, baseline[name], f"{kind} t={t} {dtype} {name}")
 
 
-@pytest.mark.parametrize("recompute", ["mlp", "full"])
-def test_bits_do_not_depend_on_the_mode(ranks, recompute):
-    for one, other in zip(
-        ranks(2).run(ours, DROPPED[0], "none", torch.float32), ranks(2).run(ours, DROPPED[0], recompute, torch.float32),
-        strict=True,
-    ):  # fmt: skip
-        assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+def in_every_mode() -> dict[tuple[str, torch.dtype, str], tuple[Results, list, list]]:
+    cases = product(DROPPED, DTYPES, RECOMPUTE)
+    return {(kind, dtype, mode): ours(kind, mode, dtype)[0] for kind, dtype, mode in cases}
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_collectives(ranks, recompute):
+@pytest.mark.parametrize("t", [1, 2])
+def test_bits_do_not_depend_on_the_mode(ranks, t):
+    for found in ranks(t).run(in_every_mode):
+        for (kind, dtype, mode), (results, *_) in found.items():
+            assert_identical(results, found[kind, dtype, "none"][0], f"{kind} {dtype} {mode}")
+
+
+def test_collectives(ranks):
     """The forward has 2 gathers and 2 reductions; so has the backward, and 2 gathers for the weight gradients. A
     recomputation adds its gathers, and of the reductions the one whose result is read."""
     nbytes = BATCH * SEQ * HIDDEN * 4
-    gathers, scatters = {"none": (4, 2), "mlp": (5, 2), "full": (6, 3)}[recompute]
-    for _, forward, backward in ranks(2).run(ours, DROPPED[0], recompute, torch.float32):
-        assert sorted(forward) == sorted([("all_gather", nbytes), ("reduce_scatter", nbytes)] * 2)
-        assert sorted(backward) == [("all_gather", nbytes)] * gathers + [("reduce_scatter", nbytes)] * scatters
+    for found in ranks(2).run(in_every_mode):
+        for recompute, (gathers, scatters) in {"none": (4, 2), "mlp": (5, 2), "full": (6, 3)}.items():
+            _, forward, backward = found[DROPPED[0], torch.float32, recompute]
+            assert sorted(forward) == sorted([("all_gather", nbytes), ("reduce_scatter", nbytes)] * 2)
+            assert sorted(backward) == [("all_gather", nbytes)] * gathers + [("reduce_scatter", nbytes)] * scatters
 
 
 def kept(recompute: str) -> int:

@@ -1,13 +1,16 @@
 """Layers compute on sequence shards what they compute of whole samples: results, gradients and dropout. x is (batch,
 seq / t, hidden), a slice of every sample on each rank, or (batch / t, seq, hidden), a slice of the tokens."""
 
-import pytest
+from collections.abc import Callable, Sequence
+from itertools import product
+
 import theirs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from steps import Results, assert_same, joined, step
+from steps import Results, joined, step
 from test_block_layer import BATCH, HIDDEN, SEQ, inputs, make_block
+from testing import assert_same
 from torch import Tensor, nn
 
 from tpformer.config import RECOMPUTE
@@ -34,37 +37,38 @@ def run(module: nn.Module, dim: int, named: bool, ids: Tensor | None, **options)
     return step(module, x, dy, **options)
 
 
-def tensor_parallel() -> TensorParallel:
-    return TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], True)
-
-
-def block(dim: int, kind: str, recompute: str, named: bool, ids: Tensor | None) -> Results:
-    made = make_block(kind, tensor_parallel().mesh, dropout=0.5, recompute=recompute)
+def block(tp: TensorParallel, dim: int, kind: str, recompute: str, named: bool, ids: Tensor | None) -> Results:
+    made = make_block(kind, tp.mesh, dropout=0.5, recompute=recompute)
     return run(made, dim, named, ids, dropout_key=DropoutKey(0, 1, torch.tensor([7, 2]), made))
 
 
-def assert_same_on_ranks(ranks, t: int, dim: int, function, *args) -> None:
-    (expected,) = ranks(1).run(function, dim, *args)
-    for result in joined(ranks(t).run(function, dim, *args), dim):
-        assert_same(result, expected, tolerance=1e-11)
+def on_rank(function: Callable[..., Results], dim: int, cases: list[tuple]) -> list[Results]:
+    tp = TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], True)
+    return [function(tp, dim, *case) for case in cases]
 
 
-@pytest.mark.parametrize("t", [2, 3])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("kind", ["gelu-layernorm", "qk-norm-head-dim-scaling"])
-@pytest.mark.parametrize("named, ids", [(False, None), (True, None), (True, IDS)])
-def test_a_block_on_shards_equals_the_whole(ranks, t, kind, recompute, named, ids):
-    assert_same_on_ranks(ranks, t, 1, block, kind, recompute, named, ids)
+def assert_same_on_ranks(ranks, sizes: Sequence[int], dim: int, function: Callable[..., Results], cases: list) -> None:
+    (wanted,) = ranks(1).run(on_rank, function, dim, cases)
+    for t in sizes:
+        for case, expected, *found in zip(cases, wanted, *ranks(t).run(on_rank, function, dim, cases), strict=True):
+            for result in joined(found, dim):
+                assert_same(result, expected, f"{case} on {t}")
 
 
-@pytest.mark.parametrize("ids", [None, IDS])
-def test_a_slice_of_the_tokens(ranks, ids):
-    assert_same_on_ranks(ranks, 2, 0, block, "qk-norm-head-dim-scaling", "none", True, ids)
+def test_a_block_on_shards_equals_the_whole(ranks):
+    kinds, samples = ("gelu-layernorm", "qk-norm-head-dim-scaling"), ((False, None), (True, None), (True, IDS))
+    cases = [(*case, *named) for *case, named in product(kinds, RECOMPUTE, samples)]
+    assert_same_on_ranks(ranks, (2, 3), 1, block, cases)
 
 
-def alone(dim: int, kind: str) -> Results:
+def test_a_slice_of_the_tokens(ranks):
+    cases = [("qk-norm-head-dim-scaling", "none", True, ids) for ids in (None, IDS)]
+    assert_same_on_ranks(ranks, (2,), 0, block, cases)
+
+
+def alone(tp: TensorParallel, dim: int, kind: str) -> Results:
     torch.manual_seed(0)
-    options: dict = {"tp": tensor_parallel(), "dtype": torch.float64}
+    options: dict = {"tp": tp, "dtype": torch.float64}
     if kind == "attention":
         return run(SelfAttention(HIDDEN, 6, rope_base=50.0, **options), dim, False, None)
     if kind == "mlp":
@@ -72,10 +76,9 @@ def alone(dim: int, kind: str) -> Results:
     return run(PositionEmbedding(SEQ, HIDDEN, **options), dim, True, IDS if kind == "documents" else None)
 
 
-@pytest.mark.parametrize("t", [2, 3])
-@pytest.mark.parametrize("kind", ["attention", "mlp", "positions", "documents"])
-def test_each_layer_on_shards_equals_the_whole(ranks, t, kind):
-    assert_same_on_ranks(ranks, t, 1, alone, kind)
+def test_each_layer_on_shards_equals_the_whole(ranks):
+    cases = [(kind,) for kind in ("attention", "mlp", "positions", "documents")]
+    assert_same_on_ranks(ranks, (2, 3), 1, alone, cases)
 
 
 class ParallelAttention(nn.Module):
@@ -93,15 +96,12 @@ class ParallelAttention(nn.Module):
         return self.o_proj(y.flatten(2).flatten(0, 1))
 
 
-def foreign(dim: int, parallel: bool, recompute: str) -> Results:
-    tp = tensor_parallel()
+def foreign(tp: TensorParallel, dim: int, parallel: bool, recompute: str) -> Results:
     module = make_block("gelu-layernorm", tp.mesh, recompute=recompute)
     torch.manual_seed(1)
     module.self_attn = ParallelAttention(tp) if parallel else theirs.Attention().double()
     return run(module, dim, True, None)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("parallel", [True, False])
-def test_an_attention_of_other_people(ranks, parallel, recompute):
-    assert_same_on_ranks(ranks, 2, 1, foreign, parallel, recompute)
+def test_an_attention_of_other_people(ranks):
+    assert_same_on_ranks(ranks, (2,), 1, foreign, list(product((True, False), RECOMPUTE)))

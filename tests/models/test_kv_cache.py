@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from testing import assert_kernel_close, assert_same
 from torch import Tensor, nn
 
 from tpformer.distributed import build_mesh
@@ -31,50 +32,59 @@ def build(config: str, tp: int = 1, dtype: torch.dtype = torch.float64) -> GPT:
     return GPT(GPTConfig(**BASE, **CONFIGS[config]), tp=TensorParallel(mesh), seed=3, dtype=dtype).eval()
 
 
-def in_pieces(config: str, tp: int, pieces: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits of the whole texts, and of the same in pieces with a cache, which starts small and grows."""
-    model, cache = build(config, tp), KVCache(capacity=2)
-    bounds = itertools.pairwise(itertools.accumulate(pieces, initial=0))
-    with torch.no_grad():
-        return model(IDS), torch.cat([model(IDS[:, a:b], cache=cache) for a, b in bounds], 1)
+PIECES = ([6, *[1] * 7, 5, 2], [*[1] * 12, 8], [20])
 
 
-def ragged(config: str, tp: int) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def in_pieces(model: GPT, pieces: list[int]) -> Tensor:
+    """The logits of texts that come in pieces. The cache starts small and grows."""
+    cache, bounds = KVCache(capacity=2), itertools.pairwise(itertools.accumulate(pieces, initial=0))
+    return torch.cat([model(IDS[:, a:b], cache=cache) for a, b in bounds], 1)
+
+
+@torch.no_grad()
+def ragged(model: GPT, whole: Tensor) -> tuple[Tensor, Tensor]:
     """Texts of different lengths: last logits of two padded pieces, then of single tokens; the same without a cache."""
-    model, cache = build(config, tp), KVCache()
-    found, expected = [], []
+    cache, found, expected = KVCache(), [], []
     for lengths in ([2, 7, 4], [4, 1, 3], *[[1, 1, 1]] * 4):
         rows = torch.full((3, max(lengths)), 49)
         starts = cache.lengths or [0, 0, 0]
-        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            rows[row, :length] = IDS[row, start : start + length]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        with torch.no_grad():
-            found.append(model(rows, cache=cache, lengths=lengths)[:, 0])
-            expected.append(torch.stack([model(IDS[row : row + 1, :end])[0, -1] for row, end in enumerate(ends)]))
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            rows[row, : end - start] = IDS[row, start:end]
+        found.append(model(rows, cache=cache, lengths=lengths)[:, 0])
+        expected.append(torch.stack([whole[row, end - 1] for row, end in enumerate(ends)]))
         assert cache.lengths == ends
     return torch.stack(found), torch.stack(expected)
 
 
+def with_and_without(tp: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """By configuration and pieces: logits with a cache, and those of whole texts without one."""
+    pairs = {}
+    for config in CONFIGS:
+        model = build(config, tp)
+        whole = model(IDS).detach()
+        pairs |= {f"{config} in {pieces}": (in_pieces(model, pieces), whole) for pieces in PIECES}
+        pairs[f"{config} ragged"] = ragged(model, whole)
+    return pairs
+
+
 # 4 ranks share 1 key-value head, or have 1.5 of 6: a rank then keeps two, and one of them for each query
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_logits_equal_those_without_a_cache(ranks, config, tp):
-    pieces = [[6, *[1] * 7, 5, 2], [1] * 20, [20]]
-    results = [ranks(tp).run(in_pieces, config, tp, lengths) for lengths in pieces]
-    for expected, found in itertools.chain(*results, ranks(tp).run(ragged, config, tp)):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+def test_logits_equal_those_without_a_cache(ranks, tp):
+    for pairs in ranks(tp).run(with_and_without, tp):
+        for name, (found, expected) in pairs.items():
+            assert_same(found, expected, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_low_precision_is_as_near_as_without_a_cache(dtype):
-    exact, model, cache = build("GQA")(IDS), build("GQA", dtype=dtype), KVCache()
+    exact, model, cache = build("GQA")(IDS).detach(), build("GQA", dtype=dtype), KVCache()
     with torch.inference_mode():
         found = torch.cat([model(IDS[:, i : i + 1], cache=cache) for i in range(20)], 1)
         whole = model(IDS)
     assert found.dtype == dtype and cache.layer("0").keys.dtype == dtype
-    error, baseline = ((each.double() - exact).abs().max() for each in (found, whole))
-    assert error <= 2 * (baseline + torch.finfo(dtype).eps * exact.abs().max())
+    assert_kernel_close(found, exact, whole, "logits")
 
 
 @torch.no_grad()
@@ -87,7 +97,7 @@ def test_samples_are_repeated_dropped_and_cut():
     cache.truncate([5, 9, 7])
     rows = torch.stack([IDS[2, 5:6], IDS[0, 9:10], IDS[2, 7:8]])
     found = model(rows, cache=cache)[:, 0]
-    torch.testing.assert_close(found, torch.stack([expected[2, 5], expected[0, 9], expected[2, 7]]))
+    assert_same(found, torch.stack([expected[2, 5], expected[0, 9], expected[2, 7]]))
     with pytest.raises(ValueError, match=r"a cache of \[6, 10, 8\] tokens cannot be cut to \[7, 1, 1\]"):
         cache.truncate([7, 1, 1])
 
@@ -116,7 +126,7 @@ def test_changed_children_use_the_cache_or_are_refused():
     model.layers["1"].mlp.register_forward_hook(lambda module, inputs, output: output + 1)
     expected, cache = model(IDS), KVCache()
     found = torch.cat([model(IDS[:, :5], cache=cache), model(IDS[:, 5:], cache=cache)], 1)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert_same(found, expected)
     model.layers["1"].self_attn.passes = False
     with pytest.raises(ValueError, match=r"layers.1 took a cache and left its tokens out"):
         model(IDS[:, :1], cache=cache)
@@ -160,15 +170,15 @@ def test_other_calls_are_refused():
             model.train()(IDS, cache=KVCache())
 
 
-def sharded():
-    mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
-    with torch.no_grad():
-        GPT(GPTConfig(**BASE), tp=mesh).eval()(IDS, cache=KVCache())
+def sharded() -> None:
+    model = GPT(GPTConfig(**BASE), tp=build_mesh("cpu", tensor_parallel=2)["tp"]).eval()
+    words = "a cache on 2 tensor-parallel ranks with sequence shards: build"
+    with torch.no_grad(), pytest.raises(ValueError, match=words):
+        model(IDS, cache=KVCache())
 
 
 def test_sequence_shards_are_refused(ranks):
-    with pytest.raises(RuntimeError, match=r"a cache on 2 tensor-parallel ranks with sequence shards: build"):
-        ranks(2).run(sharded)
+    ranks(2).run(sharded)
 
 
 def fully_sharded() -> list[Tensor]:
@@ -185,15 +195,16 @@ def fully_sharded() -> list[Tensor]:
 
 def test_a_model_that_fsdp2_shards_takes_a_cache(ranks):
     for whole, found in ranks(2).run(fully_sharded):
-        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+        assert_same(found, whole)
 
 
 @torch.no_grad()
 def test_a_block_alone_takes_a_cache_or_refuses():
-    block, cache, x = TransformerBlock(48, 4, rope_base=1e4).eval(), LayerCache(4), torch.randn(2, 8, 48)
+    block, cache = TransformerBlock(48, 4, rope_base=1e4, dtype=torch.float64).eval(), LayerCache(4)
+    x = torch.randn(2, 8, 48, dtype=torch.float64)
     pieces = [(0, 5), (5, 6), (6, 8)]
     found = [block(x[:, a:b], positions=Positions(2, b - a, offset=a), cache=cache) for a, b in pieces]
-    torch.testing.assert_close(torch.cat(found, 1), block(x))
+    assert_same(torch.cat(found, 1), block(x))
     with pytest.raises(ValueError, match="tokens from position 9 on, but the cache has 8: give positions whose offset"):
         block(x[:, :1], positions=Positions(2, 1, offset=9), cache=cache)
     with pytest.raises(ValueError, match=r"offset has 3 numbers for batch=2"):
@@ -201,4 +212,4 @@ def test_a_block_alone_takes_a_cache_or_refuses():
     with pytest.raises(ValueError, match="pad on the right"):
         block(x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool), cache=LayerCache(4))
     with pytest.raises(ValueError, match="a cache needs causal attention without sequence_parallel, but is_causal=F"):
-        TransformerBlock(48, 4, is_causal=False).eval()(x, cache=LayerCache(4))
+        TransformerBlock(48, 4, is_causal=False, dtype=torch.float64).eval()(x, cache=LayerCache(4))

@@ -1,10 +1,13 @@
 """A recomputed region of several layers keeps only its first input. Its recomputation leaves out the last GEMM, and all
 results have the bits that they have without recomputation."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from steps import Results, assert_same, gradients
+from steps import Results, gradients
+from testing import assert_identical
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -67,61 +70,64 @@ OPTIONS = {
 }
 
 
+without_recomputation = functools.cache(run)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bits_are_those_without_recomputation(name, monkeypatch):
     monkeypatch.setattr("tpformer.ops.Offload.__init__.__defaults__", (1,))
-    assert_same(run(**OPTIONS[name])[0], run(swiglu="swiglu" in OPTIONS[name])[0], tolerance=0)
+    assert_identical(run(**OPTIONS[name])[0], without_recomputation(swiglu="swiglu" in OPTIONS[name])[0])
 
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("interval", [1, 2, LAYERS])
 def test_hooks_and_adapters_keep_the_bits_in_regions(edit, interval):
-    assert_same(run(EDITS[edit], **FULL, recompute_interval=interval)[0], run(EDITS[edit])[0], tolerance=0)
+    results, _ = run(EDITS[edit], **FULL, recompute_interval=interval)
+    assert_identical(results, without_recomputation(EDITS[edit])[0])
 
 
-def on_rank(options: dict) -> tuple[Results, int]:
-    return run(**options)
+def by_interval(sequence_parallel: bool) -> dict[int, tuple[Results, int]]:
+    """What `run` returns without recomputation, and with regions of 1, of 2 and of all layers."""
+    intervals = {k: {**FULL, "recompute_interval": k} if k else {} for k in (0, 1, 2, LAYERS)}
+    return {k: run(sequence_parallel=sequence_parallel, **options) for k, options in intervals.items()}
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_parallel):
-    found = {}
-    for interval in (0, 1, 2, LAYERS):
-        options = {**FULL, "recompute_interval": interval} if interval else {}
-        found[interval] = ranks(2).run(on_rank, {**options, "sequence_parallel": sequence_parallel})[0]
-        assert_same(found[interval][0], found[0][0], tolerance=0)
+    found = ranks(2).run(by_interval, sequence_parallel)[0]
     # a recomputed layer repeats 2 reductions and, with sequence shards, 2 gathers; a region's last layer repeats 1 less
     again = 4 if sequence_parallel else 2
     for interval, regions in ((1, LAYERS), (2, 3), (LAYERS, 1)):
+        assert_identical(found[interval][0], found[0][0])
         assert found[interval][1] - found[0][1] == again * LAYERS - regions
 
 
 def sharded(interval: int) -> Results:
     """FSDP2 shards each layer and frees its parameters after a forward, so a region's second run gathers them again."""
-    model = GPT(
-        GPTConfig(**CONFIG), dtype=torch.float64, **({**FULL, "recompute_interval": interval} if interval else {})
-    )
+    options = {**FULL, "recompute_interval": interval} if interval else {}
+    model = GPT(GPTConfig(**CONFIG), dtype=torch.float64, **options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
-        assert not others_hook(layer._forward_hooks), (
-            "FSDP2's own hooks do not keep a region from leaving out its last GEMM"
-        )
+        assert not others_hook(layer._forward_hooks), "FSDP2's own hooks let a region leave out its last GEMM"
     fully_shard(model, mesh=mesh)
     results: Results = {}
     for step in (1, 2):
         ids = torch.randint(40, (BATCH, SEQ), generator=torch.Generator().manual_seed(dist.get_rank()))
-        loss = model(ids, targets=ids, sample_index=torch.arange(BATCH) + 2 * dist.get_rank(), step=step)
-        loss.backward()
+        index = torch.arange(BATCH) + 2 * dist.get_rank()
+        model(ids, targets=ids, sample_index=index, step=step).backward()
         results |= {f"{step} {name}": g for name, g in gradients(model).items()}
         model.zero_grad()
     return results
 
 
-@pytest.mark.parametrize("interval", [2, LAYERS])
-def test_sharded_layers_of_a_region_keep_the_bits(ranks, interval):
-    for one, other in zip(ranks(2).run(sharded, interval), ranks(2).run(sharded, 0), strict=True):
-        assert_same(one, other, tolerance=0)
+def sharded_by_interval() -> list[Results]:
+    return [sharded(interval) for interval in (0, 2, LAYERS)]
+
+
+def test_sharded_layers_of_a_region_keep_the_bits(ranks):
+    for plain, *recomputed in ranks(2).run(sharded_by_interval):
+        assert_identical(recomputed, [plain, plain])
 
 
 def test_one_input_is_kept_for_each_region():

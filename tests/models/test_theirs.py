@@ -3,7 +3,9 @@
 import pytest
 import torch
 import transformers
+from testing import assert_same
 
+from bench.families.training import in_float64
 from tpformer.models import GPT, GPTConfig
 
 COMMON = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -27,7 +29,8 @@ def test_logits_are_those_of_transformers(family):
     name, fields, options = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**COMMON, **fields)
-    theirs = getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+    with in_float64():  # their angles, too
+        theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for p in theirs.parameters():  # off 1 and 0
             p.normal_(1, 0.3) if p.ndim == 1 else p.normal_(0, 0.1)
@@ -43,7 +46,6 @@ def test_logits_are_those_of_transformers(family):
     assert values.keys() == {name for name, _ in ours.named_parameters()}
     ours.load_state_dict(values, strict=False)
     ids = torch.randint(37, (2, 50))
-    with torch.no_grad():
-        expected, found = theirs(ids).logits, ours.eval()(ids)
-    # transformers computes norms and angles in float32
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    with torch.no_grad(), in_float64():
+        expected = theirs(ids).logits
+    assert_same(ours.eval()(ids), expected)

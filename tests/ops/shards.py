@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from testing import assert_kernel_close
+from testing import assert_kernel_close, assert_same
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -113,11 +113,13 @@ def join(parts: list[Tensor], how: int | str) -> Tensor:
     return torch.cat(parts, int(how))
 
 
-def assert_same(actual: dict[str, Tensor], oracle: dict[str, Tensor], baseline: dict[str, Tensor]) -> None:
-    """float64 agrees to rounding; a lower precision has at most about the error of plain torch in that dtype."""
+def assert_close(actual: dict[str, Tensor], oracle: dict[str, Tensor], baseline: dict[str, Tensor]) -> None:
+    """A lower precision has at most about the error of plain torch in that dtype; float64 differs by rounding alone.
+
+    float64 gradients, whose names begin with d, are compared together: one of them may be zero but for rounding.
+    """
     assert actual.keys() == oracle.keys() == baseline.keys()
-    for name, x in actual.items():
-        if x.dtype == torch.float64:
-            torch.testing.assert_close(x, oracle[name], rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
-        else:
-            assert_kernel_close(x, oracle[name], baseline[name], name)
+    gradients = [name for name, x in actual.items() if x.dtype == torch.float64 and name.startswith("d")]
+    for name in actual.keys() - gradients:
+        assert_kernel_close(actual[name], oracle[name], baseline[name], name)
+    assert_same(*({name: each[name] for name in gradients} for each in (actual, oracle)))

@@ -1,5 +1,7 @@
-"""column_linear on 1 to 4 ranks has the outputs and gradients of norm and linear in plain torch. It runs exactly the
+"""column_linear on 1 to 3 ranks has the outputs and gradients of norm and linear in plain torch. It runs exactly the
 collectives of its docstring, with their bytes; its errors say what to do."""
+
+import re
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import assert_same, join, leaves, make, mine
+from shards import assert_close, join, leaves, make, mine
 from torch import Tensor
 
 from tpformer import ops
@@ -63,16 +65,10 @@ def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, li
         norm = ops.Norm(case["kind"], inputs["norm_weight"], inputs.get("norm_bias"), EPS)
     weights, biases = [inputs[f"weight{i}"] for i in range(n)], [inputs.get(f"bias{i}") for i in range(n)]
     single = n == 1
+    how = {"norm": norm, "carry": case["carry"], "sequence_parallel": case["sequence_parallel"]}
+    given = (weights[0], biases[0]) if single else (weights, biases)
     with record_collectives() as forward:
-        ys = ops.column_linear(
-            inputs["x"],
-            weights[0] if single else weights,
-            biases[0] if single else biases,
-            norm=norm,
-            carry=case["carry"],
-            group=dist.group.WORLD,
-            sequence_parallel=case["sequence_parallel"],
-        )
+        ys = ops.column_linear(inputs["x"], *given, group=dist.group.WORLD, **how)
     ys = (ys,) if single and not case["carry"] else ys
     if case["carry"]:
         *ys, carried = ys
@@ -87,18 +83,10 @@ def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, li
 def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
     results = ranks(t).run(on_rank, case, dtype)
     parallel = case["sequence_parallel"]
-    actual = {}
-    for name in results[0][0]:
-        if name.startswith("y"):
-            how: int | str = 1
-        elif name == "dx":
-            how = 0 if parallel else "equal"
-        elif name.startswith("dnorm"):
-            how = "sum" if parallel else "equal"
-        else:
-            how = 0
-        actual[name] = join([result[0][name] for result in results], how)
-    assert_same(actual, plain(case, torch.float64), plain(case, dtype))
+    how = {"y": 1, "x": 0 if parallel else "equal", "norm": "sum" if parallel else "equal", "weight": 0, "bias": 0}
+    parts = {name: re.fullmatch("d?(y|x|norm|weight|bias).*", name)[1] for name in results[0][0]}
+    actual = {name: join([result[0][name] for result in results], how[part]) for name, part in parts.items()}
+    assert_close(actual, plain(case, torch.float64), plain(case, dtype))
     nbytes = case["tokens"] * case["k"] * dtype.itemsize
     for _, forward, backward in results:
         if t == 1:
@@ -124,7 +112,7 @@ def cases(t: int) -> st.SearchStrategy[dict]:
     )
 
 
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("t", [1, 2, 3])
 def test_equals_plain_torch(ranks, t):
     @settings(max_examples=15, deadline=None, derandomize=True)
     @given(cases(t))
@@ -134,14 +122,13 @@ def test_equals_plain_torch(ranks, t):
     run()
 
 
-@pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_by_the_error_of_plain_torch(ranks, t, sequence_parallel, dtype):
-    check(ranks, t, case(12, 33, (12,), None, False, True, sequence_parallel), dtype)
-    if dtype == torch.float32:
-        check(ranks, t, case(12, 33, (12, 6), "rmsnorm", False, True, sequence_parallel), dtype)
-        check(ranks, t, case(12, 33, (12, 6), "layernorm", True, True, sequence_parallel, carry=True), dtype)
+def test_low_precision_by_the_error_of_plain_torch(ranks, sequence_parallel):
+    for dtype in (torch.float32, torch.bfloat16):
+        check(ranks, 2, case(12, 33, (12,), sequence_parallel=sequence_parallel), dtype)
+    check(ranks, 2, case(12, 33, (12, 6), "rmsnorm", sequence_parallel=sequence_parallel), torch.float32)
+    with_bias = case(12, 33, (12, 6), "layernorm", True, sequence_parallel=sequence_parallel, carry=True)
+    check(ranks, 2, with_bias, torch.float32)
 
 
 def frozen(name: str) -> tuple[list, list]:

@@ -17,7 +17,8 @@ from shards import OnTransport
 
 from tpformer import ops
 
-RANKS = [2, 3, pytest.param(4, marks=pytest.mark.proof)]
+# with the sizes that they take: two ranks all, three those above one of everything
+RANKS = [(2, slice(None)), (3, slice(1, 3)), pytest.param(4, slice(None), marks=pytest.mark.proof)]
 # (tokens per rank, K, widths per rank, norm, bias), from one of everything to primes, more than a tile of 16, weights
 COLUMNS = [
     (1, 1, (1,), (None, False), False),
@@ -34,16 +35,12 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("t", RANKS)
+@pytest.mark.parametrize("t, taken", RANKS, ids=[2, 3, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_column_equals_plain_torch(interpreted, t, sequence_parallel):
-    on_gpu.check_columns(OnTransport(interpreted, "fused"), t, sequence_parallel, torch.float32, COLUMNS)
-
-
-@pytest.mark.parametrize("t", RANKS)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_row_equals_plain_torch(interpreted, t, sequence_parallel):
-    on_gpu.check_rows(OnTransport(interpreted, "fused"), t, sequence_parallel, torch.float32, ROWS)
+def test_equals_plain_torch(interpreted, t, taken, sequence_parallel):
+    fused = OnTransport(interpreted, "fused")
+    on_gpu.check_columns(fused, t, sequence_parallel, torch.float32, COLUMNS[taken])
+    on_gpu.check_rows(fused, t, sequence_parallel, torch.float32, ROWS[taken])
 
 
 def copies(case: dict):
@@ -97,10 +94,9 @@ def test_copies_leave_own_rows_that_nobody_reads(interpreted):
     assert interpreted(2).run(own_rows_of_a_gather_by_copies) == [[False, True, True]] * 2
 
 
-@pytest.mark.parametrize("t", [2, 3])
-def test_late_ranks(interpreted, t):
+def test_late_ranks(interpreted):
     """The third step uses the first one's slots again."""
-    interpreted(t).run(on_gpu.late_ranks, "fused", torch.float32, 3)
+    interpreted(3).run(on_gpu.late_ranks, "fused", torch.float32, 3)
 
 
 def test_a_peer_that_never_arrives_is_named(interpreted):

@@ -131,17 +131,17 @@ def test_second_backward_of_a_kept_graph():
 def test_gpt_with_offload_and_recomputed_layers(storages):
     """A residual has 1 MiB, enough for the default threshold. A layer offloads 2 residuals, q, k, v, o and fc1's
     output, which a recomputed MLP does not keep. Evaluation offloads nothing."""
-    config = GPTConfig(vocab_size=40, seq_length=128, n_layers=3, hidden_size=256, n_heads=4, dropout=0.1)
-    ids = torch.randint(40, (8, 128), generator=torch.Generator().manual_seed(0))
+    config = GPTConfig(vocab_size=40, seq_length=64, n_layers=3, hidden_size=64, n_heads=4, dropout=0.1)
+    ids = torch.randint(40, (64, 64), generator=torch.Generator().manual_seed(0))
     gradients = []
     for options, count in (({}, 0), ({"offload_activations": True, "recompute": "mlp", "recompute_layers": "1:"}, 19)):
         model = GPT(config, **options)
-        model(ids, targets=ids, sample_index=torch.arange(8), step=1).backward()
+        model(ids, targets=ids, sample_index=torch.arange(64), step=1).backward()
         gradients.append([p.grad for p in model.parameters()])
         assert len(storages) == count
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     with torch.no_grad():
-        model(ids, sample_index=torch.arange(8), step=1)
+        model(ids, sample_index=torch.arange(64), step=1)
     assert len(storages) == 19
 
 

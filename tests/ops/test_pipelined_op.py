@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from pool import RankFailure
 from shards import OnTransport, make
+from testing import assert_same
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
@@ -19,7 +20,7 @@ from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduc
 from tpformer.distributed.collectives import combine
 
 
-@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("linear", [column, row], ids=["column", "row"])
 def test_equals_plain_torch(ranks, linear, t):
     @settings(max_examples=8, deadline=None, derandomize=True)
@@ -30,31 +31,31 @@ def test_equals_plain_torch(ranks, linear, t):
     run()
 
 
-@pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_by_the_error_of_plain_torch(ranks, t, sequence_parallel, dtype):
+def test_low_precision_by_the_error_of_plain_torch(ranks, sequence_parallel):
     pipelined = OnTransport(ranks, "pipelined")
-    column.check(pipelined, t, column.case(12, 33, (12,), None, False, True, sequence_parallel), dtype)
-    if dtype == torch.float32:
-        column.check(pipelined, t, column.case(12, 33, (12, 6), "layernorm", True, True, sequence_parallel), dtype)
-        row.check(pipelined, t, row.case(12, 60, 7, "silu", True, sp=sequence_parallel), dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        column.check(pipelined, 3, column.case(12, 33, (12,), sequence_parallel=sequence_parallel), dtype)
+    normed = column.case(12, 33, (12, 6), "layernorm", True, sequence_parallel=sequence_parallel)
+    column.check(pipelined, 3, normed, torch.float32)
+    row.check(pipelined, 3, row.case(12, 60, 7, "silu", True, sp=sequence_parallel), torch.float32)
 
 
-def few_rows(tokens: int):
-    x, weight = make(dist.get_rank(), torch.float64, x=(tokens, 3), weight=(5, 3)).values()
-    group = dist.group.WORLD
-    with torch.no_grad():
-        y = ops.row_linear(x, weight, group=group, sequence_parallel=False, transport="pipelined")
-    return x, weight, y
+def few_rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(this rank's product, the sum of all ranks') of 0, 1, 3 and 7 rows."""
+    found = []
+    for tokens in (0, 1, 3, 7):
+        x, weight = make(dist.get_rank(), torch.float64, x=(tokens, 3), weight=(5, 3)).values()
+        how = {"group": dist.group.WORLD, "sequence_parallel": False, "transport": "pipelined"}
+        with torch.no_grad():
+            found.append((x @ weight.t(), ops.row_linear(x, weight, **how)))
+    return found
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 7])
-def test_all_reduce_of_any_number_of_rows(ranks, tokens):
-    results = ranks(3).run(few_rows, tokens)
-    expected = sum(x @ weight.t() for x, weight, _ in results)
-    for *_, y in results:
-        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+def test_all_reduce_of_any_number_of_rows(ranks):
+    for results in zip(*ranks(3).run(few_rows), strict=True):
+        for _, y in results:
+            assert_same(y, sum(product for product, _ in results), f"{len(y)} rows")
 
 
 def scattered(rank: int) -> torch.Tensor:
@@ -133,7 +134,7 @@ def test_sub_groups(ranks):
     results = [ranks(4).run(in_pairs, transport) for transport in ("pipelined", "sequential")]
     for (calls, tensors), (expected_calls, expected) in zip(*results, strict=True):
         assert calls == expected_calls
-        torch.testing.assert_close(tensors, expected, rtol=1e-12, atol=1e-12)
+        assert_same(tensors, expected)
 
 
 def interrupted() -> None:

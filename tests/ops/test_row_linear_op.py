@@ -1,5 +1,7 @@
-"""row_linear on 1 to 4 ranks has the outputs and gradients of activation, linear, dropout and residual in plain torch.
+"""row_linear on 1 to 3 ranks has the outputs and gradients of activation, linear, dropout and residual in plain torch.
 It runs the collectives that its docstring lists, with those bytes; its errors say what to do."""
+
+import itertools
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import RankFailure
-from shards import Here, assert_same, join, leaves, make, mine
+from shards import Here, assert_close, join, leaves, make, mine
 from torch import Tensor
 
 from tpformer import ops
@@ -23,11 +25,7 @@ def case(tokens=12, k=12, n=7, activation=None, gated=False, bias=True, residual
 
 
 def tensors(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
-    shapes = {
-        "x": (case["tokens"], case["k"]),
-        "weight": (case["n"], case["k"]),
-        "dy": (case["tokens"], case["n"]),
-    }
+    shapes = {"x": (case["tokens"], case["k"]), "weight": (case["n"], case["k"]), "dy": (case["tokens"], case["n"])}
     if case["gated"]:
         shapes["gate"] = shapes["x"]
     if case["bias"]:
@@ -49,13 +47,8 @@ def plain(case: dict, dtype: torch.dtype) -> dict[str, Tensor]:
     values = tensors(case, dtype)
     dy = values.pop("dy")
     inputs = leaves(values)
-    functions = {
-        None: lambda x: x,
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    }
-    activation = functions[case["activation"]]
+    functions = {None: lambda x: x, "silu": F.silu, "gelu": F.gelu}
+    activation = functions.get(case["activation"], lambda x: F.gelu(x, approximate="tanh"))
     a = activation(inputs["gate"]) * inputs["x"] if case["gated"] else activation(inputs["x"])
     y = F.linear(a, inputs["weight"], inputs.get("bias"))
     if case["drop"]:
@@ -72,18 +65,11 @@ def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, li
     values = {name: mine(x, shard[name]) if name in shard else x for name, x in values.items()}
     dy = values.pop("dy")
     inputs = leaves(values)
+    how = {"activation": case["activation"], "sequence_parallel": case["sp"], "group": dist.group.WORLD}
+    how |= {"gate": inputs.get("gate"), "residual": inputs.get("residual")}
+    how["dropout"] = site(case, dist.get_rank() if case["sp"] else 0, len(dy))
     with record_collectives() as forward:
-        y = ops.row_linear(
-            inputs["x"],
-            inputs["weight"],
-            inputs.get("bias"),
-            activation=case["activation"],
-            gate=inputs.get("gate"),
-            residual=inputs.get("residual"),
-            dropout=site(case, dist.get_rank() if case["sp"] else 0, len(dy)),
-            group=dist.group.WORLD,
-            sequence_parallel=case["sp"],
-        )
+        y = ops.row_linear(inputs["x"], inputs["weight"], inputs.get("bias"), **how)
     with record_collectives() as backward:
         y.backward(dy)
     return {"y": y.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}, list(forward), list(backward)
@@ -94,7 +80,7 @@ def check(ranks, t: int, case: dict, dtype: torch.dtype) -> None:
     rows: int | str = 0 if case["sp"] else "equal"
     how = {"y": rows, "dresidual": rows, "dx": 1, "dgate": 1, "dweight": 1, "dbias": "sum" if case["sp"] else "equal"}
     actual = {name: join([result[0][name] for result in results], how[name]) for name in results[0][0]}
-    assert_same(actual, plain(case, torch.float64), plain(case, dtype))
+    assert_close(actual, plain(case, torch.float64), plain(case, dtype))
     nbytes = case["tokens"] * case["n"] * dtype.itemsize
     for _, forward, backward in results:
         if t == 1:
@@ -117,7 +103,7 @@ def cases(t: int) -> st.SearchStrategy[dict]:
     )
 
 
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("t", [1, 2, 3])
 def test_equals_plain_torch(ranks, t):
     @settings(max_examples=20, deadline=None, derandomize=True)
     @given(cases(t))
@@ -127,14 +113,18 @@ def test_equals_plain_torch(ranks, t):
     run()
 
 
-@pytest.mark.parametrize("t", [2, 3])
 @pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize("activation", [(None, False), ("gelu_tanh", False), ("silu", True)])
-def test_float32_by_the_error_of_plain_torch(ranks, t, sp, activation):
-    check(ranks, t, case(12, 60, 7, *activation, sp=sp), torch.float32)
+def test_float32_by_the_error_of_plain_torch(ranks, sp):
+    for activation in ((None, False), ("gelu_tanh", False), ("silu", True)):
+        check(ranks, 3, case(12, 60, 7, *activation, sp=sp), torch.float32)
 
 
-def normed_too(kind: str, transport: str, sp: bool) -> None:
+def normed_too() -> None:
+    for case in itertools.product(("layernorm", "rmsnorm"), ("sequential", "pipelined"), (True, False)):
+        check_normed_too(*case)
+
+
+def check_normed_too(kind: str, transport: str, sp: bool) -> None:
     """With next_norm the norm of the stored result is returned, too, without a gradient; all else stays as it was."""
     values = make(0, torch.float32, x=(12, 4), weight=(5, 4), bias=(5,), norm=(5,), dy=(12, 5))
     dy = mine(values["dy"], 0) if sp else values["dy"]
@@ -154,11 +144,8 @@ def normed_too(kind: str, transport: str, sp: bool) -> None:
 
 
 @pytest.mark.parametrize("t", [1, 2])
-@pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize("transport", ["sequential", "pipelined"])
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_norm_of_the_result(ranks, t, kind, transport, sp):
-    ranks(t).run(normed_too, kind, transport, sp)
+def test_norm_of_the_result(ranks, t):
+    ranks(t).run(normed_too)
 
 
 def test_inputs_are_left_alone():
@@ -177,10 +164,6 @@ def test_wrong_arguments_are_refused():
         ops.row_linear(x, weight, activation="swiglu")
     with pytest.raises(ValueError, match=r"a gate needs an activation: give one, for act\(gate\) \* x"):
         ops.row_linear(x, weight, gate=x)
-
-
-def test_next_norm_at_the_end_of_a_region_is_refused():
-    x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="next_norm with ends_region: nothing follows"):
         ops.row_linear(x, weight, next_norm=ops.Norm("rmsnorm", torch.ones(4), None, 1e-5), ends_region=True)
 

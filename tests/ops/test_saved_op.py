@@ -1,5 +1,7 @@
 """Between forward and backward each operation keeps exactly what its docstring lists."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,11 @@ TOKENS, K, N = 12, 10, 6
 
 def rand(*shape: int) -> torch.Tensor:
     return torch.randn(shape, requires_grad=True)
+
+
+def linears() -> None:
+    for operation, sequence_parallel in itertools.product((column, row), (True, False)):
+        operation(sequence_parallel)
 
 
 def column(sequence_parallel: bool) -> None:
@@ -38,27 +45,16 @@ def row(sequence_parallel: bool) -> None:
     for activation, gated in ((None, False), ("gelu_tanh", False), ("silu", True)):
         x, gate = rand(TOKENS, K), rand(TOKENS, K) if gated else None
         with Saved(weight, bias).recording() as saved:
-            ops.row_linear(
-                x,
-                weight,
-                bias,
-                activation=activation,
-                gate=gate,
-                residual=residual,
-                dropout=site,
-                group=dist.group.WORLD,
-                sequence_parallel=sequence_parallel,
-            )
+            how = {"residual": residual, "dropout": site, "sequence_parallel": sequence_parallel}
+            ops.row_linear(x, weight, bias, activation=activation, gate=gate, group=dist.group.WORLD, **how)
         # the pre-activation and the gate; but no activation output, mask or residual
         expected = {x.untyped_storage(): 4 * TOKENS * K} | ({gate.untyped_storage(): 4 * TOKENS * K} if gated else {})
         assert saved.sizes() == expected, activation
 
 
 @pytest.mark.parametrize("t", [1, 2])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("operation", [column, row])
-def test_linears_save_what_they_list(ranks, t, sequence_parallel, operation):
-    ranks(t).run(operation, sequence_parallel)
+def test_linears_save_what_they_list(ranks, t):
+    ranks(t).run(linears)
 
 
 def test_dropout_and_rope_save_nothing():

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from pool import RankFailure
 from shards import join, make
+from testing import assert_identical, assert_same
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
@@ -42,7 +43,7 @@ def test_values_gradients_and_communication(ranks, t, name):
     results = ranks(t).run(on_rank, name)
     reduce, whole = name.startswith("reduce"), tensor(100)
     y = join([r[0] for r in results], 0 if name in ("reduce", "scatter") else "equal")
-    torch.testing.assert_close(y, sum(tensor(rank) for rank in range(t)) if reduce else tensor(0))
+    assert_same(y, sum(tensor(rank) for rank in range(t)) if reduce else tensor(0))
     # the loss is sum(y * factor), so every rank's summand of y, and every row of x, has the gradient `factor`
     assert torch.equal(join([r[1] for r in results], 0 if name == "gather" else "equal"), whole)
     expected = {
@@ -81,7 +82,7 @@ def test_columns_are_gathered_and_taken(ranks, t, n):
     for rank, (gathered, dx, taken, dtaken, calls) in enumerate(ranks(t).run(columns_on_rank, n)):
         assert torch.equal(gathered, whole) and torch.equal(dx, (whole + 1).chunk(t, 1)[rank])
         assert torch.equal(taken, whole[:, rank : rank + 2])
-        torch.testing.assert_close(dtaken, whole * uses, rtol=1e-14, atol=0)
+        assert_identical(dtaken, whole * uses)
         padded = -(-n // t) * t
         assert calls == [("all_gather", TOKENS * padded * 8), ("all_reduce", TOKENS * n * 8)]
 

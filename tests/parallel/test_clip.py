@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from testing import assert_same
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -33,36 +34,39 @@ def rows(first: int = 0, last: int = ROWS) -> torch.Tensor:
     return torch.arange(ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).cos()[first:last]
 
 
-def clipped(data_parallel: int, by_parameters: bool, maximum: float, norm_type: float):
+LIMITS = [(0.1, 2.0), (1e9, 2.0), (0.1, math.inf), (0.1, 3.0)]
+
+
+def clipped(data_parallel: int, by_parameters: bool) -> list[tuple]:
+    """For each of LIMITS: the norm, whole gradients after clipping, and the collectives that it took."""
     mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=data_parallel)
-    built = model(mesh["tp"])
-    share, number = ROWS // data_parallel, mesh["dp_shard"].get_local_rank()
-    if data_parallel > 1:
-        for part in (built[1], built[2]):  # the plain linear stays plain: its gradient is summed here
-            fully_shard(part, mesh=mesh["dp_shard"])
-            part.set_gradient_divide_factor(1.0)
-    backward(built, rows(share * number, share * (number + 1)))
-    if data_parallel > 1:
-        for p in built[0].parameters():
-            torch.distributed.all_reduce(p.grad, group=mesh.get_group("dp_shard"))
-    with record_collectives() as calls:
-        norm = clip_grad_norm_(built.parameters() if by_parameters else built, maximum, norm_type, foreach=True)
-    return norm, {name: full_tensor(p.grad) for name, p in built.named_parameters()}, [name for name, _ in calls]
+    share, number, found = ROWS // data_parallel, mesh["dp_shard"].get_local_rank(), []
+    for limit in LIMITS:
+        built = model(mesh["tp"])
+        if data_parallel > 1:
+            for part in (built[1], built[2]):  # the plain linear stays plain: its gradient is summed here
+                fully_shard(part, mesh=mesh["dp_shard"]).set_gradient_divide_factor(1.0)
+        backward(built, rows(share * number, share * (number + 1)))
+        if data_parallel > 1:
+            for p in built[0].parameters():
+                torch.distributed.all_reduce(p.grad, group=mesh.get_group("dp_shard"))
+        with record_collectives() as calls:
+            norm = clip_grad_norm_(built.parameters() if by_parameters else built, *limit, foreach=True)
+        found.append((norm, {name: full_tensor(p.grad) for name, p in built.named_parameters()}, calls))
+    return found
 
 
 @pytest.mark.parametrize(("data_parallel", "by_parameters"), [(1, True), (1, False), (2, True)])
-@pytest.mark.parametrize(("maximum", "norm_type"), [(0.1, 2.0), (1e9, 2.0), (0.1, math.inf), (0.1, 3.0)])
-def test_equals_torch(ranks, data_parallel, by_parameters, maximum, norm_type):
-    built = model()
-    backward(built, rows())
-    norm = torch.nn.utils.clip_grad_norm_(built.parameters(), maximum, norm_type)
-    for found, gradients, calls in ranks(2 * data_parallel).run(
-        clipped, data_parallel, by_parameters, maximum, norm_type
-    ):
-        assert found.dtype == norm.dtype and calls == ["all_reduce"] * data_parallel
-        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
-        for name, p in built.named_parameters():
-            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-9, atol=1e-12, msg=name)
+def test_equals_torch(ranks, data_parallel, by_parameters):
+    by_rank = ranks(2 * data_parallel).run(clipped, data_parallel, by_parameters)
+    for limit, results in zip(LIMITS, zip(*by_rank, strict=True), strict=True):
+        built = model()
+        backward(built, rows())
+        norm = torch.nn.utils.clip_grad_norm_(built.parameters(), *limit)
+        for found, gradients, calls in results:
+            assert [name for name, _ in calls] == ["all_reduce"] * data_parallel, limit
+            assert_same(found, norm, f"norm of {limit}")
+            assert_same(gradients, {name: p.grad for name, p in built.named_parameters()}, f"clipped to {limit}")
 
 
 def with_partial_gradients():
@@ -81,9 +85,8 @@ def test_partial_gradients_are_added_up(ranks):
     part((rows() @ torch.ones(WIDTH, 8, dtype=torch.float64)).sin()).square().sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(part.parameters(), 0.1)
     for found, gradients in ranks(2).run(with_partial_gradients):
-        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
-        for name, p in part.named_parameters():
-            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-9, atol=1e-12, msg=name)
+        assert_same(found, norm)
+        assert_same(gradients, {name: p.grad for name, p in part.named_parameters()})
 
 
 def test_plain_parameters_need_no_process_group():

@@ -1,32 +1,27 @@
-"""Partial gradients are added up once; the norm and the clipped gradients equal one process's."""
+"""Partial gradients are added up once, and the norm counts every parameter once."""
 
 import copy
 
 import pytest
 import torch
-from steps import gradients
+from testing import assert_same
 from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
-from tpformer.parallel import gradient_norm, reduce_partial_gradients, scale_gradients
+from tpformer.parallel import gradient_norm, reduce_partial_gradients
 
 CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=24, n_heads=2, n_kv_heads=1)
 
 
-def gradients_of(tp: int, sequence_parallel: bool = True):
-    mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
-    model = GPT(CONFIG, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64)
+def reduce_twice():
+    mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
+    model = GPT(CONFIG, tp=TensorParallel(mesh, True), dtype=torch.float64)
     ids = torch.arange(24).view(2, 12)
     model(ids, targets=ids.flip(1)).backward()
-    return model, mesh.get_group()
-
-
-def reduce_twice(tp: int):
-    model, group = gradients_of(tp)
     with pytest.raises(RuntimeError, match="reduce_partial_gradients"):
-        gradient_norm(model.parameters(), [group])
+        gradient_norm(model.parameters(), [mesh.get_group()])
     with record_collectives() as first:
         reduce_partial_gradients(model)
     before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
@@ -38,7 +33,7 @@ def reduce_twice(tp: int):
 
 
 def test_one_all_reduce_and_idempotent(ranks):
-    for first, second, same, replicated in ranks(2).run(reduce_twice, 2):
+    for first, second, same, replicated in ranks(2).run(reduce_twice):
         assert [name for name, _ in first] == ["all_reduce"]
         assert second == [] and same
         # all ranks share norms, row biases, positions, and the one key-value head
@@ -48,34 +43,12 @@ def test_one_all_reduce_and_idempotent(ranks):
         assert first[0][1] == elements * 8
 
 
-def norm_and_clipped(tp: int, sequence_parallel: bool, maximum: float):
-    model, group = gradients_of(tp, sequence_parallel)
-    reduce_partial_gradients(model)
-    parameters = list(model.parameters())
-    norm = gradient_norm(parameters, [group])
-    scale_gradients(parameters, min(1.0, maximum / (float(norm) + 1e-6)))
-    return float(norm), gradients(model)
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("maximum", [0.1, 1e9])
-def test_norm_and_clipping_equal_torch(ranks, sequence_parallel, maximum):
-    model = GPT(CONFIG, dtype=torch.float64)
-    ids = torch.arange(24).view(2, 12)
-    model(ids, targets=ids.flip(1)).backward()
-    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), maximum))
-    for norm, clipped in ranks(2).run(norm_and_clipped, 2, sequence_parallel, maximum):
-        assert norm == pytest.approx(expected, rel=1e-12)
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(clipped[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
-
-
 def norm_of_a_mixture():
     """A user's plain parameter, equal on all ranks, stands beside one that is sharded over one of two axes."""
     mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2)
-    plain = torch.nn.Parameter(torch.zeros(3))
-    plain.grad = torch.tensor([1.0, 2.0, 2.0])
-    local = torch.full((2,), 2.0)
+    plain = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    plain.grad = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64)
+    local = torch.full((2,), 2.0, dtype=torch.float64)
     sharded = torch.nn.Parameter(DTensor.from_local(local.clone(), mesh["tp"], [Shard(0)], run_check=False))
     sharded.grad = DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False)
     return float(gradient_norm([plain, sharded], [mesh.get_group("tp"), mesh.get_group("dp_shard")]))
@@ -83,4 +56,4 @@ def norm_of_a_mixture():
 
 def test_parameters_on_different_meshes_count_once(ranks):
     # the squares are 9 for the plain one and 4 * 4 for the sharded one
-    assert ranks(4).run(norm_of_a_mixture) == pytest.approx([5.0] * 4)
+    assert_same(ranks(4).run(norm_of_a_mixture), [5.0] * 4)

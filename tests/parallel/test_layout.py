@@ -58,15 +58,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_contradictions_are_refused(name):
-    fields, words = REFUSED[name]
-    with pytest.raises(ValueError) as error:
-        Layout(**fields).check()
-    for word in words:
-        assert word in str(error.value)
-
-
+# name -> (fields, layers, microbatches, words)
 PIPELINES = {
     "layers": ({"pipeline_parallel": 4}, 3, 8, ["n_layers=3", "4 stages"]),
     "looped layers": ({"pipeline_parallel": 4, "pipeline_schedule": "LoopedBFS"}, 7, 8, ["n_layers=7", "8 stages"]),
@@ -82,11 +74,12 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_without_enough_work_are_refused(name):
-    fields, n_layers, n_microbatches, words = PIPELINES[name]
+@pytest.mark.parametrize("name", [*REFUSED, *PIPELINES])
+def test_contradictions_are_refused(name):
+    """And pipelines without enough work."""
+    fields, *work, words = REFUSED.get(name) or PIPELINES[name]
     with pytest.raises(ValueError) as error:
-        Layout(**fields).check_pipeline(n_layers, n_microbatches)
+        Layout(**fields).check_pipeline(*work) if work else Layout(**fields).check()
     for word in words:
         assert word in str(error.value)
 

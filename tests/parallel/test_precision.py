@@ -2,9 +2,9 @@
 
 import dataclasses
 
-import pytest
 import torch
 import torch.distributed as dist
+from testing import assert_identical
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -28,9 +28,12 @@ def sharded_gradients(recompute: str) -> list[torch.Tensor]:
     return [p.grad.to_local().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("recompute", ["mlp", "full"])
-def test_sharded_parameters_and_dropout_under_recomputation(ranks, recompute):
+def by_mode() -> list[list[torch.Tensor]]:
+    return [sharded_gradients(recompute) for recompute in ("none", "mlp", "full")]
+
+
+def test_sharded_parameters_and_dropout_under_recomputation(ranks):
     """A layer's second run gathers its parameters again, and draws the same dropout."""
-    kept, again = (ranks(2).run(sharded_gradients, mode) for mode in ("none", recompute))
-    for one, other in zip(kept, again, strict=True):
-        assert all(a.any() for a in one) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for kept, *again in ranks(2).run(by_mode):
+        assert all(gradient.any() for gradient in kept)
+        assert_identical(again, [kept, kept])

@@ -1,13 +1,13 @@
 """Replicas add up gradients by the algorithm that the layout names, once a step, and nothing else changes."""
 
-import dataclasses
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from testing import assert_identical, assert_same
 
-from tpformer.config import Layout, RunConfig, build_config, check_config
+from tpformer.config import RunConfig, build_config, check_config
 from tpformer.config.layout import ALL_REDUCES
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS
@@ -15,15 +15,16 @@ from tpformer.distributed.reductions import RUNNABLE
 from tpformer.parallel.replicas import ranks_of_a_node
 from tpformer.training.checkpoint import Checkpointer, load_checkpoint
 from tpformer.training.checkpoint_files import step_path
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.model import ModelParts
+from tpformer.training.optimizer import LocalUpdate, build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
-MODEL = {"vocab_size": 128, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 2, "position": "rope"}
+MODEL = {"vocab_size": 128, "seq_length": 8, "hidden_size": 16, "n_heads": 2, "position": "rope"}
 
 
-def config_of(n_layers: int = 2, **parallel: object) -> RunConfig:
-    train = {"global_batch_size": 8, "microbatch_size": 1, "device": "cpu", "dtype": "float32"}
+def config_of(n_layers: int = 1, dtype: str = "float32", **parallel: object) -> RunConfig:
+    train = {"global_batch_size": 8, "microbatch_size": 1, "device": "cpu", "dtype": dtype}
     config = build_config(
         {"model": {**MODEL, "n_layers": n_layers}, "parallel": parallel, "train": train, "data": {"train": ["unused"]}}
     )
@@ -31,23 +32,32 @@ def config_of(n_layers: int = 2, **parallel: object) -> RunConfig:
     return config
 
 
-def train(config: RunConfig, steps: int, directory=None) -> tuple[list[float], list[int], list[torch.Tensor]]:
-    """Losses, bytes of the messages of the last step, and what this rank holds of the parameters. Saves them, too."""
+def built(config: RunConfig) -> tuple[ModelParts, list[LocalUpdate]]:
     model = build_model(config, run_mesh(config, "cpu"))
-    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    return model, [build_optimizer(part, config.optimizer) for part in model.parts]
+
+
+def take_step(model: ModelParts, optimizers: list[LocalUpdate], step: int) -> float:
+    first, share = model.own_samples(8 * (step - 1), 8)
+    rows = torch.arange(first, first + share)[:, None] * 7 % 50 + torch.arange(9)
+    return float(train_step(model, optimizers, rows, first_sample=first, step=step, lr=1e-2, clip_norm=1.0).loss)
+
+
+def save(directory, step: int, model: ModelParts, optimizers: list[LocalUpdate]) -> None:
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(step, model.parts, optimizers)
+    checkpointer.wait()
+
+
+def train(config: RunConfig, steps: int) -> tuple[list[float], list[int], list[torch.Tensor]]:
+    """Losses, bytes of the messages of the last step, and what this rank holds of the parameters."""
+    model, optimizers = built(config)
+    own = config.parallel.all_reduce != "library"
+    refusing = refuse_float32(dist.all_reduce) if own else dist.all_reduce
     losses = []
     for step in range(1, steps + 1):
-        first, share = model.own_samples(8 * (step - 1), 8)
-        rows = torch.arange(first, first + share)[:, None] * 7 % 50 + torch.arange(9)
-        own = config.parallel.all_reduce != "library"
-        refusing = refuse_float32(dist.all_reduce) if own else dist.all_reduce
         with record_collectives() as calls, mock.patch.object(dist, "all_reduce", refusing):
-            result = train_step(model, optimizers, rows, first_sample=first, step=step, lr=1e-2, clip_norm=1.0)
-        losses.append(float(result.loss))
-    if directory is not None:
-        checkpointer = Checkpointer(directory)
-        checkpointer.save(steps, model.parts, optimizers)
-        checkpointer.wait()
+            losses.append(take_step(model, optimizers, step))
     sent = [nbytes for name, nbytes in calls if name == "send"]
     return losses, sent, [parameter.to_local().detach().clone() for parameter in model.parameters()]
 
@@ -66,29 +76,38 @@ def test_every_algorithm_has_a_name_in_the_configuration():
     assert ALL_REDUCES == ("library", *RUNNABLE)
 
 
+def two_dtypes(parallel: dict) -> tuple[tuple, list[float]]:
+    """What two steps give in float32, and their losses in float64."""
+    return train(config_of(**parallel), 2), train(config_of(dtype="float64", **parallel), 2)[0]
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_process(ranks) -> list[float]:
+    return ranks(1).run(train, config_of(dtype="float64", cpu_offload=True), 2)[0][0]
+
+
 @pytest.mark.parametrize(("algorithm", "zero"), [("ring", 1), ("butterfly", 3), ("driver", 2)])
-def test_replicas_send_what_the_algorithm_says_once_a_step(ranks, algorithm, zero):
+def test_replicas_send_what_the_algorithm_says_once_a_step(ranks, losses_of_one_process, algorithm, zero):
     """Two replicas of two shards, and two microbatches, after which all that the shards have is reduced."""
-    parallel = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": zero}
-    config = config_of(all_reduce=algorithm, **parallel)
-    found = ranks(4).run(train, config, 2)
-    units = config.model.n_layers + 1
-    cost = ALGORITHMS[algorithm](2, 4 * config.model.n_parameters / 2)
-    assert sum(len(sent) for _, sent, _ in found) == 2 * units * cost.messages
-    assert sum(sum(sent) for _, sent, _ in found) == 2 * cost.values
-    losses, _, parameters = found[0]
-    assert losses == pytest.approx(ranks(1).run(train, config_of(cpu_offload=True), 2)[0][0], rel=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(parameters, found[2][2], strict=True)), "replicas hold the same bits"
+    parallel = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": zero, "all_reduce": algorithm}
+    found = ranks(4).run(two_dtypes, parallel)
+    model = config_of(**parallel).model
+    units = model.n_layers + 1
+    cost = ALGORITHMS[algorithm](2, 4 * model.n_parameters / 2)
+    assert sum(len(sent) for (_, sent, _), _ in found) == 2 * units * cost.messages
+    assert sum(sum(sent) for (_, sent, _), _ in found) == 2 * cost.values
+    assert_identical(found[0][0][2], found[2][0][2], "what replicas hold")
+    assert_same(found[0][1], losses_of_one_process)
 
 
-def saved_and_loaded(directory, before: Layout, after: Layout) -> list[torch.Tensor]:
-    """What a rank of one layout holds, and of another that has loaded it: the sums over all of its elements."""
-    config = config_of(**dataclasses.asdict(before))
-    train(config, 1, directory)
+def saved_and_loaded(directory, before: str, after: str) -> list[torch.Tensor]:
+    """What ranks of one algorithm hold, and of another that have loaded it: the sums over all of its elements."""
     sums = []
-    for layout in (before, after):
-        other = dataclasses.replace(config, parallel=layout)
-        model = build_model(other, run_mesh(other, "cpu"))
+    for algorithm in (before, after):
+        model, optimizers = built(config_of(data_parallel_replicate=2, data_parallel_shard=2, all_reduce=algorithm))
+        if algorithm == before:
+            take_step(model, optimizers, 1)
+            save(directory, 1, model, optimizers)
         load_checkpoint(step_path(directory, 1), model.parts, group=dist.group.WORLD)
         sums.append(torch.stack([parameter.full_tensor().double().sum() for parameter in model.parameters()]))
     return sums
@@ -96,8 +115,7 @@ def saved_and_loaded(directory, before: Layout, after: Layout) -> list[torch.Ten
 
 @pytest.mark.parametrize(("before", "after"), [("ring", "library"), ("library", "tree")])
 def test_checkpoints_do_not_depend_on_it(ranks, tmp_path, before, after):
-    layouts = [Layout(data_parallel_replicate=2, data_parallel_shard=2, all_reduce=name) for name in (before, after)]
-    for saved, loaded in ranks(4).run(saved_and_loaded, tmp_path, *layouts):
+    for saved, loaded in ranks(4).run(saved_and_loaded, tmp_path, before, after):
         assert torch.equal(saved, loaded) and saved.abs().sum() > 0
 
 

@@ -28,7 +28,7 @@ CHOSEN = (
     ("PP2 Interleaved1F1B ZeRO 3 x2", "bfloat16"),
     ("PP2 ZBVZeroBubble ZeRO 1 x2", "bfloat16"),
 )
-OTHERS = [each for each in itertools.product(zero.CASES, zero.DTYPES) if each not in CHOSEN]
+OTHERS = [(case, dtype) for case, dtype in zip(zero.CASES, itertools.cycle(zero.DTYPES)) if case not in dict(CHOSEN)]
 
 
 def problems(ranks: WorkerPool, case: str, dtype: str) -> list[str]:
@@ -40,10 +40,7 @@ def problems(ranks: WorkerPool, case: str, dtype: str) -> list[str]:
     return zero.problems_of(rows)
 
 
-@pytest.mark.parametrize(
-    "case, dtype",
-    [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)],
-)
+@pytest.mark.parametrize("case, dtype", [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)])
 def test_bytes_and_collectives(ranks: WorkerPool, case: str, dtype: str) -> None:
     assert problems(ranks, case, dtype) == []
 
@@ -51,9 +48,10 @@ def test_bytes_and_collectives(ranks: WorkerPool, case: str, dtype: str) -> None
 def test_reduction_in_16_bits(ranks: WorkerPool) -> None:
     """Microbatches add up in bfloat16 only where FSDP2 can do nothing else: before its reduction, below stage 2."""
     parallel = {"data_parallel_shard": 2, "data_parallel_replicate": 2, "reduce_dtype": "bfloat16"}
-    configs = [zero.run_config({**parallel, "zero_stage": stage}, "bfloat16", SMALL) for stage in (1, 2)]
+    model = {**SMALL, "n_layers": 1}
+    configs = [zero.run_config({**parallel, "zero_stage": stage}, "bfloat16", model) for stage in (1, 2)]
     first, second = (ranks(4).run(zero.measure, config) for config in configs)
-    units = 5
+    units = 2
     once, each = (by_name(measured[0].collectives, DATA) for measured in (first, second))
     assert each["all_reduce"] == each["reduce_scatter"] == units * zero.MICROBATCHES
     assert once["all_reduce"] == units

@@ -3,20 +3,20 @@ bytes, and the largest example is counted in one process."""
 
 import dataclasses
 import re
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from bench.layer_memory import Layer, expected_items
-from tpformer.config import OptimizerSection, RunConfig, build_config, read_toml
+from tpformer.config import OptimizerSection, RunConfig, build_config, read_toml, to_toml
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
 from tpformer.planner.bubbles import schedule_order
 from tpformer.planner.counting import StageCount
-from tpformer.planner.dry_run import count_parameters, count_rank, default_ranks, plan_config
+from tpformer.planner.dry_run import _Rank, count_parameters, count_rank, default_ranks, plan_config
 from tpformer.planner.memory import fused_workspaces, layer_workspace, occupancies, schedule_peak
 from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.report import head, rank_lines, rank_plan, report, size
@@ -25,17 +25,9 @@ ROOT = Path(__file__).parents[2]
 COUNTED = [ROOT / "examples" / f"{name}.toml" for name in ("gpt_tiny", "moe_tiny", "gpt_7.5b", "gpt_145b", "llama3_8b")]
 MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4}
 LLAMA = {
-    **MODEL,
-    "n_kv_heads": 2,
-    "head_dim": 12,
-    "qk_norm": True,
-    "sliding_window": 7,
-    "norm": "rmsnorm",
-    "activation": "swiglu",
-    "position": "rope",
-    "bias": False,
-    "tie_embeddings": False,
-}
+    **MODEL, "n_kv_heads": 2, "head_dim": 12, "qk_norm": True, "sliding_window": 7, "norm": "rmsnorm",
+    "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
+}  # fmt: skip
 MOE = {
     **LLAMA, "sliding_window": None, "n_experts": 8, "experts_per_token": 4, "expert_ffn_size": 12,
     "shared_expert_size": 8, "first_dense_layers": 1, "router_bias": True,
@@ -75,20 +67,16 @@ def test_a_layer_keeps_what_the_memory_bench_counts(tp, recompute):
     assert saved_per_layer(tp, recompute) == sum(expected_items(layer).values())
 
 
-@pytest.mark.parametrize("interval, offloaded", [(1, 3), (2, 1), (3, 1), (4, 0)])
-def test_a_region_keeps_its_input(interval, offloaded):
+def test_a_region_keeps_its_input():
     """There are 4 layers; the input of the last region stays on the device."""
-    model = {**MODEL, "seq_length": 512, "hidden_size": 256, "n_heads": 8}
-    kept, again = [], []
-    for each in (1, interval):
-        parallel = {"recompute": "full", "recompute_interval": each, "offload_activations": True}
+    model, unit, kept, again = {**MODEL, "seq_length": 512, "hidden_size": 256, "n_heads": 8}, 2 * 512 * 256 * 4, {}, {}
+    for interval, offloaded in ((1, 3), (2, 1), (3, 1), (4, 0)):
+        parallel = {"recompute": "full", "recompute_interval": interval, "offload_activations": True}
         config = plan_config(configuration(parallel, {"global_batch_size": 2, "dtype": "float32"}, model))
-        kept.append(count_rank(config, 0).stages[0])
-        again.append(layer_workspace(config, 0))
-    unit = 2 * 512 * 256 * 4
-    assert kept[0].saved - kept[1].saved == (4 - -(-4 // interval)) * unit
-    assert kept[1].offloaded == offloaded * unit
-    assert again[1] - again[0] == (interval - 1) * 10 * unit, "q, k, v, attention, fc1, two residuals"
+        kept[interval], again[interval] = count_rank(config, 0).stages[0], layer_workspace(config, 0)
+        assert kept[1].saved - kept[interval].saved == (4 - -(-4 // interval)) * unit
+        assert kept[interval].offloaded == offloaded * unit
+        assert again[interval] - again[1] == (interval - 1) * 10 * unit, "q, k, v, attention, fc1, two residuals"
 
 
 SHARDED = {"data_parallel_shard": 4}
@@ -134,13 +122,13 @@ def test_offloaded_activations_are_those_of_all_layers_but_the_last():
         config = plan_config(
             configuration({"offload_activations": offload}, {"global_batch_size": 2, "dtype": "float32"}, model)
         )
-        stages.append(count_rank(config, 0).stages[0])
+        count = count_rank(config, 0)
+        stages += count.stages
     assert stages[0].saved == stages[1].saved and stages[0].offloaded == 0
     unit = 2 * 512 * 256 * 4  # float32: 1 MiB of rows
     # each of two layers has 10 units: two residuals, q, k, v, attention's output, and four of fc1's
     assert stages[1].offloaded == 2 * 10 * unit
-    host = rank_plan(config, count_rank(config, 0), None).host
-    assert host == stages[1].offloaded
+    assert rank_plan(config, count, None).host == stages[1].offloaded
 
 
 @pytest.mark.parametrize(
@@ -179,7 +167,8 @@ def test_workspaces_hold_what_the_kernels_ask_for(sequence_parallel):
 
 def test_a_layout_that_does_not_fit_is_told_what_to_change():
     config = plan_config(configuration({"data_parallel_replicate": 2}, {"device": "cuda", "microbatch_size": 2}))
-    fits, text = (list(report(config, [0], memory)) for memory in (1e9, 1e6))
+    count = count_rank(config, 0)
+    fits, text = (list(rank_lines(config, count, None, memory)) for memory in (1e9, 1e6))
     assert any("fits," in line for line in fits) and not any("does not" in line for line in fits)
     assert any("predicted" in line and "does not fit" in line for line in text)
     for change in ("zero_stage = 3 with data_parallel_shard = 2", "cpu_offload = true", 'recompute = "full"'):
@@ -209,33 +198,32 @@ def test_active_parameters_of_a_small_model_are_not_rounded_to_nothing():
     assert f"({active / 1e6:.2f}M active)" in first and active > 1e4
 
 
-def test_a_thousand_billion_parameters_on_3072_ranks(commands):
-    code, out, err = commands.run("dry-run", str(ROOT / "examples/gpt_1t.toml"))
+def test_the_command_counts_ranks_of_three_places_in_the_pipeline(commands, tmp_path):
+    config = configuration({"pipeline_parallel": 3}, {"dtype": "bfloat16"}, {**MODEL, "n_layers": 3})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    code, out, err = commands.run("dry-run", str(tmp_path / "run.toml"))
     assert code == 0 and err == "", err
-    lines = out.splitlines()
+    assert [line for line in out.splitlines() if line.startswith("rank ")] == [
+        f"rank {rank} (pp {rank}, dp_replicate 0, dp_shard 0, tp 0); stage {rank}: layers {rank} to {rank}"
+        for rank in range(3)
+    ]
+
+
+def test_a_thousand_billion_parameters_on_3072_ranks():
+    config = plan_config(build_config(read_toml(ROOT / "examples/gpt_1t.toml")))
+    assert default_ranks(config) == [0, 1536, 3024]
+    lines = list(report(config, [3024], 80e9))
     assert lines[0].startswith("1008.0B parameters, world size 3072: pp 64 x dp_replicate 6 x dp_shard 1 x tp 8")
     (bubble,) = [line for line in lines if "bubble / computing time" in line]
     assert re.search(r" = \d+\.\d% \(theory\)$", bubble), bubble
-    assert [line.split()[1] for line in lines if line.startswith("rank ")] == ["0", "1536", "3024"]
-    # arXiv:2104.04473, table 1, by hand: 2 layers of 25600 on 8 tensor-parallel ranks
+    # arXiv:2104.04473, table 1, by hand: 2 layers of 25600 and the head on 8 tensor-parallel ranks
     h, t = 25600, 8
     layer = 12 * h * h // t + (3 + 4) * h // t + 2 * h + 4 * h
-    table = 51200 * h // t
-    of_rank = [2 * layer + table + 2048 * h, 2 * layer, 2 * layer + table + 2 * h]
-    for name, factor in (
-        ("parameters", 4),
-        ("gradients", 4),
-        ("optimizer", 8),
-        ("unsharded copies", 2),
-        ("accumulated gradients", 4),
-    ):
-        rows = [
-            line.removeprefix(f"  {name}").split() for line in lines if line.startswith(f"  {name} ") and " M" in line
-        ]
-        assert len(rows) == 3
-        for row, m in zip(rows, of_rank, strict=True):
-            formula, counted = (int(number.replace(",", "")) for number in row[-2:])
-            assert formula == counted == factor * m
+    m = 2 * layer + 51200 * h // t + 2 * h
+    factors = {"parameters": 4, "gradients": 4, "optimizer": 8, "unsharded copies": 2, "accumulated gradients": 4}
+    for name, factor in factors.items():
+        (row,) = [line.split() for line in lines if line.startswith(f"  {name} ") and " M" in line]
+        assert [int(number.replace(",", "")) for number in row[-2:]] == [factor * m] * 2, "by formula, and counted"
 
 
 @pytest.mark.parametrize(
@@ -288,14 +276,14 @@ def test_an_example_is_counted_and_fits(path):
 
 
 @pytest.mark.proof
-def test_a_rank_of_a_large_mixture_of_experts_is_counted_in_seconds():
+def test_a_rank_of_a_large_mixture_of_experts_is_counted_by_three_microbatches_of_its_layers():
     parallel = {"tensor_parallel": 8, "pipeline_parallel": 4, "data_parallel_shard": 4, "recompute": "full"}
     model = {"preset": "qwen3-235b-a22b", "seq_length": 4096}
     train = {"device": "cuda", "global_batch_size": 64, "microbatch_size": 1}
     config = plan_config(configuration(parallel, train, model))
-    begin = time.process_time()
-    count = count_rank(config, 64)
-    assert time.process_time() - begin < 30, "CPU seconds"
+    with mock.patch.object(_Rank, "_microbatch", autospec=True, side_effect=_Rank._microbatch) as run:
+        count = count_rank(config, 64)
+    assert run.call_count == 3 < config.n_microbatches and count.stages[0].layers == range(47, 71)
     plan = rank_plan(config, count, order_of(config))
     assert predicted_memory(config, 2).total == pytest.approx(plan.total, rel=0.001)
     for state, found in zip(plan.states, (count.parameters, count.gradients, count.optimizer), strict=False):
@@ -304,8 +292,8 @@ def test_a_rank_of_a_large_mixture_of_experts_is_counted_in_seconds():
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "bfloat16"), ("cuda", "float32"), ("cpu", "bfloat16")])
 def test_only_a_gpu_in_16_bits_needs_no_mask_of_a_window(device, dtype):
-    models = ({**LLAMA, "sliding_window": window} for window in (7, None))
+    models = ({**LLAMA, "n_layers": 1, "sliding_window": window} for window in (7, None))
     configs = (plan_config(configuration({}, {"device": device, "dtype": dtype}, model)) for model in models)
     saved = [count_rank(config, 0).stages[0].saved for config in configs]
-    mask = 16 * 16 * getattr(torch, dtype).itemsize * LLAMA["n_layers"]
+    mask = 16 * 16 * getattr(torch, dtype).itemsize
     assert saved[0] - saved[1] == (0 if (device, dtype) == ("cuda", "bfloat16") else mask)

@@ -37,7 +37,7 @@ def test_bytes_that_packing_moves_by_hand(recompute) -> None:
     assert sum(t.seconds for t in packed) == pytest.approx(sum(t.seconds for t in plain) + sum(seconds))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 5])  # of another memory each
 def test_search_with_both_is_as_good_as_brute_force(seed) -> None:
     draw = random.Random(seed)
     device = load_device("a100-40", gpus_per_node=4)

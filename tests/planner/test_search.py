@@ -3,15 +3,17 @@
 import json
 import random
 import re
-import time
 from collections import Counter
+from functools import partial
 
 import pytest
 
-from tpformer.cli.plan import Plan, _question, plan_command, run_file, swept
-from tpformer.config import build_config, check_config
+from tpformer.cli.plan import Plan, _question, plan_command, swept
+from tpformer.config import build_config, check_config, read_toml
+from tpformer.planner import search as planner
 from tpformer.planner.comparison import Compared, compare, crossovers, within
 from tpformer.planner.devices import load_device
+from tpformer.planner.dry_run import plan_config
 from tpformer.planner.layouts import OFFLOADS, layout_text, parse_layout, with_layout
 from tpformer.planner.plan_page import page
 from tpformer.planner.plan_report import why
@@ -24,6 +26,7 @@ from tpformer.planner.search import (
     evaluate,
     every_layout,
     least_offloaded,
+    least_seconds,
     model_of,
     most_memory,
     nearest,
@@ -41,7 +44,8 @@ def question(model=SMALL, gpus=8, batch=32, device=H100, space=None, **sections)
     return Question(build_config({"model": model, "train": train, **sections}), gpus, device, space=space or Space())
 
 
-@pytest.mark.parametrize("seed", [*range(40), 43, 115])  # of 140, the last two had ties that rounding parted
+# In 11 nothing fits, in 5, 9, 24 and 34 all of the best offload, in 43 and 115 there were ties that rounding parted.
+@pytest.mark.parametrize("seed", [2, 5, 8, 9, 11, 12, 13, 15, 16, 18, 21, 24, 27, 31, 34, 36, 43, 115])
 def test_search_is_as_good_as_brute_force(seed):
     draw = random.Random(seed)
     model = {**SMALL, "n_layers": draw.choice([3, 4, 8]), "hidden_size": draw.choice([256, 1024])}
@@ -71,7 +75,8 @@ EXPERTS = {
 def test_experts_are_shared_by_ranks_that_divide_them(n_experts, memory):
     device = type(H100)(**{**vars(H100), "memory": memory})
     model = {**EXPERTS, "n_experts": n_experts, "expert_ffn_size": 256, "shared_expert_size": 128}
-    asked = question(model, 12, 24, device, Space(microbatch=(1, 2), most_stages=2))
+    space = Space(microbatch=(1, 2), schedule=("1F1B", "Interleaved1F1B"), offload=("none", "states"), most_stages=2)
+    asked = question(model, 12, 24, device, space)
     found, every = search(asked, 5), brute_force(asked, 5)
     assert [choice.key for choice in found.choices] == [choice.key for choice in every] and found.choices
     sizes = {values["tp"] for values in every_layout(asked)}
@@ -81,14 +86,25 @@ def test_experts_are_shared_by_ranks_that_divide_them(n_experts, memory):
     assert ("whole experts" in str(reason)) == (n_experts == 6)
 
 
-@pytest.mark.parametrize(
-    "preset, gpus, batch, seconds", [("megatron-1008b", 3072, 3072, 10), ("megatron-1008b", 16384, 16384, 60)]
-)
-def test_the_search_is_fast(preset, gpus, batch, seconds):
-    asked = question({"preset": preset}, gpus, batch, load_device("a100-80"))
-    begin = time.process_time()
-    assert len(search(asked).choices) == 10
-    assert time.process_time() - begin < seconds, "CPU seconds of one core"
+def test_only_what_may_be_among_the_best_is_looked_at(monkeypatch):
+    """The layouts of a shape are listed, and the memory and time of a layout are worked out, only if a lower bound of
+    its time is not above the tenth's. All others only cost their bounds."""
+    asked = question({"preset": "megatron-7.5b"}, 16, 64, load_device("a100-80"))
+    bounds = {
+        "_layouts": lambda shape: least_seconds(asked, shape, {}),
+        "fitting": lambda configs: least_offloaded(configs.values(), model_of(asked, next(iter(configs.values())))),
+    }
+    looked = {name: [] for name in bounds}
+
+    def watched(name, right, _, what, *others):
+        looked[name].append(bounds[name](what))
+        return right(asked, what, *others)
+
+    for name in bounds:
+        monkeypatch.setattr(planner, name, partial(watched, name, getattr(planner, name)))
+    tenth = search(asked).choices[9].step.seconds
+    assert max(looked["_layouts"]) <= tenth and max(looked["fitting"]) <= tenth
+    assert 10 <= len(looked["fitting"]) < sum(1 for _ in every_layout(asked)) / len(OFFLOADS)
 
 
 def test_a_layout_that_cannot_work_gets_the_reason_and_the_nearest_that_does():
@@ -136,7 +152,8 @@ def test_texts_of_layouts():
 
 
 def test_slower_parts_and_larger_batches_change_the_answer():
-    asked = question({"preset": "megatron-7.5b"}, 16, 64, load_device("a100-80"))
+    space = Space(microbatch=(1, 4), schedule=("1F1B",), offload=("none",), recompute=("none",))
+    asked = question({"preset": "megatron-7.5b"}, 16, 64, load_device("a100-80"), space)
     first = search(asked, 1).choices[0]
     assert search(swept(asked, "gemm_tflops", "125"), 1).choices[0].tokens < 0.7 * first.tokens
     assert search(swept(asked, "network_gb_s", "0.5"), 1).choices[0].tokens < first.tokens
@@ -171,6 +188,8 @@ def test_files(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "is the fastest" in printed or "wins by" in printed
     rows = json.loads(paths["json"].read_text())["predictions"]
+    written = plan_config(build_config(read_toml(paths["toml"])))
+    assert layout_text(written) == rows[0]["layout"] and written.train.device == "cuda"
     assert len(rows) == 3 and paths["csv"].read_text().count("\n") == 4
     items = ("compute", "tp", "pp", "dp", "bubble", "optimizer", "host")
     assert sum(rows[0][f"{name}_seconds"] for name in items) == pytest.approx(rows[0]["step_seconds"])
@@ -188,26 +207,20 @@ def test_files(tmp_path, capsys):
         plan_command([])
 
 
-def test_the_written_run_is_accepted(tmp_path):
-    from tpformer.planner.dry_run import plan_config
-
-    asked = question({"preset": "gpt2-355m"}, 8, 64)
-    choice = search(asked, 1).choices[0]
-    path = tmp_path / "run.toml"
-    path.write_text(run_file(Plan(preset="gpt2-355m"), choice))
-    from tpformer.config import read_toml
-
-    config = plan_config(build_config(read_toml(path)))
-    assert layout_text(config) == layout_text(choice.config) and config.train.device == "cuda"
-
-
 def test_the_sentence_names_what_limits():
     asked = question({"preset": "megatron-39.1b"}, 64, 256, load_device("a100-80"))
-    choices = search(asked, 40).choices
-    assert "of its step computes, and most of the rest is" in why(choices)
-    assert "<title>Layouts of megatron-39.1b on 64 x a100-80: predicted</title>" in page(asked, choices[:3], 1e9)
-    many = with_layout(asked.config, parse_layout("tp=2,pp=16,dp=2"))
-    lanes = re.findall(r">rank (\d+)<", page(asked, [evaluate(asked, many)], 1e9))
+    many, other = (
+        evaluate(asked, with_layout(asked.config, parse_layout(text))) for text in ("tp=2,pp=16,dp=2", "tp=8,dp=8")
+    )
+    first, second = sorted((many, other), key=lambda choice: choice.key)
+    name, limit = layout_text(first.config), r"[\d.]+% of its step computes, and most of the rest is .+ \([\d.]+%\)\."
+    assert re.fullmatch(f"{name} is the only layout shown: {limit}", why([first]))
+    assert re.fullmatch(f"{name} is the fastest: {limit}", why([first, first]))
+    wins = f"{name} wins by {second.step.seconds / first.step.seconds - 1:.1%} over {layout_text(second.config)}, which"
+    assert re.fullmatch(rf"{wins} spends [\d.e-]+ s more of a step on .+; {limit}", why([first, first, second]))
+    text = page(asked, [many], 1e9)
+    assert "<title>Layouts of megatron-39.1b on 64 x a100-80: predicted</title>" in text
+    lanes = re.findall(r">rank (\d+)<", text)
     assert lanes[:8] == ["0", "2", "4", "6", "9", "11", "13", "15"] and set(lanes) == set(lanes[:8])
 
 
@@ -223,7 +236,7 @@ def test_the_sentence_names_what_limits():
 )
 def test_the_runs_other_settings_limit_the_search(model, sections):
     """Whatever is found, other commands accept, and `nearest` finds something for a layout that is not."""
-    asked = question(model, **sections)
+    asked = question(model, **sections, space=Space(microbatch=(1, 4), offload=("none",), most_stages=2))
     for values in every_layout(asked):
         check_config(with_layout(asked.config, values), trains=False)
     near = nearest(asked, parse_layout("tp=8,microbatch=16"))
@@ -304,12 +317,17 @@ def test_a_files_transport_dtypes_and_device_are_planned_for(tmp_path):
     (6, 48, load_device("a100-80"), "tp=1,pp=3,dp=2,zero=2,schedule=Interleaved1F1B,stages=2"),
 ])  # fmt: skip
 def test_bounds_on_which_the_search_relies(gpus, batch, device, layout):
-    """No step takes less than its bound."""
+    """No step takes less than its bound, and models that share their parts give what models with their own give."""
     asked, values = question({"preset": "megatron-18.4b"}, gpus, batch, device), parse_layout(layout)
-    models = [model_of(asked, with_layout(asked.config, {**values, "offload": each})) for each in OFFLOADS]
+    configs = [with_layout(asked.config, {**values, "offload": each}) for each in OFFLOADS]
+    models = [model_of(asked, config) for config in configs]
     seconds = [model.step().seconds for model in models]
     assert all(model.least() <= each * (1 + 1e-9) for model, each in zip(models, seconds, strict=True))
-    assert least_offloaded(asked, values, models[0]) <= min(seconds)
+    assert least_offloaded(configs, models[0]) <= min(seconds)
+    for schedule in ("ZBVZeroBubble", "Interleaved1F1B"):
+        other = with_layout(asked.config, {**values, "zero": 1, "schedule": schedule, "stages": 2})
+        configs, models = [*configs, other], [*models, model_of(asked, other)]
+    assert [models[0].variant(config).step() for config in configs] == [model.step() for model in models]
 
 
 def test_gradients_are_reduced_while_activations_move_to_the_host():
@@ -321,7 +339,7 @@ def test_gradients_are_reduced_while_activations_move_to_the_host():
 
 
 def test_kinds_are_compared():
-    asked = question(batch=64)
+    asked = question(batch=64, space=Space(microbatch=(1, 4), zero=(0, 1), offload=("none",)))
     rows = [compare(asked, "", ["pp=1", "pp=2|4,schedule=1F1B|ZBVZeroBubble", "tp=16"])]
     first, second, none = rows[0].best.values()
     every = brute_force(asked, 10**6)

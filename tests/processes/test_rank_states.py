@@ -25,8 +25,6 @@ from tpformer.processes.rank_states import (
     write_state,
 )
 
-WAIT = 0.4
-
 
 def in_another_thread(work) -> None:
     with ThreadPoolExecutor(1) as executor:
@@ -50,28 +48,44 @@ def calls(backend: str) -> dict:
     }
 
 
-def positions(backend: str) -> list[tuple[str, Position]]:
-    """What rank 0 is found doing while it waits in each call."""
+def position_of_a_wait(thread: int) -> Position:
+    """Where a thread is once it has stayed in one place of a collective, or after ten seconds anywhere."""
+    before, deadline = None, time.monotonic() + 10
+    while (now := position_of_thread(thread)).collective is None or now != before:
+        before = now
+        time.sleep(0.05)
+        if time.monotonic() > deadline:
+            break
+    return now
+
+
+def positions(backend: str, folder: Path) -> dict[str, Position]:
+    """What rank 0 is found doing while it waits in each call, for rank 1, which comes when that is known."""
     use_backend(dist.group.WORLD, backend)
-    thread, found = threading.get_ident(), []
+    thread, found = threading.get_ident(), {}
     for name, call in calls(backend).items():
         call()  # the first call of a kind imports and allocates
         dist.barrier()
-        if dist.get_rank() == 1:
-            time.sleep(WAIT)
-        watch = threading.Timer(WAIT / 2, lambda name=name: found.append((name, position_of_thread(thread))))
-        watch.start()
-        call()
-        watch.join()
+
+        def watch(name=name) -> None:
+            found[name] = position_of_a_wait(thread)
+            (folder / name).touch()
+
+        while dist.get_rank() == 1 and not (folder / name).exists():
+            time.sleep(0.01)
+        with ThreadPoolExecutor(1) as executor:
+            if dist.get_rank() == 0:
+                executor.submit(watch)
+            call()
     close(dist.group.WORLD)
     return found
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
-def test_a_waiting_rank_is_in_the_collective_that_its_caller_knows(ranks, backend):
-    found = ranks(2).run(positions, backend)[0]
+def test_a_waiting_rank_is_in_the_collective_that_its_caller_knows(ranks, tmp_path, backend):
+    found = ranks(2).run(positions, backend, tmp_path)[0]
     assert len(found) == (9 if backend == "gloo" else 2)
-    for name, position in found:
+    for name, position in found.items():
         assert position.collective == name.strip(), (name, position)
         assert position.at.startswith(f"{__file__}:"), (name, position)
 
@@ -175,10 +189,10 @@ def test_report():
         "  data.py:9 in read",
     ]
     assert "  1     " in report(2, {0: states[0]}, {0: 0.0}, alive={0})
-    many = {rank: state(rank) for rank in range(3000)}
-    many[2999] = state(2999, None)
-    lines = report(3000, many, {}, set(many)).splitlines()
-    assert lines[2].startswith("  2999 on ") and lines[2 + ROWS] == f"  and {3000 - ROWS} more ranks"
+    many = {rank: state(rank) for rank in range(200)}
+    many[199] = state(199, None)
+    lines = report(200, many, {}, set(many)).splitlines()
+    assert lines[2].startswith("  199 on ") and lines[2 + ROWS] == f"  and {200 - ROWS} more ranks"
 
 
 def test_files_of_other_attempts_and_damaged_ones_are_not_read(tmp_path: Path):

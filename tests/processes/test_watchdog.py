@@ -17,7 +17,7 @@ from pool import RankFailure
 
 from tpformer.processes.watchdog import HANG_EXIT_CODE, Watchdog
 
-TIMEOUT = 2.0
+TIMEOUT = 1.2
 
 
 def nothing() -> None:
@@ -25,7 +25,7 @@ def nothing() -> None:
 
 
 def stop() -> None:
-    time.sleep(0.6)  # in which it writes some heartbeats
+    time.sleep(TIMEOUT / 3)  # in which it writes some heartbeats
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -34,7 +34,7 @@ def read_slowly() -> None:
 
 
 def hold_the_lock() -> None:
-    time.sleep(0.6)
+    time.sleep(TIMEOUT / 3)
     ctypes.PyDLL(None).sleep(120)  # unlike CDLL, PyDLL keeps Python's lock
 
 
@@ -71,10 +71,8 @@ def line_of(function, offset: int = 1) -> str:
 )
 def test_a_hang_ends_the_job_and_names_the_culprit(ranks, tmp_path, how, culprit, words):
     ranks(3).run(nothing)  # start the ranks
-    began = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         ranks(3).run(hang, str(tmp_path), how, culprit)
-    assert time.monotonic() - began < TIMEOUT + 12
     assert f"died with exit code {HANG_EXIT_CODE}" in str(failure.value) and "Error" not in str(failure.value)
     report = (tmp_path / "hang-report.txt").read_text()
     blamed = report.splitlines()[1]
@@ -83,15 +81,15 @@ def test_a_hang_ends_the_job_and_names_the_culprit(ranks, tmp_path, how, culprit
         assert word in report
     rows = [line.split() for line in report.splitlines()[3:6]]
     assert rows[0][0] == str(culprit) and {row[0] for row in rows} == {"0", "1", "2"}
-    assert all(
-        float(age) < TIMEOUT + 10 for row in rows for age in row if age.replace(".", "").isdigit() and "." in age
-    )
+    first, *_, last = sorted(path.stat().st_mtime for path in tmp_path.iterdir())
+    ages = [float(age) for row in rows for age in row if age.replace(".", "").isdigit() and "." in age]
+    assert all(age <= last - first + 0.1 for age in ages), "nothing is older than the job, in the digits that it has"
 
 
 def move(directory: str, seconds: float) -> list[dict]:
     """Take steps of half of the timeout each, which add up to more than it."""
     with Watchdog(Path(directory), timeout=seconds) as watchdog:
-        for step in range(1, 7):
+        for step in range(1, 4):
             watchdog.progress(step)
             time.sleep(seconds / 2)
             dist.barrier()
@@ -103,7 +101,7 @@ def test_progress_keeps_a_job_alive_and_an_attempt_clears_what_is_left(ranks, tm
     for name in ("hang-report.txt", "reporter", "rank-0.json", "rank-7.json"):
         (tmp_path / name).write_text("of an earlier attempt")
     states = ranks(2).run(move, str(tmp_path), 1.0)[0]
-    assert [(state["rank"], state["step"], state["finished"]) for state in states] == [(0, 6, True), (1, 6, True)]
+    assert [(state["rank"], state["step"], state["finished"]) for state in states] == [(0, 3, True), (1, 3, True)]
     assert states[0]["attempt"] == states[1]["attempt"] == (tmp_path / "attempt").read_text()
     assert states[0]["beat"] > 5  # several a step
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt", "rank-0.json", "rank-1.json"]

@@ -8,23 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from runs import own_batch, run_config
+from testing import assert_kernel_close, assert_same
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpformer.config import RunConfig, build_config, check_config
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.training.setup import build_model, run_mesh
 
 MODEL = {"vocab_size": 60, "seq_length": 8, "n_layers": 4, "hidden_size": 16, "n_heads": 4}
-BATCH = 8
-
-
-def run_config(parallel: dict, dtype: str = "float64") -> RunConfig:
-    train = {"global_batch_size": BATCH, "microbatch_size": 1, "dtype": dtype, "device": "cpu"}
-    config = build_config({"model": MODEL, "parallel": parallel, "train": train, "data": {"train": ["none"]}})
-    check_config(config)
-    return config
 
 
 class Collectives(TorchDispatchMode):
@@ -47,15 +40,13 @@ def full(x: Tensor) -> Tensor:
 def step(parallel: dict, dtype: str = "float64") -> dict[str, Any]:
     """Run a step; return its loss, norm and collectives. Of this rank's parts: initial values, whole gradients, and the
     shares of parameters that it keeps."""
-    config = run_config(parallel, dtype)
+    config = run_config(MODEL, parallel, dtype=dtype)
     model = build_model(config, run_mesh(config, "cpu"))
     parameters = [(name, p) for part in model.parts for name, p in part.named_parameters()]
     result: dict[str, Any] = {"initial": [{n: full(p) for n, p in part.named_parameters()} for part in model.parts]}
-    batch = torch.randint(60, (BATCH, 9), generator=torch.Generator().manual_seed(0))
-    share = BATCH // config.parallel.data_parallel
-    first = model.data_rank * share
+    rows, first = own_batch(model)
     with Collectives() as collectives:
-        result["loss"] = float(model.gradients(batch[first : first + share], first_sample=first, step=1))
+        result["loss"] = float(model.gradients(rows, first_sample=first, step=1))
     result["counts"] = collectives.counts
     result["shares"] = {name: p.to_local().numel() / p.numel() for name, p in parameters if isinstance(p, DTensor)}
     result["meshes"] = len({p.device_mesh for _, p in parameters if isinstance(p, DTensor)})
@@ -72,12 +63,10 @@ def one_process(ranks) -> dict[str, Any]:
     return ranks(1).run(step, {})[0]
 
 
-def assert_same(results: list[dict], expected: dict) -> None:
+def check(results: list[dict], expected: dict) -> None:
     for result in results:
-        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-12)
-        assert result["norm"] == pytest.approx(expected["norm"], rel=1e-12)
-        for name, gradient in result["gradients"].items():
-            torch.testing.assert_close(gradient, expected["gradients"][name], rtol=1e-9, atol=1e-13, msg=name)
+        assert_same([result["loss"], result["norm"]], [expected["loss"], expected["norm"]])
+        assert_same(result["gradients"], {name: expected["gradients"][name] for name in result["gradients"]})
     assert {name for result in results for name in result["gradients"]} == expected["gradients"].keys()
 
 
@@ -86,10 +75,10 @@ def test_items_07_20_22_pipelines_with_zero_2_and_3(ranks, one_process, zero_sta
     """Others refuse this composition; here it runs on CPUs. Fails if gradients wait unsharded for the last microbatch,
     as in torch's own stages (ZeRO-1's memory under another name), or if parameters are gathered at other times."""
     layout = {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": zero_stage}
-    microbatches, layers, units = 4, 2, 3  # on each rank: its layers, and the embedding or the head
+    microbatches, layers, units = 2, 2, 3  # on each rank: its layers, and the embedding or the head
     for schedule in ("1F1B", "Interleaved1F1B"):
         results = ranks(4).run(step, {**layout, "pipeline_schedule": schedule})
-        assert_same(results, one_process)
+        check(results, one_process)
         for result in results:
             assert set(result["shares"].values()) == {0.5}
             assert result["counts"]["reduce_scatter_base"] == units * microbatches
@@ -104,7 +93,7 @@ def test_items_15_21_norm_gradients_and_clipping_on_two_axes(ranks, one_process,
     ranks, or counted twice in the global norm, by which all are clipped."""
     layout = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": zero_stage}
     results = ranks(4).run(step, layout)
-    assert_same(results, one_process)
+    check(results, one_process)
     assert {result["meshes"] for result in results} == {1}
     for pair in (results[:2], results[2:]):  # ranks 0 and 1, 2 and 3 share samples and differ in tp
         assert {"norm.weight", "layers.0.input_layernorm.bias"} <= pair[0]["shared"].keys()
@@ -112,17 +101,21 @@ def test_items_15_21_norm_gradients_and_clipping_on_two_axes(ranks, one_process,
 
 
 def test_item_19_sequence_parallelism_in_bfloat16(ranks, one_process):
-    """Gradient norms with and without sequence parallelism, and in float64, agree within half a unit of bfloat16. The
+    """With and without it, gradients of norms, and all others, are as near to float64 as one process's in bfloat16. The
     report's were 9.8% apart. Fails if a norm's gradient, or the sum over ranks of a row-parallel result, is taken in a
     lower precision on shards."""
-    on, off = (
-        ranks(2).run(step, {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}, "bfloat16")[0]
-        for sequence_parallel in (True, False)
-    )
-    assert on["norm"] != one_process["norm"], "it must not have run in float64"
-    half = torch.finfo(torch.bfloat16).eps / 2
-    assert on["norm"] == pytest.approx(off["norm"], rel=half) == pytest.approx(one_process["norm"], rel=half)
-    assert on["loss"] == pytest.approx(off["loss"], rel=half)
+    (baseline,) = ranks(1).run(step, {}, "bfloat16")
+    norms = {name for name in one_process["gradients"] if "norm" in name}
+    for sequence_parallel in (True, False):
+        layout = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}
+        result, _ = ranks(2).run(step, layout, "bfloat16")
+        assert result["norm"] != one_process["norm"], "it must not have run in float64"
+        for names in (norms, one_process["gradients"].keys() - norms):
+            gradients = (
+                torch.cat([each["gradients"][name].flatten() for name in sorted(names)])
+                for each in (result, one_process, baseline)
+            )
+            assert_kernel_close(*gradients, f"{layout} {min(names)}")
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
@@ -143,7 +136,7 @@ def test_item_26_chunks_of_one_rank_start_from_different_values(ranks, one_proce
 
 def test_item_26_flops_are_those_of_the_model_in_every_layout():
     """Utilisation follows from them. Fails if a pipeline counts those of a part, or none."""
-    one = run_config({}).model.flops_per_token
+    one = run_config(MODEL, {}).model.flops_per_token
     assert one > 6 * 4 * 12 * 16**2
     for layout in ({"tensor_parallel": 4}, {"pipeline_parallel": 4}, {"data_parallel_shard": 4}):
-        assert run_config(layout).model.flops_per_token == one
+        assert run_config(MODEL, layout).model.flops_per_token == one

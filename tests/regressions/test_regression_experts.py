@@ -1,13 +1,15 @@
 """Items 27 to 43: experts on tensor-parallel ranks, with pipelines, ZeRO and recomputation, beside one process."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from runs import BATCH, own_batch, run_config
+from testing import assert_kernel_close, assert_same
 
-from tpformer.config import RunConfig, build_config, check_config
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import MoE, Policy, TensorParallel
@@ -20,12 +22,19 @@ from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
+N_EXPERTS = 8
 MODEL = {
-    **{"vocab_size": 60, "seq_length": 8, "n_layers": 4, "hidden_size": 16, "n_heads": 4, "bias": False},
-    **{"activation": "swiglu", "norm": "rmsnorm", "position": "rope", "n_experts": 8, "expert_ffn_size": 12},
+    **{"vocab_size": 60, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 4},
+    **{
+        "bias": False,
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+        "position": "rope",
+        "n_experts": N_EXPERTS,
+        "expert_ffn_size": 12,
+    },
     **{"shared_expert_size": 8, "router_bias": True},
 }
-BATCH = 8
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4": {"tensor_parallel": 4},
     "tp2-no-sp-recomputed": {"tensor_parallel": 2, "sequence_parallel": False, "recompute": "full"},
@@ -33,127 +42,120 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-zbv": {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"},
     "tp2-zero3": {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3},
 }
+STARVED = 2  # of the first layer's experts no token goes to the last ones
 
 
-def run_config(parallel: Mapping[str, Any], microbatch_size: int, **train: Any) -> RunConfig:
-    section = {"global_batch_size": BATCH, "microbatch_size": microbatch_size, "dtype": "float64", "device": "cpu"}
-    config = build_config(
-        {"model": MODEL, "parallel": dict(parallel), "train": section | train, "data": {"train": ["none"]}}
-    )
-    check_config(config)
-    return config
+def gradients(model: ModelParts, targets: float) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and this rank's parameters' whole gradients."""
+    rows, first = own_batch(model, targets)
+    loss = float(model.gradients(rows, first_sample=first, step=3))
+    named = [pair for part in model.parts for pair in part.named_parameters()]
+    found = {name: full_tensor(p.grad).clone() for name, p in named}
+    for _, parameter in named:
+        parameter.grad = None
+    return loss, found
 
 
-def build(config: RunConfig, starved: bool = False) -> ModelParts:
-    """A model; starved: no token of the first layer goes to its last two experts."""
+def trained(parallel: Mapping[str, Any], microbatch_size: int, n_layers: int, balance_loss: float = 1.0) -> dict:
+    """Two steps with starved experts: losses and norms, loads, how many decisions were taken, parameters and buffers.
+    Then loss and gradients where few tokens are targets, and where none is."""
+    config = run_config({**MODEL, "n_layers": n_layers}, parallel, microbatch_size, balance_loss=balance_loss)
     model = build_model(config, run_mesh(config, "cpu"))
     for part in model.parts:
-        if starved and "0" in part.layers:
-            part.layers["0"].mlp.gate.bias[-2:] = -9
-    return model
-
-
-def own_batch(model: ModelParts) -> tuple[torch.Tensor, int]:
-    batch = torch.randint(60, (BATCH, 9), generator=torch.Generator().manual_seed(0))
-    share = BATCH // model.layout.data_parallel
-    first = model.data_rank * share
-    return batch[first : first + share], first
-
-
-def trained(parallel: Mapping[str, Any], microbatch_size: int = 1, starved: bool = False, balance_loss: float = 0.0):
-    """Two steps: losses, norms, loads, how many decisions were taken, and parameters and buffers after them."""
-    model = build(run_config(parallel, microbatch_size, balance_loss=balance_loss), starved)
-    optimizers = [build_optimizer(part, run_config(parallel, microbatch_size).optimizer) for part in model.parts]
+        if "0" in part.layers:
+            part.layers["0"].mlp.gate.bias[-STARVED:] = -9
+    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
     rows, first = own_batch(model)
-    numbers, loads = [], []
+    found: dict[str, Any] = {"numbers": [], "loads": []}
     with record_routing() as decisions:
         for step in (1, 2):
             options: dict = {"first_sample": first, "step": step, "lr": 1e-2, "clip_norm": 1.0}
             result = train_step(model, optimizers, rows, **options)
-            numbers += [float(result.loss), float(result.norm)]
-            loads.append(result.loads.tolist())
-    held = {name: full_tensor(t).clone() for part in model.parts for name, t in part.state_dict().items()}
-    return numbers, loads, len(decisions), held
+            found["numbers"] += [float(result.loss), float(result.norm)]
+            found["loads"].append(result.loads.tolist())
+    found["decisions"] = len(decisions)
+    found["held"] = {name: full_tensor(t).clone() for part in model.parts for name, t in part.state_dict().items()}
+    return found | {"few": gradients(model, 0.3), "none": gradients(model, 0.0)}
 
 
-def check(results: list, expected: tuple) -> None:
-    """Numbers and values agree to the rounding of float64, loads exactly."""
-    numbers, loads, _, held = expected
-    for found_numbers, found_loads, _, found in results:
-        assert found_numbers == pytest.approx(numbers, rel=1e-12) and found_loads == loads
-        for name, value in found.items():
-            torch.testing.assert_close(value, held[name], rtol=1e-9, atol=1e-11, msg=name)
+@pytest.fixture(scope="module")
+def alone(ranks) -> dict[tuple, dict]:
+    """What one process finds, by the samples of a microbatch, the layers, and the balance loss's coefficient."""
+    cases = [(BATCH, 2, 1.0), (BATCH, 4, 1.0), (2, 2, 1.0), (2, 2, 0.0)]
+    return {case: ranks(1).run(trained, {}, *case)[0] for case in cases}
 
 
-def ranks_of(parallel: Mapping[str, Any]) -> int:
-    return run_config(parallel, 1).parallel.world_size
+@pytest.fixture(scope="module", params=LAYOUTS)
+def run(ranks, alone, request) -> tuple[dict[str, Any], list[dict], dict]:
+    """A layout, what its ranks find, and what one process finds."""
+    parallel, n_layers = LAYOUTS[request.param], 4 if request.param == "pp2-zbv" else 2
+    n_ranks = run_config({**MODEL, "n_layers": n_layers}, parallel).parallel.world_size
+    return parallel, ranks(n_ranks).run(trained, parallel, 1, n_layers), alone[BATCH, n_layers, 1.0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_items_27_28_30_31_every_layout_routes_counts_and_trains_as_one_process(ranks, layout):
+def test_items_27_28_30_31_every_layout_routes_counts_and_trains_as_one_process(run):
     """Fails if a recomputed region routes anew or counts its tokens again, if a router's gradient misses the tokens of
     another rank, or if an expert's gradient is summed over ranks that do not hold it, or divided by them."""
-    expected = ranks(1).run(trained, {})[0]
-    results = ranks(ranks_of(LAYOUTS[layout])).run(trained, LAYOUTS[layout])
-    check(results, expected)
-    # each of the 4 layers decides once for each microbatch and step
-    parallel = LAYOUTS[layout]
+    parallel, results, expected = run
     stages, shards = parallel.get("pipeline_parallel", 1), parallel.get("data_parallel_shard", 1)
-    assert all(decisions == 2 * 4 // stages * BATCH // shards for _, _, decisions, _ in results)
+    for found in results:
+        assert found["loads"] == expected["loads"]
+        # two experts for each token of a step, in every layer
+        assert [sum(loads) for loads in found["loads"]] == [2 * BATCH * 8 * len(expected["loads"][0]) // N_EXPERTS] * 2
+        assert_same(found["held"], {name: expected["held"][name] for name in found["held"]})
+        # each layer decides once for each microbatch and step
+        assert found["decisions"] == 2 * len(expected["loads"][0]) // N_EXPERTS // stages * BATCH // shards
+    assert {name for found in results for name in found["held"]} == expected["held"].keys()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_item_29_a_balance_loss_is_the_same_with_any_microbatch_and_layout(ranks, layout):
+def test_item_29_a_balance_loss_is_the_same_with_any_microbatch_and_layout(run, alone):
     """Fails if the balance loss or its gradient is scaled by ranks or microbatches, or lost in a pipeline."""
-    expected = ranks(1).run(trained, {}, 8, False, 1.0)[0]
-    without = ranks(1).run(trained, {}, 8)[0]
-    assert expected[0][0] > 1.01 * without[0][0]
-    check(ranks(1).run(trained, {}, 2, False, 1.0), expected)
-    check(ranks(ranks_of(LAYOUTS[layout])).run(trained, LAYOUTS[layout], 2, False, 1.0), expected)
+    _, results, expected = run
+    assert_same([found["numbers"] for found in results], [expected["numbers"]] * len(results))
+    whole, small, without = (alone[case] for case in ((BATCH, 2, 1.0), (2, 2, 1.0), (2, 2, 0.0)))
+    assert small["numbers"][0] > 1.01 * without["numbers"][0]
+    assert_same([small["numbers"], small["held"]], [whole["numbers"], whole["held"]])
 
 
-def balance_alone(parallel: Mapping[str, Any], targets: list[float]) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    """What a balance loss adds to the loss and to its gradients, where these shares of the tokens are targets."""
-    results = []
-    for share in targets:
-        found = []
-        for coefficient in (0.0, 1.0):
-            model = build(run_config(parallel, 2, balance_loss=coefficient))
-            rows, first = own_batch(model)
-            drawn = torch.rand(BATCH, 9, generator=torch.Generator().manual_seed(1))[first : first + len(rows)]
-            loss = model.gradients(torch.where(drawn < share, rows, ~rows), first_sample=first, step=1)
-            named = [pair for part in model.parts for pair in part.named_parameters()]
-            found.append((float(loss), {name: full_tensor(p.grad).clone() for name, p in named}))
-        (without, less), (loss, gradients) = found
-        results.append((loss - without, {name: gradient - less[name] for name, gradient in gradients.items()}))
-    return results
-
-
-@pytest.mark.parametrize("layout", [None, *LAYOUTS])
-def test_item_48_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets(ranks, layout):
+def test_item_48_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets(run):
     """Fails if a balance loss, a sum over all tokens, is divided by the number of targets, as losses of targets are."""
-    parallel = {} if layout is None else LAYOUTS[layout]
-    ((expected, gradients),) = ranks(1).run(balance_alone, {}, [1.0])[0]
-    assert expected > 1
-    for (loss, own), (nothing, none) in ranks(ranks_of(parallel)).run(balance_alone, parallel, [0.3, 0.0]):
-        assert loss == pytest.approx(expected, rel=1e-12)
-        for name, gradient in own.items():
-            torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-13, msg=name)
-        assert nothing == 0 and not any(gradient.any() for gradient in none.values()), "a batch without targets"
+    _, results, expected = run
+    loss, whole = expected["few"]
+    for found in results:
+        assert_same(found["few"], (loss, {name: whole[name] for name in found["few"][1]}))
+        assert found["none"][0] == 0 and not any(each.any() for each in found["none"][1].values()), "no targets"
+    few, many = (balance_alone(share) for share in (0.3, 1.0))
+    assert few[0] > 1
+    assert_same(few, many)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_items_32_38_39_an_expert_without_tokens_has_a_gradient_of_zero(ranks, layout):
+@functools.cache
+def balance_alone(targets: float) -> tuple[float, dict[str, torch.Tensor]]:
+    """What a balance loss adds to the loss and to its gradients, where this share of the tokens are targets."""
+    (without, less), (loss, found) = (gradients(one_part(coefficient), targets) for coefficient in (0.0, 1.0))
+    return loss - without, {name: gradient - less[name] for name, gradient in found.items()}
+
+
+def one_part(balance_loss: float = 0.0) -> ModelParts:
+    config = run_config(MODEL, {}, BATCH)
+    part = GPT(config.model.architecture, seed=config.train.seed, dtype=torch.float64, balance_loss=balance_loss)
+    return ModelParts([part], microbatch_size=BATCH)
+
+
+def test_items_32_38_39_an_expert_without_tokens_has_a_gradient_of_zero(run):
     """Fails if rows beyond the last group reach a sum, if a rank without tokens leaves a collective out, or if AdamW
     steps an expert without tokens in one layout only."""
-    expected = ranks(1).run(trained, {}, 1, True)[0]
-    assert expected[1][0][6:8] == [0, 0]
-    check(ranks(ranks_of(LAYOUTS[layout])).run(trained, LAYOUTS[layout], 1, True), expected)
+    _, results, expected = run
+    assert expected["loads"][0][N_EXPERTS - STARVED : N_EXPERTS] == [0] * STARVED
+    name = "layers.0.mlp.experts.gate_up_proj"
+    holders = [found for found in results if name in found["held"]]
+    assert holders and not any(found["few"][1][name][-STARVED:].any() for found in holders)
+    assert_same([found["held"][name] for found in holders], [expected["held"][name]] * len(holders))
 
 
 def clipped() -> float:
-    config = run_config({"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}, 1)
-    model = build(config)
+    config = run_config(MODEL, LAYOUTS["tp2-zero3"])
+    model = build_model(config, run_mesh(config, "cpu"))
     rows, first = own_batch(model)
     model.gradients(rows, first_sample=first, step=1)
     return float(clip_grad_norm_(model.parts[0], 0.1))
@@ -161,17 +163,10 @@ def clipped() -> float:
 
 def test_item_34_clipping_counts_experts_once(ranks):
     """Fails if the norm over experts, shared parameters and routers, on two meshes, is not that of one process."""
-    one = trained_alone()
-    assert ranks(4).run(clipped) == pytest.approx([one] * 4, rel=1e-12)
-
-
-def trained_alone() -> float:
-    config = run_config({}, 8)
-    part = GPT(config.model.architecture, seed=config.train.seed, dtype=torch.float64)
-    model = ModelParts([part], microbatch_size=8)
+    model = one_part()
     rows, first = own_batch(model)
     model.gradients(rows, first_sample=first, step=1)
-    return float(clip_grad_norm_(part, 0.1))
+    assert_same(ranks(4).run(clipped), [float(clip_grad_norm_(model.parts[0], 0.1))] * 4)
 
 
 def layer(tp: TensorParallel | None = None, **options: Any) -> MoE:
@@ -205,10 +200,11 @@ def test_item_41_a_router_computes_in_float32_whatever_the_rows_are():
     moe = layer(dtype=torch.bfloat16)
     x = torch.randn(64, 16).bfloat16()
     routing = moe.gate(x)
-    exact = (x.double() @ moe.gate.weight.double().t()).softmax(1)
-    assert routing.weights.dtype == torch.float32
-    wanted = exact.gather(1, routing.experts.long())
-    torch.testing.assert_close(routing.weights.double(), wanted / wanted.sum(1, keepdim=True), rtol=1e-5, atol=0)
+    wanted = []
+    for dtype in (torch.float64, torch.float32):
+        chosen = (x.to(dtype) @ moe.gate.weight.to(dtype).t()).softmax(1).gather(1, routing.experts.long())
+        wanted.append(chosen / chosen.sum(1, keepdim=True))
+    assert_kernel_close(routing.weights, *wanted, "weights")
 
 
 def zero_router(sequence_parallel: bool) -> list[list[int]]:
@@ -228,7 +224,7 @@ def test_item_42_of_equal_scores_the_first_experts_are_chosen(ranks, sequence_pa
 
 def test_item_43_evaluation_moves_no_bias_and_building_on_meta_sets_it_to_zero():
     """Fails if evaluation counts tokens, or if a bias that was built without memory holds what the memory held."""
-    config = run_config({}, 1)
+    config = run_config(MODEL, {})
     part = GPT(config.model.architecture, dtype=torch.float64, device="meta").to_empty(device="cpu")
     for router in routers(part).values():
         router.bias.fill_(float("nan"))

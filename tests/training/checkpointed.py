@@ -8,14 +8,15 @@ import torch
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.models import GPT, GPTConfig
-from tpformer.parallel import Layout, apply_zero, split_stages
+from tpformer.parallel import Layout, apply_zero, local_part, split_stages
 from tpformer.training.checkpoint import Checkpointer
+from tpformer.training.optimizer import LocalAdamW
 
 CONFIG = GPTConfig(vocab_size=100, seq_length=12, n_layers=4, hidden_size=24, n_heads=4, n_kv_heads=2)
 
 
 def build(layout: Layout, seed: int, config: GPTConfig = CONFIG):
-    """Build this rank's parts of a model in a layout, and an AdamW for each."""
+    """Build this rank's parts of a model in a layout, and an AdamW for each. (DTensors of torch's take seconds.)"""
     mesh = build_mesh(
         "cpu",
         pipeline_parallel=layout.pipeline_parallel,
@@ -32,18 +33,24 @@ def build(layout: Layout, seed: int, config: GPTConfig = CONFIG):
         part.to_empty(device="cpu")
         part.init_weights()
         parts.append(part)
-    return parts, [torch.optim.AdamW(part.parameters(), lr=0.01) for part in parts]
+    return parts, [LocalAdamW(part.parameters(), lr=0.01, fused=True) for part in parts]
 
 
-def update(parts, optimizers, times=1):
+def update(parts, optimizers):
     """Step the optimizers with gradients that are a function of the values, so that copies of a parameter stay
     equal."""
-    for _ in range(times):
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            for parameter in part.parameters():
-                parameter.grad = parameter.detach() * 0.5 + 0.1
-            optimizer.step()
-            optimizer.zero_grad()
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        for parameter in part.parameters():
+            parameter.grad = parameter.detach().clone()
+            local_part(parameter.grad).mul_(0.5).add_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def spoil(parts):
+    """Fill parameters and buffers with NaN."""
+    for tensor in (each for part in parts for each in part.state_dict().values()):
+        local_part(tensor).fill_(float("nan"))
 
 
 def whole(tensor):
@@ -91,12 +98,6 @@ def merged(results):
         for name, value in result.items():
             assert torch.equal(found.setdefault(name, value), value), name
     return found
-
-
-def assert_equal(loaded, saved):
-    assert loaded.keys() == saved.keys()
-    for name, value in saved.items():
-        assert loaded[name].dtype == value.dtype and torch.equal(loaded[name], value), name
 
 
 PLAIN = Layout()

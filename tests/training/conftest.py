@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tpformer.config import RunConfig, build_config
 from tpformer.training.data import build_dataset
 
 
@@ -44,8 +43,3 @@ def tiny_values_in(tiny_data) -> Callable[[Path], dict[str, dict]]:
 def tiny_values(tiny_values_in, tmp_path) -> dict[str, dict]:
     """The sections of a run in the test's own folder: change a copy, then build_config it or write it as TOML."""
     return tiny_values_in(tmp_path)
-
-
-@pytest.fixture
-def tiny_config(tiny_values) -> RunConfig:
-    return build_config(tiny_values)

@@ -42,12 +42,8 @@ def change(path, edit):
     write_manifest(path, manifest_entries(path.iterdir()))
 
 
-def with_planner_data(value):
-    def edit(metadata):
-        metadata.planner_data = value
-        return metadata
-
-    return edit
+def with_fields(**fields):
+    return lambda metadata: vars(metadata).update(fields) or metadata
 
 
 def with_bytes(metadata):
@@ -66,24 +62,19 @@ def with_a_longer_tensor(metadata):
     return metadata
 
 
-def without_places(metadata):
-    metadata.storage_data = {}
-    return metadata
-
-
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
         (lambda metadata: Calls(os.mkdir, "ran"), "posix.mkdir"),
-        (with_planner_data(Calls(os.mkdir, "ran")), "posix.mkdir"),
-        (with_planner_data(Calls(eval, "__import__('os').mkdir('ran')")), "builtins.eval"),
-        (with_planner_data(Calls(getattr, Metadata, "__init__")), "builtins.getattr"),
-        (with_planner_data(Calls(torch.load, "ran")), "torch.serialization.load"),
-        (with_planner_data(print), "builtins.print"),
+        (with_fields(planner_data=Calls(os.mkdir, "ran")), "posix.mkdir"),
+        (with_fields(planner_data=Calls(eval, "__import__('os').mkdir('ran')")), "builtins.eval"),
+        (with_fields(planner_data=Calls(getattr, Metadata, "__init__")), "builtins.getattr"),
+        (with_fields(planner_data=Calls(torch.load, "ran")), "torch.serialization.load"),
+        (with_fields(planner_data=print), "builtins.print"),
         (with_bytes, "BytesStorageMetadata"),
         (with_another_file, "../step-1"),
         (with_a_longer_tensor, "do not add up"),
-        (without_places, "where model.x lies"),
+        (with_fields(storage_data={}), "where model.x lies"),
         (lambda metadata: [metadata], ".metadata cannot be used"),
     ],
 )

@@ -92,16 +92,16 @@ def another_interface() -> str | None:
 def test_no_socket_of_a_local_run_is_outside_loopback(commands, tmp_path, write, layout):
     """R13, at any time of a run: it is looked at all the time from the start to the end."""
     variables = {"GLOO_SOCKET_IFNAME": name} if (name := another_interface()) else {}
-    few = {"train": {"steps": 30}, "checkpoint": {"interval": 10}}
+    few = {"train": {"steps": 6}, "checkpoint": {"interval": 3}}
     command = commands.start("pretrain", write(parallel=layout, **few), **variables)
     seen: set[tuple[str, str]] = set()
 
     def look() -> bool:
         if command.poll() is None:
             seen.update(addresses([command.pid, *command.children()]))
-        return steps(tmp_path / "run") >= 30
+        return steps(tmp_path / "run") >= 6
 
-    command.wait_until(look, "30 steps")
+    command.wait_until(look, "6 steps")
     code, _, err = command.finish()
     assert code == 0, err
     outside = {
@@ -197,8 +197,7 @@ def test_closed_standard_files_are_no_mistake(commands, tmp_path, write):
 # exit codes
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize(("n_ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGHUP)])
 def test_a_stopped_run_writes_a_checkpoint_and_exits_with_its_own_code(commands, tmp_path, write, n_ranks, number):
     """R19. It is no failure, so it is not started again."""
     command: Command = commands.start(

@@ -58,7 +58,7 @@ def test_every_large_example_is_checked_here():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_example_can_start_and_is_the_published_row(name):
+def test_an_example_can_start_and_fits_and_is_the_published_row(name):
     config, row = example(name), ALL[name]
     check_config(config)
     layout = config.parallel
@@ -70,6 +70,10 @@ def test_an_example_can_start_and_is_the_published_row(name):
     assert f"{config.model.n_parameters / 1e9:.1f}" == row.parameters
     comment = (EXAMPLES / f"{name}.toml").read_text().split("\n")[0]
     assert f"{row.parameters}B parameters" in comment and f"on {row.gpus} GPUs" in comment
+    gigabytes = predicted_bytes(config) / 1e9
+    together, predicted = said(name)
+    assert together == round(gigabytes), f"the comment adds the memory up: {gigabytes:.1f}"
+    assert together < predicted < 72, "a margin for what is not counted: libraries, and what the allocator cannot use"
 
 
 def effective(config: RunConfig) -> tuple:
@@ -94,11 +98,8 @@ def test_no_key_of_an_example_can_be_left_out(name):
 
 def test_a_key_that_can_be_left_out_is_noticed():
     values = read_toml(EXAMPLES / "gpt_7.5b.toml")
-    for section, key, value in (
-        ("parallel", "zero_stage", 0),
-        ("train", "microbatch_size", 16),
-        ("model", "n_layers", 36),
-    ):
+    needless = ("parallel", "zero_stage", 0), ("train", "microbatch_size", 16), ("model", "n_layers", 36)
+    for section, key, value in needless:
         more = {**values, section: {**values[section], key: value}}
         assert effective(build_config(more)) == effective(build_config(values))
 
@@ -129,14 +130,6 @@ def said(name: str) -> tuple[int, int]:
     found = re.search(r"# together: (\d+) GB\. `tpformer dry-run` adds .*:\n# predicted: (\d+) GB of 80,", text)
     assert found, f"{name}: no sum"
     return int(found[1]), int(found[2])
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_comment_adds_the_memory_up_right_and_it_fits(name):
-    gigabytes = predicted_bytes(example(name)) / 1e9
-    together, predicted = said(name)
-    assert together == round(gigabytes), f"{gigabytes:.1f}"
-    assert together < predicted < 72, "a margin for what is not counted: libraries, and what the allocator cannot use"
 
 
 def test_the_readme_lists_them():
@@ -181,17 +174,10 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
     result = slurm("run.toml", "--train.steps", "5", env=stubbed(tmp_path, *STUBS))
     assert result.returncode == 0, result.stderr
     words = result.stdout.split()
-    options = dict(zip(words[0:12:2], words[1:12:2], strict=True))
-    assert options == {
-        "--nnodes": "2",
-        "--nproc-per-node": "8",
-        "--rdzv-backend": "c10d",
-        "--rdzv-id": "70012",
-        "--rdzv-endpoint": "node3:20012",
-        "--max-restarts": "3",
-    }
-    rest = ["-m", "tpformer.cli", "pretrain", "run.toml", "--train.steps", "5", "--run.resume", "True"]
-    assert words[12:] == rest
+    rendezvous = {"--rdzv-backend": "c10d", "--rdzv-id": "70012", "--rdzv-endpoint": "node3:20012"}
+    options = {"--nnodes": "2", "--nproc-per-node": "8", "--max-restarts": "3", **rendezvous}
+    assert dict(zip(words[0:12:2], words[1:12:2], strict=True)) == options
+    assert words[12:] == "-m tpformer.cli pretrain run.toml --train.steps 5 --run.resume True".split()
     # a directive after the first command would be ignored by sbatch
     assert "#SBATCH" not in script.read_text().split("set -euo")[1]
     result = slurm(env=stubbed(tmp_path, *STUBS))

@@ -1,14 +1,13 @@
 """Settings, loads and biases of a run with experts."""
 
-import dataclasses
-import json
-
 import pytest
 import torch
+from test_run import write_run
 
 from tpformer.config import GPTConfig, RunConfig, build_config, check_config
 from tpformer.layers import Policy, Router
 from tpformer.training.experts import load_numbers, named_loads
+from tpformer.training.metrics import read_metrics
 from tpformer.training.summary import notices
 
 MODEL = {
@@ -95,34 +94,17 @@ def test_a_bias_moves_towards_equal_loads_unless_the_step_is_skipped():
     assert router.bias.tolist() == [0.5, 0.0, -0.5, 0.0]
 
 
-def test_a_run_logs_loads_and_saves_biases(commands, tmp_path):
+def test_a_run_logs_loads_and_saves_biases(commands, tiny_values, tmp_path):
     """The command, on two ranks: numbers of loads in metrics, each expert's in norms, biases in the checkpoint."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {number} of {number * 7}\n" for number in range(600)))
-    code, _, err = commands.run("data", "build", str(text), "--out", str(tmp_path / "data"), "--tokenizer", "bytes")
+    train = {"steps": 3, "balance_loss": 0.01}
+    values = {**tiny_values, "model": MODEL, "parallel": {"tensor_parallel": 2}}
+    toml = write_run(tmp_path, values, train=train, data={"valid": []}, log={"norm_interval": 1})
+    run = tmp_path / "run"
+    code, _, err = commands.run("pretrain", str(toml))
     assert code == 0, err
-    config = dataclasses.asdict(config_of({}, train={"steps": 3, "global_batch_size": 4, "balance_loss": 0.01}))
-    lines = [f"[{section}]\n" + "".join(toml(key, value) for key, value in values.items()) for section, values in (
-        ("run", {"dir": str(tmp_path / "run")}),
-        ("model", {key: value for key, value in config["model"].items() if key in MODEL}),
-        ("data", {"train": [str(tmp_path / "data")]}),
-        ("parallel", {"tensor_parallel": 2}),
-        ("train", {key: config["train"][key] for key in ("steps", "global_batch_size", "balance_loss", "device")}),
-        ("log", {"interval": 1, "norm_interval": 1, "plot": False, "tensorboard": False}),
-    )]  # fmt: skip
-    (tmp_path / "run.toml").write_text("".join(lines))
-    code, out, err = commands.run("pretrain", str(tmp_path / "run.toml"))
-    assert code == 0, err
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["expert_dropped"] for row in rows if "expert_dropped" in row] == [0, 0, 0]
-    norms = [json.loads(line) for line in (tmp_path / "run" / "norms.jsonl").read_text().splitlines()]
-    loads = [value for name, value in norms[-1].items() if name.startswith("load.layers.")]
+    assert [row["expert_dropped"] for row in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
+    loads = [value for name, value in read_metrics(run / "norms.jsonl")[-1].items() if name.startswith("load.layers.")]
     assert len(loads) == 8 and sum(loads) == 2 * 4 * 16 * 2
-    code, out, err = commands.run("export", str(tmp_path / "run"), "--out", str(tmp_path / "out"))
-    assert code == 0, err
-    code, out, err = commands.run("generate", str(tmp_path / "run"), "--prompt", "line", "--max-new-tokens", "4")
-    assert code == 0, err
-
-
-def toml(key: str, value: object) -> str:
-    return f"{key} = {json.dumps(value)}\n"
+    for more in (("export", str(run), "--out", str(tmp_path / "out")), ("generate", str(run), "--max-new-tokens", "4")):
+        code, _, err = commands.run(*more)
+        assert code == 0, err

@@ -7,12 +7,14 @@ import subprocess
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import CONFIG, LAYOUTS, build, everything, merged
+from checkpointed import CONFIG, LAYOUTS, build, everything, merged, spoil
 from safetensors import safe_open
 from safetensors.torch import load_file
+from testing import assert_identical
 
 from tpformer.config import build_config, to_toml
 from tpformer.models import GPT
+from tpformer.parallel import local_part
 from tpformer.training.checkpoint import Checkpointer, CheckpointError
 from tpformer.training.export import export
 from tpformer.training.source import open_source
@@ -24,10 +26,8 @@ def train(run):
     checkpointer = Checkpointer(run / "checkpoints")
     saved = {}
     for step in (3, 12):
-        with torch.no_grad():
-            for part in parts:
-                for parameter in part.parameters():
-                    parameter.mul_(1.5)
+        for parameter in (parameter for part in parts for parameter in part.parameters()):
+            local_part(parameter.detach()).mul_(1.5)
         checkpointer.save(step, parts, optimizers)
         saved[step] = everything(parts, optimizers)
     checkpointer.wait()
@@ -58,10 +58,7 @@ def test_the_newest_checkpoint_in_one_file(trained, tmp_path):
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "as readable as other files"
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    exported, wanted = load_file(tmp_path / "out" / "model.safetensors"), unpadded(saved[12])
-    assert exported.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(exported[name], value) and value.dtype == exported[name].dtype, name
+    assert_identical(load_file(tmp_path / "out" / "model.safetensors"), unpadded(saved[12]))
     assert not saved[12]["embed_tokens.weight"][100:].any(), "what is cut off is zero"
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["step"], written["dtype"], written["vocab_size"]) == (12, "float32", 100)
@@ -94,24 +91,23 @@ def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
         assert torch.equal(exported[name], value.bfloat16()), name
 
 
-def loaded_by(name, out):
-    """The parameters of a layout's parts, filled from an export."""
-    parts, optimizers = build(LAYOUTS[name], seed=2)
-    with torch.no_grad():
-        for parameter in (parameter for part in parts for parameter in part.parameters()):
-            parameter.fill_(float("nan"))
-    open_source(out).load(parts)
-    return everything(parts, optimizers)
+def loaded_by(names, out):
+    """By layout: the parameters of its parts, filled from an export."""
+    found = []
+    for name in names:
+        parts, optimizers = build(LAYOUTS[name], seed=2)
+        spoil(parts)
+        open_source(out).load(parts)
+        found.append(everything(parts, optimizers))
+    return found
 
 
-@pytest.mark.parametrize("name", ["tp4", "tp2-zero3", "v-schedule"])
-def test_an_export_loads_into_any_layout(ranks, trained, tmp_path, name):
+def test_an_export_loads_into_any_layout(ranks, trained, tmp_path):
     run, saved = trained
     export(run, tmp_path / "out", max_shard_bytes=4000)
-    loaded = merged(ranks(4).run(loaded_by, name, tmp_path / "out"))
-    assert loaded.keys() == saved[12].keys()
-    for key, value in saved[12].items():
-        assert torch.equal(loaded[key], value), key
+    names = ["tp4", "tp2-zero3", "v-schedule"]
+    for name, loaded in zip(names, zip(*ranks(4).run(loaded_by, names, tmp_path / "out"), strict=True), strict=True):
+        assert_identical(merged(loaded), saved[12], name)
 
 
 def test_an_export_loads_into_one_process(trained, tmp_path):
@@ -128,28 +124,23 @@ def test_an_export_loads_into_one_process(trained, tmp_path):
         source.load([GPT(dataclasses.replace(CONFIG, vocab_size=90))])
 
 
-def refusals(run, folder):
-    """(arguments, options, error, words of its message)"""
-    (folder / "full").mkdir()
-    (folder / "full" / "file").write_text("precious")
-    (folder / "no-checkpoint").mkdir()
-    (folder / "no-checkpoint" / "config.toml").write_text((run / "config.toml").read_text())
-    return [
-        ((folder / "missing", folder / "out"), {}, FileNotFoundError, "missing is not a run"),
-        ((folder / "no-checkpoint", folder / "out"), {}, FileNotFoundError, "has no checkpoint yet"),
-        ((run, folder / "full"), {}, ValueError, "is not an empty directory"),
-        ((run, folder / "full" / "file"), {}, ValueError, "is not an empty directory"),
-        ((run, folder / "out"), {"step": 4}, FileNotFoundError, "no checkpoint of step 4: it has 3, 12"),
-    ]
-
-
 def test_refusals_write_nothing(trained, tmp_path):
     run, _ = trained
-    for arguments, options, error, words in refusals(run, tmp_path):
+    full, bare, out = (tmp_path / name for name in ("full", "no-checkpoint", "out"))
+    for folder, name, text in ((full, "file", "precious"), (bare, "config.toml", (run / "config.toml").read_text())):
+        folder.mkdir()
+        (folder / name).write_text(text)
+    for source, target, options, error, words in (
+        (tmp_path / "missing", out, {}, FileNotFoundError, "missing is not a run"),
+        (bare, out, {}, FileNotFoundError, "has no checkpoint yet"),
+        (run, full, {}, ValueError, "is not an empty directory"),
+        (run, full / "file", {}, ValueError, "is not an empty directory"),
+        (run, out, {"step": 4}, FileNotFoundError, "no checkpoint of step 4: it has 3, 12"),
+    ):
         with pytest.raises(error, match=words):
-            export(*arguments, **options)
+            export(source, target, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "no-checkpoint"]
-    assert (tmp_path / "full" / "file").read_text() == "precious"
+    assert (full / "file").read_text() == "precious"
 
 
 def test_a_damaged_checkpoint_is_passed_over_or_refused(ranks, trained, tmp_path):

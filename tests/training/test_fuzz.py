@@ -15,22 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from tpformer.config import build_config, check_config, read_toml
+from tpformer.training import metrics
+from tpformer.training.checkpoint_files import MODEL, saved_tensors, verify, write_checkpoint
+from tpformer.training.companions import byte_tokenizer
+from tpformer.training.data import IndexedDataset, build_dataset, load_tokenizer
+from tpformer.training.resolve import open_dataset, resolve
+from tpformer.weights.files import TensorFiles
 
 MUTATIONS, MEMORY = 500, 200 << 20
-NUMBERS = (
-    b"0",
-    b"-1",
-    b"1e999",
-    b"NaN",
-    b"9" * 30,
-    b"4294967296",
-    b"null",
-    b'""',
-    b"[]",
-    b"{}",
-    b"true",
-    b"[" * 100_000,
-)
+NUMBERS = (*f'0 -1 1e999 NaN {"9" * 30} 4294967296 null "" [] {{}} true'.encode().split(), b"[" * 100_000)
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
@@ -46,54 +43,37 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 
 
 def read_dataset(path: Path) -> None:
-    from tpformer.training.data import IndexedDataset
-
     dataset = IndexedDataset(path.with_suffix(""), 300)
     dataset.tokens(0, dataset.n_tokens)
 
 
 def read_mask(path: Path) -> None:
-    from tpformer.training.resolve import open_dataset
-
     open_dataset(str(path.with_suffix("")), 300, masked=True)
 
 
 def read_sidecar(path: Path) -> None:
-    from tpformer.config import build_config
-    from tpformer.training.resolve import resolve
-
     resolve(build_config({"data": {"train": [str(path.with_suffix(""))]}}))
 
 
 def read_metrics(path: Path) -> None:
-    from tpformer.training import metrics
-
     metrics.cut_metrics(path, 3)
 
 
 def read_checkpoint(path: Path) -> None:
-    from tpformer.training.checkpoint_files import MODEL, saved_tensors, verify
-
     verify(path.parent)
     saved_tensors(path.parent, MODEL)
 
 
 def read_config(path: Path) -> None:
-    from tpformer.config import build_config, check_config, read_toml
-
     check_config(build_config(read_toml(path)))
 
 
 def read_safetensors(path: Path) -> None:
-    from tpformer.weights.files import TensorFiles
-
     for name, spec in (files := TensorFiles(path.parent)).specs.items():
         files.slice(name)[tuple(slice(0, 1) for _ in spec.shape)]
 
 
 def read_tokenizer(path: Path) -> None:
-    from tpformer.training.data import load_tokenizer
-
     load_tokenizer(str(path)).encode("text")
 
 
@@ -130,12 +110,6 @@ def read_all(read: Callable[[Path], None], file: str, seed: int) -> None:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One good file of each kind."""
-    import torch
-    from safetensors.torch import save_file
-
-    from tpformer.training.checkpoint_files import write_checkpoint
-    from tpformer.training.data import build_dataset
-
     folder = tmp_path_factory.mktemp("files")
     (folder / "text.txt").write_text("a few words\n" * 20)
     build_dataset([folder / "text.txt"] * 3, folder / "data", "bytes", quiet=True)
@@ -150,8 +124,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "weights").mkdir()
     save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, folder / "weights/model.safetensors")
-    from tpformer.training.companions import byte_tokenizer
-
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
     return folder
 

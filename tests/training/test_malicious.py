@@ -11,7 +11,6 @@ import pytest
 from commands import main
 
 from tpformer.config import build_config, to_toml
-from tpformer.training.checkpoint_files import manifest_entries, write_manifest
 
 LIMIT = 512 << 20  # bytes of address space that a command may take beyond what it began with
 HUGE = struct.pack("<Q", 1 << 62)
@@ -82,16 +81,3 @@ def test_it_is_refused_in_one_line_and_runs_nothing(commands, folder, monkeypatc
     code, out, err = commands.call(bounded, LIMIT, *command).finish()
     assert code == 2 and err.count("\n") == 1 and "Traceback" not in out + err, out + err
     assert any(name in err for name in (Path(file).name, "model.n_layers")) and not (folder / "ran").exists(), err
-
-
-def test_a_checkpoint_is_not_unpickled(commands, folder):
-    """Not even where its manifest is that of the malicious file."""
-    toml = str(folder / "run.toml")
-    assert commands.run("pretrain", toml)[0] == 0
-    (checkpoint,) = (folder / "run" / "checkpoints").glob("step-*")
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(folder / "ran")))
-    (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint, manifest_entries(checkpoint.iterdir()))
-    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", "--train.steps", "4")
-    assert code != 0 and ".metadata" in out + err and "Traceback" not in out + err, out + err
-    assert not (folder / "ran").exists()

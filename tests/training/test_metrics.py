@@ -8,8 +8,10 @@ import signal
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from testing import assert_same
 
 from tpformer.config import build_config
 from tpformer.training.metrics import LossMean, MetricsLog, cut_metrics, plot_losses, read_metrics, rounded
@@ -22,14 +24,10 @@ def write_rows(path, count):
             log.row(step=step, loss=1.0 / 3 / step)
 
 
-def test_rows_keep_every_bit(tmp_path):
-    write_rows(tmp_path, 3)
-    assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1.0 / 3 / step for step in (1, 2, 3)]
-
-
-def test_resume_drops_later_rows_and_a_line_cut_short(tmp_path):
+def test_rows_keep_every_bit_and_a_resume_drops_later_ones_and_a_line_cut_short(tmp_path):
     write_rows(tmp_path, 5)
     path = tmp_path / "metrics.jsonl"
+    assert [row["loss"] for row in read_metrics(path)] == [1.0 / 3 / step for step in range(1, 6)]
     path.write_text(path.read_text()[:-7])
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
     cut_metrics(path, 2)
@@ -117,21 +115,17 @@ def test_the_mean_of_an_interval_survives_a_stop_and_leaves_out_what_is_not_fini
 
 def interval_rows(values: dict, every: int, stop: int) -> dict[int, list[float]]:
     """The rows by step of a run that is asked to stop in a step, and resumed."""
-    steps, take = [False, True], Trainer._launch
+    take = Trainer._launch
 
     def launch(trainer: Trainer, *arguments):
         if trainer.step + 1 == stop:
             signal.raise_signal(signal.SIGTERM)
         return take(trainer, *arguments)
 
-    Trainer._launch = launch  # type: ignore[method-assign]
-    try:
-        for resume in steps if stop else (False,):
-            options: dict = {"log": {"interval": every, "plot": False}, "run": {"resume": resume}}
-            trainer = Trainer(build_config(values, options))
+    with mock.patch.object(Trainer, "_launch", launch):
+        for resume in (False, True) if stop else (False,):
+            trainer = Trainer(build_config(values, {"log": {"interval": every}, "run": {"resume": resume}}))
             trainer.run()
-    finally:
-        Trainer._launch = take  # type: ignore[method-assign]
     kept = ("loss", "step_loss", "grad_norm", "lr", "tokens")
     rows = read_metrics(trainer.directory / "metrics.jsonl")
     return {int(row["step"]): [row[key] for key in kept] for row in rows}
@@ -139,24 +133,18 @@ def interval_rows(values: dict, every: int, stop: int) -> dict[int, list[float]]
 
 def test_rows_are_the_means_of_their_intervals_and_a_resumed_run_has_the_same(ranks, tiny_values, tmp_path):
     """N10: the logged loss was the one of the row's step."""
-    values = {
-        **tiny_values,
-        "data": {**tiny_values["data"], "valid": []},
-        "train": {**tiny_values["train"], "steps": 8},
-        "checkpoint": {"interval": 0},
-    }
+    more = {"data": {**tiny_values["data"], "valid": []}, "train": {**tiny_values["train"], "steps": 8}}
+    values = {**tiny_values, **more, "checkpoint": {"interval": 0}}
+    runs = ("every", 1, 0), ("whole", 3, 0), ("parts", 3, 4)  # which ends when step 4 is read: behind 5
     every, whole, parts = (
         ranks(1).run(interval_rows, {**values, "run": {"dir": str(tmp_path / name)}}, interval, stop)[0]
-        for name, interval, stop in (
-            ("every", 1, 0),
-            ("whole", 3, 0),
-            ("parts", 3, 4),
-        )  # asked to stop in step 4, it stops when that is read: behind 5
+        for name, interval, stop in runs
     )
     assert list(whole) == [3, 6, 8] and {step: row for step, row in parts.items() if step != 5} == whole
     for rows, first, step in ((whole, 1, 3), (parts, 4, 5), (whole, 4, 6), (whole, 7, 8)):
         losses = [every[each][0] for each in range(first, step + 1)]
-        assert rows[step][0] == pytest.approx(sum(losses) / len(losses), rel=1e-14) and rows[step][1] == losses[-1]
+        assert_same(rows[step][0], sum(losses) / len(losses))
+        assert rows[step][1] == losses[-1]
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):

@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from testing import assert_same
 
-from tpformer.config import build_config, check_config
+from tpformer.config import build_config
 from tpformer.training.metrics import read_metrics
 from tpformer.training.norms import NoiseScale
 from tpformer.training.resolve import resolve
@@ -15,12 +16,13 @@ from tpformer.training.step import batch
 from tpformer.training.trainer import Trainer
 
 MODEL = {"seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
-TRAIN = {"steps": 4, "global_batch_size": 8, "microbatch_size": 1, "dtype": "float64"}
+TRAIN = {"steps": 3, "global_batch_size": 8, "microbatch_size": 1, "dtype": "float64"}
 
 
 def settings(values: dict, parallel: dict) -> dict:
     log = {"interval": 4, "norm_interval": 2, "noise_interval": 2, "plot": False, "tensorboard": False}
-    return {**values, "model": MODEL, "train": TRAIN, "log": log, "parallel": parallel}
+    data = {**values["data"], "valid": []}
+    return {**values, "model": MODEL, "train": TRAIN, "log": log, "parallel": parallel, "data": data}
 
 
 def run(values: dict, parallel: dict) -> list[dict]:
@@ -58,11 +60,18 @@ def alone(ranks, tiny_values_in, tmp_path_factory):
     return ranks(1).run(run, values, {})[0], ranks(1).run(plain, values)[0]
 
 
+def assert_same_numbers(found: dict[str, float], expected: dict[str, float]) -> None:
+    """Each is judged by itself, as one may be a millionth of another."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same(found[name], value, name)
+
+
 def test_norms_are_those_that_torch_computes(alone):
     rows, expected = alone
-    assert [row["step"] for row in rows] == [2, 4] and set(rows[0]) == set(expected)
+    assert [row["step"] for row in rows] == [2]
     assert len([name for name in expected if "layers." in name]) == 2 * MODEL["n_layers"]
-    assert rows[0] == pytest.approx(expected, rel=1e-10, nan_ok=True)
+    assert_same_numbers(rows[0], expected)
 
 
 TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2}
@@ -83,23 +92,16 @@ def test_norms_are_equal_in_every_layout(ranks, tiny_values, alone, parallel):
     size = build_config({"parallel": parallel}).parallel.world_size
     rows = ranks(size).run(run, {**tiny_values, "optimizer": {"lr": 0.0}}, parallel)[0]
     for mine, expected in zip(rows, alone[0], strict=True):
-        assert mine == pytest.approx(expected, rel=1e-10, nan_ok=True)
+        assert_same_numbers(mine, expected)
 
 
 def test_the_noise_scale_is_the_trace_over_the_square_and_survives_a_checkpoint():
     square, trace, noise = 3.0, 60.0, NoiseScale()
     for samples in (8, 16, 16):
         whole, half = (math.sqrt(square + trace / size) for size in (samples, samples / 2))
-        assert noise.add(samples, whole, half) == pytest.approx(trace / square, rel=1e-12)
+        assert_same(noise.add(samples, whole, half), trace / square)
         state = json.loads(json.dumps(noise.state_dict()))
         noise = NoiseScale()
         noise.load_state_dict(state)
-    assert noise.add(8, math.nan, 1.0) == pytest.approx(20.0), "a step that is not finite adds nothing"
+    assert_same(noise.add(8, math.nan, 1.0), trace / square, "a step that is not finite adds nothing")
     assert math.isnan(NoiseScale().add(8, 1.0, 0.5)), "a negative estimate of the trace"
-
-
-def test_a_batch_without_halves_is_refused(tiny_values):
-    config = build_config(tiny_values, {"train": {"microbatch_size": 4}, "log": {"noise_interval": 1}})
-    with pytest.raises(ValueError, match="half a batch of 4 samples, which 1 data-parallel ranks .* a multiple of 8"):
-        check_config(config)
-    check_config(build_config(tiny_values, {"log": {"noise_interval": 1}}))

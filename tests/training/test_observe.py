@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -56,20 +57,11 @@ def test_without_wandb_one_sentence_names_the_extra(monkeypatch):
 def refused_by_wandb(values: dict) -> str:
     """What `pretrain` raises where Weights & Biases knows no user."""
     error = type("Error", (Exception,), {})
-
-    def init(**given):
-        raise error("No API key configured. Use `wandb login` to log in.")
-
-    sys.modules["wandb"] = SimpleNamespace(init=init, Error=error)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tpformer.training.observe.find_spec", lambda name: True)
+    refuse = mock.Mock(side_effect=error("No API key configured. Use `wandb login` to log in."))
+    with mock.patch.dict(sys.modules, wandb=SimpleNamespace(init=refuse, Error=error)):
+        with mock.patch("tpformer.training.observe.find_spec"), pytest.raises(Exception) as failure:
             pretrain(build_config(values))
-    except Exception as failure:
-        return f"{type(failure).__name__}: {failure}"
-    finally:
-        del sys.modules["wandb"]
-    return ""
+    return f"{failure.typename}: {failure.value}"
 
 
 def test_what_wandb_refuses_is_one_sentence(ranks, tiny_values):

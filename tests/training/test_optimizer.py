@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from testing import assert_identical, assert_same
 from torch.distributed.tensor import DTensor
 
-from tpformer.config import OptimizerSection, build_config, check_config
+from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import reduce_partial_gradients
@@ -32,7 +33,8 @@ def test_matrices_decay_and_vectors_do_not(name, kind):
 def steps_of(kind):
     """Make three updates of DTensor parameters on two ranks; return this rank's part of parameters and states."""
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
-    model = GPT(GPTConfig(vocab_size=50, seq_length=8, n_layers=1, hidden_size=16, n_heads=2), tp=mesh)
+    config = GPTConfig(vocab_size=50, seq_length=8, n_layers=1, hidden_size=16, n_heads=2)
+    model = GPT(config, tp=mesh, dtype=torch.float64)
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
     ids = torch.arange(8).view(1, 8)
     for _ in range(3):
@@ -57,8 +59,7 @@ def test_local_updates_are_those_of_torch(ranks):
     for found in ranks(2).run(each_and_torchs):
         for (mine, torchs), moments in zip(found, (2, 1, 0), strict=True):
             assert len(mine) == len(torchs) == (1 + moments) * len(found[2][0]) and len(found[2][0]) > 10
-            bound = 0 if moments == 2 else 1e-6
-            assert all(torch.allclose(a, b, rtol=bound, atol=bound) for a, b in zip(mine, torchs, strict=True))
+            (assert_identical if moments == 2 else assert_same)(mine, torchs, f"{moments} moments")
 
 
 @pytest.mark.parametrize("options", [{"name": "adamw"}, {"name": "sgd", **NESTEROV}, {"name": "sgd"}])
@@ -76,20 +77,6 @@ def test_a_skipped_first_step_leaves_nothing(options):
             optimizer.update(0.1, torch.tensor(skipped))
         ends.append([each.detach() for each in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"name": "lion"}, "optimizer.name='lion': choose one of adamw, sgd"),
-        ({"momentum": 0.9}, 'optimizer.momentum=0.9 is of sgd.* set optimizer.name = "sgd"'),
-        ({"name": "sgd", "beta2": 0.9}, "optimizer.beta2=0.9 is of adamw"),
-        ({"name": "sgd", "nesterov": True}, "optimizer.nesterov=True needs a momentum"),
-    ],
-)
-def test_settings_of_another_optimizer_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        check_config(build_config({"optimizer": options, "data": {"train": ["x"]}}))
 
 
 def change_optimizers(directory: Path) -> list[str]:

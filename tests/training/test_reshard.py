@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import assert_equal, everything, merged
+from checkpointed import everything, merged, spoil
+from testing import assert_identical, assert_same
 
 from tpformer.config import RunConfig, build_config
 from tpformer.models import GPT, GPTConfig
@@ -15,7 +16,7 @@ from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
-SAVED_AT, STEPS, BATCH = 2, 5, 8
+SAVED_AT, STEPS, BATCH = 1, 3, 4
 MODEL = {"vocab_size": 100, "seq_length": 8, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
 EXPERTS = {  # of a run with them: a dense layer first, a shared expert, and a bias that each step moves
     **{"n_experts": 8, "expert_ffn_size": 12, "shared_expert_size": 16, "first_dense_layers": 1, "router_bias": True},
@@ -39,15 +40,8 @@ def train(model: ModelParts, optimizers, first_step: int, last_step: int) -> lis
         generator = torch.Generator().manual_seed(step)
         batch = torch.randint(100, (BATCH, MODEL["seq_length"] + 1), generator=generator)
         first = model.data_rank * share
-        result = train_step(
-            model,
-            optimizers,
-            batch[first : first + share],
-            first_sample=step * BATCH + first,
-            step=step,
-            lr=1e-2 / step,
-            clip_norm=1.0,
-        )
+        options = {"first_sample": step * BATCH + first, "step": step, "lr": 1e-2 / step, "clip_norm": 1.0}
+        result = train_step(model, optimizers, batch[first : first + share], **options)
         results.append((float(result.loss), float(result.norm)))
     return results
 
@@ -67,13 +61,6 @@ def save_and_go_on(directory, parallel):
     losses = train(model, optimizers, SAVED_AT + 1, STEPS)
     checkpointer.wait()
     return saved, losses
-
-
-def spoil(parts) -> None:
-    """Fill parameters and buffers with NaN."""
-    with torch.no_grad():
-        for tensor in (each for part in parts for each in part.state_dict(keep_vars=True).values()):
-            tensor.fill_(float("nan"))
 
 
 def load_and_go_on(directory, parallel):
@@ -107,17 +94,16 @@ MATRIX = [
     (SMALL, ALONE),
     (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}),
     (FULL, {"pipeline_parallel": 4}),
-    (FULL, ALONE),
     (FULL, FULL),
-    (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV", "data_parallel_replicate": 2}),
+    (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}),
     (FULL, {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 2, "cpu_offload": True}),
     ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL),
     (ALONE, FULL),
 ]
 MOE: dict = {"experts": True}
 MATRIX += [
-    ({"tensor_parallel": 4, **MOE}, other)
-    for other in (MOE, {"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}, FULL | MOE)
+    ({"tensor_parallel": 2, **MOE}, other)
+    for other in (MOE, {"pipeline_parallel": 2, **MOE}, {"data_parallel_shard": 2, "zero_stage": 3, **MOE})
 ]
 
 
@@ -162,13 +148,10 @@ def test_a_run_goes_on_under_another_layout(ranks, saved, before, after):
     else:
         size = run_config(after).parallel.world_size
         results = ranks(size).run(load_and_go_on, directory, after)
-    assert_equal(merged([loaded for loaded, _ in results]), tensors)
+    assert_identical(merged([loaded for loaded, _ in results]), tensors)
     moe = {"layers.3.mlp.gate.bias", "layers.3.mlp.experts.down_proj exp_avg", "layers.0.mlp.up_proj.weight"}
-    some = (
-        moe if "experts" in before else {"layers.3.mlp.fc2.weight", "embed_tokens.weight exp_avg", "norm.weight step"}
-    )
-    assert some <= tensors.keys()
+    dense = {"layers.3.mlp.fc2.weight", "embed_tokens.weight exp_avg", "norm.weight step"}
+    assert (moe if "experts" in before else dense) <= tensors.keys()
     assert "experts" not in before or tensors["layers.3.mlp.gate.bias"].any()
     for _, continued in results:
-        for one, other in zip(continued, losses, strict=True):
-            assert one == pytest.approx(other, rel=1e-12, abs=0)
+        assert_same(continued, losses, "losses and gradient norms")

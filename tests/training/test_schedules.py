@@ -3,8 +3,9 @@
 import math
 
 import pytest
+from testing import assert_same
 
-from tpformer.config import OptimizerSection, build_config, check_config
+from tpformer.config import OptimizerSection
 from tpformer.training.schedules import learning_rate, warmup_notice
 
 LR, FLOOR, WARM, STEPS = 2.0, 0.1, 10, 110
@@ -20,11 +21,11 @@ FORMULAS = {  # of x, the share of the steps after the warm-up, and of the step 
 def test_each_step_is_the_formula(schedule):
     config = OptimizerSection(lr=LR, warmup_steps=WARM, min_lr_ratio=FLOOR, schedule=schedule, decay_fraction=0.3)
     rates = [learning_rate(step, STEPS, config) for step in range(1, STEPS + 1)]
-    assert rates[:WARM] == [pytest.approx(LR * step / WARM) for step in range(1, WARM + 1)] and rates[WARM - 1] == LR
-    for step in range(WARM + 1, STEPS + 1):
-        expected = FORMULAS[schedule]((step - WARM) / (STEPS - WARM), step)
-        assert rates[step - 1] == pytest.approx(expected, rel=1e-14), step
-    assert rates[-1] == pytest.approx(LR if schedule == "constant" else LR * FLOOR)
+    expected = [LR * step / WARM for step in range(1, WARM + 1)]
+    expected += [FORMULAS[schedule]((step - WARM) / (STEPS - WARM), step) for step in range(WARM + 1, STEPS + 1)]
+    assert_same(rates, expected)
+    assert rates[WARM - 1] == LR
+    assert_same(rates[-1], LR if schedule == "constant" else LR * FLOOR)
 
 
 def test_edges_of_the_schedules():
@@ -34,8 +35,6 @@ def test_edges_of_the_schedules():
     assert rates(3, warmup_steps=0, schedule="wsd", decay_fraction=0.0) == [1.0, 1.0, 1.0]
     assert rates(4, warmup_steps=2, schedule="wsd", decay_fraction=1.0, min_lr_ratio=0.0) == [0.5, 1.0, 0.5, 0.0]
     assert rates(5, warmup_steps=10)[-1] == 0.5
-    with pytest.raises(ValueError, match="optimizer.schedule='step': choose one of cosine, linear, constant, wsd"):
-        check_config(build_config({"optimizer": {"schedule": "step"}, "data": {"train": ["x"]}}))
 
 
 def test_the_default_warm_up_fits_a_short_run_and_a_longer_one_is_named():

@@ -70,14 +70,10 @@ def test_the_command_fails_where_tied_gradients_are_not_added_up(commands, tmp_p
 
 LAYOUTS = {
     "v-shaped": {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2},
-    "hybrid": {
-        "data_parallel_replicate": 2,
-        "data_parallel_shard": 2,
-        "zero_stage": 3,
-        "recompute": "full",
-        "recompute_interval": 3,
+    "tp-dp": {
+        **{"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, "cpu_offload": True},
+        **{"recompute": "full", "recompute_interval": 3},
     },
-    "tp-dp": {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, "cpu_offload": True},
 }
 
 

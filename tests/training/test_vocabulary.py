@@ -17,7 +17,7 @@ from tpformer.training.source import from_source
 GPT2 = {"preset": "gpt2-124m"}
 
 
-def test_a_presets_vocabulary_stands_back_for_the_datas(tiny_data):
+def test_a_presets_vocabulary_stands_back_for_the_datas_alone(tiny_data, tmp_path):
     """N1: a model of 50,304 columns was trained on 257 ids without a word."""
     data = {"train": [str(tiny_data)]}
     config = resolve(build_config({"model": GPT2, "data": data}))
@@ -26,14 +26,10 @@ def test_a_presets_vocabulary_stands_back_for_the_datas(tiny_data):
     assert resolve(build_config({"model": GPT2 | {"vocab_size": 50257}, "data": data})).model.vocab_size == 50257
     again = resolve(build_config({"model": {**GPT2, "vocab_size": 257}, "data": data}))
     assert again == config, "a run's own config.toml says the same"
-
-
-def test_a_presets_vocabulary_holds_where_no_data_says_another(tiny_data, tmp_path):
-    for end in ("bin", "idx"):
+    for end in ("bin", "idx"):  # data that say no vocabulary
         shutil.copyfile(f"{tiny_data}.{end}", tmp_path / f"bare.{end}")
     for data in ({"train": [str(tmp_path / "bare")]}, {"train": [str(tmp_path / "absent")]}, {}):
-        values = {"model": GPT2, "data": data}
-        assert plan_config(build_config(values)).model.vocab_size == 50257
+        assert plan_config(build_config({"model": GPT2, "data": data})).model.vocab_size == 50257
     config = resolve(build_config({"model": GPT2, "data": {"train": [str(tmp_path / "bare")]}}))
     assert config.model.vocab_size == 50257 and vocabulary_note(config) is None
 

@@ -6,6 +6,8 @@ Belongs here: making and saving them, and their logits. No assertions.
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.families.training import in_float64
+
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {
     "vocab_size": 101,
@@ -37,7 +39,6 @@ MODELS: dict[str, tuple[str, dict]] = {
     "llama-3.1": ("llama", LLAMA | {"rope_parameters": SCALED}),
     "llama-geglu": ("llama", LLAMA | {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1}),
     "qwen2": ("qwen2", LLAMA),
-    "qwen2-tied": ("qwen2", LLAMA | {"tie_word_embeddings": True, "vocab_size": 128}),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 20}),
     "qwen3-tied": ("qwen3", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
     "mistral": ("mistral", LLAMA | {"sliding_window": 6}),
@@ -76,8 +77,16 @@ def ids() -> torch.Tensor:
     return torch.randint(101, (2, 24), generator=torch.Generator().manual_seed(3))
 
 
-@torch.no_grad()
+def exact(model):
+    """A model of theirs, its angles too, in float64, with attention and experts in plain torch."""
+    with in_float64():
+        made = type(model)(model.config).eval()
+    made.load_state_dict(model.state_dict())
+    made.config._attn_implementation = made.config._experts_implementation = "eager"
+    return made
+
+
 def logits(model) -> torch.Tensor:
-    """Float64 logits (2, 24, vocabulary) of a model of theirs, with attention and experts in plain torch."""
-    model.config._attn_implementation = model.config._experts_implementation = "eager"
-    return model.double()(ids()).logits
+    """Float64 logits (2, 24, vocabulary) of a model of theirs."""
+    with torch.no_grad(), in_float64():
+        return exact(model)(ids()).logits

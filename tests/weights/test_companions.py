@@ -6,6 +6,7 @@ import numpy
 import oracle
 import pytest
 import torch
+from testing import assert_kernel_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tpformer.config import build_config, to_toml
@@ -56,10 +57,11 @@ def test_a_trained_run_generates_in_transformers(commands, run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     prompt = torch.tensor([tokenizer("def f", add_special_tokens=False).input_ids])
     source = open_source(run)
-    ours = GPT(source.architecture).eval()
+    ours, exact = (GPT(source.architecture, dtype=dtype).eval() for dtype in (torch.float32, torch.float64))
     source.load([ours])
+    source.load([exact])
     with torch.no_grad():
-        torch.testing.assert_close(ours(prompt), model(prompt).logits, rtol=1e-4, atol=1e-5)
+        assert_kernel_close(ours(prompt), exact(prompt), model(prompt).logits, "logits")
 
 
 def test_companions_travel_in_and_out(commands, tmp_path):

@@ -6,8 +6,10 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from testing import assert_same
 from torch.distributed.fsdp import fully_shard
 
+from bench.families.training import in_float64
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.models import GPT
@@ -17,21 +19,18 @@ from tpformer.weights.files import TensorFiles
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-dense-first"])
 def test_gradients_equal_theirs(tmp_path, name):
-    """1e-6: transformers computes norms, RoPE and scores in float32."""
-    theirs = oracle.make(name, tmp_path).double()
-    theirs.config._attn_implementation = theirs.config._experts_implementation = "eager"
+    theirs = oracle.exact(oracle.make(name, tmp_path))
     source, ids = open_source(tmp_path), oracle.ids()
     ours = GPT(source.architecture, dtype=torch.float64)
     source.load([ours])
-    loss = F.cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    with in_float64():
+        loss = F.cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     loss.backward()
     found = ours(ids[:, :-1], targets=ids[:, 1:])
     found.backward()
-    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert_same(found, loss)
     expected = {name.removeprefix("model."): p.grad for name, p in theirs.named_parameters()}
-    for key, parameter in ours.named_parameters():
-        wanted, got = expected[key], parameter.grad[: len(expected[key])]
-        assert (got - wanted).norm() <= 1e-6 * wanted.norm(), key
+    assert_same({key: p.grad[: len(expected[key])] for key, p in ours.named_parameters()}, expected)
 
 
 def loaded(folder: str, tensor_parallel: int, shards: int) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -53,7 +52,7 @@ def loaded(folder: str, tensor_parallel: int, shards: int) -> tuple[dict[str, to
     return {name: full_tensor(value).clone() for name, value in model.state_dict().items()}, read
 
 
-@pytest.mark.parametrize(("tensor_parallel", "shards"), [(2, 1), (4, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize(("tensor_parallel", "shards"), [(4, 1), (2, 2)])
 def test_every_layout_loads_the_same_and_reads_its_own_experts(ranks, tmp_path, monkeypatch, tensor_parallel, shards):
     kind, fields = oracle.MODELS["mixtral"]
     monkeypatch.setitem(oracle.MODELS, "eight", (kind, fields | {"num_local_experts": 8}))

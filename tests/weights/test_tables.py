@@ -48,8 +48,8 @@ def tensor_rows(family: Family) -> list[str]:
 def table(family: Family) -> str:
     """A family's tables. Those of Llama's kind have only the rows that Llama's have not."""
     base = LLAMA if family is not LLAMA and family.has_rope else None
-    config = [row for row in config_rows(family) if base is None or row not in config_rows(base)]
-    tensors = [row for row in tensor_rows(family) if base is None or row not in tensor_rows(base)]
+    known = {*config_rows(base), *tensor_rows(base)} if base else set()
+    config, tensors = ([row for row in rows(family) if row not in known] for rows in (config_rows, tensor_rows))
     fixed = ", ".join(f"{name} = {value(one)}" for name, one in family.fixed.items())
     lines = [f"Always: {fixed}.", "", f"| {family.model_type} | here | default |", "|---|---|---|", *config]
     if tensors:

@@ -19,21 +19,21 @@ def stream(prefix: Path) -> list[int]:
     return dataset.tokens(0, dataset.n_tokens).tolist()
 
 
-def test_entropy_of_a_known_file(tmp_path: Path) -> None:
+def test_the_sidecar_and_one_line_sum_up_a_known_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_bytes(b"aabbbbb")  # with the end token: frequencies 2/8, 5/8, 1/8
-    summary = build_dataset([tmp_path / "a.txt"], tmp_path / "out", "bytes", quiet=True)
+    summary = build_dataset([tmp_path / "a.txt"], tmp_path / "out", "bytes")
     expected = -sum(p * math.log(p) for p in (2 / 8, 5 / 8, 1 / 8))
     assert summary.entropy_nats_per_token == pytest.approx(expected, rel=1e-12)
     assert (summary.n_documents, summary.n_tokens, summary.vocab_size) == (1, 8, 257)
-
-
-def test_sidecar_holds_the_summary_and_the_hash_of_the_bin(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    summary = build_dataset([tmp_path / "a.txt"], tmp_path / "out", "bytes", quiet=True)
     sidecar = read_sidecar(tmp_path / "out")
     assert sidecar == asdict(summary)
     assert sidecar["sha256"] == hashlib.sha256((tmp_path / "out.bin").read_bytes()).hexdigest()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out.bin", "out.idx", "out.json"]
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 1 and said.err == ""
+    assert f"1 documents, 8 tokens, unigram entropy {expected:.4f} nats/token" in said.out
+    build_dataset([tmp_path / "a.txt"], tmp_path / "silent", "bytes", quiet=True)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_folder_is_walked_in_name_order_without_hidden_files(tmp_path: Path) -> None:
@@ -76,17 +76,6 @@ def test_missing_and_empty_inputs_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-def test_one_line_is_printed_unless_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("aaa")
-    build_dataset([tmp_path / "a.txt"], tmp_path / "loud", "bytes")
-    captured = capsys.readouterr()
-    assert captured.out.count("\n") == 1
-    assert "1 documents, 4 tokens, unigram entropy 0.5623 nats/token" in captured.out
-    assert captured.err == ""
-    build_dataset([tmp_path / "a.txt"], tmp_path / "silent", "bytes", quiet=True)
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.fixture
 def small_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """100 tiny files take the place of the standard library."""
@@ -99,33 +88,26 @@ def small_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_stdlib_is_built_once_then_reused(
+def test_stdlib_is_built_once_and_a_missing_half_again(
     tmp_path: Path, small_stdlib: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train, valid = build_stdlib(tmp_path / "out")
-    assert (train, valid) == (tmp_path / "out" / "stdlib_train", tmp_path / "out" / "stdlib_valid")
+    folder = tmp_path / "out"
+    train, valid = build_stdlib(folder)
+    assert (train, valid) == (folder / "stdlib_train", folder / "stdlib_valid")
     assert IndexedDataset(train).n_documents + IndexedDataset(valid).n_documents == 100
-    before = {path: (path.stat().st_ino, path.read_bytes()) for path in (tmp_path / "out").iterdir()}
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
     capsys.readouterr()
-    build_stdlib(tmp_path / "out")
+    build_stdlib(folder)
     assert capsys.readouterr().out.count("reused") == 2
-    assert {path: (path.stat().st_ino, path.read_bytes()) for path in (tmp_path / "out").iterdir()} == before
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()} == before
+    for path in folder.glob("stdlib_valid.*"):
+        path.unlink()
+    build_stdlib(folder, quiet=True)
+    assert Path(f"{valid}.bin").read_bytes() == before[Path(f"{valid}.bin")][1]
 
 
-def test_stdlib_missing_half_is_built(tmp_path: Path, small_stdlib: Path) -> None:
-    train, valid = build_stdlib(tmp_path / "out", quiet=True)
-    content = Path(f"{valid}.bin").read_bytes()
-    for suffix in (".bin", ".idx", ".json"):
-        Path(f"{valid}{suffix}").unlink()
-    build_stdlib(tmp_path / "out", quiet=True)
-    assert Path(f"{valid}.bin").read_bytes() == content
-
-
-def test_stdlib_that_changed_is_refused(tmp_path: Path, small_stdlib: Path) -> None:
-    train, _ = build_stdlib(tmp_path / "out", quiet=True)
-    (small_stdlib / "module00.py").write_text("y = 0\n")  # of the same length: only the content tells
-    with pytest.raises(ValueError, match=r"stdlib_(train|valid) does not hold .*delete .*stdlib_\w+\.json"):
-        build_stdlib(tmp_path / "out", quiet=True)
+def change_the_source(train: Path) -> None:
+    (train.parents[1] / "library" / "module00.py").write_text("y = 0\n")  # of the same length: only the content tells
 
 
 def damage_bin(train: Path) -> None:
@@ -143,9 +125,12 @@ def claim_other_tokenizer(train: Path) -> None:
     Path(f"{train}.json").write_text(json.dumps(sidecar | {"tokenizer": "other.json"}))
 
 
-@pytest.mark.parametrize("harm", [damage_bin, drop_sidecar, claim_other_tokenizer])
-def test_stdlib_dataset_that_was_harmed_is_refused(tmp_path: Path, small_stdlib: Path, harm) -> None:
+@pytest.mark.parametrize("harm", [change_the_source, damage_bin, drop_sidecar, claim_other_tokenizer])
+def test_stdlib_that_changed_and_a_dataset_that_was_harmed_are_refused(
+    tmp_path: Path, small_stdlib: Path, harm
+) -> None:
     train, _ = build_stdlib(tmp_path / "out", quiet=True)
     harm(train)
-    with pytest.raises(ValueError, match=r"stdlib_train does not hold .*delete .*stdlib_train\.bin"):
+    which = "(train|valid)" if harm is change_the_source else "train"
+    with pytest.raises(ValueError, match=rf"stdlib_{which} does not hold .*delete .*stdlib_{which}\.bin"):
         build_stdlib(tmp_path / "out", quiet=True)

@@ -21,35 +21,22 @@ def test_stdlib_files_are_sources_outside_tests_and_packages() -> None:
     assert all(name.endswith(".py") for name in names)
 
 
-def test_split_is_a_partition_in_the_order_given() -> None:
+def test_a_split_is_a_partition_by_relative_names_whatever_else_is_there() -> None:
     train, valid = split_files(FILES, root=ROOT)
-    assert set(train).isdisjoint(valid)
-    assert [path for path in FILES if path in set(train)] == train
-    assert [path for path in FILES if path in set(valid)] == valid
-    assert len(train) + len(valid) == len(FILES)
+    assert set(train).isdisjoint(valid) and len(train) + len(valid) == len(FILES)
+    for side in (train, valid):
+        assert [path for path in FILES if path in set(side)] == side, "in the order given"
     assert 60 <= len(valid) <= 140  # 100 are expected, with a standard deviation of 9.7
-
-
-def test_a_file_keeps_its_side_whatever_else_is_there() -> None:
-    _, valid = split_files(FILES, root=ROOT)
     subset = random.Random(0).sample(FILES, 500)
-    _, valid_of_subset = split_files(subset, root=ROOT)
-    assert set(valid_of_subset) == set(valid) & set(subset)
-
-
-def test_split_depends_on_relative_names_only() -> None:
+    assert set(split_files(subset, root=ROOT)[1]) == set(valid) & set(subset)
     moved = [Path("elsewhere") / path.relative_to(ROOT) for path in FILES]
-    _, valid = split_files(FILES, root=ROOT)
     _, valid_moved = split_files(moved, root=Path("elsewhere"))
     assert [path.relative_to("elsewhere") for path in valid_moved] == [path.relative_to(ROOT) for path in valid]
+    for fraction in (0.0, 1.0, -0.1):
+        with pytest.raises(ValueError, match=str(fraction)):
+            split_files(FILES, root=ROOT, validation_fraction=fraction)
 
 
 def test_no_file_is_most_of_the_validation_set() -> None:
     sizes = [path.stat().st_size for path in split_files(stdlib_files(), root=stdlib_root())[1]]
     assert max(sizes) < 0.3 * sum(sizes)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
-def test_fraction_out_of_range_is_refused(fraction: float) -> None:
-    with pytest.raises(ValueError, match=str(fraction)):
-        split_files(FILES, root=ROOT, validation_fraction=fraction)

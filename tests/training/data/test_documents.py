@@ -115,15 +115,12 @@ def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
         build_dataset([path], tmp_path / "other", "bytes", quiet=True)
 
 
-def test_a_missing_pyarrow_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N13. Tests may run as root, whom no permission stops."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ImportError, match=r"a.parquet needs the pyarrow package: pip install tpformer\[parquet\]"):
         build_dataset([tmp_path / "a.parquet"], tmp_path / "out", "bytes", quiet=True)
-
-
-def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N13. Tests may run as root, whom no permission stops."""
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file/out cannot be written: File exists"):

@@ -30,12 +30,6 @@ def idx_bytes(
     return struct.pack(layout, magic, version, code, len(lengths), len(documents), *lengths, *pointers, *documents)
 
 
-def put(prefix: Path, idx: bytes, n_tokens: int = 6, itemsize: int = 2) -> Path:
-    Path(f"{prefix}.idx").write_bytes(idx)
-    Path(f"{prefix}.bin").write_bytes(bytes(n_tokens * itemsize))
-    return prefix
-
-
 def write(prefix: Path, documents: list[list[int]], vocab_size: int = 65536) -> None:
     with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
         for ids in documents:
@@ -61,20 +55,16 @@ def test_writes_exactly_the_format(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
-@pytest.mark.parametrize(("vocab_size", "largest"), [(257, 256), (65536, 65535), (65537, 65536)])
-def test_round_trip_at_the_largest_id(tmp_path: Path, vocab_size: int, largest: int) -> None:
-    write(tmp_path / "new" / "a", [[0, largest], [], [1]], vocab_size)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, np.uint16), (65536, np.uint16), (65537, np.int32)])
+def test_round_trip_at_the_largest_id(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+    write(tmp_path / "new" / "a", [[0, vocab_size - 1], [], [1]], vocab_size)
     dataset = IndexedDataset(tmp_path / "new" / "a")
-    assert dataset.tokens(0, 3).tolist() == [0, largest, 1]
-    assert dataset.n_documents == 3
-    assert np.concatenate(list(dataset.chunks())).tolist() == [0, largest, 1]
-
-
-def test_token_dtype_changes_at_65536() -> None:
-    assert token_dtype(65536) == np.uint16
-    assert token_dtype(65537) == np.int32
-    with pytest.raises(ValueError, match="got 0"):
-        token_dtype(0)
+    assert dataset.n_documents == 3 and dataset.dtype == token_dtype(vocab_size) == dtype
+    for ids in (dataset.tokens(0, 3), np.concatenate(list(dataset.chunks()))):
+        assert ids.tolist() == [0, vocab_size - 1, 1]
+    for start, stop in ((-1, 2), (0, 4), (3, 2)):
+        with pytest.raises(ValueError, match="which has 3"):
+            dataset.tokens(start, stop)
 
 
 @pytest.mark.parametrize(
@@ -95,17 +85,13 @@ def test_token_dtype_changes_at_65536() -> None:
         (idx_bytes([6], documents=[]), r"must start with 0"),
         (idx_bytes([7]), r"a\.bin is truncated: 12 bytes, but .*a\.idx describes 7 uint16 tokens, 14 bytes"),
         (idx_bytes([5]), r"a\.bin is too long: 12 bytes"),
+        (idx_bytes([]), r"a\.bin holds no tokens"),
     ],
 )
 def test_malformed_files_are_named(tmp_path: Path, idx: bytes, message: str) -> None:
-    put(tmp_path / "a", idx)
+    Path(f"{tmp_path}/a.idx").write_bytes(idx)
+    Path(f"{tmp_path}/a.bin").write_bytes(bytes(0 if "no tokens" in message else 12))
     with pytest.raises(ValueError, match=message):
-        IndexedDataset(tmp_path / "a")
-
-
-def test_no_tokens_is_an_error(tmp_path: Path) -> None:
-    put(tmp_path / "a", idx_bytes([]), n_tokens=0)
-    with pytest.raises(ValueError, match=r"a\.bin holds no tokens"):
         IndexedDataset(tmp_path / "a")
 
 
@@ -117,13 +103,6 @@ def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
         IndexedDataset(tmp_path / "a")
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 7), (3, 2)])
-def test_tokens_out_of_range_are_refused(tmp_path: Path, start: int, stop: int) -> None:
-    write(tmp_path / "a", DOCUMENTS)
-    with pytest.raises(ValueError, match="which has 6"):
-        IndexedDataset(tmp_path / "a").tokens(start, stop)
-
-
 @pytest.mark.parametrize("name", ["a.bin", "a.idx", "a.json"])
 def test_overwriting_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"precious")
@@ -133,14 +112,11 @@ def test_overwriting_is_refused(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).read_bytes() == b"precious"
 
 
-def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_nothing_and_a_second_writer_is_refused_and_harmless(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "a", token_dtype(257)) as writer:
         writer.add_document([1, 2])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_writer_of_the_same_prefix_is_refused_and_harmless(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", token_dtype(257)) as writer:
         writer.add_document([1, 2])
         with pytest.raises(ValueError, match="another build of this dataset is running"):
@@ -150,20 +126,21 @@ def test_a_second_writer_of_the_same_prefix_is_refused_and_harmless(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [([65536], r"document 0 of .*a\.bin has ids from 65536"), ([-1], "from -1"), ([[1]], r"got shape \(1, 1\)")],
+    [
+        ([65536], r"document 0 of .*a\.bin has ids from 65536"),
+        ([-1], "from -1"),
+        ([[1]], r"got shape \(1, 1\)"),
+        ([], "no tokens were added"),
+    ],
 )
 def test_ids_that_do_not_fit_are_refused(tmp_path: Path, ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "a", [ids])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_writer_refuses_no_tokens_and_other_dtypes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no tokens were added"):
-        write(tmp_path / "a", [[]])
-    assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="got int64"):
         IndexedWriter(tmp_path / "a", np.dtype(np.int64))
+    with pytest.raises(ValueError, match="got 0"):
+        token_dtype(0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sidecar_is_optional_but_must_be_an_object_with_its_keys(tmp_path: Path) -> None:
