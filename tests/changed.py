@@ -158,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the tests, and run none")
     options = parser.parse_args(arguments)
     found, reach = changes(options.base), load()
+    if not reach.functions:
+        print("nothing is recorded yet, so tests are chosen by imports and folders: `make coverage` records")
     tests: set[str] = set().union(*(reached(change, reach) for change in found))
     tests = {test for test in tests if exists(test)}
     tests = {test for test in tests if "::" not in test or test.split("::")[0] not in tests}

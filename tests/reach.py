@@ -1,4 +1,4 @@
-"""Which tests run which code: read from what `make coverage` recorded, and kept in reach.gz for everyone.
+"""Which tests run which code: read from what `make coverage` recorded, and kept in a file beside this one.
 
 Belongs here: lines of coverage's database, functions of the kept record. tests/mutants.py and tests/changed.py ask.
 `make coverage` keeps the record; it knows functions by name, so it stays useful while lines move.
@@ -73,7 +73,7 @@ def functions_of(source: str) -> dict[int, str]:
 
 
 class Reach(NamedTuple):
-    """The kept record. Tests are functions: "tests/ops/test_x.py::test_y", without parameters."""
+    """The kept record. Tests are functions: "tests/test_changed.py::test_what_a_change_reaches", without cases."""
 
     seconds: dict[str, float]
     """How long all cases of a test function took, two tests at a time."""
@@ -123,7 +123,9 @@ def keep(reach: Reach) -> None:
 
 
 def load() -> Reach:
-    """Read the record."""
+    """Read the record; where there is none yet, nothing is known."""
+    if not RECORD.exists():
+        return Reach({}, {})
     content = json.loads(gzip.decompress(RECORD.read_bytes()))
     tests, functions = list(content["seconds"]), content["functions"]
     packed = np.frombuffer(base64.b64decode(content["bits"]), np.uint8)
