@@ -17,7 +17,7 @@ from pool import RankFailure
 
 from tpformer.processes.watchdog import HANG_EXIT_CODE, Watchdog
 
-TIMEOUT = 1.2
+TIMEOUT = 2.0
 
 
 def nothing() -> None:
