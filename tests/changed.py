@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -66,11 +67,12 @@ def importers(module: str) -> set[str]:
     while True:
         more = {path for path, names in helpers.items() if names & wanted} - found
         if not more:
-            return {name for path in found if (name := str(path.relative_to(ROOT))) in test_files()}
+            return {str(path.relative_to(ROOT)) for path in found if path.name.startswith("test_")}
         found |= more
         wanted |= {path.stem for path in more}
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Names of modules that a file imports, whole and without what they are imported from."""
     names: set[str] = set()
@@ -80,6 +82,12 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
+
+
+def module_of(file: str) -> str:
+    """The name by which a file is imported."""
+    name = ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
+    return f"tpformer.{name}" if name.startswith("kernels.") else name
 
 
 def folder_of(file: str) -> set[str]:
@@ -98,8 +106,7 @@ def reached(change: Change, reach: Reach) -> set[str]:
         return set(PROSE)
     if path.parts[0] == "tests":
         return {change.file} if path.name.startswith("test_") else importers(path.stem)
-    module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-    importing = importers(f"tpformer.{module}" if path.parts[0] == "kernels" else module)
+    importing = importers(module_of(change.file))
     known = reach.of_file(change.file)
     if change.before is None or not known:  # new, or what coverage does not see: a kernel, a bench, a check
         return importing | (folder_of(change.file) if change.before is None or not importing else set())

@@ -23,7 +23,7 @@ from queue import Queue
 from typing import NamedTuple
 
 import pytest
-from changed import importers, nearest_first, within
+from changed import importers, module_of, nearest_first, within
 from conftest import HUGGING_FACE
 from pool import Server
 from reach import COVERAGE, ROOT, Reach, read_lines, read_seconds
@@ -143,8 +143,9 @@ def fork(clone: str, arguments: list[str], output: str) -> None:
     os.environ.update(PYTHONPATH=clone, OMP_NUM_THREADS="1")
     os.environ.pop("PYTEST_CURRENT_TEST", None)
     sys.path[:] = [clone, *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
-    for name in [name for name, module in sys.modules.items() if str(ROOT) in str(getattr(module, "__file__", ""))]:
-        if name != __name__ and "site-packages" not in str(sys.modules[name].__file__):
+    for name, module in list(sys.modules.items()):
+        file = str(getattr(module, "__file__", ""))
+        if file.startswith(str(ROOT)) and "site-packages" not in file and name != __name__:
             del sys.modules[name]  # the clone has its own
     sys.exit(int(pytest.main(arguments)))
 
@@ -164,7 +165,7 @@ def run_tests(server: Server, clone: Path, tests: list[str]) -> str:
 def try_mutant(server: Server, clone: Path, mutant: Mutant, tests: list[str], reach: Reach) -> Outcome:
     """Try the nearest tests. Nothing records who reaches a kernel: the test files that import it are tried."""
     began, path = time.monotonic(), clone / mutant.file
-    tests = tests or sorted(importers("tpformer." + mutant.file[:-3].replace("/", ".").removeprefix("tpformer.")))
+    tests = tests or sorted(importers(module_of(mutant.file)))
     chosen = within(nearest_first(tests, [mutant.file], reach), reach, SECONDS)
     original = path.read_bytes()
     path.write_bytes(original[: mutant.start] + mutant.after.encode() + original[mutant.end :])

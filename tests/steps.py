@@ -30,7 +30,7 @@ def step(module: nn.Module, x: Tensor, dy: Tensor, *, partial: Sequence[str] = (
 
 
 def with_keys_in_one(results: Results) -> Results:
-    """The gradients of each k_proj as one: that of its bias is zero but for rounding, in proportion to its weight's."""
+    """Join the gradients of each k_proj: its bias has one of zero but for rounding, in proportion to its weight's."""
     found = dict(results)
     for bias in [name for name in results if name.endswith("k_proj.bias")]:
         weight = bias.removesuffix("bias") + "weight"

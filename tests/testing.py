@@ -36,7 +36,7 @@ def assert_identical(actual: Any, expected: Any, what: str = "") -> None:
 def assert_same(actual: Any, expected: Any, what: str = "") -> None:
     """Two float64 results of one formula: they differ by rounding alone, at most ROUNDING * max|expected|.
 
-    Nested as for `assert_identical`; what is no floating-point number has to be equal. The maximum is that of all
+    Nested as for `assert_identical`. What is not a floating-point number has to be equal. The maximum is that of all
     that is compared in this call, because a sum is rounded in proportion to its terms: a gradient that is truly zero
     is a sum of numbers as large as the other gradients.
     """

@@ -101,8 +101,8 @@ def test_accesses_at_every_remainder(interpreted: WorkerPool, case: str) -> None
 
 
 def check_mutants(pool: WorkerPool, folder: Path, file: str, step: int, some: slice = slice(None)) -> None:
-    """Of a file's mutants the first of each function that loses a mask, and each step-th, are caught but for the
-    equivalent."""
+    """A sample of a file's mutants is caught, but for the equivalent ones: the first of each function that loses a
+    mask, and each step-th of all."""
     own = [mutant for mutant in all_mutants() if mutant.file == file][some]
     lost = {mutant.function: mutant for mutant in reversed(own) if mutant.kind == "mask"}.values()
     tried = [mutant for number, mutant in enumerate(own) if mutant in lost or number % step == 0]

@@ -85,7 +85,7 @@ def assert_trained_alike(results, model):
 
 
 def test_fsdp_on_top(ranks):
-    """Of a model with tied tables and a key-value head that two ranks share."""
+    """The model has tied tables, and a key-value head that two ranks share."""
     assert_trained_alike(ranks(4).run(under_fsdp), tiny("qwen2", torch.float64))
 
 

@@ -85,7 +85,7 @@ def of_config(config: GPTConfig, tp: int) -> list[list[list[int]]]:
     [(2, {"dense": LLAMA, "Mixtral": MIXTRAL, "DeepSeek": DEEPSEEK}), (4, {"dense": LLAMA, "Qwen3-MoE": MOE})],
 )
 def test_every_layout_gives_the_same_texts(ranks, tp, configs):
-    """Of experts, too, of which a rank may have no token, and whose routers are of every kind."""
+    """Models of experts are among them: a rank may have no token, and routers are of every kind."""
     expected = by_config(1, configs)
     assert all(len({tuple(text) for text in found[0]}) == 4 for found in expected.values())
     for found in ranks(tp).run(by_config, tp, configs):

@@ -113,7 +113,7 @@ def pushers_join() -> None:
 
 
 def turns(programs: int, pushers: int, joins: int, counts: list[int]) -> list[list[range]]:
-    """Of each chunk the tiles of each program."""
+    """Return for each chunk the tiles of each program."""
     found, before = [], torch.tensor(0)
     for step, tiles in enumerate(counts):
         numbers = (torch.tensor(each) for each in (programs, pushers, joins <= step))

@@ -60,7 +60,7 @@ def wrap_second(wrap, **options) -> nn.ModuleList:
 
 
 WRAPPED = {
-    # of a block that recomputes all, only what draws dropout is compiled
+    # the block recomputes all, so the compiler sees only what draws dropout
     "compiled": lambda: wrap_second(lambda block: torch.compile(block, backend="eager"), recompute="full"),
     "all compiled": lambda: torch.compile(blocks(), backend="eager"),
     "checkpointed": lambda: wrap_second(checkpoint_wrapper),
