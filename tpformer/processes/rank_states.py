@@ -199,8 +199,10 @@ def find_culprits(world_size: int, states: Mapping[int, RankState], alive: set[i
             f"no heartbeat from {names([state.rank for state in stopped])}: its process is dead, stopped, or in native "
             f"code that holds Python's lock; last seen: {_each(stopped)}"
         )
-    waiting = [state for state in here if state.collective is not None and not state.finished]
-    elsewhere = [state for state in here if state not in waiting]
+    waiting: list[RankState] = []
+    elsewhere: list[RankState] = []
+    for state in here:
+        (elsewhere if state.collective is None or state.finished else waiting).append(state)
     if waiting and elsewhere:
         return [state.rank for state in elsewhere], (
             f"{names([state.rank for state in waiting])} {'waits' if len(waiting) == 1 else 'wait'} in collectives for "
@@ -213,7 +215,8 @@ def find_culprits(world_size: int, states: Mapping[int, RankState], alive: set[i
         return [], f"no rank stands out, all are the same: {_each(here)}"
     # the smaller groups are blamed; of two equal ones, the one at the earlier step
     most = max(groups.values(), key=lambda group: (len(group), group[0].step))
-    odd = [state for state in here if state not in most]
+    odd = [state for group in groups.values() if group is not most for state in group]
+    odd.sort(key=lambda state: state.rank)
     why = "they may have called collectives in another order" if waiting else "the others may wait for their devices"
     return [state.rank for state in odd], f"{_each(odd)} against {_each(most)}: {why}"
 
@@ -224,7 +227,7 @@ def report(world_size: int, states: Mapping[int, RankState], ages: Mapping[int, 
     ages: seconds since each rank's last heartbeat.
     """
     culprits, why = find_culprits(world_size, states, alive)
-    ranks = culprits + [rank for rank in range(world_size) if rank not in culprits]
+    ranks = culprits + sorted(set(range(world_size)) - set(culprits))
     rows = [("rank", "step", "since", "heartbeat", "in", "for", "called at")]
     for rank in ranks[:ROWS]:
         if (state := states.get(rank)) is None:

@@ -119,8 +119,8 @@ class ModelParts:
         if self.mesh is None:
             return 0
         return (
-            self.mesh["dp_replicate"].get_local_rank() * self.layout.data_parallel_shard
-            + self.mesh["dp_shard"].get_local_rank()
+            self.mesh.get_local_rank("dp_replicate") * self.layout.data_parallel_shard
+            + self.mesh.get_local_rank("dp_shard")
         )
 
     def own_samples(self, first: int, global_batch_size: int) -> tuple[int, int]:
