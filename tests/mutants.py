@@ -193,17 +193,30 @@ def draw(count: int, seed: int) -> list[Mutant]:
     return [candidates[key] for key in sorted(candidates)[:count]]
 
 
+def survivors_of(report: Path, mutants: list[Mutant]) -> list[Mutant]:
+    """Those of the mutants that survived when the report was written, perhaps of another version of the library."""
+
+    def edit(file: str, kind: str, before: str, after: str, **_: object) -> tuple[str, ...]:
+        return file, kind, before, after
+
+    survived = {edit(**row["mutant"]) for row in json.loads(report.read_text()) if not row["killed_by"]}
+    return [mutant for mutant in mutants if edit(**mutant._asdict()) in survived]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--survivors", type=Path, help="only those that survived in this report, a mutations.json")
     options = parser.parse_args()
     if not COVERAGE.exists():
         sys.exit(f"{COVERAGE} does not exist: run `make coverage` first")
     lines, reach = read_lines(), Reach(read_seconds(), {})
     server = Server({}, PRELOAD)
     mutants = draw(options.count, options.seed)
+    if options.survivors:
+        mutants = survivors_of(options.survivors, mutants)
     folder = ROOT / "build" / "mutants"
     clones: Queue[Path] = Queue()
     for number in range(options.jobs):
