@@ -9,6 +9,8 @@ import functools
 import gc
 import json
 import os
+import re
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,15 +24,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels"), str(ROOT / "tests/driver
 import torch  # noqa: E402
 import triton  # noqa: E402
 from replaying import Shelf, call_variants, compared, keep_little  # noqa: E402
+from triton.backends.nvidia import compiler  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from checks.driver.stub import GPUS, Stub, memory  # noqa: E402
+from tpformer.kernels.launch import MAXIMUM_REGISTERS, REGISTERS  # noqa: E402
 
 
 def shipped_cases(capability: int, shelf: Shelf) -> list:
-    """Of the compile check's cases, with memory and with as many programs as launchers choose: every GEMM's in bfloat16
-    and its first one in float32; the last two of each other kernel."""
+    """Of the compile check's cases, with memory and with as many programs as launchers choose: in bfloat16 every GEMM's
+    first variant with each tile, and each variant with the tiles of which an SM holds several programs, so that they
+    have to fit beside one another; its first one in float32; the last two of each other kernel."""
     from checks.compile import cases
 
     cases.meta = shelf
@@ -45,8 +50,16 @@ def shipped_cases(capability: int, shelf: Shelf) -> list:
     groups: dict = {}
     for case in ours:
         groups.setdefault((case.kernel, case.dtype if case.tile else None), []).append(case)
-    parts = {torch.bfloat16: slice(None), torch.float32: slice(1), None: slice(-2, None)}
-    return [case for (_, dtype), group in groups.items() for case in group[parts[dtype]]]
+    chosen = []
+    for (_, dtype), group in groups.items():
+        if dtype is None:
+            chosen += group[-2:]
+        elif dtype == torch.float32:
+            chosen += group[:1]
+        else:
+            several = REGISTERS // (32 * (MAXIMUM_REGISTERS + 1))  # warps; of more an SM holds one program
+            chosen += [case for case in group if case.name == group[0].name or 2 * case.tile.warps <= several]
+    return chosen
 
 
 def call_launchers(stub: Stub, capability: int) -> list[dict]:
@@ -155,41 +168,71 @@ def try_launchers(stub: Stub) -> list[dict]:
     ]
 
 
+def parse_head(function: JITFunction, parse: Callable) -> ast.Module:
+    """In place of JITFunction.parse: a function that does nothing."""
+    tree = parse(function)
+    tree.body[0].body = [ast.copy_location(ast.Pass(), tree.body[0])]
+    return tree
+
+
+def lower_with_shared(backend: CUDABackend, lower: Callable, source: Any, metadata: dict, *options: Any) -> Any:
+    """In place of CUDABackend.make_llir: blocks of kernels that do nothing have 64 KiB of shared memory."""
+    lowered = lower(backend, source, metadata, *options)
+    metadata["shared"] = 1 << 16
+    return lowered
+
+
+def lower_alone(backend: CUDABackend, lower: Callable, *arguments: Any) -> str:
+    """In place of CUDABackend.make_llir: what Triton has lowered loses its body, and LLVM optimises nothing."""
+    with mock.patch.object(compiler.llvm, "optimize_module", lambda *module: None):
+        text = lower(backend, *arguments)
+    head, found = re.subn(r"(?ms)^(define ptx_kernel [^\n]*\{\n).*?^\}", r"\1  ret void\n}", text)
+    assert found == 1, text[:1000]
+    return head
+
+
+def assemble_with_registers(
+    backend: CUDABackend, assemble: Callable, ptx: str, metadata: dict, options: Any, capability: int
+) -> bytes:
+    """In place of CUDABackend.make_cubin: the cubin says that each thread has all registers that the launch allows it,
+    so that what is resident at once is so whatever ptxas makes of the body."""
+    cubin = assemble(backend, ptx, metadata, options, capability)
+    registers = struct.pack("<I", options.maxnreg or MAXIMUM_REGISTERS)
+    found, number = re.subn(rb"(?s)(\x04\x2f\x08\x00.{4}).{4}", lambda match: match[1] + registers, cubin)
+    assert number, "the cubin does not say how many registers a thread has"
+    return found
+
+
+# LLVM and ptxas take most of the time of compiling. Of what a launch depends on they make the registers alone.
+Replacements = tuple[tuple[type, str, Callable], ...]
+HEADS: Replacements = (JITFunction, "parse", parse_head), (CUDABackend, "make_llir", lower_with_shared)
+LOWERED: Replacements = (
+    (CUDABackend, "make_llir", lower_alone),
+    (CUDABackend, "make_cubin", assemble_with_registers),
+)
+
+
 @contextlib.contextmanager
-def without_bodies(cache: Path) -> Iterator[None]:
-    """Within, Triton compiles kernels that do nothing, in a tenth of the time, and keeps them in a cache of their own.
-
-    They have the parameters of the real ones, threads as many, and blocks with 64 KiB of shared memory: all of a kernel
-    that a launch, or one that is replayed, depends on.
-    """
-    parse, lower = JITFunction.parse, CUDABackend.make_llir
-
-    def parse_head(function: JITFunction) -> ast.Module:
-        tree = parse(function)
-        tree.body[0].body = [ast.copy_location(ast.Pass(), tree.body[0])]
-        return tree
-
-    def lower_with_shared(backend: CUDABackend, source: Any, metadata: dict, *options: Any) -> Any:
-        lowered = lower(backend, source, metadata, *options)
-        metadata["shared"] = 1 << 16
-        return lowered
-
-    with (
-        mock.patch.object(JITFunction, "parse", parse_head),
-        mock.patch.object(CUDABackend, "make_llir", lower_with_shared),
-        mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(cache)),
-    ):
+def compiling(cache: Path, replacements: Replacements) -> Iterator[None]:
+    """Within, Triton compiles in this way, and keeps kernels in a cache of their own. HEADS: kernels do nothing; they
+    have the parameters and threads of the real ones. LOWERED: they have their shared memory, too."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(cache)))
+        for owner, name, function in replacements:
+            method = functools.partialmethod(function, getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, method))
         yield
 
 
 def drive(driver: Path, capability: int, shipped: bool) -> None:
     """Print what test_driver.py judges: every launcher that ships, or trials and replays."""
     gc.freeze()  # what this process was forked with is never garbage
-    stub = Stub(driver, capability)
+    stub, cache = Stub(driver, capability), driver.parent / "cache"
     if shipped:
-        done: Any = call_launchers(stub, capability)
+        with compiling(cache / "lowered", LOWERED):
+            done: Any = call_launchers(stub, capability)
     else:
         trials = [*try_driver(stub, capability), *try_launchers(stub)]
-        with without_bodies(driver.parent / "cache"):
+        with compiling(cache / "heads", HEADS):
             done = {"trials": trials, "variants": call_variants(stub), "kept": keep_little()}
     print(json.dumps(done))

@@ -1,6 +1,8 @@
 """Calls of launchers that are done again from a plan, beside the same calls in Triton's own way.
 
-Belongs here: which calls, and what came to the driver for both, made comparable. driving.py runs it.
+Belongs here: the calls, with tensors from memory that is handed out again in the same order, and what came to the
+driver for both, made comparable. driving.py runs it. Calls that differ from those of the compile check in no more than
+their kernel are not among them: driving.py makes those twice, too.
 """
 
 import gc
@@ -14,18 +16,68 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from variants import Call, Shelf, Variant, fused, gemms, grouped, local_channel, rows_alone
 
-from checks.driver.stub import Stub
+from checks.driver.stub import Stub, memory
 from tpformer.kernels import replay
 from tpformer.kernels.all_gather_matmul import kernel as gathers
-from tpformer.kernels.finish import Finish
-from tpformer.kernels.matmul.kernel import matmul
+from tpformer.kernels.configurations import TILES
+from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
+from tpformer.kernels.finish import Dropout, Finish, Norm
+from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
-from tpformer.kernels.protocol import Channel, bump_kernel
+from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
+from tpformer.kernels.norm.kernel import finish_norm_forward, norm_forward
+from tpformer.kernels.protocol import Channel, bump, bump_kernel
 
+WORLD = 8
 ADDRESS = 1 << 40  # of a process's memory, at least; no size here is as large
 SAID = ("launch", "function", "grid", "threads", "shared", "cooperative", "taken", "maps")
+
+Call = tuple[Callable, tuple, dict[str, Any]]
+Variant = tuple[str, bool, Callable[..., Call]]
+"""The name of a call, whether it is replayed, and the call, made with a key."""
+
+
+class Shelf:
+    """Hands out memory, and on a later round the same in the same order."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+        """All that it has ever handed out."""
+        self.begin([])
+
+    def begin(self, tensors: list[Tensor]) -> None:
+        """Hand out these from now on, and append to them what is wanted beyond."""
+        self.tensors, self.taken = tensors, 0
+
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.bfloat16, skew: int = 0) -> Tensor:
+        """skew: elements by which the memory begins behind a multiple of 16 bytes."""
+        if self.taken == len(self.tensors):
+            numel = torch.Size(shape).numel()
+            self.tensors.append(memory(numel + skew, dtype=dtype)[skew:].view(shape))
+            self.given.append(self.tensors[-1])
+        self.taken += 1
+        return self.tensors[self.taken - 1]
+
+
+def local_channel(shelf: Shelf) -> Channel:
+    """A channel of one rank of WORLD, larger than all calls below need."""
+    capacity, flags = 1 << 22, 1 << 12
+    word, table = partial(shelf, dtype=torch.int32), partial(shelf, dtype=torch.int64)
+    slot = partial(shelf, capacity, dtype=torch.uint8)
+    return Channel(
+        rank=3, served=1, world=WORLD, data=table(1, WORLD), flags=table(1, WORLD), epoch=word(1), error=word(1, 4),
+        stopped=word(1, 2), slots=(slot(), slot()), parity_stride=capacity, capacity=capacity, writer_flags=flags,
+        limit=160, counters=word(1, WORLD * flags),
+    )  # fmt: skip
+
+
+def finish_of(
+    shelf: Shelf, rows: int, n: int, key: int, parts: str = "bias dropout residual", p: float = 0.25
+) -> Finish:
+    dropout = Dropout(shelf(rows, dtype=torch.int64), key, p) if "dropout" in parts else None
+    bias = shelf(n) if "bias" in parts else None
+    return Finish(bias, dropout, shelf(rows, n) if "residual" in parts else None)
 
 
 def launches(attempt: dict, given: list[Tensor], results: list[Tensor]) -> list:
@@ -109,6 +161,79 @@ def compared(stub: Stub, shelf: Shelf, recorded: Callable[[], Call], call: Calla
     return {"plain": plain, "replayed": len(done), "same": same, "layouts": layouts, "said": [wanted, found]}
 
 
+def gemms(shelf: Shelf) -> Iterator[Variant]:
+    """Calls without communication."""
+
+    def product(key, m=256, n=128, k=64, weights=1, bias=None, dtype=torch.bfloat16, skew=0, **options) -> Call:
+        a = shelf(*((k, m) if options.get("a_transposed") else (m, k)), dtype=dtype, skew=skew)
+        b = [shelf(*((k, n) if options.get("b_transposed") else (n, k)), dtype=dtype) for _ in range(weights)]
+        biases = None if bias is None else [shelf(n, dtype=dtype, skew=bias) for _ in b]
+        return matmul, (a, b, biases), options
+
+    def derivative(key: int, gate: bool) -> Call:
+        return (
+            matmul_derivative,
+            (shelf(256, 64), shelf(64, 128), shelf(256, 128), "silu", shelf(256, 128) if gate else None),
+            {},
+        )
+
+    options: dict[str, Any]
+    for options in (
+        {}, {"n": 1}, {"m": 1}, {"m": 100, "n": 129, "k": 72}, {"m": 128, "n": 130, "k": 8},
+        {"bias": 0}, {"bias": 1}, {"bias": 4}, {"weights": 3}, {"weights": 2, "bias": 0, "activation": "gelu"},
+        {"m": 64, "k": 256, "a_transposed": True, "b_transposed": True}, {"dtype": torch.float32},
+        {"dtype": torch.float16}, {"programs": 1}, {"tile": TILES["small"]}, {"tile": TILES["medium"]},
+    ):  # fmt: skip
+        yield f"matmul {options}", True, partial(product, **options)
+    yield "rows apart", True, lambda key: (matmul, (shelf(256, 128)[:, :64], [shelf(128, 64)], None), {})
+    yield "input, skewed: it is copied", False, partial(product, skew=1)
+    yield "rows of 130 bytes: they are copied", False, partial(product, k=65)
+    for gate in (False, True):
+        yield f"derivative, gate {gate}", True, partial(derivative, gate=gate)
+
+
+def fused(shelf: Shelf, channel: Channel) -> Iterator[Variant]:
+    """Calls over a channel."""
+
+    def gather(key: int, push: bool) -> Call:
+        weights = [shelf(*shape) for shape in ((128, 512), (64, 512), (64, 512))]
+        return gathers.all_gather_matmul, (shelf(32, 512), weights, channel), {"push": push, "keep": push}
+
+    def reduce(key: int, parts: str, launcher: Callable, rows: int) -> Call:
+        finish = finish_of(shelf, rows, 512, key, parts)
+        return launcher, ([shelf(256, 64)], [shelf(512, 64)], channel, finish), {"spare": 4}
+
+    for push in (False, True):
+        yield f"gather, 3 weights, push {push}", True, partial(gather, push=push)
+    yield "gather", True, lambda key: (gathers.await_gathered, (channel, shelf(32, 512), True), {})
+    yield "gathered copy", True, lambda key: (gathers.gathered_copy, (channel, shelf(32, 512)), {})
+    yield "gathered copy, a part", False, lambda key: (gathers.gathered_copy, (channel, shelf(32, 511)), {})
+    yield "bump", True, lambda key: (bump, (channel,), {})
+    for parts in ("", "bias", "dropout residual", "bias dropout residual"):
+        for launcher, rows in ((matmul_reduce_scatter, 32), (matmul_all_reduce, 256)):
+            yield f"{launcher.__name__}, {parts}", True, partial(reduce, parts=parts, launcher=launcher, rows=rows)
+
+
+def finishes(shelf: Shelf) -> Iterator[Variant]:
+    """Calls that multiply nothing, and in which members may be missing."""
+
+    def finish(key: int, parts: str = "bias dropout residual", p: float = 0.25) -> Finish:
+        return finish_of(shelf, 64, 512, key, parts, p)
+
+    def normed(key: int, parts: str) -> Call:
+        norm = Norm("layernorm", shelf(512), shelf(512), eps=1e-5)
+        return finish_norm_forward, (shelf(64, 512), finish(key, parts)._replace(norm=norm)), {}
+
+    for parts in ("", "bias dropout residual"):
+        yield f"norm behind {parts}", True, partial(normed, parts=parts)
+    for p in (0.25, 0.5):
+        yield f"dropout {p}", True, lambda key, p=p: (finish_forward, (shelf(64, 512), finish(key, p=p)), {})
+    yield "bias's gradient alone", True, lambda key: (finish_backward, (shelf(64, 512), None, True), {})
+    yield "dropout's gradient", True, lambda key: (finish_backward, (shelf(64, 512), finish(key).dropout, True), {})
+    unweighted = Norm("rmsnorm", None, None, None)
+    yield "norm without a weight: ones are made", False, lambda key: (norm_forward, (shelf(64, 512), unweighted), {})
+
+
 @replay.replayed
 def of_own(first: Any, second: Any, served: int = 2, spoil: bool = False, zeroed: int = 2) -> Tensor:
     """A launcher of parts of what it is given and of what it allocates."""
@@ -132,7 +257,7 @@ def of_many(x: Tensor, scale: float = 0.5) -> Any:
 
 
 def own(shelf: Shelf) -> Iterator[Variant]:
-    """The same of calls of a launcher that shows what those that ship do not."""
+    """Calls of launchers that show what those that ship do not."""
     word = partial(shelf, 64, dtype=torch.int32)
     yield "parts", True, lambda key: (of_own, ([word()], [word()]), {})
     yield "a list of two, and one of none", True, lambda key: (of_own, ([word(), word()], []), {})
@@ -166,7 +291,7 @@ def call_variants(stub: Stub) -> list[dict]:
     would show that takes another's plan."""
     shelf = Shelf()
     channel = local_channel(shelf)
-    every = [*gemms(shelf), *grouped(shelf), *fused(shelf, channel), *rows_alone(shelf), *own(shelf)]
+    every = [*gemms(shelf), *fused(shelf, channel), *finishes(shelf), *own(shelf)]
     layouts = []
     for _, _, make in every:
         shelf.begin([])
