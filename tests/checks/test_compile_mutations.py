@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 import torch  # noqa: E402
-import triton  # noqa: E402
+from compile_kernels import NO_BARRIER  # noqa: E402
 from mutations import Edit, chain, move, mutated, replace  # noqa: E402
 from triton.runtime.jit import JITCallable  # noqa: E402
 
@@ -38,10 +38,6 @@ SOME, OTHERS = VARIANTS[::2], VARIANTS[1::2]
 ANNOUNCING = [ONE_SHOT, TWO_SHOT]
 UNFENCED = {"fences", "fence_before_flag"}
 
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# from 3.9 on Triton puts the barrier there itself
-NO_BARRIER = {"barrier_before_release"} if TRITON < (3, 9) else set()
-
 
 @cache
 def shipped() -> dict[str, Case]:
@@ -63,15 +59,19 @@ def broken_rules(name: str) -> set[str]:
     return rules
 
 
+LATE = {"no_load_before_wait"}
+gather, scatter, reduce = (
+    all_gather_matmul.all_gather_matmul_kernel,
+    matmul_reduce_scatter.matmul_reduce_scatter_kernel,
+    matmul_all_reduce.matmul_all_reduce_kernel,
+)
+PUSHED_LATE = "tl.range(begin, reach(limit, 1) * end,"
 # function, edit, rules that must be broken, in which kernels
-PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
+MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     "no barrier before the release": (protocol.publish, replace("barrier()", "pass"), NO_BARRIER, VARIANTS),
     "no release": (protocol.publish, replace('sem="release"', 'sem="relaxed"'), {"releases"}, SOME),
     "a plain store": (
-        protocol.publish,
-        replace("tl.atomic_xchg(", "tl.store(flag, epoch)  # "),
-        {"releases"},
-        [SCATTER, AWAIT],
+        protocol.publish, replace("tl.atomic_xchg(", "tl.store(flag, epoch)  # "), {"releases"}, [SCATTER, AWAIT]
     ),
     "release of gpu scope": (protocol.publish, replace('"sys"', '"gpu"'), {"system_scope", "releases"}, OTHERS),
     "wait of gpu scope": (protocol.poll, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, SOME),
@@ -79,10 +79,7 @@ PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     "no fence before the flags": (protocol.announce, replace("fence.acq_rel.sys; ", ""), UNFENCED, ANNOUNCING),
     "fence of gpu scope": (protocol.announce, replace("acq_rel.sys", "acq_rel.gpu"), UNFENCED, ANNOUNCING),
     "no barrier before the fence": (
-        protocol.announce,
-        replace("tl.debug_barrier()", "pass"),
-        {"barrier_before_release"},
-        ANNOUNCING,
+        protocol.announce, replace("tl.debug_barrier()", "pass"), {"barrier_before_release"}, ANNOUNCING
     ),
     "a release of one flag before the others": (
         protocol.announce,
@@ -90,84 +87,53 @@ PROTOCOL: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
             replace("fence.acq_rel.sys; ", ""),
             replace('sem="relaxed"', 'sem="release" if step == 1 else "relaxed"'),
         ),
-        UNFENCED | {"releases", "flags"},
-        ANNOUNCING,
+        UNFENCED | {"releases", "flags"}, ANNOUNCING,
     ),
-}
-LATE = {"no_load_before_wait"}
-PLACES: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     "no proxy fence": (
-        protocol.order_tma_after_acquire,
-        replace("if TMA:", "if False:"),
-        {"fence_before_tma_load"},
-        [GATHER],
+        protocol.order_tma_after_acquire, replace("if TMA:", "if False:"), {"fence_before_tma_load"}, [GATHER]
     ),
     "a relaxed count of tiles": (
-        matmul_reduce_scatter.push_tiles,
-        replace('sem="acq_rel"', 'sem="relaxed"'),
-        {"system_scope"},
-        [SCATTER],
+        matmul_reduce_scatter.push_tiles, replace('sem="acq_rel"', 'sem="relaxed"'), {"system_scope"}, [SCATTER]
     ),
     "a count of tiles below gpu scope": (
-        matmul_reduce_scatter.push_tiles,
-        replace('scope="gpu"', 'scope="cta"'),
-        {"system_scope"},
-        [SCATTER],
+        matmul_reduce_scatter.push_tiles, replace('scope="gpu"', 'scope="cta"'), {"system_scope"}, [SCATTER]
     ),
-    "no barrier before the count of tiles": (  # with 16-bit partials one for the shared memory happens to stand there
-        matmul_reduce_scatter.push_tiles,
-        replace("barrier()", "pass"),
-        NO_BARRIER,
-        ["matmul_reduce_scatter_kernel finish float32"],
+    # with 16-bit partials one for the shared memory happens to stand there
+    "no barrier before the count of tiles": (
+        matmul_reduce_scatter.push_tiles, replace("barrier()", "pass"), NO_BARRIER, [f"{SCATTER} float32"]
     ),
     "wait behind the tiles of the chunk": (
-        all_gather_matmul.all_gather_matmul_kernel,
-        move("limit = wait(me, own_flags, chunk", "linear_tiles(problem, slot"),
-        LATE,
-        [GATHER],
+        gather, move("limit = wait(me, own_flags, chunk", "linear_tiles(problem, slot"), LATE, [GATHER]
     ),
     "wait behind the tiles of a rank's tokens": (
         grouped_gathers.all_gather_grouped_matmul_kernel,
-        move("limit = wait(me, own_flags, source", "before = (before + tiles)"),
-        LATE,
-        [GROUPED],
+        move("limit = wait(me, own_flags, source", "before = (before + tiles)"), LATE, [GROUPED],
     ),
     "finishing wait behind its loads": (
-        matmul_reduce_scatter.matmul_reduce_scatter_kernel,
-        move("limit = wait(me, own_flags + row_block", "for unit in"),
-        LATE,
-        [SCATTER],
+        scatter, move("limit = wait(me, own_flags + row_block", "for unit in"), LATE, [SCATTER]
     ),
     "reducing wait behind its loads": (
-        matmul_all_reduce.matmul_all_reduce_kernel,
-        move("limit = wait(me, own_flags + tile,", "for piece in tl.range(begin, reach(limit, 1) * end, STEP)"),
-        LATE,
-        [ONE_SHOT, TWO_SHOT],
+        reduce, move("limit = wait(me, own_flags + tile,", f"for piece in {PUSHED_LATE} STEP)"), LATE, ANNOUNCING
     ),
     "wait for a sum behind its load": (
-        matmul_all_reduce.matmul_all_reduce_kernel,
-        move("limit = wait(me, own_flags + tiles", "for piece in tl.range(begin, reach(limit, 1) * end, COPIED)"),
-        LATE,
-        [TWO_SHOT],
+        reduce, move("limit = wait(me, own_flags + tiles", f"for piece in {PUSHED_LATE} COPIED)"), LATE, [TWO_SHOT]
     ),
-}
-PLACES["loads that wait for the step before"] = (
-    tile.linear_tiles,
-    chain(
-        replace("begin - programs, steps - 1, begin", "begin - programs, 0, begin"),
-        replace(
-            "        step += 1\n        if step == steps:\n            tile, step = tile + programs, 0\n",
-            "        if step == 0:\n            tile += programs\n",
+    "loads that wait for the step before": (
+        tile.linear_tiles,
+        chain(
+            replace("begin - programs, steps - 1, begin", "begin - programs, 0, begin"),
+            replace(
+                "        step += 1\n        if step == steps:\n            tile, step = tile + programs, 0\n",
+                "        if step == 0:\n            tile += programs\n",
+            ),
+            replace(
+                "        if i == last:\n",
+                "        step = tl.where(step == steps - 1, 0, step + 1)\n        if step == 0:\n",
+            ),
         ),
-        replace(
-            "        if i == last:\n",
-            "        step = tl.where(step == steps - 1, 0, step + 1)\n        if step == 0:\n",
-        ),
+        {"loads_run_ahead"}, [GATHER],
     ),
-    {"loads_run_ahead"},
-    [GATHER],
-)
-MUTATIONS = PROTOCOL | PLACES
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -193,10 +159,7 @@ def test_a_wait_in_the_k_loop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
         replace(loop, f"{loop}        limit = wait(me, flag, peer, limit)\n"),
     )
     monkeypatch.setattr(tile, "wait", protocol.wait, raising=False)
-    with (
-        mutated(all_gather_matmul.all_gather_matmul_kernel, to_tiles),
-        mutated(tile.linear_tiles, in_loop),
-    ):
+    with mutated(gather, to_tiles), mutated(tile.linear_tiles, in_loop):
         assert "no_wait_in_dot_loop" in broken_rules(GATHER)
 
 
@@ -206,17 +169,16 @@ def test_every_kernel_that_communicates_is_broken_here() -> None:
 
 def test_a_mutation_leaves_the_function_as_it_was() -> None:
     function = protocol.publish
-    caller = matmul_reduce_scatter.matmul_reduce_scatter_kernel
-    source, keys = function.src, (function.cache_key, caller.cache_key)
+    source, keys = function.src, (function.cache_key, scatter.cache_key)
     with pytest.raises(ZeroDivisionError), mutated(function, replace("sys", "gpu")):
-        assert function.src != source and caller.cache_key != keys[1]
+        assert function.src != source and scatter.cache_key != keys[1]
         raise ZeroDivisionError
-    assert function.src == source and (function.cache_key, caller.cache_key) == keys
+    assert function.src == source and (function.cache_key, scatter.cache_key) == keys
     with pytest.raises(AssertionError, match="is not in"), mutated(function, replace("no such text", "")):
         pass
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "matmul_reduce_scatter_kernel finish float32"])
+@pytest.mark.parametrize("name", [*VARIANTS, f"{SCATTER} float32"])
 def test_the_kernels_as_they_are_pass(name: str) -> None:
     """After all mutations."""
     assert broken_rules(name) == set()

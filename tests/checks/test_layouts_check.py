@@ -46,45 +46,34 @@ from tpformer.parallel import SCHEDULES, TiedParameter  # noqa: E402
 from tpformer.training import model as training_model  # noqa: E402
 
 
+def values_of(cases: list | tuple, field: str) -> set:
+    return {getattr(one.layout, field) for one in cases}
+
+
 def test_what_the_matrix_covers() -> None:
-    assert len({str(one) for one in CASES}) >= 24 and len(CASES) == len(set(CASES))
     plan(CASES, True, "unused")  # checks every configuration
+    plan(MOE_CASES, False, "unused")
+    for cases, least in ((CASES, 24), (MOE_CASES, 20)):
+        assert len({str(one) for one in cases}) >= least and len(cases) == len(set(cases))
+        assert values_of(cases, "tensor_parallel") == {1, 2, 4} and values_of(cases, "zero") == {0, 1, 2, 3}
+        assert values_of(cases, "sequence_parallel") == {False, True}
+        assert {one.n_microbatches for one in cases} == {1, 2, 4, 8}
+    for name in ("pipeline_parallel", "data_parallel"):
+        assert values_of(CASES, name) == {1, 2, 4}
+    assert values_of(CASES, "recompute") == {"none", "mlp", "full"} and values_of(CASES, "cpu_offload") == {False, True}
     every = [one.layout for one in CASES]
-    for field, values in {
-        "tensor_parallel": {1, 2, 4},
-        "pipeline_parallel": {1, 2, 4},
-        "data_parallel": {1, 2, 4},
-        "zero": {0, 1, 2, 3},
-        "recompute": {"none", "mlp", "full"},
-        "sequence_parallel": {False, True},
-        "cpu_offload": {False, True},
-    }.items():
-        assert {getattr(layout, field) for layout in every} == values, field
     for ranks in (2, 4):
-        assert {one.pipeline_schedule for one in every if one.pipeline_parallel == one.world_size == ranks} == {
-            *SCHEDULES
-        }
+        alone = [layout for layout in every if layout.pipeline_parallel == layout.world_size == ranks]
+        assert {layout.pipeline_schedule for layout in alone} == {*SCHEDULES}
     assert max(layout.world_size for layout in every) == 8
     assert min(one.data_parallel_replicate * one.data_parallel_shard for one in every if one.world_size == 8) == 1
-    assert {one.n_microbatches for one in CASES} == {1, 2, 4, 8} and {one.tied for one in CASES} == {False, True}
-    assert len(BFLOAT16_CASES) == 4
-
-
-def test_what_the_matrix_covers_of_experts() -> None:
-    assert len(MOE_CASES) == len({str(one) for one in MOE_CASES}) >= 20
-    plan(MOE_CASES, False, "unused")  # checks every configuration
+    assert {one.tied for one in CASES} == {False, True} and len(BFLOAT16_CASES) == 4
+    assert len({str(one) for one in MOE_CASES}) == len(MOE_CASES)
     for model in (EIGHT, SIXTEEN):
-        every = [one.layout for one in MOE_CASES if one.model == model]
-        assert {layout.tensor_parallel for layout in every} == {1, 2, 4}
-        assert {layout.recompute for layout in every} == {"none", "mlp", "full"}
-        assert {layout.pipeline_schedule for layout in every} >= {"1F1B", "ZBVZeroBubble"}
-        assert {layout.transport for layout in every} == {"auto", "pipelined"}
-    every = [one.layout for one in MOE_CASES]
-    assert {layout.zero for layout in every} == {0, 1, 2, 3} and {layout.sequence_parallel for layout in every} == {
-        False,
-        True,
-    }
-    assert {one.n_microbatches for one in MOE_CASES} == {1, 2, 4, 8}
+        own = [one for one in MOE_CASES if one.model == model]
+        assert values_of(own, "tensor_parallel") == {1, 2, 4} and values_of(own, "transport") == {"auto", "pipelined"}
+        assert values_of(own, "recompute") == {"none", "mlp", "full"}
+        assert values_of(own, "pipeline_schedule") >= {"1F1B", "ZBVZeroBubble"}
 
 
 def sent(*experts: list[int], gap: float = 1.0) -> dict:
@@ -119,19 +108,23 @@ def row(double: Trained, single: Trained) -> layouts.Row:
     return make_row(case(tp=2), runs, {FLOAT64: trained(), FLOAT32: trained()})
 
 
-@pytest.mark.parametrize("key, value", [("loss", 2.0), ("norm", 1.0), ("parameter", 0.5)])
-def test_a_difference_on_any_rank_is_a_miss(key: str, value: float) -> None:
-    good = row(trained(**{key: value * (1 + 0.9e-9)}), trained())
-    assert good["ok"]
-    bad = row(trained(**{key: value * (1 + 1.1e-9)}), trained())
+NEAR = {FLOAT64: 1e-9, FLOAT32: 1e-5}  # the relative difference that is allowed in each dtype
+DIFFERENCES = [
+    (FLOAT64, "loss", 2.0), (FLOAT64, "norm", 1.0), (FLOAT64, "parameter", 0.5),
+    (FLOAT32, "loss", 2.0), (FLOAT32, "norm", 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, key, value", DIFFERENCES)
+def test_a_difference_on_any_rank_is_a_miss(dtype: str, key: str, value: float) -> None:
+    def judged(found: float) -> layouts.Row:
+        other = trained(**{key: found})
+        return row(other, trained()) if dtype == FLOAT64 else row(trained(), other)
+
+    assert judged(value * (1 + 0.9 * NEAR[dtype]))["ok"]
+    bad = judged(value * (1 + 1.1 * NEAR[dtype]))
     assert not bad["ok"] and (key != "parameter" or bad["float64"]["worst"] == "b")
-    assert not row(trained(**{key: math.nan}), trained())["ok"]
-
-
-def test_float32_has_its_own_bound() -> None:
-    assert row(trained(), trained(loss=2 * (1 + 0.9e-5)))["ok"]
-    assert not row(trained(), trained(loss=2 * (1 + 1.1e-5)))["ok"]
-    assert not row(trained(), trained(norm=1 + 1.1e-5))["ok"]
+    assert not judged(math.nan)["ok"]
 
 
 def test_small_parameters_count_in_units_of_the_learning_rate() -> None:

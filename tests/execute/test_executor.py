@@ -77,7 +77,7 @@ def kernel(text: str, names: tuple[str, ...] = ("data", "flag", "out")) -> Simpl
 WORDS = torch.arange(100, 164, dtype=torch.int32)
 
 
-def both(send: str, receive: str, schedule=PLAIN, owner: int = 0) -> tuple[Log, bool]:
+def hand_over(send: str, receive: str, schedule=PLAIN, owner: int = 0) -> tuple[Log, bool]:
     """(the log, whether the words arrived). owner: whose memory they are handed over in."""
     data, out, flag = torch.zeros_like(WORDS), torch.zeros_like(WORDS), torch.zeros(4).int()
     execution = Execution(schedule)
@@ -92,50 +92,43 @@ def both(send: str, receive: str, schedule=PLAIN, owner: int = 0) -> tuple[Log, 
     return execution.log, torch.equal(out, WORDS)
 
 
-def hand_over(send: str, receive: str, schedule) -> tuple[list[str], bool]:
-    """(the reports, whether the words arrived)."""
-    log, arrived = both(send, receive, schedule)
-    return log.reports, arrived
+def reports_of(send: str, receive: str) -> list[list[str]]:
+    """The reports of a hand-over, for each schedule."""
+    return [hand_over(send, receive, schedule)[0].reports for schedule in SCHEDULES]
 
 
 def test_what_a_hand_over_counts() -> None:
-    """Two warps wrote 64 words of 4 bytes into memory of rank 5; the acquire came after the release."""
-    log, _ = both(SEND, RECEIVE, owner=5)
+    """Two warps wrote 64 words of 4 bytes into memory of rank 5; the acquire came after the release. A fence is one of
+    its program, and comes before the flag; nobody waits for the flag to be set."""
+    log, _ = hand_over(SEND, RECEIVE, owner=5)
     send, receive = log.counts["kernel 0", 0, 0], log.counts["kernel 1", 1, 0]
     assert send == {"written, rank 5": 256, "barriers": 1, "release": 1, "chain": 1, "flops": 0, "in flight": 0}
     assert receive["chain"] == 2 and receive["acquire"] == 1 and receive["barriers"] % 2 == 0
     assert (receive["read, rank 5"], receive["written, rank 1"], receive["in flight"]) == (256, 256, 4 * 32)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_hand_over_is_right(schedule) -> None:
-    assert hand_over(SEND, RECEIVE, schedule) == ([], True)
+    log, _ = hand_over(FENCED_SEND.replace(SET, 3 * SET), RECEIVE)
+    send, receive = log.counts["kernel 0", 0, 0], log.counts["kernel 1", 1, 0]
+    assert (send["fence"], send["relaxed"], send["release"], send["chain"], receive["chain"]) == (1, 3, 0, 1, 2)
 
 
 RELEASE, ACQUIRE = "@%p1 atom.global.sys.release.exch.b32 %r3, [%rd3 + 0], 1;", "@%p1 ld.global.sys.acquire.b32"
 SET, POLL, FENCE = RELEASE.replace("release", "relaxed"), ACQUIRE.replace("acquire", "relaxed"), "fence.acq_rel.sys;\n"
 FENCED_SEND = SEND.replace(RELEASE, FENCE + SET)
 FENCED_RECEIVE = RECEIVE.replace(ACQUIRE, POLL).replace("shl.b32", f"{FENCE}shl.b32")
-SECOND = "[%rd3 + 4]"  # the next flag
+# another flag behind the first one, for which the receiver waits
+SECOND, RECEIVE_SECOND = SET.replace("+ 0]", "+ 4]"), RECEIVE.replace("[%rd3 + 0]", "[%rd3 + 4]")
+# a fence before a flag is set is a release, of several flags; one after a flag was read is an acquire
+FENCED = [(FENCED_SEND, RECEIVE), (SEND, FENCED_RECEIVE), (FENCED_SEND, FENCED_RECEIVE)]
+FENCED.append((FENCED_SEND.replace(SET, SET + SECOND), RECEIVE_SECOND))
+FENCES = (FENCE, "fence.sc.sys;\n", "membar.sys;\n")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("fence", ["fence.acq_rel.sys;\n", "fence.sc.sys;\n", "membar.sys;\n"])
 @pytest.mark.parametrize(
-    "send, receive", [(FENCED_SEND, RECEIVE), (SEND, FENCED_RECEIVE), (FENCED_SEND, FENCED_RECEIVE)]
+    "send, receive", [(SEND, RECEIVE), *((x.replace(FENCE, y), z.replace(FENCE, y)) for x, z in FENCED for y in FENCES)]
 )
-def test_fences_order_relaxed_flags(send, receive, fence, schedule) -> None:
-    """A fence before a flag is set is a release, and one after a flag was read is an acquire."""
-    assert hand_over(send.replace(FENCE, fence), receive.replace(FENCE, fence), schedule) == ([], True)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_fence_serves_several_flags(schedule) -> None:
-    """What a release does not: it orders its own flag only."""
-    second, receive = SET.replace("[%rd3 + 0]", SECOND), RECEIVE.replace("[%rd3 + 0]", SECOND)
-    assert hand_over(FENCED_SEND.replace(SET, SET + second), receive, schedule) == ([], True)
-    reports, _ = hand_over(SEND.replace(RELEASE, RELEASE + second), receive, schedule)
-    assert any("race: a read of global memory" in report for report in reports), reports
+def test_a_hand_over_is_right(send, receive) -> None:
+    for schedule in SCHEDULES:
+        log, arrived = hand_over(send, receive, schedule)
+        assert (log.reports, arrived) == ([], True), schedule
 
 
 # the fenced send, to whose fence only the other warp comes
@@ -144,6 +137,7 @@ FENCE_OF_THE_OTHER = FENCED_SEND.replace(
 )  # fmt: skip
 # what is weaker -> (send, receive)
 WEAKER = {
+    "a release does not order what follows it": (SEND.replace(RELEASE, RELEASE + SECOND), RECEIVE_SECOND),
     "no barrier": (SEND.replace("bar.sync 0;\n", ""), RECEIVE),
     "relaxed flag": (SEND.replace("sys.release", "sys.relaxed"), RECEIVE),
     "release of gpu scope": (SEND.replace("sys.release", "gpu.release"), RECEIVE),
@@ -169,20 +163,12 @@ WEAKER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", WEAKER)
-def test_a_weaker_hand_over_is_found(name, schedule) -> None:
+def test_a_weaker_hand_over_is_found(name) -> None:
     """As a race in global memory, of both sides' only line."""
-    assert WEAKER[name] not in [(SEND, RECEIVE), (FENCED_SEND, RECEIVE), (SEND, FENCED_RECEIVE)]
-    reports, _ = hand_over(*WEAKER[name], schedule)
-    assert any(re.search(r"race: .* global memory .*snippet.ptx:7", report) for report in reports), reports
-
-
-def test_what_a_fence_counts() -> None:
-    """A fence is one of its program, and comes before the flag; nobody waits for the flag to be set."""
-    log, _ = both(FENCED_SEND.replace(SET, 3 * SET), RECEIVE)
-    send, receive = log.counts["kernel 0", 0, 0], log.counts["kernel 1", 1, 0]
-    assert (send["fence"], send["relaxed"], send["release"], send["chain"], receive["chain"]) == (1, 3, 0, 1, 2)
+    assert WEAKER[name] not in [(SEND, RECEIVE), *FENCED]
+    for reports in reports_of(*WEAKER[name]):
+        assert any(re.search(r"race: .* global memory .*snippet.ptx:7", report) for report in reports), reports
 
 
 FILL = """mov.u32 %r1, %tid.x;
@@ -219,24 +205,27 @@ def hand_over_by_copies(schedule, flag_first: bool = False, waits: tuple[bool, b
     return execution.log.reports, torch.equal(out, WORDS)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_copies_hand_over(schedule) -> None:
+def test_copies_hand_over() -> None:
     """To a kernel that already polls, or has yet to begin."""
-    assert hand_over_by_copies(schedule) == ([], True)
+    assert [hand_over_by_copies(schedule) for schedule in SCHEDULES] == [([], True)] * len(SCHEDULES)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+KERNEL, ENGINE = "snippet.ptx:7", "host.py:7"
+
+
 @pytest.mark.parametrize(
-    "options, report",
+    "options, reader, writer",
     [
-        ({"flag_first": True}, r"a read of .*snippet.ptx:7.*host.py:7|a write of .*host.py:7.*snippet.ptx:7"),
-        ({"waits": (False, True)}, r"a read of .*host.py:7.*snippet.ptx:7|a write of .*snippet.ptx:7.*host.py:7"),
-        ({"waits": (True, False)}, r"a write of .*snippet.ptx:7.*host.py:7|a read of .*host.py:7.*snippet.ptx:7"),
+        ({"flag_first": True}, KERNEL, ENGINE),
+        ({"waits": (False, True)}, ENGINE, KERNEL),
+        ({"waits": (True, False)}, ENGINE, KERNEL),
     ],
-)  # fmt: skip
-def test_a_weaker_hand_over_by_copies_is_found(options, report, schedule) -> None:
-    reports, _ = hand_over_by_copies(schedule, **options)
-    assert any(re.search(f"race: {report}", found) for found in reports), reports
+)
+def test_a_weaker_hand_over_by_copies_is_found(options, reader, writer) -> None:
+    race = f"race: (a read of .*{reader}.*{writer}|a write of .*{writer}.*{reader})"
+    for schedule in SCHEDULES:
+        reports, _ = hand_over_by_copies(schedule, **options)
+        assert any(re.search(race, found) for found in reports), reports
 
 
 def test_a_copy_is_whole() -> None:
@@ -248,7 +237,7 @@ def test_a_copy_is_whole() -> None:
 def test_each_barrier_of_shared_memory_matters(number) -> None:
     first, second, third = RECEIVE.split("bar.sync 0;\n")
     broken = (first + second + "bar.sync 0;\n" + third, first + "bar.sync 0;\n" + second + third)[number]
-    reports = [report for schedule in SCHEDULES for report in hand_over(SEND, broken, schedule)[0]]
+    reports = [report for reports in reports_of(SEND, broken) for report in reports]
     assert any(
         "snippet.ptx:7 (ld.shared" in report or "snippet.ptx:7 (@%p1 st.shared" in report for report in reports
     ), reports
@@ -266,24 +255,24 @@ PLACE = "mov.u32 %r1, %tid.x;\nld.param.b64 %rd1, [data];\nmad.wide.u32 %rd2, %r
 COPY = PLACE + "cp.async.ca.shared.global [%r2], [%rd2], 4, 4;\ncp.async.commit_group;\n"
 
 
+READ = "ld.shared.b32 %r3, [%r2];"
+CROSSED = "xor.b32 %r3, %r1, 32;\nshl.b32 %r4, %r3, 2;\nst.shared.b32 [%r2], %r1;\nld.shared.b32 %r5, [%r4];"
+
+
 @pytest.mark.parametrize(
     "text, report",
     [
-        ("ld.shared.b32 %r3, [%r2];", "nothing has written"),
-        ("xor.b32 %r3, %r1, 32;\nshl.b32 %r4, %r3, 2;\nst.shared.b32 [%r2], %r1;\nld.shared.b32 %r5, [%r4];",
-         "a read of shared memory is not ordered after a write"),
-        ("st.shared.b32 [4], %r1;", "lanes of one store write different values"),
+        (PLACE + READ, "nothing has written"),
+        (PLACE + CROSSED, "a read of shared memory is not ordered after a write"),
+        (PLACE + "st.shared.b32 [4], %r1;", "lanes of one store write different values"),
+        (COPY + READ, "a read of shared memory during a copy"),
+        (COPY + "cp.async.wait_group 1;\n" + READ, "a read of shared memory during a copy"),
+        (COPY + "cp.async.wait_group 0;\n" + READ, ""),
     ],
-)  # fmt: skip
+)
 def test_shared_memory(text, report) -> None:
-    assert any(report in found for found in execute(PLACE + text + "\nret;"))
-
-
-def test_copies_are_waited_for() -> None:
-    reading = "ld.shared.b32 %r3, [%r2];\nret;"
-    assert execute(COPY + "cp.async.wait_group 0;\n" + reading) == []
-    for missing in ("", "cp.async.wait_group 1;\n"):
-        assert any("a read of shared memory during a copy" in report for report in execute(COPY + missing + reading))
+    found = execute(text + "\nret;")
+    assert any(report in each for each in found) if report else not found
 
 
 def test_reductions_are_those_of_a_warp() -> None:
