@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
+import inspect
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -123,3 +125,36 @@ def mutated_packages(name: str, mutations: Mapping[str, Mapping[str, list[Edit]]
             yield mutated_kernels(folder, mutations)
 
     return packages
+
+
+def edited(function: Callable, edit: Edit) -> Callable:
+    """The function with an edit of its source, in whose code the file is named without its folder."""
+    source = edit(textwrap.dedent(inspect.getsource(function)))
+    scope = dict(function.__globals__)
+    exec(compile(source, Path(inspect.getfile(function)).name, "exec"), scope)
+    return scope[function.__name__]
+
+
+def function_of(file: str, name: str) -> Any:
+    """A function of a file of kernels/."""
+    return getattr(importlib.import_module(f"tpformer.kernels.{file.removesuffix('.py').replace('/', '.')}"), name)
+
+
+@contextlib.contextmanager
+def interpreting(file: str, name: str, edit: Edit) -> Iterator[None]:
+    """Within, Triton's interpreter runs a function of kernels/ with an edit of its source, whatever calls it."""
+    from triton.runtime import interpreter
+
+    function = function_of(file, name)
+    if isinstance(function, interpreter.InterpretedFunction):
+        rewriter = interpreter.FunctionRewriter(function.fn)
+        prepare = rewriter._prepare_source
+        rewriter._prepare_source = lambda lines: edit(prepare(lines))
+        function, new = function.rewrite(), rewriter.rewrite_ast()
+    else:
+        new = edited(function, edit)
+    usual, function.__code__ = function.__code__, new.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = usual

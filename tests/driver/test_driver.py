@@ -34,20 +34,24 @@ def library(tmp_path_factory) -> Path:
     return build(tmp_path_factory.mktemp("driver"))
 
 
-def drive(commands: Commands, library: Path, capability: int, shipped: bool):
-    """What driving.py prints."""
+def drive(commands: Commands, library: Path, capability: int, *parts: int) -> list:
+    """What driving.py prints, in a process for each part."""
     import driving
 
     folder = {VARIABLE: str(library.parent)}
-    code, out, err = commands.call(driving.drive, library, capability, shipped, **folder).finish(900)
-    assert code == 0, err
-    return json.loads(out)
+    begun = [commands.call(driving.drive, library, capability, part, **folder) for part in parts or (None,)]
+    printed = []
+    for command in begun:
+        code, out, err = command.finish(900)
+        assert code == 0, err
+        printed.append(json.loads(out))
+    return printed
 
 
 @pytest.fixture(scope="module")
 def driven(commands: Commands, library: Path) -> dict:
     """Trials and replays on an H100."""
-    return drive(commands, library, 90, shipped=False)
+    return drive(commands, library, 90)[0]
 
 
 def expected_maps(case: dict) -> int:
@@ -92,14 +96,16 @@ def faults(case: dict) -> list[str]:
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(900)  # the first time, about 80 kernels are compiled
+@pytest.mark.timeout(900)  # about 120 kernels are compiled
 @pytest.mark.parametrize(
     "capability", [pytest.param(each, marks=pytest.mark.rotates(turn)) for turn, each in enumerate((80, 90, 100))]
 )
 def test_every_launcher(commands, library, capability) -> None:
+    import driving
+
     from checks.compile.check import DEFAULT, uncovered
 
-    cases = drive(commands, library, capability, shipped=True)
+    cases = [case for part in drive(commands, library, capability, *range(driving.PARTS)) for case in part]
     assert {case["case"]: found for case in cases if (found := faults(case))} == {}
     assert [case["case"] for case in cases if not case["same"]] == []
     again = {(case["kernel"], case["name"]) for case in cases if not case["replayed"]}

@@ -6,6 +6,7 @@ reads as early as its waits allow. `make execute` names this file; `make test` d
 """
 
 import importlib
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -148,11 +149,10 @@ def test_the_executor_names_both_lines_of_a_race_that_the_interpreter_passes(
     interpreted: WorkerPool, packages: dict[str, str], mutation: str, names: set[str]
 ) -> None:
     assert interpreted(2).run(interpreted_verdicts, packages[mutation], sorted(names)) == [{"right"}] * 2
-    for name in names:
+    for name, schedule in itertools.product(names, SCHEDULES):
         stored, read = (line(mutation, *place) for place in LINES[name])
-        for schedule in SCHEDULES:
-            reports, _ = execute(packages[mutation], name, schedule)
-            assert any(f"{stored} (" in report and f"{read} (" in report for report in reports), (name, reports)
+        reports, _ = execute(packages[mutation], name, schedule)
+        assert any(f"{stored} (" in report and f"{read} (" in report for report in reports), (name, reports)
 
 
 def test_nothing_is_found_in_kernels_as_they_are() -> None:

@@ -6,8 +6,6 @@ file; `make test` does not collect it, because compiling takes minutes.
 """
 
 import contextlib
-import inspect
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ pytest.importorskip("triton")
 
 import gemms
 import test_all_gather_matmul_kernel as gathers
-from mutations import Edit, move, replace
+from mutations import Edit, edited, move, replace
 
 from checks.execute import schedule as scheduler
 from checks.execute.memory import Fault
@@ -219,14 +217,6 @@ def test_gathers_by_copies(name: str, copied_flags: str | None) -> None:
         with executing_in(order) as execution:
             for result in run(name, execution, copied_flags):
                 gemms.compare(*result)
-
-
-def edited(function: Callable, edit: Edit) -> Callable:
-    """The function with an edit of its source, in whose code the file is named without its folder."""
-    source = edit(textwrap.dedent(inspect.getsource(function)))
-    scope = dict(function.__globals__)
-    exec(compile(source, Path(inspect.getfile(function)).name, "exec"), scope)
-    return scope[function.__name__]
 
 
 PAYLOAD, FLAG = "target.copy_(", "set_flag(peer"

@@ -11,14 +11,12 @@ mask of two directions is the conjunction of two such masks, so one direction is
 tile, here a few elements, is a parameter like any other is assumed; `make compile-check` has the tiles that ship.
 """
 
-from pathlib import Path
-
 import pytest
 from pool import WorkerPool
 
 pytest.importorskip("triton")
 
-from mask_mutants import all_mutants
+from mask_mutants import Mutant, all_mutants
 from masks import CASES, try_mutants, verdict
 
 # the cases that reach a file's masks, fastest first
@@ -91,36 +89,36 @@ EQUIVALENT = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_accesses_at_some_remainders(interpreted: WorkerPool, case: str) -> None:
-    assert interpreted(1).run(verdict, "tpformer.kernels", case, slice(0, None, 6)) == [""]
+    assert interpreted(1).run(verdict, case, slice(0, None, 6)) == [""]
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("case", CASES)
 def test_accesses_at_every_remainder(interpreted: WorkerPool, case: str) -> None:
-    assert interpreted(1).run(verdict, "tpformer.kernels", case, slice(None)) == [""]
+    assert interpreted(1).run(verdict, case, slice(None)) == [""]
 
 
-def check_mutants(pool: WorkerPool, folder: Path, file: str, step: int, some: slice = slice(None)) -> None:
-    """A sample of a file's mutants is caught, but for the equivalent ones: the first of each function that loses a
-    mask, and each step-th of all."""
-    own = [mutant for mutant in all_mutants() if mutant.file == file][some]
-    lost = {mutant.function: mutant for mutant in reversed(own) if mutant.kind == "mask"}.values()
-    tried = [mutant for number, mutant in enumerate(own) if mutant in lost or number % step == 0]
-    (verdicts,) = pool(1).run(try_mutants, str(folder), tried, REACH[file])
-    survivors = {mutant.name for mutant, found in zip(tried, verdicts, strict=True) if not found}
-    assert survivors == EQUIVALENT.keys() & {mutant.name for mutant in tried}
+def survivors(pool: WorkerPool, file: str, mutants: list[Mutant]) -> set[str]:
+    """The names of those that no case catches."""
+    (verdicts,) = pool(1).run(try_mutants, mutants, REACH[file])
+    return {mutant.name for mutant, found in zip(mutants, verdicts, strict=True) if not found}
 
 
 @pytest.mark.parametrize("file", REACH)
-def test_mutants_of_masks(interpreted: WorkerPool, tmp_path: Path, file: str) -> None:
-    check_mutants(interpreted, tmp_path, file, step=16)
+def test_mutants_of_masks(interpreted: WorkerPool, file: str) -> None:
+    """Of those that are not listed: the first of each function that loses a mask, and each 16-th of all."""
+    own = [mutant for mutant in all_mutants() if mutant.file == file and mutant.name not in EQUIVALENT]
+    lost = {mutant.function: mutant for mutant in reversed(own) if mutant.kind == "mask"}.values()
+    tried = [mutant for number, mutant in enumerate(own) if mutant in lost or number % 16 == 0]
+    assert tried and not survivors(interpreted, file, tried)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("part", range(4))  # a worker gives up after some minutes
 @pytest.mark.parametrize("file", REACH)
-def test_every_mutant_of_a_mask(interpreted: WorkerPool, tmp_path: Path, file: str, part: int) -> None:
-    check_mutants(interpreted, tmp_path, file, step=1, some=slice(part, None, 4))
+def test_every_mutant_of_a_mask(interpreted: WorkerPool, file: str, part: int) -> None:
+    own = [mutant for mutant in all_mutants() if mutant.file == file][part::4]
+    assert survivors(interpreted, file, own) == EQUIVALENT.keys() & {mutant.name for mutant in own}
 
 
 def test_every_file_with_masks_has_mutants() -> None:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,7 @@ from checks.execute import schedule as scheduler  # noqa: E402
 from checks.execute.schedule import PLAIN, Schedule  # noqa: E402
 from checks.execute.session import Execution  # noqa: E402
 from tpformer.kernels.all_gather_matmul import plan  # noqa: E402
+from tpformer.kernels.all_gather_matmul.kernel import await_gathered, gathered_copy  # noqa: E402
 from tpformer.kernels.configurations import TILES  # noqa: E402
 from tpformer.kernels.launch import Tile  # noqa: E402
 from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump  # noqa: E402
@@ -84,12 +86,26 @@ def small_tiles() -> AbstractContextManager:
     return mock.patch.dict(TILES, dict.fromkeys(TILES, TILE))
 
 
+def gather_alone(x: gemms.Tensors, channel: Channel, tile: Tile) -> list[torch.Tensor]:
+    await_gathered(channel, x["a"], push=True)
+    return [gathered_copy(channel, x["a"])]
+
+
+# a gather without a GEMM, and the copy of what it has gathered
+GATHER_ALONE = gemms.Gemm(
+    lambda rank, world, rows, n, k: gemms.shapes(a=(rows, k)),
+    gather_alone,
+    lambda xs: [[torch.cat([x["a"] for x in xs])]] * len(xs),
+)
+
+
 def run_group(
     gemm: gemms.Gemm, execution: Execution, world: int, dtype: torch.dtype, shape: tuple[int, int, int],
     epochs: int = 3, tile: Tile | None = TILE, **room: int,
 ) -> None:  # fmt: skip
-    """Queue an operation for each epoch on each rank's stream, run all, and compare. With three epochs the third writes
-    into the slots of the first. tile: None for that which the launcher picks. room: options of `group`."""
+    """Queue an operation for each epoch on each rank's stream, run all, and compare; copies must be exact. With three
+    epochs the third writes into the slots of the first. tile: None for that which the launcher picks. room: options of
+    `group`."""
     channels = group(world, **room)
     execution.memory.add(*channels[0].slots)
     inputs = [gemms.cast(gemms.make_inputs(gemm, index, world, shape, False), dtype) for index in range(epochs)]
@@ -101,9 +117,88 @@ def run_group(
                 outputs[index].append(gemm.launch(inputs[index][rank], channel, tile))  # type: ignore[arg-type]
     execution.run()
     for index in range(epochs):
-        for rank in range(world):
-            gemms.compare(outputs[index][rank], gemm, inputs[index], rank, False, (world, shape, dtype, index, rank))
+        for rank, found in enumerate(outputs[index]):
+            gemms.compare(found, gemm, inputs[index], rank, gemm is GATHER_ALONE, (world, shape, dtype, index, rank))
     assert not any(channel.error.any() or channel.counters.any() for channel in channels)
+
+
+EPOCHS = 3  # the third writes into the slots of the first
+POLLS = 3  # of a wait that is to expire
+
+
+class Try(NamedTuple):
+    """One way to execute an operation of a group."""
+
+    schedule: Schedule
+    multiprocessors: int
+    """SMs, each with room for one program."""
+    present: slice = slice(None)
+    """The ranks that run. If some are absent, waits of the others expire."""
+    gone: bool = False
+    """Whether the absent ranks began before the others, pushed what they had, and gave up."""
+
+    @property
+    def expires(self) -> bool:
+        """Whether ranks are absent."""
+        return self.present != slice(None)
+
+
+LAST, FIRST = slice(-1, None), slice(-1)  # the last rank; all but the last
+TRIES = (
+    Try(Schedule(1, lockstep=False), 4),
+    Try(Schedule(1, lockstep=False), 4, LAST),
+    Try(Schedule(1, lockstep=False), 4, FIRST),
+    Try(PLAIN, 2),
+    Try(Schedule(2, lockstep=False, priorities=True), 6),
+    Try(Schedule(3, lockstep=False), 3),
+    Try(Schedule(2, lockstep=False), 1, LAST),
+    Try(Schedule(2, lockstep=False), 1, FIRST),
+    Try(Schedule(4, lockstep=False), 8),
+    Try(Schedule(5, lockstep=False, priorities=True), 3),
+    Try(Schedule(1, lockstep=False), 4, FIRST, gone=True),
+    Try(Schedule(2, lockstep=False), 1, FIRST, gone=True),
+)
+
+
+def communicate(
+    run: Execution, way: Try, gemm: gemms.Gemm, world: int, shape: tuple[int, int, int], tile: Tile = TILE, **room: int
+) -> None:  # fmt: skip
+    """An operation on each rank that is present, for each epoch. room: options of `group`."""
+    if way.expires:
+        xs = gemms.cast(gemms.make_inputs(gemm, 0, world, shape, False), torch.bfloat16)
+        expire(run, lambda channel: gemm.launch(xs[channel.rank], channel, tile), world, way, **room)
+    else:
+        run_group(gemm, run, world, torch.bfloat16, shape, EPOCHS, tile, **room)
+
+
+def expire(run: Execution, launch: Callable[[Channel], object], world: int, way: Try, **room: int) -> None:
+    """Launch an operation on the ranks that are present, for each epoch. In the first their waits expire, and they
+    report that; then they wait no more. The first absent rank reads the first one's report in place of the host."""
+    channels, report = group(world, limit=POLLS, **room), torch.zeros(ERROR_WORDS.value, dtype=torch.int32)
+    running = channels[way.present]
+    absent = next(rank for rank in range(world) if channels[rank] not in running)
+    run.memory.add(*channels[0].slots)
+    if way.gone:
+        with run.on(absent):
+            bump(channels[absent])
+            launch(channels[absent])
+        run.run()
+    with run.on(absent):
+        read_report_kernel[(1,)](running[0].error, report, num_warps=1)
+    for channel in running:
+        with run.on(channel.rank):
+            for _ in range(EPOCHS):
+                bump(channel)
+                launch(channel)
+    run.run()
+    # a rank that has pushed all that the first epoch takes is missed in the second
+    missed = [[gemms.BEFORE_WRAP + epoch, gemms.BEFORE_WRAP + epoch + 1] for epoch in (0, int(way.gone))]
+    for channel in running:
+        expired, peer, *epochs = channel.error[0].tolist()
+        named = expired == 1 and peer != channel.rank and epochs in missed
+        assert named, f"the report of rank {channel.rank} is {channel.error.tolist()}"
+        assert channel.stopped.all() and not channel.counters.any(), "a rank has not stopped"
+    assert torch.equal(report, running[0].error[0]), f"the report that is read is {report.tolist()}"
 
 
 def join(work: plan.Work, pushers: int, programs: int, machine: object) -> plan.Push:
@@ -112,19 +207,15 @@ def join(work: plan.Work, pushers: int, programs: int, machine: object) -> plan.
 
 
 @contextlib.contextmanager
-def small_machine(multiprocessors: int, patience: int) -> Iterator[None]:
-    """Launchers find so many SMs, each with room for one program of the tests' tile, and up to two pushers of a gather,
-    each with something to push, which join at another chunk on each machine. A hang is seen after so many polls in
-    vain."""
-    device = SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=2048)
-    values = (
-        (sys.modules[__name__], "DEVICE", device),
-        (plan, "filling_pushers", lambda machine: 2),
-        (plan, "IN_FLIGHT", 512),
-        (plan, "plan_push", join),
-        (scheduler, "PATIENCE", patience),
-    )
-    with contextlib.ExitStack() as stack:
-        for module, name, value in values:
-            stack.enter_context(mock.patch.object(module, name, value))
-        yield
+def trying(way: Try, mutate: Callable[[str, str], str] | None = None) -> Iterator[Execution]:
+    """`executing`, in which launchers find so many SMs, each with room for one program of the tests' tile, and up to
+    two pushers of a gather, each with something to push, which join at another chunk on each machine. A hang is seen
+    after as many polls in vain as waits may take to expire."""
+    device = SimpleNamespace(multi_processor_count=way.multiprocessors, shared_memory_per_multiprocessor=2048)
+    with (
+        mock.patch.object(sys.modules[__name__], "DEVICE", device),
+        mock.patch.multiple(plan, filling_pushers=lambda machine: 2, IN_FLIGHT=512, plan_push=join),
+        mock.patch.object(scheduler, "PATIENCE", 5000 if way.expires else 100),
+        executing(way.schedule, mutate) as run,
+    ):
+        yield run

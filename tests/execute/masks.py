@@ -1,7 +1,7 @@
-"""Runs every kernel with masks of a package (tpformer.kernels or a copy of it) in Triton's interpreter, with tiles of
-a few elements, over shapes that leave every remainder.
+"""Runs every kernel with masks in Triton's interpreter, with tiles of a few elements, over shapes that leave every
+remainder.
 
-Belongs here: the shapes, and how a package's tiles are made small. What is right is what tests/kernels says, and that
+Belongs here: the shapes, and how tiles are made small. What is right is what tests/kernels says, and that
 no access is outside of the operands (accesses.py). Workers import it with the interpreter on.
 """
 
@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import execution  # noqa: F401  (puts the repository on the path)
 import gemms
 import row_checks
 import test_activation_kernel as activations
@@ -43,9 +41,11 @@ import triton
 import triton.language as tl
 from accesses import Watch, storage_of, watching
 from channels import virtual_channel
-from mask_mutants import Mutant, write
+from mask_mutants import Mutant
+from mutations import interpreting
 from testing import poisoned_memory
 
+from tpformer.kernels import rows as row_kernels
 from tpformer.kernels.finish import Finish
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.pack import reference
@@ -62,6 +62,11 @@ FLOAT = torch.float32
 Shape = tuple[int, ...]
 
 
+def kernel(name: str) -> ModuleType:
+    """The module of an operation's kernel."""
+    return importlib.import_module(f"tpformer.kernels.{name}.kernel")
+
+
 def every_remainder(*directions: int) -> Iterator[Shape]:
     """Vary one direction after the other over one tile and another that is partial; the others leave a remainder."""
     for number, tile in enumerate(directions):
@@ -69,112 +74,107 @@ def every_remainder(*directions: int) -> Iterator[Shape]:
             yield tuple(size if i == number else 2 * other - 1 for i, other in enumerate(directions))
 
 
-def activation(module: Callable[[str], ModuleType], shape: Shape) -> None:
+def activation(shape: Shape, watch: Watch) -> None:
     for gated in (False, True):
-        activations.check(module("activation"), "silu", gated, *activations.draw(shape, FLOAT))
+        activations.check(kernel("activation"), "silu", gated, *activations.draw(shape, FLOAT))
 
 
-def norm(module: Callable[[str], ModuleType], shape: Shape) -> None:
+def norm(shape: Shape, watch: Watch) -> None:
     """Rows in one tile, and in several."""
     x, dy, dresidual = row_checks.draw(shape[1], FLOAT, "cpu", *[shape] * 3)
     for kind, widest in itertools.product(norms.KINDS, (16, 4)):
         weights = row_checks.draw_norm(shape[1], shape[1], kind, FLOAT)
-        row_checks.check_norm(module("norm"), x, weights, dy, dresidual, widest=widest)
+        row_checks.check_norm(kernel("norm"), x, weights, dy, dresidual, widest=widest)
         finish = Finish(weights.weight, row_checks.draw_dropout(*shape, 0.4), dresidual, weights)
-        norms.check_finish_norm(module("norm"), x, finish, dy, dresidual, widest=widest)
+        norms.check_finish_norm(kernel("norm"), x, finish, dy, dresidual, widest=widest)
 
 
-def dropout(module: Callable[[str], ModuleType], shape: Shape) -> None:
-    dropouts.check_finish(module("dropout"), *shape, FLOAT)
+def dropout(shape: Shape, watch: Watch) -> None:
+    dropouts.check_finish(kernel("dropout"), *shape, FLOAT)
 
 
-def rope(module: Callable[[str], ModuleType], shape: Shape) -> None:
+def rope(shape: Shape, watch: Watch) -> None:
     """The table ends with the last position that is used."""
     tokens, half = shape
     length = int(ropes.make(tokens, 1, 2, tokens)[2].max()) + 1
     with mock.patch.object(ropes, "LENGTH", length):
-        ropes.check(module("rope"), (tokens, 3, 2, 2 * half), FLOAT)
+        ropes.check(kernel("rope"), (tokens, 3, 2, 2 * half), FLOAT)
 
 
-def cross_entropy(module: Callable[[str], ModuleType], shape: Shape) -> None:
+def cross_entropy(shape: Shape, watch: Watch) -> None:
     """Slices of `columns` each, the last of which has `padding` columns that hold nothing."""
     tokens, columns, padding = shape
     vocab = max(2, 2 * columns - padding)  # with one entry gradients are zero, and no error is allowed
     for terms in losses.TERMS[:2]:
         case = losses.draw(columns, tokens, vocab, 2 * columns - vocab, FLOAT)
-        losses.check(module("cross_entropy"), case, columns, vocab, terms)
+        losses.check(kernel("cross_entropy"), case, columns, vocab, terms)
 
 
-def strange_targets(module: Callable[[str], ModuleType], shape: Shape) -> None:
-    losses.outside(module("cross_entropy"))
-    losses.infinite_logits(module("cross_entropy"))
+def strange_targets(shape: Shape, watch: Watch) -> None:
+    losses.outside(kernel("cross_entropy"))
+    losses.infinite_logits(kernel("cross_entropy"))
     # an ignored row is not read for its gradient, which with these numbers would not be 0
     infinite = torch.full((1, 8), torch.inf)
-    loss, gradient = losses.in_slices(module("cross_entropy"), infinite, torch.tensor([-100]), None, 8, 8)
+    loss, gradient = losses.in_slices(kernel("cross_entropy"), infinite, torch.tensor([-100]), None, 8, 8)
     assert loss.tolist() == [0] and bool((gradient == 0).all())
 
 
-def weighted_activation(module: Callable[[str], ModuleType], shape: Shape) -> None:
-    weighted.check(module("weighted_activation"), "silu", *weighted.draw(*shape, FLOAT))
+def weighted_activation(shape: Shape, watch: Watch) -> None:
+    weighted.check(kernel("weighted_activation"), "silu", *weighted.draw(*shape, FLOAT))
 
 
-def combine(module: Callable[[str], ModuleType], shape: Shape) -> None:
+def combine(shape: Shape, watch: Watch) -> None:
     tokens, h = shape
-    combinations.check(module("combine"), *combinations.draw(tokens, 3, h, FLOAT))
+    combinations.check(kernel("combine"), *combinations.draw(tokens, 3, h, FLOAT))
 
 
-def pack(module: Callable[[str], ModuleType], shape: Shape) -> None:
+def pack(shape: Shape, watch: Watch) -> None:
     """Values into their packed form and back, with escapes up to more than there are slots; rows read in that form."""
-    (numel,), kernel = shape, module("pack")
+    (numel,), module = shape, kernel("pack")
     exponents = 100 + torch.randint(18, (numel,), generator=torch.Generator().manual_seed(numel))
     for offset in (18, 12):
         x = packs.values(100 + exponents % offset)
         expected, counts = reference.pack(x)
         with poisoned_memory():
-            packed, own_counts = kernel.pack(x)
-            back = kernel.unpack(packed)
+            packed, own_counts = module.pack(x)
+            back = module.unpack(packed)
         assert torch.equal(packed.buffer, expected.buffer) and torch.equal(own_counts, counts)
         assert packs.same_bits(back, reference.unpack(expected))
     # a row that fills a group, so that nothing lies behind it
     rows, n = (1, GROUP) if numel == 2 * GROUP else (1 + numel % 4, 8 * (1 + numel % 3))
     (dy,) = row_checks.draw(n, FLOAT, "cpu", (rows, n))
     x = packs.values(100 + torch.arange(rows * n) % 12).view(rows, n)
-    given, found = (kernel.pack(x)[0], x.float()), []
+    given, found = (module.pack(x)[0], x.float()), []
     if n < GROUP:  # or there would be thousands of programs
-        found += [module("activation").activation_backward(dy.clone(), each, "relu2") for each in given]
+        found += [kernel("activation").activation_backward(dy.clone(), each, "relu2") for each in given]
     weights = row_checks.draw_norm(n, n, "layernorm", FLOAT)
     statistics = x.float().mean(1, keepdim=True), torch.ones(rows, 1)
-    found += [module("norm").norm_backward(dy, each, statistics, weights, widest=GROUP) for each in given]
+    found += [kernel("norm").norm_backward(dy, each, statistics, weights, widest=GROUP) for each in given]
     for packed, plain in (found[:2], found[-2:]):
         assert all(torch.equal(a, b) for a, b in zip(packed, plain, strict=True) if a is not None)
 
 
-def route(module: Callable[[str], ModuleType], shape: Shape) -> None:
+def route(shape: Shape, watch: Watch) -> None:
     """Any number of experts, and three groups of so many."""
     tokens, experts = shape
-    routes.check(module("route"), tokens, experts, Policy(min(3, experts), normalised=False), FLOAT)
-    routes.check(module("route"), tokens, experts, Policy(experts, "sigmoid"), FLOAT)
+    routes.check(kernel("route"), tokens, experts, Policy(min(3, experts), normalised=False), FLOAT)
+    routes.check(kernel("route"), tokens, experts, Policy(experts, "sigmoid"), FLOAT)
     groups = Policy(min(3, experts), "sigmoid", groups=3, top_groups=2)
-    routes.check(module("route"), tokens, 3 * experts, groups, FLOAT)
+    routes.check(kernel("route"), tokens, 3 * experts, groups, FLOAT)
 
 
-def matmul(module: Callable[[str], ModuleType], shape: Shape, tile: Tile = TILE) -> None:
-    with (
-        mock.patch.multiple(
-            matmuls, ACTIVATIONS=["silu"], matmul=module("matmul").matmul,
-            matmul_derivative=module("matmul").matmul_derivative,
-        )
-    ):  # fmt: skip
+def matmul(shape: Shape, watch: Watch, tile: Tile = TILE) -> None:
+    with mock.patch.object(matmuls, "ACTIVATIONS", ["silu"]):
         matmuls.layouts(*shape, FLOAT, "cpu", tile)
         matmuls.epilogues(*shape, FLOAT, "cpu", tile)
 
 
-def grouped_matmul(module: Callable[[str], ModuleType], shape: Shape) -> None:
+def grouped_matmul(shape: Shape, watch: Watch) -> None:
     """The last group, which ends where the memory ends, has one row, then as many as the shape has."""
     rows, n, k = shape
-    groups.products(module("grouped_matmul"), (rows % 3, rows, 1), n, k, FLOAT, "cpu", DEEP_TILE)
+    groups.products(kernel("grouped_matmul"), (rows % 3, rows, 1), n, k, FLOAT, "cpu", DEEP_TILE)
     for counts in ((rows % 3, rows, 1), (1, rows)):
-        groups.gradients(module("grouped_matmul"), counts, n, k, FLOAT, "cpu", DEEP_TILE)
+        groups.gradients(kernel("grouped_matmul"), counts, n, k, FLOAT, "cpu", DEEP_TILE)
 
 
 def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: int = gemms.WRITER_FLAGS) -> None:
@@ -195,20 +195,15 @@ def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: in
     )
 
 
-def all_gather_matmul(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
-    functions = {name: getattr(module("all_gather_matmul"), name) for name in
-                 ("all_gather_matmul", "all_gather_matmul_derivative")}  # fmt: skip
-    with mock.patch.multiple(gathers, **functions):
-        on_ranks(gathers.linear(2, "silu"), 2, shape, watch)
-        on_ranks(gathers.derivative("silu", gated=True), 2, shape, watch)
+def all_gather_matmul(shape: Shape, watch: Watch) -> None:
+    on_ranks(gathers.linear(2, "silu"), 2, shape, watch)
+    on_ranks(gathers.derivative("silu", gated=True), 2, shape, watch)
 
 
-def all_gather_grouped_matmul(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
-    kernel = module("all_gather_grouped_matmul")
-    with mock.patch.object(experts, "all_gather_grouped_matmul", kernel.all_gather_grouped_matmul):
-        on_ranks(experts.grouped(), 2, shape, watch)
-        on_ranks(experts.grouped(True, "own"), 2, shape, watch)
-    second_of_two(kernel.all_gather_grouped_matmul, shape[0], watch)
+def all_gather_grouped_matmul(shape: Shape, watch: Watch) -> None:
+    on_ranks(experts.grouped(), 2, shape, watch)
+    on_ranks(experts.grouped(True, "own"), 2, shape, watch)
+    second_of_two(kernel("all_gather_grouped_matmul").all_gather_grouped_matmul, shape[0], watch)
 
 
 def second_of_two(launcher: Callable, rows: int, watch: Watch) -> None:
@@ -224,72 +219,68 @@ def second_of_two(launcher: Callable, rows: int, watch: Watch) -> None:
     assert torch.equal(y, torch.tensor([4.0, 8.0]).repeat_interleave(rows)[:, None].expand(-1, 3))
 
 
-def gather(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
+def gather(shape: Shape, watch: Watch) -> None:
     """A rank's own shard, put into a slot that it fills, and copied out of one that ends where its memory ends."""
     shard = torch.arange(12.0 * shape[0]).view(3, -1)
     channel = virtual_channel(1, shard.numel() * FLOAT.itemsize, 16, limit=LIMIT)
     watch.shared[:] = [storage_of(channel.slots[0])]
     channel.slots[1].zero_()  # it lies behind slot 0
-    module("all_gather_matmul").await_gathered(channel, shard, push=True)
+    kernel("all_gather_matmul").await_gathered(channel, shard, push=True)
     assert not channel.error.any() and not channel.slots[1].any()
     watch.shared.clear()
     apart = replace(channel, slots=tuple(slot.clone() for slot in channel.slots))
     with poisoned_memory():
-        copy = module("all_gather_matmul").gathered_copy(apart, shard)
+        copy = kernel("all_gather_matmul").gathered_copy(apart, shard)
     assert torch.equal(copy, shard)
 
 
-def matmul_reduce_scatter(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
-    with mock.patch.object(scatters, "matmul_reduce_scatter", module("matmul_reduce_scatter").matmul_reduce_scatter):
-        on_ranks(scatters.gemm(2, gemms.FINISH), 2, shape, watch)
-        on_ranks(scatters.gemm(1, transposed=True), 2, shape, watch)
+def matmul_reduce_scatter(shape: Shape, watch: Watch) -> None:
+    on_ranks(scatters.gemm(2, gemms.FINISH), 2, shape, watch)
+    on_ranks(scatters.gemm(1, transposed=True), 2, shape, watch)
 
 
-def matmul_all_reduce(module: Callable[[str], ModuleType], shape: Shape, watch: Watch) -> None:
-    kernel = module("matmul_all_reduce")
-    with mock.patch.object(all_reduces, "matmul_all_reduce", kernel.matmul_all_reduce):
-        for one_shot in (True, False):
-            _, flags = kernel.matmul_all_reduce_space(*shape[:2], 3, FLOAT, FLOAT, TILE, one_shot)
-            on_ranks(all_reduces.gemm(1, True, one_shot), 3, shape, watch, flags)
+def matmul_all_reduce(shape: Shape, watch: Watch) -> None:
+    for one_shot in (True, False):
+        space = kernel("matmul_all_reduce").matmul_all_reduce_space(*shape[:2], 3, FLOAT, FLOAT, TILE, one_shot)
+        on_ranks(all_reduces.gemm(1, True, one_shot), 3, shape, watch, space[1])
 
 
-# the check, whether it takes the watch, and the shapes: those of mutants, then those that leave every remainder
-CASES: dict[str, tuple[Callable[..., None], bool, list[Shape]]] = {
-    "activation": (activation, False, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
-    "norm": (norm, False, [(3, 7), (5, 3), *every_remainder(2, 4)]),
-    "dropout": (dropout, False, [(3, 7), (5, 3), (3, 8), *every_remainder(2, 4)]),
-    "rope": (rope, False, [(3, 3), *every_remainder(4, 4)]),
-    "cross entropy": (cross_entropy, False, [(3, 13, 3), (13, 3, 2), (1, 17, 5), *every_remainder(4, 8, 8)]),
-    "weighted activation": (weighted_activation, False, [(3, 7), (5, 3), *every_remainder(2, 4)]),
-    "combine": (combine, False, [(3, 7), (5, 3), *every_remainder(2, 4)]),
-    "pack": (pack, False, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
-    "route": (route, False, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
-    "targets outside": (strange_targets, False, [()]),
-    "matmul": (matmul, False, [(10, 7, 5), (10, 9, 5), *every_remainder(4, 4, 4)]),
-    "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), False, [(6, 12, 4), *every_remainder(4, 8, 4)]),
-    "groups": (grouped_matmul, False, [(7, 7, 5), (8, 9, 5), (10, 5, 4), *every_remainder(4, 4, 8)]),
-    "all-gather matmul": (all_gather_matmul, True, [(5, 6, 8), (5, 6, 7), *every_remainder(4, 4, 4)]),
-    "all-gather groups": (all_gather_grouped_matmul, True, [(5, 6, 8), (13, 6, 7), *every_remainder(4, 4, 4)]),
-    "gather": (gather, True, [(5,), *[(n,) for n in range(1, 9)]]),
-    "reduce-scatter": (matmul_reduce_scatter, True, [(11, 6, 7), *every_remainder(4, 4, 4)]),
-    "all-reduce": (matmul_all_reduce, True, [(13, 6, 7), *every_remainder(4, 4, 4)]),
+# the check, and the shapes: those of mutants, then those that leave every remainder
+CASES: dict[str, tuple[Callable[[Shape, Watch], None], list[Shape]]] = {
+    "activation": (activation, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
+    "norm": (norm, [(3, 7), (5, 3), *every_remainder(2, 4)]),
+    "dropout": (dropout, [(3, 7), (5, 3), (3, 8), *every_remainder(2, 4)]),
+    "rope": (rope, [(3, 3), *every_remainder(4, 4)]),
+    "cross entropy": (cross_entropy, [(3, 13, 3), (13, 3, 2), (1, 17, 5), *every_remainder(4, 8, 8)]),
+    "weighted activation": (weighted_activation, [(3, 7), (5, 3), *every_remainder(2, 4)]),
+    "combine": (combine, [(3, 7), (5, 3), *every_remainder(2, 4)]),
+    "pack": (pack, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
+    "route": (route, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
+    "targets outside": (strange_targets, [()]),
+    "matmul": (matmul, [(10, 7, 5), (10, 9, 5), *every_remainder(4, 4, 4)]),
+    "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), [(6, 12, 4), *every_remainder(4, 8, 4)]),
+    "groups": (grouped_matmul, [(7, 7, 5), (8, 9, 5), (10, 5, 4), *every_remainder(4, 4, 8)]),
+    "all-gather matmul": (all_gather_matmul, [(5, 6, 8), (5, 6, 7), *every_remainder(4, 4, 4)]),
+    "all-gather groups": (all_gather_grouped_matmul, [(5, 6, 8), (13, 6, 7), *every_remainder(4, 4, 4)]),
+    "gather": (gather, [(5,), *[(n,) for n in range(1, 9)]]),
+    "reduce-scatter": (matmul_reduce_scatter, [(11, 6, 7), *every_remainder(4, 4, 4)]),
+    "all-reduce": (matmul_all_reduce, [(13, 6, 7), *every_remainder(4, 4, 4)]),
 }  # fmt: skip
 
 
 def several_shares(m: int, rows: int, device: Any, warps: int, programs: None, blocks: int = 1) -> tuple[int, int]:
     """rows.shares for six resident programs, so that rows are shared even where there are several column blocks."""
-    return importlib.import_module("tpformer.kernels.rows").shares(m, rows, device, warps, 6, blocks)
+    return row_kernels.shares(m, rows, device, warps, 6, blocks)
 
 
 def small_row_tile(n: int, widest: int, elements: int = 0) -> tuple:
     """rows.row_tile for tiles of two rows."""
-    return importlib.import_module("tpformer.kernels.rows").RowTile(2, min(triton.next_power_of_2(n), widest), 4)
+    return row_kernels.RowTile(2, min(triton.next_power_of_2(n), widest), 4)
 
 
 def small_form(experts: int, groups: int, k: int) -> tuple:
     """route's form_of for two tokens."""
-    form = importlib.import_module("tpformer.kernels.route.kernel").Form
-    return form(2, *map(triton.next_power_of_2, (groups, experts // groups, k)))
+    return kernel("route").Form(2, *map(triton.next_power_of_2, (groups, experts // groups, k)))
 
 
 def uneven_finishing(rows: int, n: int, tile: Tile, *rest: int) -> tuple[int, int, int]:
@@ -299,15 +290,16 @@ def uneven_finishing(rows: int, n: int, tile: Tile, *rest: int) -> tuple[int, in
 
 
 @contextlib.contextmanager
-def small_tiles(package: str) -> Iterator[None]:
-    """Within, kernels of a package have tiles of a few elements."""
-    tile = importlib.import_module("tpformer.kernels.rows").RowTile(2, 4, 4)
+def small_tiles() -> Iterator[None]:
+    """Within, kernels have tiles of a few elements."""
     constants: dict[str, dict[str, Any]] = {
         "rows": {"SUM_ROWS": 2, "SUM_COLUMNS": 4},
         "tile": {
             name: tl.constexpr(2) for name in ("EPILOGUE_COLUMNS", "PLAIN_COLUMNS", "GROUP_M")
         } | {"PACKED_BYTES": tl.constexpr(32)},
-        "norm.kernel": {"row_tile": small_row_tile, "shares": several_shares, "WEIGHT_GRADIENT": tile},
+        "norm.kernel": {
+            "row_tile": small_row_tile, "shares": several_shares, "WEIGHT_GRADIENT": row_kernels.RowTile(2, 4, 4),
+        },
         "dropout.kernel": {
             "FORWARD_COLUMNS": 4, "FORWARD_ELEMENTS": 16, "BACKWARD_COLUMNS": 4, "BACKWARD_ELEMENTS": 8,
             "shares": several_shares,
@@ -332,24 +324,20 @@ def small_tiles(package: str) -> Iterator[None]:
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, values in constants.items():
-            module = importlib.import_module(f"{package}.{name}")
+            module = importlib.import_module(f"tpformer.kernels.{name}")
             stack.enter_context(mock.patch.multiple(module, **values))
         yield
 
 
-def verdict(package: str, case: str, some: slice) -> str:
+def verdict(case: str, some: slice) -> str:
     """What is wrong with a case at some of its shapes: "access: ..." or "result: ...", or "" if nothing is."""
-    check, watched, shapes = CASES[case]
-
-    def module(folder: str) -> ModuleType:
-        return importlib.import_module(f"{package}.{folder}.kernel")
-
+    check, shapes = CASES[case]
     for shape in shapes[some]:
         found = ""
-        with small_tiles(package), watching() as watch, warnings.catch_warnings():
+        with small_tiles(), watching() as watch, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of what mutants compute
             try:
-                check(module, shape, *([watch] if watched else []))
+                check(shape, watch)
             except AssertionError as error:
                 found = f"result: {case} {shape} {error}"
         if watch.reports:
@@ -359,18 +347,11 @@ def verdict(package: str, case: str, some: slice) -> str:
     return ""
 
 
-def try_mutants(folder: str, mutants: list[Mutant], cases: list[str]) -> list[str]:
+def try_mutants(mutants: list[Mutant], cases: list[str]) -> list[str]:
     """The verdict on each mutant by the first case that catches it, or ""."""
-    sys.path.insert(0, folder)
     verdicts = []
-    for number, mutant in enumerate(mutants):
-        package = f"mutant_{number}"
-        write(mutant, Path(folder) / package)
-        importlib.invalidate_caches()
-        found = (verdict(package, case, slice(SHAPES_OF_MUTANTS)) for case in cases)
-        verdicts.append(next(filter(None, found), ""))
-        for name in [name for name in sys.modules if name.split(".")[0] == package]:
-            del sys.modules[name]
-        shutil.rmtree(Path(folder) / package)
-    sys.path.remove(folder)
+    for mutant in mutants:
+        with interpreting(mutant.file, mutant.function, mutant.edit):
+            found = (verdict(case, slice(SHAPES_OF_MUTANTS)) for case in cases)
+            verdicts.append(next(filter(None, found), ""))
     return verdicts

@@ -55,21 +55,17 @@ def evaluate(names: Iterable[str], say: Callable[[str], None] = print) -> Result
     return results
 
 
-def row(title: str, several: list[tuple[Mutant, Verdict]]) -> str:
-    """A line of a table."""
-    ways = Counter(verdict.executor for _, verdict in several)
-    caught = sum(verdict.caught for _, verdict in several)
-    checked = sum(bool(verdict.compile_check) for _, verdict in several)
-    cells = [title, len(several), caught, *(ways[way] for way in WAYS), checked, len(several) - caught]
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def table(first: str, groups: dict[str, list[tuple[Mutant, Verdict]]]) -> list[str]:
     """Lines of a table with one line for each group, and one for all."""
     columns = (first, "mutants", "caught", "race", "hang", "fault", "wrong result", "compile check", "survivors")
-    every = [each for group in groups.values() for each in group]
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    return [*lines, *(row(title, group) for title, group in groups.items()), row("all", every)]
+    for title, several in {**groups, "all": [each for group in groups.values() for each in group]}.items():
+        ways = Counter(verdict.executor for _, verdict in several)
+        caught = sum(verdict.caught for _, verdict in several)
+        checked = sum(bool(verdict.compile_check) for _, verdict in several)
+        cells = [title, len(several), caught, *(ways[way] for way in WAYS), checked, len(several) - caught]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def page_body(results: Results) -> str:

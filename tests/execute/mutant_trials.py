@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import execution
-import gemms
 import test_all_gather_matmul_kernel as gathers
 import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
 import torch
-from execution import PLAIN, Execution, Schedule, executing, group, run_group, small_machine
+from execution import EPOCHS, GATHER_ALONE, TRIES, Execution, Try, communicate, expire, run_group, trying
 from mutations import mutated
 from ptx_mutants import Mutant, ptx_mutants
 from source_mutants import HELPERS, source_mutants
@@ -30,11 +29,9 @@ from checks.execute.log import Log
 from checks.execute.memory import Fault
 from tpformer.kernels import protocol
 from tpformer.kernels.all_gather_matmul import kernel as all_gather_matmul
-from tpformer.kernels.all_gather_matmul.kernel import await_gathered, gathered_copy
-from tpformer.kernels.launch import Tile
+from tpformer.kernels.all_gather_matmul.kernel import await_gathered
 from tpformer.kernels.matmul_all_reduce import kernel as matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter import kernel as matmul_reduce_scatter
-from tpformer.kernels.protocol import bump
 
 BF16 = torch.bfloat16
 # Partial tiles in rows and columns. K is three steps, and a multiple of 16, without which Triton copies nothing
@@ -44,42 +41,7 @@ WIDE = (17, 39, 48)  # three tiles
 # An all-reduce of two shots sends only the rows that exist, a third of all. With so many of 32 columns both warps store
 # some of a tile and of its sums. Three tiles: a rank that gives up has one to compute yet.
 BROAD, BROAD_TILE, ROOM = (35, 71, 48), execution.TILE._replace(n=32), 1 << 16
-EPOCHS = 3  # the third writes into the slots of the first
-POLLS = 3  # of a wait that is to expire
 
-
-class Try(NamedTuple):
-    """One way to execute a case."""
-
-    schedule: Schedule
-    multiprocessors: int
-    """SMs, each with room for one program."""
-    present: slice = slice(None)
-    """The ranks that run. If some are absent, waits of the others expire."""
-    gone: bool = False
-    """Whether the absent ranks began before the others, pushed what they had, and gave up."""
-
-    @property
-    def expires(self) -> bool:
-        """Whether ranks are absent."""
-        return self.present != slice(None)
-
-
-LAST, FIRST = slice(-1, None), slice(-1)  # the last rank; all but the last
-TRIES = (  # until one of them shows the mutant
-    Try(Schedule(1, lockstep=False), 4),
-    Try(Schedule(1, lockstep=False), 4, LAST),
-    Try(Schedule(1, lockstep=False), 4, FIRST),
-    Try(PLAIN, 2),
-    Try(Schedule(2, lockstep=False, priorities=True), 6),
-    Try(Schedule(3, lockstep=False), 3),
-    Try(Schedule(2, lockstep=False), 1, LAST),
-    Try(Schedule(2, lockstep=False), 1, FIRST),
-    Try(Schedule(4, lockstep=False), 8),
-    Try(Schedule(5, lockstep=False, priorities=True), 3),
-    Try(Schedule(1, lockstep=False), 4, FIRST, gone=True),
-    Try(Schedule(2, lockstep=False), 1, FIRST, gone=True),
-)
 # rules that ask how fast the code is, need ptxas, or count what depends on the number of ranks
 WAIVED = frozenset(
     ("flags", "in_flight", "wide_stores", "tensor_cores", "spills", "shared_memory", "tensor_memory", "serialized")
@@ -120,66 +82,13 @@ def multiply(run: Execution, way: Try, transposed: bool) -> None:
     matmuls.close(matmuls.matmul(a, [w], tile=tile, **options)[0], matmuls.matmul_reference, a, w, **options)
 
 
-def communicate(
-    run: Execution, way: Try, gemm: gemms.Gemm, world: int, shape: tuple[int, int, int] = SHAPE,
-    tile: Tile = execution.TILE, **room: int,
-) -> None:  # fmt: skip
-    """An operation on each rank, for each epoch. room: options of `group`."""
-    if way.expires:
-        xs = gemms.cast(gemms.make_inputs(gemm, 0, world, shape, False), BF16)
-        expire(run, lambda channel: gemm.launch(xs[channel.rank], channel, tile), world, way, **room)
-    else:
-        run_group(gemm, run, world, BF16, shape, EPOCHS, tile, **room)
-
-
 def gather(run: Execution, way: Try, world: int) -> None:
-    """A gather without a GEMM, and the copy of what it has gathered, for each epoch."""
-    ranks, rows = range(world), SHAPE[0]
-    shards = [[torch.full((rows, 24), 10.0 * epoch + rank, dtype=BF16) for rank in ranks] for epoch in range(EPOCHS)]
+    """A gather without a GEMM, for each epoch; if ranks are absent, without the copy of what it has gathered."""
     if way.expires:
-        return expire(run, lambda channel: await_gathered(channel, shards[0][channel.rank], True), world, way)
-    channels = group(world)
-    copies: list[list[torch.Tensor]] = [[] for _ in range(EPOCHS)]
-    run.memory.add(*channels[0].slots)
-    for rank, channel in enumerate(channels):
-        with run.on(rank):
-            for epoch in range(EPOCHS):
-                bump(channel)
-                await_gathered(channel, shards[epoch][rank], push=True)
-                copies[epoch].append(gathered_copy(channel, shards[epoch][rank]))
-    run.run()
-    for epoch in range(EPOCHS):
-        assert all(torch.equal(copy, torch.cat(shards[epoch])) for copy in copies[epoch]), f"epoch {epoch} is wrong"
-    assert not any(channel.error.any() for channel in channels), "a wait has expired"
-
-
-def expire(run: Execution, launch: Callable[[protocol.Channel], object], world: int, way: Try, **room: int) -> None:
-    """Launch an operation on the ranks that are present, for each epoch. In the first their waits expire, and they
-    report that; then they wait no more. The first absent rank reads the first one's report in place of the host."""
-    channels, report = group(world, limit=POLLS, **room), torch.zeros(4, dtype=torch.int32)
-    running = channels[way.present]
-    (absent, *_) = (rank for rank in range(world) if channels[rank] not in running)
-    run.memory.add(*channels[0].slots)
-    if way.gone:
-        with run.on(absent):
-            bump(channels[absent])
-            launch(channels[absent])
-        run.run()
-    with run.on(absent):
-        execution.read_report_kernel[(1,)](running[0].error, report, num_warps=1)
-    for channel in running:
-        with run.on(channel.rank):
-            for _ in range(EPOCHS):
-                bump(channel)
-                launch(channel)
-    run.run()
-    expired, peer, *epochs = report.tolist()
-    # a rank that has pushed all that the first epoch takes is missed in the second
-    missed = [[gemms.BEFORE_WRAP + epoch, gemms.BEFORE_WRAP + epoch + 1] for epoch in (0, int(way.gone))]
-    right = expired == 1 and peer != running[0].rank and epochs in missed
-    assert right and torch.equal(report, running[0].error[0]), f"the report is {report.tolist()}"
-    stopped = all(channel.stopped.all() and not channel.counters.any() for channel in running)
-    assert stopped, "a rank has not stopped"
+        shard = torch.ones(17, 24, dtype=BF16)
+        expire(run, lambda channel: await_gathered(channel, shard, True), world, way)
+    else:
+        run_group(GATHER_ALONE, run, world, BF16, (17, 1, 24), EPOCHS)
 
 
 SCATTER, GATHER = "matmul_reduce_scatter_kernel", "all_gather_matmul_kernel"
@@ -193,25 +102,25 @@ CASES = {
         "matmul_kernel", "matmul_kernel wgrad", partial(multiply, transposed=True), communicates=False
     ),
     "all_gather_matmul": Case(
-        GATHER, f"{GATHER} dgrad", partial(communicate, gemm=gathers.linear(1), world=3),
+        GATHER, f"{GATHER} dgrad", partial(communicate, gemm=gathers.linear(1), world=3, shape=SHAPE),
         (all_gather_matmul.all_gather_matmul_kernel, all_gather_matmul.push_rows),
     ),
     "all_gather_matmul, 3 weights": Case(
-        GATHER, f"{GATHER} 3 weights, push", partial(communicate, gemm=SEVERAL, world=2)
+        GATHER, f"{GATHER} 3 weights, push", partial(communicate, gemm=SEVERAL, world=2, shape=SHAPE)
     ),
     "await_gathered": Case(
         AWAIT, f"{AWAIT} 8 ranks", partial(gather, world=3),
         (all_gather_matmul.await_gathered_kernel, all_gather_matmul.push_rows, all_gather_matmul.copy_slot_kernel),
     ),
     "matmul_reduce_scatter": Case(
-        SCATTER, f"{SCATTER} finish", partial(communicate, gemm=scatters.gemm(1), world=2),
+        SCATTER, f"{SCATTER} finish", partial(communicate, gemm=scatters.gemm(1), world=2, shape=SHAPE),
         (matmul_reduce_scatter.matmul_reduce_scatter_kernel, matmul_reduce_scatter.push_tiles),
     ),
     "matmul_reduce_scatter, finished": Case(
-        SCATTER, f"{SCATTER} finish", partial(communicate, gemm=FINISHED, world=3)
+        SCATTER, f"{SCATTER} finish", partial(communicate, gemm=FINISHED, world=3, shape=SHAPE)
     ),
     "matmul_all_reduce, one shot": Case(
-        REDUCE, f"{REDUCE} one-shot", partial(communicate, gemm=ONE_SHOT, world=2),
+        REDUCE, f"{REDUCE} one-shot", partial(communicate, gemm=ONE_SHOT, world=2, shape=SHAPE),
         (matmul_all_reduce.matmul_all_reduce_kernel,),
     ),
     "matmul_all_reduce, two shots": Case(
@@ -255,9 +164,8 @@ class Trial(NamedTuple):
 def attempt(case: Case, number: int, mutate: Callable[[str, str], str] | None = None) -> Trial:
     """Execute a case in one of TRIES."""
     way, kernels = TRIES[number], dict[str, Any]()
-    patience = 5000 if way.expires else 100  # until waits have expired
     try:
-        with small_machine(way.multiprocessors, patience), executing(way.schedule, mutate) as run:
+        with trying(way, mutate) as run:
             run.log = FirstReport()
             launch = run.launch
 

@@ -45,6 +45,36 @@ OF_ONE_FUNCTION = {
 }
 
 
+# by function that is called: kind -> what stands in place of the call. Its arguments are {0}, {1} and so on; {rest} are
+# those behind the first one, {end} those behind the second.
+OF_CALLS = {
+    "publish": {
+        "publish deleted": "pass",
+        "flag shifted by one": "publish({0} + 1, {1})",
+        "flag shifted by one writer": "publish({0} + me.writer_flags, {1})",
+        "epoch shifted by +1": "publish({0}, {1} + 1)",
+        "epoch shifted by -1": "publish({0}, {1} - 1)",
+    },
+    "announce": {
+        "announce deleted": "pass",
+        "flag shifted by one": "announce({0}, {1} + 1, {2})",
+        "announced to one rank fewer": "announce({0}, {1}, {2} - 1)",
+        "epoch shifted by +1": "announce(later({0}), {rest})",
+        "epoch shifted by -1": "announce(earlier({0}), {rest})",
+    },
+    "wait": {
+        "wait deleted": "{3}",
+        "flag shifted by one": "wait({0}, {1} + 1, {end})",
+        "flag shifted by one writer": "wait({0}, {1} + me.writer_flags, {end})",
+        "epoch shifted by +1": "wait(later({0}), {rest})",
+        "epoch shifted by -1": "wait(earlier({0}), {rest})",
+        "one rank not awaited": "wait({0}, {1}, {2}, {3}, {4} - 1)",  # of a wait for several ranks
+    },
+    "slot_of": {"parity shifted": "slot_of(later({0}), {rest})"},
+    "slots_of": {"parity shifted": "slots_of(later({0}), {rest})"},
+}
+
+
 @triton.jit
 def later(me):
     """The channel at the next epoch."""
@@ -87,7 +117,7 @@ def edits(function: JITFunction) -> Iterator[tuple[str, int, Edit]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             given = [str(ast.get_source_segment(source, argument)) for argument in node.args]
-            for kind, new in EDITS_OF_CALLS.get(node.func.id, lambda name, given: [])(name, given):
+            for kind, new in edits_of_call(name, node.func.id, given):
                 yield kind, node.lineno, substitute(node, new)
         elif isinstance(node, ast.Compare) and (text := str(ast.get_source_segment(source, node))).endswith(
             "& 1) == 1"
@@ -97,60 +127,16 @@ def edits(function: JITFunction) -> Iterator[tuple[str, int, Edit]]:
         yield kind, source[: source.index(old)].count("\n") + 1, replace(old, new)
 
 
-def edits_of_publish(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
+def edits_of_call(caller: str, called: str, given: list[str]) -> Iterator[tuple[str, str]]:
     """(kind, what stands in place of the call)."""
-    flag, epoch = given
-    yield "publish deleted", "pass"
-    yield "flag shifted by one", f"publish({flag} + 1, {epoch})"
-    yield "flag shifted by one writer", f"publish({flag} + me.writer_flags, {epoch})"
-    yield "epoch shifted by +1", f"publish({flag}, {epoch} + 1)"
-    yield "epoch shifted by -1", f"publish({flag}, {epoch} - 1)"
-
-
-def edits_of_announce(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
-    """(kind, what stands in place of the call)."""
-    me, flag, end = given
-    yield "announce deleted", "pass"
-    yield "flag shifted by one", f"announce({me}, {flag} + 1, {end})"
-    yield "announced to one rank fewer", f"announce({me}, {flag}, {end} - 1)"
-    yield "epoch shifted by +1", f"announce(later({me}), {flag}, {end})"
-    yield "epoch shifted by -1", f"announce(earlier({me}), {flag}, {end})"
-
-
-def edits_of_wait(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
-    """(kind, what stands in place of the call)."""
-    me, flag, first, limit, *peers = given
-    end = ", ".join([first, limit, *peers])
-    yield "wait deleted", limit
-    yield "flag shifted by one", f"wait({me}, {flag} + 1, {end})"
-    yield "flag shifted by one writer", f"wait({me}, {flag} + me.writer_flags, {end})"
-    yield "epoch shifted by +1", f"wait(later({me}), {flag}, {end})"
-    yield "epoch shifted by -1", f"wait(earlier({me}), {flag}, {end})"
-    for number in peers:
-        yield "one rank not awaited", f"wait({me}, {flag}, {first}, {limit}, {number} - 1)"
-    for read, other in OTHERS[name].items():
-        given = f"{flag}, {end}"
-        shifted = re.sub(rf"\b{read}\b", other, given)
-        if shifted != given:
-            yield "wait for chunk i, read chunk j", f"wait({me}, {shifted})"
-
-
-def edits_of_slot(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
-    """(kind, what stands in place of the call)."""
-    me, *rest = given
-    yield "parity shifted", f"slot_of(later({me}), {', '.join(rest)})"
-
-
-def edits_of_slots(name: str, given: list[str]) -> Iterator[tuple[str, str]]:
-    """(kind, what stands in place of the call)."""
-    me, *rest = given
-    yield "parity shifted", f"slots_of(later({me}), {', '.join(rest)})"
-
-
-EDITS_OF_CALLS = {
-    "publish": edits_of_publish, "announce": edits_of_announce, "wait": edits_of_wait, "slot_of": edits_of_slot,
-    "slots_of": edits_of_slots,
-}  # fmt: skip
+    rest, end = ", ".join(given[1:]), ", ".join(given[2:])
+    for kind, template in OF_CALLS.get(called, {}).items():
+        if "{4}" not in template or len(given) > 4:
+            yield kind, template.format(*given, rest=rest, end=end)
+    for read, other in OTHERS[caller].items() if called == "wait" else ():
+        shifted = re.sub(rf"\b{read}\b", other, rest)
+        if shifted != rest:
+            yield "wait for chunk i, read chunk j", f"wait({given[0]}, {shifted})"
 
 
 def substitute(node: ast.expr, new: str) -> Edit:
