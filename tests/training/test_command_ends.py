@@ -4,21 +4,23 @@ import fcntl
 import ipaddress
 import os
 import pty
-import re
+import shutil
 import signal
 import socket
 import struct
 import sys
 import termios
 from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from commands import Command, main
+from commands import main
+from runs import rows, write_run
 
-from tpformer.config import build_config, to_toml
 from tpformer.processes.launch import STOPPED_EXIT_CODE
-from tpformer.training.export import new_directory
+from tpformer.training.data import IndexedDataset, IndexedWriter
 
 PIPELINE = {"tensor_parallel": 2, "pipeline_parallel": 2}
 LONG = {"train": {"steps": 100_000}, "data": {"valid": []}, "checkpoint": {"interval": 0}}
@@ -27,27 +29,15 @@ LONG = {"train": {"steps": 100_000}, "data": {"valid": []}, "checkpoint": {"inte
 @pytest.fixture
 def write(tiny_values, tmp_path):
     """write(sections): the path of a run's TOML file; the run is in tmp_path/run."""
-
-    def write(**sections: dict) -> str:
-        path = tmp_path / "run.toml"
-        path.write_text(to_toml(build_config(tiny_values, sections)))
-        return str(path)
-
-    return write
+    return partial(write_run, tmp_path, tiny_values)
 
 
-def steps(run: Path) -> int:
-    metrics = run / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
+def made(run: Path) -> list[str]:
+    """The checkpoints that are whole."""
+    return [path.parent.name for path in (run / "checkpoints").glob("step-*/manifest.json")]
 
 
-def stopped(run: Path, out: str) -> bool:
-    """Whether the run says that it stopped, and has the checkpoint that it says it has."""
-    found = re.search(r"stopped at step (\d+); checkpoint written", out)
-    return found is not None and (run / "checkpoints" / f"step-{found[1]}" / "manifest.json").exists()
-
-
-# sockets
+# sockets and signals
 
 
 def addresses(pids: list[int]) -> Iterator[tuple[str, str]]:
@@ -88,22 +78,25 @@ def another_interface() -> str | None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-@pytest.mark.parametrize("layout", [PIPELINE, {}], ids=["four ranks", "one rank"])
-def test_no_socket_of_a_local_run_is_outside_loopback(commands, tmp_path, write, layout):
-    """R13, at any time of a run: it is looked at all the time from the start to the end."""
+@pytest.mark.parametrize(("layout", "number"), [(PIPELINE, signal.SIGTERM), ({}, signal.SIGINT)], ids=["four", "one"])
+def test_a_run_has_no_socket_outside_loopback_and_a_stop_is_no_failure(commands, tmp_path, write, layout, number):
+    """R13, at any time of a run: it is looked at all the time. R19: a stopped run writes a checkpoint, has an exit code
+    of its own, and is not started again."""
     variables = {"GLOO_SOCKET_IFNAME": name} if (name := another_interface()) else {}
-    few = {"train": {"steps": 6}, "checkpoint": {"interval": 3}}
-    command = commands.start("pretrain", write(parallel=layout, **few), **variables)
-    seen: set[tuple[str, str]] = set()
+    more = {**LONG, "checkpoint": {"interval": 3, "keep": 1}}
+    command = commands.start("pretrain", write(parallel=layout, run={"max_restarts": 1}, **more), **variables)
+    run, seen = tmp_path / "run", set[tuple[str, str]]()
 
     def look() -> bool:
         if command.poll() is None:
             seen.update(addresses([command.pid, *command.children()]))
-        return steps(tmp_path / "run") >= 6
+        return len(rows(run)) > 5
 
     command.wait_until(look, "6 steps")
-    code, _, err = command.finish()
-    assert code == 0, err
+    os.kill(command.pid, number)
+    code, out, err = command.finish()
+    assert code == STOPPED_EXIT_CODE and not err, out + err
+    assert made(run) == [f"step-{len(rows(run))}"] and f"stopped at {made(run)[0].replace('-', ' ')}; checkpoint" in out
     outside = {
         pair for pair in seen for each in pair if each != "0.0.0.0" and not ipaddress.ip_address(each).is_loopback
     }
@@ -111,36 +104,25 @@ def test_no_socket_of_a_local_run_is_outside_loopback(commands, tmp_path, write,
     assert listening and not outside and not {"0.0.0.0", "::"} & {own for own, _ in seen}, seen
 
 
-# one launcher
+def test_a_directory_is_its_launchers_until_that_one_is_killed(commands, tmp_path, write):
+    """R9. A second launcher is refused, also while ranks are started again in a directory that stays theirs.
 
-
-def test_a_second_launcher_is_refused_and_the_first_trains_on(commands, tmp_path, write):
-    """R9. Ranks are started again in a directory that stays theirs."""
+    R11: the ranks of a launcher that was killed end with it, and the next launcher waits for that.
+    """
     toml, run = write(parallel={"tensor_parallel": 2}, run={"max_restarts": 1}, **LONG), tmp_path / "run"
+    again = ("pretrain", toml, "--run.resume", "True")
     first = commands.start("pretrain", toml)
-    first.wait_until(lambda: steps(run) > 1, "steps")
+    first.wait_until(lambda: len(rows(run)) > 1, "steps")
     for killed in (False, True):
         if killed:
-            before = first.children()
-            os.kill(before[1], signal.SIGKILL)
+            os.kill(first.children()[1], signal.SIGKILL)
             first.wait_until(lambda: "restart 1 of 1" in first.err, "a restart")
-        code, out, err = commands.run("pretrain", toml, "--run.resume", "True")
+        code, out, err = commands.run(*again)
         assert code == 2 and f"{run} is in use by process {first.pid} on " in err and err.count("\n") == 1, err
-    first.wait_until(lambda: len(first.children()) == 2 and steps(run) > 3, "steps of the second attempt")
-    first.terminate()
-    code, out, err = first.finish()
-    assert code in (STOPPED_EXIT_CODE, 128 + signal.SIGTERM), err  # by SIGTERM, if it came before training began
-    assert "reported" not in err and "another attempt" not in err
-
-
-def test_a_launcher_that_was_killed_leaves_its_directory_at_once(commands, tmp_path, write):
-    """R11, R9: its ranks end with it, and the next launcher waits for that."""
-    toml, run = write(parallel={"tensor_parallel": 2}, **LONG), tmp_path / "run"
-    first = commands.start("pretrain", toml)
-    first.wait_until(lambda: steps(run) > 1, "steps")
+    first.wait_until(lambda: len(first.children()) == 2 and len(rows(run)) > 1, "steps of the second attempt")
     os.kill(first.pid, signal.SIGKILL)
     first.process.join()
-    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", "--train.steps", "2")
+    code, out, err = commands.run(*again, "--train.steps", "2")
     assert code == 0, out + err
 
 
@@ -171,14 +153,13 @@ def test_a_run_whose_terminal_closes_writes_a_checkpoint(commands, tmp_path, wri
             os.read(ours, 1 << 16)  # else the terminal is full at some time, and the run waits
         except BlockingIOError:
             pass
-        return steps(run) > 2
+        return len(rows(run)) > 2
 
     command.wait_until(look, "steps")
     os.close(theirs)
     os.close(ours)
     assert command.finish()[0] == STOPPED_EXIT_CODE
-    made = [path.name for path in (run / "checkpoints").iterdir() if (path / "manifest.json").exists()]
-    assert made == [f"step-{steps(run)}"]
+    assert made(run) == [f"step-{len(rows(run))}"]
 
 
 def without_standard_files(*arguments: str) -> None:
@@ -191,50 +172,62 @@ def without_standard_files(*arguments: str) -> None:
 def test_closed_standard_files_are_no_mistake(commands, tmp_path, write):
     toml = write(parallel={"tensor_parallel": 2}, train={"steps": 2})
     assert commands.call(without_standard_files, "pretrain", toml).finish()[0] == 0
-    assert (tmp_path / "run" / "checkpoints" / "step-2" / "manifest.json").exists()
+    assert made(tmp_path / "run") == ["step-2"]
 
 
-# exit codes
+# mistakes
 
 
-@pytest.mark.parametrize(("n_ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGHUP)])
-def test_a_stopped_run_writes_a_checkpoint_and_exits_with_its_own_code(commands, tmp_path, write, n_ranks, number):
-    """R19. It is no failure, so it is not started again."""
-    command: Command = commands.start(
-        "pretrain", write(parallel={"tensor_parallel": n_ranks}, run={"max_restarts": n_ranks - 1}, **LONG)
-    )
-    run = tmp_path / "run"
-    command.wait_until(lambda: steps(run) > 2, "steps")
-    os.kill(command.pid, number)
-    code, out, err = command.finish()
-    assert code == STOPPED_EXIT_CODE and stopped(run, out) and not err, out + err
-
-
+ONE = ("--parallel.tensor-parallel", "1")
+HARMED = "harmed.bin has the id 300 at token 0, but the model's ids are 0 to 256"
 MISTAKES = [
     (["pretrain", "{toml}", "--train.device", "cuda"], {}, "no CUDA device is visible"),  # N6
     (["pretrain", "{toml}"], {"RANK": "0", "WORLD_SIZE": "3"}, "the layout has 2 ranks, but 3 were started"),  # N6
     (["pretrain", "{toml}"], {"RANK": "2", "WORLD_SIZE": "3"}, "the layout has 2 ranks, but 3 were started"),
     (["pretrain", "{toml}", "--run.dir", "{toml}"], {}, "cannot be written"),
     (["pretrain", "{toml}", "--run.dir", "{tmp}/blocked"], {}, "blocked/ranks"),  # R18
+    (["pretrain", "{toml}", "--model.vocab-size", "50"], {}, "vocab_size=50"),
+    (["pretrain", "{toml}", "--parallel.transport", "fused"], {}, "fused needs a CUDA device"),
+    # R3: such ids became token 0 or were dropped, and the losses looked fine
+    (
+        ["pretrain", "{toml}", *ONE, "--data.train", "{tmp}/harmed"],
+        {},
+        HARMED,
+    ),
+    (
+        ["pretrain", "{toml}", *ONE, "--data.valid", "{tmp}/harmed"],
+        {},
+        HARMED,
+    ),
+    pytest.param(
+        *(["pretrain", "{toml}", "--log.wandb", "gpt"], {}, "log.wandb='gpt' needs the package wandb"),
+        marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed"),
+    ),
     (["timeline", "{tmp}/blocked"], {}, "timeline.json is damaged"),  # R18
+    (["timeline", "{tmp}"], {}, "--log.timeline-step"),
+    (["import", "{tmp}/blocked", "--out", "{tmp}/new"], {}, "config.json"),
+    (
+        ["data", "build", "{toml}", "--out", "{tmp}/new", "--tokenizer", "{toml}"],
+        {},
+        "run.toml is not a tokenizer.json",
+    ),
     (["generate", "{tmp}", "--tensor-parallel", "-1"], {}, "--tensor-parallel=-1 must be at least 1"),  # R19
     (["chat", "{tmp}", "--tensor-parallel", "0"], {}, "--tensor-parallel=0 must be at least 1"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "variables", "said"), MISTAKES)
-def test_a_mistake_takes_one_line(commands, tmp_path, write, arguments, variables, said):
-    blocked = tmp_path / "blocked"
+def test_a_mistake_takes_one_line(commands, tmp_path, tiny_data, write, arguments, variables, said):
+    """tests/test_imports.py has the mistakes that are found without data."""
+    blocked, harmed = tmp_path / "blocked", tmp_path / "harmed"
     blocked.mkdir()
     (blocked / "ranks").touch()
     (blocked / "timeline.json").write_text('{"actions": [[1]]}')
-    toml = write(parallel={"tensor_parallel": 2})
+    (blocked / "config.json").write_text("[")
+    with IndexedWriter(harmed, IndexedDataset(tiny_data).dtype) as writer:  # one window, which every sample is
+        writer.add_document([300, *range(16)])
+    shutil.copyfile(f"{tiny_data}.json", f"{harmed}.json")
+    toml = write(parallel={"tensor_parallel": 2}, train={"steps": 2})
     code, out, err = commands.run(*(each.format(toml=toml, tmp=tmp_path) for each in arguments), **variables)
     assert code == 2 and said in err and err.count("\n") == 1 and err.startswith("tpformer: "), out + err
-
-
-def test_an_export_does_not_replace_the_current_directory(tmp_path, monkeypatch):
-    """R18. A shell there would be left in a directory that is gone."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is the current directory: give --out a new one"):
-        new_directory(Path()).__enter__()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or said == HARMED

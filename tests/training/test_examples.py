@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from runs import losses, write_run
 
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.training.resolve import with_vocab_size
@@ -53,10 +54,6 @@ def example(name: str) -> RunConfig:
     return with_vocab_size(config, config.model.known_vocab_size)
 
 
-def test_every_large_example_is_checked_here():
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*ALL, *SMALL}
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_an_example_can_start_and_fits_and_is_the_published_row(name):
     config, row = example(name), ALL[name]
@@ -90,18 +87,14 @@ def test_no_key_of_an_example_can_be_left_out(name):
     that is the rank's share, for a field that the preset has."""
     values = read_toml(EXAMPLES / f"{name}.toml")
     whole = effective(build_config(values))
+    if name == "gpt_7.5b":
+        for section, key, value in (("parallel", "zero_stage", 0), ("train", "microbatch_size", 16)):
+            more = {**values, section: {**values[section], key: value}}
+            assert effective(build_config(more)) == whole, "a key that can be left out is noticed"
     for section, keys in values.items():
         for key in keys:
             less = {**values, section: {other: value for other, value in keys.items() if other != key}}
             assert effective(build_config(less)) != whole, f"[{section}] {key} may be left out"
-
-
-def test_a_key_that_can_be_left_out_is_noticed():
-    values = read_toml(EXAMPLES / "gpt_7.5b.toml")
-    needless = ("parallel", "zero_stage", 0), ("train", "microbatch_size", 16), ("model", "n_layers", 36)
-    for section, key, value in needless:
-        more = {**values, section: {**values[section], key: value}}
-        assert effective(build_config(more)) == effective(build_config(values))
 
 
 def predicted_bytes(config: RunConfig) -> float:
@@ -132,7 +125,8 @@ def said(name: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def test_the_readme_lists_them():
+def test_the_readme_lists_all_large_examples():
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*ALL, *SMALL}
     rows = {}
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         if found := re.match(r"\| \[(.+)\.toml\]", line):
@@ -187,15 +181,11 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
 @pytest.mark.proof
 def test_the_slurm_script_trains_and_continues(tmp_path, tiny_values):
     """SLURM is stubbed and torchrun is not. A node of two ranks is submitted, and once more with more steps."""
-    from tpformer.config import to_toml
-    from tpformer.training.metrics import read_metrics
-
-    (tmp_path / "run.toml").write_text(to_toml(build_config(tiny_values, {"parallel": {"tensor_parallel": 2}})))
+    toml = write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2})
     environment = stubbed(tmp_path, "scontrol", "srun", SLURM_NNODES="1", SLURM_GPUS_ON_NODE="2", OMP_NUM_THREADS="1")
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho 127.0.0.1\n")
     for steps in (2, 4):
-        result = slurm(str(tmp_path / "run.toml"), "--train.steps", str(steps), env=environment)
+        result = slurm(toml, "--train.steps", str(steps), env=environment)
         assert result.returncode == 0, result.stderr
-    rows = read_metrics(Path(tiny_values["run"]["dir"]) / "metrics.jsonl")
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert [step for step, *_ in losses(tiny_values["run"]["dir"])] == [1, 2, 3, 4]
     assert "from step 2" in result.stdout

@@ -1,10 +1,13 @@
 """Damaged files end in one sentence: no other exception, no hang, and at most 200 MB of memory.
 
-Each file that a stranger or a crash may leave is changed at random, 500 times, and read as a command reads it; no
-process may be started meanwhile. Pickles that were made to run something are in test_checkpoint_metadata.py.
+Each file that a stranger or a crash may leave is read as a command reads it, made to run something or to take all
+memory, and changed at random, 500 times; no process may be started meanwhile. test_checkpoint_faults.py has the
+pickles of checkpoints, test_command_ends.py the one line that a command says.
 """
 
 import json
+import os
+import pickle
 import random
 import resource
 import shutil
@@ -24,6 +27,7 @@ from tpformer.training.checkpoint_files import MODEL, saved_tensors, verify, wri
 from tpformer.training.companions import byte_tokenizer
 from tpformer.training.data import IndexedDataset, build_dataset, load_tokenizer
 from tpformer.training.resolve import open_dataset, resolve
+from tpformer.training.source import describe
 from tpformer.weights.files import TensorFiles
 
 MUTATIONS, MEMORY = 500, 200 << 20
@@ -77,6 +81,72 @@ def read_tokenizer(path: Path) -> None:
     load_tokenizer(str(path)).encode("text")
 
 
+def read_model(path: Path) -> None:
+    describe(path.parent)
+
+
+READERS: dict[str, Callable[[Path], None]] = {
+    "data.idx": read_dataset,
+    "data.json": read_sidecar,
+    "pairs.mask": read_mask,
+    "metrics.jsonl": read_metrics,
+    "step-1/manifest.json": read_checkpoint,
+    "step-1/.metadata": read_checkpoint,
+    "step-1/trainer.json": read_checkpoint,
+    "run.toml": read_config,
+    "weights/model.safetensors": read_safetensors,
+    "tokenizer.json": read_tokenizer,
+    "model/config.json": read_model,
+}
+RANDOM = [name for name in READERS if name != "model/config.json"]
+HUGE, NESTED = struct.pack("<Q", 1 << 62), b"[" * 200_000
+
+
+class Runs:
+    """Its pickle makes a directory when it is read."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+PICKLE = pickle.dumps(Runs())
+MALICIOUS = [
+    ("tokenizer.json", PICKLE),
+    ("tokenizer.json", NESTED),
+    ("run.toml", b"[model]\nn_layers = \"__import__('os').mkdir('ran')\"\n"),
+    ("run.toml", b"a = " + NESTED),
+    ("run.toml", PICKLE),
+    ("data.idx", PICKLE),
+    ("data.idx", b"MMIDIDX\0\0" + struct.pack("<QB", 1, 3) + HUGE * 2),
+    ("data.json", NESTED),
+    ("weights/model.safetensors", PICKLE),
+    ("weights/model.safetensors", HUGE + b"{}"),
+    ("weights/model.safetensors", struct.pack("<Q", 200_000) + NESTED),
+    ("model/config.json", PICKLE),
+]
+
+
+def read_malicious(folder: str) -> None:
+    """Read files that were made to run something or to take all memory, of which there is little more."""
+    os.chdir(folder)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (512 << 20),) * 2)
+    sys.addaudithook(refuse)
+    for name, content in MALICIOUS:
+        path = Path(name)
+        good = path.read_bytes()
+        READERS[name](path)
+        path.write_bytes(content)
+        try:
+            READERS[name](path)
+        except ValueError as error:
+            assert any(word in str(error) for word in (path.name, "model.n_layers")), (name, content[:50], error)
+        else:
+            raise AssertionError(f"{name} was read: {content[:50]!r}")
+        path.write_bytes(good)
+    assert not Path("ran").exists()
+
+
 def refuse(event: str, arguments: tuple) -> None:
     if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "os.fork"):
         raise SystemError(f"a damaged file has led to {event}{arguments}")
@@ -124,29 +194,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "weights").mkdir()
     save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, folder / "weights/model.safetensors")
+    (folder / "model").mkdir()
+    llama = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 1}
+    llama |= {"num_attention_heads": 2, "intermediate_size": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 32}
+    (folder / "model" / "config.json").write_text(json.dumps(llama))
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
     return folder
 
 
-READERS = {
-    "data.idx": read_dataset,
-    "data.json": read_sidecar,
-    "pairs.mask": read_mask,
-    "metrics.jsonl": read_metrics,
-    "step-1/manifest.json": read_checkpoint,
-    "step-1/.metadata": read_checkpoint,
-    "step-1/trainer.json": read_checkpoint,
-    "run.toml": read_config,
-    "weights/model.safetensors": read_safetensors,
-    "tokenizer.json": read_tokenizer,
-}
+def test_files_made_to_run_something_or_to_take_all_memory_are_refused_by_name(files, commands, tmp_path):
+    copy = shutil.copytree(files, tmp_path / "files")
+    code, out, err = commands.call(read_malicious, str(copy)).finish()
+    assert code == 0, out + err
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", RANDOM)
 def test_damaged_files_are_refused_in_a_sentence(name, files, commands, tmp_path):
     """Must show 3 of issue 16."""
-    copy = tmp_path / "files"
-    shutil.copytree(files, copy)
+    copy = shutil.copytree(files, tmp_path / "files")
     code, out, err = commands.call(read_all, READERS[name], str(copy / name), 11).finish()
     assert code == 0, out + err

@@ -1,10 +1,13 @@
-"""Norms by layer are those of the whole model, equal in every layout, and the noise scale is its formula."""
+"""A batch that grows takes the samples that follow those of all steps before. Losses and norms by layer are those of
+the whole model, in every layout and after a resume, and the noise scale is its formula."""
 
+import itertools
 import json
 import math
 
 import pytest
 import torch
+from runs import values_with
 from testing import assert_same
 
 from tpformer.config import build_config
@@ -15,27 +18,47 @@ from tpformer.training.setup import build_model, open_data, run_mesh
 from tpformer.training.step import batch
 from tpformer.training.trainer import Trainer
 
-MODEL = {"seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
-TRAIN = {"steps": 3, "global_batch_size": 8, "microbatch_size": 1, "dtype": "float64"}
+LAYERS, STEPS, SIZES = 4, 3, [4, 8, 12]
 
 
 def settings(values: dict, parallel: dict) -> dict:
-    log = {"interval": 4, "norm_interval": 2, "noise_interval": 2, "plot": False, "tensorboard": False}
-    data = {**values["data"], "valid": []}
-    return {**values, "model": MODEL, "train": TRAIN, "log": log, "parallel": parallel, "data": data}
+    """A run of growing batches, whose norms are logged at its second step."""
+    batches = {"global_batch_size": 12, "batch_size_start": 4, "batch_size_ramp_steps": 2, "microbatch_size": 1}
+    return values_with(
+        values,
+        parallel=parallel,
+        model={"n_layers": LAYERS, "dropout": 0.1},
+        train={**batches, "steps": STEPS, "dtype": "float64"},
+        data={"valid": []},
+        optimizer={"schedule": "constant"},
+        log={"norm_interval": 2, "noise_interval": 2},
+    )
 
 
-def run(values: dict, parallel: dict) -> list[dict]:
-    trainer = Trainer(build_config(settings(values, parallel)))
-    trainer.run()
-    return read_metrics(trainer.directory / "norms.jsonl")
+def run(values: dict, parallel: dict, stop: int = 0) -> tuple[list[dict], list[dict], list[tuple[int, int]]]:
+    """Rows of metrics and of norms, and the samples that this rank took; with `stop`, of a run that ends there and is
+    resumed."""
+    taken: list[tuple[int, int]] = []
+    for steps in (stop, STEPS) if stop else (STEPS,):
+        more = {"train": {"steps": steps}, "run": {"resume": steps == STEPS and stop > 0}}
+        trainer = Trainer(build_config(settings(values, parallel), more))
+        take = trainer.batches.take
+
+        def taking(step, take=take):
+            batch = take(step)
+            taken.append((batch.first, len(batch.rows)))
+            return batch
+
+        trainer.batches.take = taking
+        trainer.run()
+    return *(read_metrics(trainer.directory / f"{name}.jsonl") for name in ("metrics", "norms")), taken
 
 
 def plain(values: dict) -> dict[str, float]:
-    """What the row of step 2 should be, by torch alone, at the first weights, which a learning rate of 0 keeps."""
+    """What the norms of step 2 should be, by torch alone, at the first weights, which a learning rate of 0 keeps."""
     config = resolve(build_config(settings(values, {})))
     (model,) = build_model(config, run_mesh(config, "cpu")).parts
-    rows, found = batch(open_data(config).train, 8, 8), {}
+    rows, found = batch(open_data(config).train, 4, 8), {}
     for name, layer in model.layers.items():
         layer.register_forward_hook(
             lambda module, args, y, name=name: found.update({f"output.layers.{name}": float(y.square().mean().sqrt())})
@@ -43,7 +66,7 @@ def plain(values: dict) -> dict[str, float]:
     squares = []
     for size in (4, 8):
         model.zero_grad()
-        index = torch.arange(8, 8 + size)
+        index = torch.arange(4, 4 + size)
         model(rows[:size, :-1], targets=rows[:size, 1:], sample_index=index, step=2, reduction="mean").backward()
         squares.append(sum(float(parameter.grad.full_tensor().square().sum()) for parameter in model.parameters()))
     for name, parameter in model.named_parameters():
@@ -54,45 +77,56 @@ def plain(values: dict) -> dict[str, float]:
     return found | {"step": 2, "noise_scale": noise if noise > 0 else math.nan}
 
 
+def at_first_weights(values: dict) -> dict:
+    return values_with(values, optimizer={"lr": 0.0})
+
+
 @pytest.fixture(scope="module")
 def alone(ranks, tiny_values_in, tmp_path_factory):
-    values = {**tiny_values_in(tmp_path_factory.mktemp("norms")), "optimizer": {"lr": 0.0}}
-    return ranks(1).run(run, values, {})[0], ranks(1).run(plain, values)[0]
+    return ranks(1).run(run, at_first_weights(tiny_values_in(tmp_path_factory.mktemp("norms"))), {})[0]
 
 
-def assert_same_numbers(found: dict[str, float], expected: dict[str, float]) -> None:
+def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     """Each is judged by itself, as one may be a millionth of another."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_same(found[name], value, name)
+    assert len(found) == len(expected)
+    for mine, row in zip(found, expected, strict=True):
+        assert mine.keys() == row.keys()
+        for name, value in row.items():
+            if name != "tokens_per_second":
+                assert_same(mine[name], value, name)
 
 
-def test_norms_are_those_that_torch_computes(alone):
-    rows, expected = alone
-    assert [row["step"] for row in rows] == [2]
-    assert len([name for name in expected if "layers." in name]) == 2 * MODEL["n_layers"]
-    assert_same_numbers(rows[0], expected)
+def test_norms_are_those_that_torch_computes_and_samples_follow_those_of_the_steps_before(ranks, tiny_values, alone):
+    rows, norms, taken = alone
+    assert taken == list(zip([0, 4, 12], SIZES, strict=True))
+    assert [row["tokens"] for row in rows] == [16 * total for total in itertools.accumulate(SIZES)]
+    (expected,) = ranks(1).run(plain, at_first_weights(tiny_values))
+    assert len([name for name in expected if "layers." in name]) == 2 * LAYERS
+    assert_same_numbers(norms, [expected])
 
 
-TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2}
 ZBV = {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2}
-RECOMPUTED = {"tensor_parallel": 2, "sequence_parallel": False, "recompute": "full", "recompute_interval": 2}
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        pytest.param(TP_PP, marks=pytest.mark.proof),
-        pytest.param({"data_parallel_shard": 2, "zero_stage": 3}, marks=pytest.mark.proof),
-        pytest.param(RECOMPUTED, marks=pytest.mark.proof),
-        ZBV,
-    ],
+PROOFS = (
+    {"tensor_parallel": 2, "pipeline_parallel": 2},
+    {"data_parallel_shard": 2, "zero_stage": 3},
+    {"tensor_parallel": 2, "sequence_parallel": False, "recompute": "full", "recompute_interval": 2},
 )
-def test_norms_are_equal_in_every_layout(ranks, tiny_values, alone, parallel):
+
+
+@pytest.mark.parametrize("parallel", [ZBV, *(pytest.param(each, marks=pytest.mark.proof) for each in PROOFS)])
+def test_losses_and_norms_are_equal_in_every_layout(ranks, tiny_values, alone, parallel):
     size = build_config({"parallel": parallel}).parallel.world_size
-    rows = ranks(size).run(run, {**tiny_values, "optimizer": {"lr": 0.0}}, parallel)[0]
-    for mine, expected in zip(rows, alone[0], strict=True):
-        assert_same_numbers(mine, expected)
+    rows, norms, _ = ranks(size).run(run, at_first_weights(tiny_values), parallel)[0]
+    assert_same_numbers(rows, alone[0])
+    assert_same_numbers(norms, alone[1])
+
+
+def test_a_resumed_run_has_the_same_losses_and_norms(ranks, tiny_values):
+    whole = values_with(tiny_values, run={"dir": tiny_values["run"]["dir"] + "-whole"})
+    (expected,), (found,) = ranks(1).run(run, whole, {}), ranks(1).run(run, tiny_values, {}, 2)
+    assert_same_numbers(found[0], expected[0])
+    assert_same_numbers(found[1], expected[1])
+    assert found[2] == expected[2]
 
 
 def test_the_noise_scale_is_the_trace_over_the_square_and_survives_a_checkpoint():

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from runs import write_run
 
-from tpformer.config import build_config, to_toml
+from tpformer.config import build_config
 from tpformer.training.metrics import MetricsLog, read_metrics
 from tpformer.training.observe import WandbLog, check_wandb
 from tpformer.training.trainer import Trainer, pretrain
@@ -75,20 +76,12 @@ def test_what_wandb_refuses_is_one_sentence(ranks, tiny_values):
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
-def test_wandb_itself_offline(ranks, tiny_values, monkeypatch, commands, tmp_path):
+def test_wandb_itself_offline(tiny_values, commands, tmp_path):
     values = {**tiny_values, "log": {"interval": 1, "plot": False, "wandb": "tpformer-test"}}
-    (tmp_path / "run.toml").write_text(to_toml(build_config(values)))
-    code, out, err = commands.start("pretrain", str(tmp_path / "run.toml"), WANDB_MODE="offline").finish()
+    code, out, err = commands.run("pretrain", write_run(tmp_path, values), WANDB_MODE="offline")
     assert code == 0, out + err
     directory = Path(values["run"]["dir"])
     (stored,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
     assert (directory / "wandb.id").read_text() in stored.name
     content = stored.read_bytes()
     assert all(name.encode() in content for row in read_metrics(directory / "metrics.jsonl") for name in row)
-
-
-@pytest.mark.skipif(bool(find_spec("wandb")), reason="wandb is installed")
-def test_the_command_says_so_before_any_rank_starts(commands, tiny_values, tmp_path):
-    (tmp_path / "run.toml").write_text(to_toml(build_config(tiny_values, {"parallel": {"tensor_parallel": 2}})))
-    code, out, err = commands.run("pretrain", str(tmp_path / "run.toml"), "--log.wandb", "gpt")
-    assert code == 2 and err.count("\n") == 1 and "log.wandb='gpt' needs the package wandb" in err, out + err

@@ -6,10 +6,12 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import lost_ranks
 import pytest
 import torch
+from runs import losses, values_with
 from testing import assert_identical, assert_same
 
 from tpformer.config import RunConfig, build_config, check_config
@@ -17,7 +19,6 @@ from tpformer.config.arrivals import Arrivals
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS
 from tpformer.parallel import local_norms, scale_gradients
-from tpformer.training.metrics import read_metrics
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.parameter_server import ParameterServer, owners_of
 from tpformer.training.setup import build_model, run_mesh
@@ -26,7 +27,7 @@ from tpformer.training.trainer import Trainer
 from tpformer.training.verify import one_process
 
 MODEL = {"vocab_size": 128, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 2, "dropout": 0.1}
-BATCH = 12
+BATCH, BAD = 12, 5
 
 
 def config_of(server: str, ranks: int, optimizer: str = "adamw", **parallel: object) -> RunConfig:
@@ -42,42 +43,54 @@ def rows_of(first: int, share: int) -> torch.Tensor:
     return torch.arange(first, first + share)[:, None] * 7 % 50 + torch.arange(9)
 
 
-# at once
+class Found(NamedTuple):
+    """What a rank finds in the steps of a run. sent: bytes of each message of the last; orders, staleness: of updates."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[float]
+    parameters: list[torch.Tensor]
+    sent: list[int]
+    orders: list[list[int]]
+    staleness: list[int]
 
 
-def train(config: RunConfig, steps: int) -> tuple[list[float], list[float], list[torch.Tensor], list[int]]:
-    """(losses, norms, parameters, bytes of the messages of the last step) of this rank."""
+def train(config: RunConfig, steps: int, kind: type[ParameterServer] = ParameterServer) -> Found:
     model = build_model(config, run_mesh(config, "cpu"))
     optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
-    served = config.parallel.parameter_server != "none"
-    server = ParameterServer(model, optimizers) if served else None
-    losses, norms = [], []
+    server = kind(model, optimizers) if config.parallel.parameter_server != "none" else None
+    results, orders, staleness = [], [], []
     for step in range(1, steps + 1):
         first, share = model.own_samples(BATCH * (step - 1), BATCH)
         options = {"first_sample": first, "step": step, "lr": 1e-2, "clip_norm": 0.5}
         with record_collectives() as calls:
             batch = rows_of(first, share)
-            result = server.step(batch, **options) if server else train_step(model, optimizers, batch, **options)
-        losses.append(float(result.loss))
-        norms.append(float(result.norm))
+            results.append(server.step(batch, **options) if server else train_step(model, optimizers, batch, **options))
+        if config.parallel.parameter_server == "stale":
+            orders.append(server.arrivals.order)
+            staleness += server.arrivals.staleness
+    numbers = ([float(getattr(each, name)) for each in results] for name in ("loss", "norm", "skipped"))
     held = [getattr(each, "full_tensor", each.detach)().detach().clone() for each in model.parameters()]
-    return losses, norms, held, [nbytes for name, nbytes in calls if name == "send"]
+    return Found(*numbers, held, [nbytes for name, nbytes in calls if name == "send"], orders, staleness)
+
+
+# at once
 
 
 @pytest.mark.parametrize(("workers", "optimizer"), [(2, "adamw"), (3, "sgd")])
 def test_at_once_it_is_data_parallelism_and_sends_what_the_formula_says(ranks, workers, optimizer):
     """Each rank's part is not exactly a P-th, so the busiest sends a little more."""
     config = config_of("sync", workers, optimizer)
-    losses, norms, parameters, _ = ranks(workers).run(train, config_of("none", workers, optimizer), 3)[0]
+    expected = ranks(workers).run(train, config_of("none", workers, optimizer), 3)[0]
     found = ranks(workers).run(train, config, 3)
     for mine in found:
-        assert_same(mine[:2], (losses, norms), "losses and norms")
-        assert_same(mine[2], parameters, "parameters")
-        assert_identical(mine[2], found[0][2], "parameters of all ranks")
-    sent = [each[3] for each in found]
+        assert_same([mine.losses, mine.norms], [expected.losses, expected.norms], "losses and norms")
+        assert_same(mine.parameters, expected.parameters, "parameters")
+        assert_identical(mine.parameters, found[0].parameters, "parameters of all ranks")
     cost = ALGORITHMS["parameter_server"](workers, 8.0 * config.model.n_parameters)
-    assert sum(map(len, sent)) == cost.messages and sum(map(sum, sent)) == cost.values
-    assert cost.busiest <= max(map(sum, sent)) < 1.1 * cost.busiest
+    total = [sum(each.sent) for each in found]
+    assert sum(len(each.sent) for each in found) == cost.messages and sum(total) == cost.values
+    assert cost.busiest <= max(total) < 1.1 * cost.busiest
 
 
 def test_the_servers_share_the_parameters():
@@ -88,10 +101,12 @@ def test_the_servers_share_the_parameters():
 # late
 
 
-def simulate(config: RunConfig, steps: int, orders: Sequence[Sequence[int]] | None = None) -> list[torch.Tensor]:
+def simulate(
+    config: RunConfig, steps: int, orders: Sequence[Sequence[int]] | None = None, bad: int = -1
+) -> list[torch.Tensor]:
     """One process: each worker has parameters of its own, and the server's are updated in the given order.
 
-    orders: of each step, or None: by parallel.arrivals.
+    orders: of each step, or None: by parallel.arrivals. bad: the sample whose gradient updates nothing.
     """
     model = one_process(config, "cpu")
     model.parts[0].init_weights()
@@ -117,7 +132,7 @@ def simulate(config: RunConfig, steps: int, orders: Sequence[Sequence[int]] | No
             scale_gradients(parameters, torch.clamp(0.5 / (norm + 1e-6), max=1.0))
             for mine, its in zip(part.parameters(), parameters, strict=True):
                 mine.grad = its.grad
-            optimizer.update(1e-2, torch.tensor(0.0))
+            optimizer.update(1e-2, torch.tensor(float(first == bad)))
             copies[worker] = copy.deepcopy(part)
             has.pop(worker)
             if waiting:
@@ -129,8 +144,8 @@ def simulate(config: RunConfig, steps: int, orders: Sequence[Sequence[int]] | No
 def test_late_it_is_its_simulation(ranks, arrivals, optimizer):
     config = config_of("stale", 3, optimizer, arrivals=arrivals)
     expected = simulate(config, 2)
-    for _, _, parameters, _ in ranks(3).run(train, config, 2):
-        assert_identical(parameters, expected, arrivals)
+    for found in ranks(3).run(train, config, 2):
+        assert_identical(found.parameters, expected, arrivals)
 
 
 class SlowWorker(ParameterServer):
@@ -149,35 +164,20 @@ class SlowWorker(ParameterServer):
         return too_stale or list(arrivals.computing) == [self.rank]
 
 
-def beside_a_slow_worker(config: RunConfig) -> tuple[list[list[int]], list[int], list[torch.Tensor], int]:
-    """(order of each step, staleness of all updates, parameters, messages of the last step) of a rank."""
-    model = build_model(config, run_mesh(config, "cpu"))
-    server = SlowWorker(model, [build_optimizer(part, config.optimizer) for part in model.parts])
-    orders, staleness = [], []
-    for step in (1, 2):
-        first = BATCH * (step - 1)
-        with record_collectives() as calls:
-            server.step(rows_of(first, BATCH), first_sample=first, step=step, lr=1e-2, clip_norm=0.5)
-        orders.append(server.arrivals.order)
-        staleness += server.arrivals.staleness
-    sent = sum(name == "send" for name, _ in calls)
-    return orders, staleness, [each.detach().clone() for each in model.parameters()], sent
-
-
 @pytest.mark.parametrize(("bound", "its_share"), [(2, 4), (3, 3), (16, 1)])
 def test_a_slow_worker_delays_the_others_by_the_bound_alone(ranks, bound, its_share):
     """The others' updates go on while it computes, until one more would be too stale. At once it has a third."""
     config = config_of("stale", 3, staleness=bound)
-    found = ranks(3).run(beside_a_slow_worker, config)
-    orders, staleness, parameters, _ = found[0]
+    found = ranks(3).run(train, config, 2, SlowWorker)
+    orders, staleness = found[0].orders, found[0].staleness
     assert [order.count(2) for order in orders] == [its_share] * 2 and len(staleness) == 2 * BATCH
     assert max(staleness) == min(bound, BATCH - 1)
-    assert all(orders == others for others, *_ in found), "all servers have the same order"
+    assert all(orders == each.orders for each in found), "all servers have the same order"
     if bound == 2:
         assert all(order[n : n + 3] != order[n + 1 : n + 2] * 3 for order in orders for n in range(BATCH - 3))
-    assert_identical(parameters, simulate(config, 2, orders), "parameters of the simulation in this order")
+    assert_identical(found[0].parameters, simulate(config, 2, orders), "parameters of the simulation in this order")
     # each of 12 updates is pushed to and pulled from two servers; rank 0 tells two; three are done; all is given out
-    assert sum(sent for *_, sent in found) == BATCH * (2 + 2 + 2) + 3 * 2 + 3 * 2
+    assert sum(len(each.sent) for each in found) == BATCH * (2 + 2 + 2) + 3 * 2 + 3 * 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -206,29 +206,21 @@ def test_an_order_that_is_too_stale_is_refused():
             arrivals.take(arrivals.choose(arrivals.computing))
 
 
-def one_bad(config: RunConfig) -> tuple[float, float, bool]:
-    """(skipped, loss) of a step in which one microbatch's gradient is not finite, and whether parameters are finite."""
-    model = build_model(config, run_mesh(config, "cpu"))
-    server = ParameterServer(model, [build_optimizer(part, config.optimizer) for part in model.parts])
-    gradients = server.microbatch_gradients
+class Spoiled(ParameterServer):
+    """The gradients of one microbatch are no numbers."""
 
-    def spoiled(rows, first_sample, step):
-        found = gradients(rows, first_sample, step)
-        if first_sample == 5:
-            next(server.worker.parameters()).grad.fill_(float("nan"))
+    def microbatch_gradients(self, rows, first_sample, step):
+        found = super().microbatch_gradients(rows, first_sample, step)
+        if first_sample == BAD:
+            next(self.worker.parameters()).grad.fill_(float("nan"))
         return found
-
-    server.microbatch_gradients = spoiled
-    before = [each.detach().clone() for each in model.parameters()]
-    result = server.step(rows_of(0, BATCH), first_sample=0, step=1, lr=1e-2, clip_norm=0.5)
-    after = list(model.parameters())
-    moved = all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return float(result.skipped), float(result.loss), moved and all(bool(each.isfinite().all()) for each in after)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_told(ranks):
-    for skipped, loss, fine in ranks(3).run(one_bad, config_of("stale", 3)):
-        assert skipped == 1 and 3 < loss < 6 and fine
+    config = config_of("stale", 3)
+    for found in ranks(3).run(train, config, 1, Spoiled):
+        assert found.skipped == [1] and 3 < found.losses[0] < 6
+        assert_identical(found.parameters, simulate(config, 1, found.orders, bad=BAD), "those of all other updates")
 
 
 class Dying(ParameterServer):
@@ -247,11 +239,7 @@ class Dying(ParameterServer):
 
 
 def train_beside_a_dying_worker(server: str) -> None:
-    config = config_of(server, 3)
-    model = build_model(config, run_mesh(config, "cpu"))
-    dying = Dying(model, [build_optimizer(part, config.optimizer) for part in model.parts])
-    first, share = model.own_samples(0, BATCH)
-    dying.step(rows_of(first, share), first_sample=first, step=1, lr=1e-2, clip_norm=0.5)
+    train(config_of(server, 3), 1, Dying)
 
 
 def test_a_worker_that_dies_is_named(commands, tmp_path):
@@ -268,35 +256,26 @@ def test_a_worker_that_dies_is_named(commands, tmp_path):
 # runs
 
 
-def losses_of_runs(values: dict, servers: list[dict]) -> list[list[list[float]]]:
+def losses_of_runs(values: dict, servers: list[dict]) -> list[list[list[tuple]]]:
     """For each server: the losses of a whole run of four steps, and of one that stops after two and is resumed."""
     found = []
     for number, server in enumerate(servers):
-        losses = []
         for name, ends in (("whole", [4]), ("parts", [2, 4])):
-            directory = Path(f"{values['run']['dir']}-{name}-{number}")
+            directory = f"{values['run']['dir']}-{name}-{number}"
             for steps in ends:
-                changes = {
-                    "run": {"dir": str(directory), "resume": True},
-                    "parallel": server,
-                    "train": {"steps": steps},
-                }
-                Trainer(build_config(values, changes)).run()
-            losses.append([row["loss"] for row in read_metrics(directory / "metrics.jsonl")])
-        found.append(losses)
-    return found
+                run = {"dir": directory, "resume": True}
+                Trainer(build_config(values, {"run": run, "parallel": server, "train": {"steps": steps}})).run()
+            found.append(losses(directory))
+    return list(itertools.batched(found, 2))
 
 
 def test_a_run_that_is_resumed_is_one_that_was_not(ranks, commands, tiny_values):
-    more = {
-        "data": {**tiny_values["data"], "valid": []},
-        "optimizer": {"schedule": "constant", "warmup_steps": 0, "lr": 3e-3},
-    }
+    optimizer = {"schedule": "constant", "warmup_steps": 0, "lr": 3e-3}
+    values = values_with(tiny_values, data={"valid": []}, optimizer=optimizer, train={"microbatch_size": 1})
     servers = [{"parameter_server": "sync"}, {"parameter_server": "stale", "arrivals": "0,1,1"}]
     servers = [{"data_parallel_replicate": 2, **server} for server in servers]
-    train = {"train": {**tiny_values["train"], "microbatch_size": 1}}
-    for whole, parts in ranks(2).run(losses_of_runs, {**tiny_values, **more, **train}, servers)[0]:
-        assert whole == parts and len(whole) == 4 and whole[-1] < whole[0]
+    for whole, parts in ranks(2).run(losses_of_runs, values, servers)[0]:
+        assert whole == parts and len(whole) == 4 and whole[-1][1] < whole[0][1]
     run = f"{tiny_values['run']['dir']}-whole-1"
     code, out, err = commands.run("generate", run, "--max-new-tokens", "3")  # in one process, without workers
     assert code == 0, out + err

@@ -1,6 +1,7 @@
 """A run saved under one layout goes on under any other with the same tensors and the same losses."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
 SAVED_AT, STEPS, BATCH = 1, 3, 4
+EXTRA = {"skipped": 2, "scaler": {"scale": 0.2}}
 MODEL = {"vocab_size": 100, "seq_length": 8, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
 EXPERTS = {  # of a run with them: a dense layer first, a shared expert, and a bias that each step moves
     **{"n_experts": 8, "expert_ffn_size": 12, "shared_expert_size": 16, "first_dense_layers": 1, "router_bias": True},
@@ -56,7 +58,7 @@ def save_and_go_on(directory, parallel):
     model, optimizers = build(parallel)
     checkpointer = Checkpointer(directory)
     train(model, optimizers, 1, SAVED_AT)
-    checkpointer.save(SAVED_AT, model.parts, optimizers)
+    checkpointer.save(SAVED_AT, model.parts, optimizers, EXTRA)
     saved = everything(model.parts, optimizers)
     losses = train(model, optimizers, SAVED_AT + 1, STEPS)
     checkpointer.wait()
@@ -67,7 +69,7 @@ def load_and_go_on(directory, parallel):
     model, optimizers = build(parallel)
     spoil(model.parts)
     checkpointer = Checkpointer(directory)
-    checkpointer.load(checkpointer.newest(), model.parts, optimizers)
+    assert checkpointer.load(checkpointer.newest(), model.parts, optimizers) == EXTRA
     loaded = everything(model.parts, optimizers)
     return loaded, train(model, optimizers, SAVED_AT + 1, STEPS)
 
@@ -81,13 +83,14 @@ def in_one_process(directory, parallel):
     spoil([part])
     model = ModelParts([part], microbatch_size=BATCH, router_bias_rate=config.train.router_bias_rate)
     optimizers = [build_optimizer(part, config.optimizer)]
-    load_checkpoint(directory / f"step-{SAVED_AT}", [part], optimizers)
+    assert load_checkpoint(directory / f"step-{SAVED_AT}", [part], optimizers) == EXTRA
     loaded = everything([part], optimizers)
     return loaded, train(model, optimizers, SAVED_AT + 1, STEPS)
 
 
 FULL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
 SMALL = {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
+HYBRID = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 2, "cpu_offload": True}
 ALONE: dict = {}
 MATRIX = [
     (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}),
@@ -96,7 +99,8 @@ MATRIX = [
     (FULL, {"pipeline_parallel": 4}),
     (FULL, FULL),
     (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}),
-    (FULL, {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 2, "cpu_offload": True}),
+    (FULL, HYBRID),
+    (HYBRID, {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}),
     ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL),
     (ALONE, FULL),
 ]
@@ -111,20 +115,20 @@ def named(parallel: dict) -> str:
     return "-".join(f"{key}={value}" for key, value in parallel.items()) or "one process"
 
 
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory):
-    """save(layout): the directory, tensors and further losses of a run saved under it."""
-    results: dict = {}
+BY_NAME = {named(before): before for before, _ in MATRIX}
 
-    def save(parallel):
-        if named(parallel) not in results:
-            directory = tmp_path_factory.mktemp("run")
-            size = run_config(parallel).parallel.world_size
-            found = ranks(size).run(save_and_go_on, directory, parallel)
-            losses = found[0][1]
-            assert all(one == losses for _, one in found) and len(losses) == STEPS - SAVED_AT
-            results[named(parallel)] = directory, merged([tensors for tensors, _ in found]), losses
-        return results[named(parallel)]
+
+@pytest.fixture(scope="module")
+def save(ranks, tmp_path_factory):
+    """save(layout): the directory, tensors and further losses of a run saved under it."""
+
+    @functools.cache
+    def save(name: str):
+        directory, parallel = tmp_path_factory.mktemp("run"), BY_NAME[name]
+        found = ranks(run_config(parallel).parallel.world_size).run(save_and_go_on, directory, parallel)
+        losses = found[0][1]
+        assert all(one == losses for _, one in found) and len(losses) == STEPS - SAVED_AT
+        return directory, merged([tensors for tensors, _ in found]), losses
 
     return save
 
@@ -140,9 +144,9 @@ def saved(ranks, tmp_path_factory):
         for number, pair in enumerate(MATRIX)
     ],
 )
-def test_a_run_goes_on_under_another_layout(ranks, saved, before, after):
+def test_a_run_goes_on_under_another_layout(ranks, save, before, after):
     """Parameters and optimizer states are equal; losses and gradient norms agree to the rounding of float64."""
-    directory, tensors, losses = saved(before)
+    directory, tensors, losses = save(named(before))
     if after in (ALONE, MOE):
         results = [in_one_process(directory, after)]
     else:

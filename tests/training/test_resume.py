@@ -8,10 +8,9 @@ import typing
 from pathlib import Path
 
 import pytest
-from test_run import write_run as write_file
 
 from tpformer.config import RunConfig, build_config, read_toml
-from tpformer.training.data import IndexedWriter, build_dataset, contents
+from tpformer.training.data import build_dataset, contents
 from tpformer.training.resolve import resolve
 from tpformer.training.run_directory import (
     CONTINUED,
@@ -191,36 +190,3 @@ def test_a_run_of_an_earlier_version_goes_on_with_data_of_the_same_name(run, tmp
         check_run_directory(found(values_of(old, train=[two, one])))
     write_run(old)
     assert build_config(read_toml(path / "config.toml")).data.train_contents == run.config.data.train_contents
-
-
-@pytest.mark.parametrize("use", ["train", "valid"])
-def test_a_batch_with_ids_outside_the_vocabulary_ends_the_run(commands, tmp_path, tiny_values, tiny_data, use):
-    """R3: they became token 0 or were dropped, and the losses looked fine."""
-    prefix = tmp_path / "harmed"  # one window, which every sample is
-    with IndexedWriter(prefix, contents.IndexedDataset(tiny_data).dtype) as writer:
-        writer.add_document([300, *range(16)])
-    shutil.copyfile(f"{tiny_data}.json", f"{prefix}.json")
-    toml = write_file(tmp_path, tiny_values, data={use: [str(prefix)]}, train={"steps": 2})
-    code, out, err = commands.run("pretrain", str(toml))
-    assert code == 2 and f"{prefix}.bin has the id 300 at token 0, but the model's ids are 0 to 256" in err, out + err
-    assert "Traceback" not in err
-
-
-def test_resuming_to_fewer_steps_changes_nothing_and_a_finished_run_says_so(commands, tmp_path, tiny_values):
-    """R19, N7, through the command; a moved dataset goes on and says so."""
-    toml = str(write_file(tmp_path, tiny_values, train={"steps": 2}))
-    directory = Path(tiny_values["run"]["dir"])
-    assert commands.run("pretrain", toml)[0] == 0
-    before = (directory / "config.toml").read_bytes(), (directory / "metrics.jsonl").read_bytes()
-    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", "--train.steps", "1")
-    assert code == 2 and "is at step 2, further than train.steps = 1" in err and "Traceback" not in err, err
-    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", "--optimizer.lr", "1e-3")
-    assert code == 2 and "optimizer.lr: 0.0003 -> 0.001" in err and "--run.changes optimizer.lr" in err, err
-    assert before == ((directory / "config.toml").read_bytes(), (directory / "metrics.jsonl").read_bytes())
-    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", "--log.interval", "2")
-    assert code == 0 and "is finished: it is at step 2 of 2" in out and "log.interval: 1 -> 2" in out, out + err
-    more = ("--optimizer.lr", "1e-3", "--run.changes", "optimizer.lr", "--train.steps", "3")
-    code, out, err = commands.run("pretrain", toml, "--run.resume", "True", *more)
-    assert code == 0 and "train.steps: 2 -> 3, where the schedule" in out and "optimizer.lr: 0.0003 -> " in out, err
-    after = read_toml(directory / "config.toml")
-    assert after["optimizer"]["lr"] == 1e-3 and after["run"]["changes"] == [] and after["data"]["train_contents"]

@@ -4,6 +4,7 @@ R1, R2, ... are the findings of ../shared/research/findings.md.
 """
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -15,31 +16,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from runs import losses, rows, values_with, write_run
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from tpformer.config import build_config, to_toml
+from tpformer.config import build_config
 from tpformer.parallel import local_part
 from tpformer.training import parameter_server
 from tpformer.training import trainer as trainer_module
 from tpformer.training.checkpoint import Checkpointer, newest_good, steps
-from tpformer.training.metrics import read_metrics
 from tpformer.training.model import ModelParts
 from tpformer.training.trainer import Trainer
 
 
-def rows(directory) -> list[dict]:
-    return [
-        {key: value for key, value in row.items() if key != "tokens_per_second"}
-        for row in read_metrics(Path(directory) / "metrics.jsonl")
-    ]
-
-
 def names(directory) -> list[str]:
     return sorted(path.name for path in (Path(directory) / "checkpoints").iterdir())
-
-
-def values_with(values: dict, **sections: dict) -> dict:
-    return {name: {**values.get(name, {}), **sections.get(name, {})} for name in values.keys() | sections.keys()}
 
 
 def train(values: dict, resume: bool = False) -> tuple[list[str], str]:
@@ -114,6 +104,31 @@ def test_r1_a_weight_that_is_no_number_is_never_saved_and_prunes_nothing(ranks, 
     assert rows(directory) == rows(values["run"]["dir"])
 
 
+def nan_gradients(values: dict):
+    """In steps 2 to 4 one gradient is no number, on one rank. Return the name of its parameter, too."""
+    name = []
+
+    def spoil(model, loss, step):
+        if step in (2, 3, 4) and dist.get_rank() == 1:
+            local_part(list(model.parts[0].parameters())[4].grad).view(-1)[-1] = float("nan")
+        name[:] = [list(dict(model.parts[0].named_parameters()))[4]]
+        return loss
+
+    with changed_gradients(spoil):
+        return *train(values), name[0]
+
+
+def test_a_nan_on_one_rank_skips_steps_on_all_and_too_many_stop_the_run(ranks, tiny_values):
+    train = {**tiny_values["train"], "max_skipped_steps": 3}
+    values = values_with(tiny_values, parallel={"tensor_parallel": 2}, train=train, data={"valid": []})
+    for _, error, name in ranks(2).run(nan_gradients, values):
+        assert "3 steps in a row were skipped, the last one step 4" in error and f"first in {name}" in error
+    found = rows(values["run"]["dir"])
+    assert [(row["step"], row.get("skipped", 0)) for row in found] == [(1, 0), (2, 1), (3, 2)]
+    assert [math.isfinite(row["grad_norm"]) for row in found] == [True, False, False]
+    assert all(math.isfinite(row["loss"]) for row in found)
+
+
 def train_on_a_full_disk(values: dict, failing: list[int]):
     """On the last rank the n-th write of its tensors fails, where n is in `failing`; 0 stands for any."""
     write, failed, count = FileSystemWriter.write_data, Checkpointer.failed, [0]
@@ -169,11 +184,6 @@ def test_r2_a_run_whose_last_save_fails_for_good_fails(ranks, tiny_values):
     assert names(values["run"]["dir"]) == [] and len(rows(values["run"]["dir"])) == 3
 
 
-def write_toml(folder: Path, values: dict) -> str:
-    (folder / "run.toml").write_text(to_toml(build_config(values)))
-    return str(folder / "run.toml")
-
-
 def crash(values: dict, at: int):
     def crashing(model, loss, step):
         if step == at:
@@ -191,7 +201,7 @@ def test_r5_a_run_that_crashed_before_its_first_checkpoint_begins_anew(ranks, ti
         "step 3 is read behind the gradients of 4"
     )
     assert ranks(1).run(train, values, True) == [([], "")]
-    assert [row["step"] for row in rows(values["run"]["dir"]) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, *_ in losses(values["run"]["dir"])] == [1, 2, 3, 4, 5, 6]
 
 
 def start_on_a_full_disk(values: dict) -> str:
@@ -217,9 +227,9 @@ def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_valu
     values = values_with(
         tiny_values, train={"steps": 100_000}, parallel={"tensor_parallel": 2}, checkpoint={"interval": 0}
     )
-    job = commands.start("pretrain", write_toml(tmp_path, values))
+    job = commands.start("pretrain", write_run(tmp_path, values))
     directory = Path(values["run"]["dir"])
-    job.wait_until(lambda: (directory / "metrics.jsonl").exists() and len(rows(directory)) > 2, "step 3")
+    job.wait_until(lambda: len(rows(directory)) > 2, "step 3")
     how(directory)
     code, _, err = job.finish()
     assert code == 2 and f"{directory} is gone at step" in err and "Traceback" not in err, err

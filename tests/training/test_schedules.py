@@ -1,12 +1,13 @@
-"""The learning rate is its formula at every step, and a warm-up that does not fit is not silent."""
+"""Learning rate and batch size are their formulas at every step, and a warm-up that does not fit is not silent."""
 
+import itertools
 import math
 
 import pytest
 from testing import assert_same
 
-from tpformer.config import OptimizerSection
-from tpformer.training.schedules import learning_rate, warmup_notice
+from tpformer.config import OptimizerSection, TrainSection, batch_sizes
+from tpformer.training.schedules import batch_size, learning_rate, samples_before, warmup_notice
 
 LR, FLOOR, WARM, STEPS = 2.0, 0.1, 10, 110
 FORMULAS = {  # of x, the share of the steps after the warm-up, and of the step itself
@@ -44,3 +45,13 @@ def test_the_default_warm_up_fits_a_short_run_and_a_longer_one_is_named():
     assert learning_rate(100, 5000, config) == 1.0 > learning_rate(99, 5000, config)
     notice = warmup_notice(5, OptimizerSection(lr=1.0, warmup_steps=50))
     assert notice is not None and "warmup_steps=50 is more than train.steps=5" in notice and "ends at 0.1" in notice
+
+
+@pytest.mark.parametrize("start, full, steps", [(4, 12, 4), (2, 14, 9), (3, 30, 4), (8, 8, 5), (None, 8, 5), (1, 7, 1)])
+def test_sizes_grow_at_equal_distances_and_no_sample_is_left_out(start, full, steps):
+    train = TrainSection(global_batch_size=full, batch_size_start=start, batch_size_ramp_steps=steps)
+    sizes = [batch_size(step, train) for step in range(1, steps + 4)]
+    first, growths = start or full, full // (start or full) - 1
+    assert sizes == [first * (1 + min(growths, k * growths // steps)) for k in range(steps + 3)]
+    assert [samples_before(step, train) for step in range(1, steps + 5)] == [0, *itertools.accumulate(sizes)]
+    assert sizes[0] == first and set(sizes[steps:]) == {full} and set(sizes) <= set(batch_sizes(train))

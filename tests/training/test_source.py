@@ -13,6 +13,7 @@ from testing import assert_identical
 from tpformer.config import build_config, read_toml, to_toml
 from tpformer.models import GPT
 from tpformer.parallel import Layout
+from tpformer.training.export import export
 from tpformer.training.importing import import_weights
 from tpformer.training.source import from_source, open_source
 from tpformer.weights.families import family_of
@@ -45,7 +46,7 @@ def make(folder, values):
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     """hub[model_type]: a directory of random weights. hub["run"] is the GPT-2 as an imported run, hub["moe-run"] the
-    Qwen3-MoE."""
+    Qwen3-MoE, hub["export"] that run's export in several files."""
     folder = tmp_path_factory.mktemp("hub")
     made = {
         values["model_type"]: make(folder / values["model_type"], values)
@@ -54,6 +55,8 @@ def hub(tmp_path_factory):
     for kind, run in (("gpt2", "run"), ("qwen3_moe", "moe-run")):
         made[run] = folder / run
         import_weights(made[kind], made[run], report=lambda _: None)
+    made["export"] = folder / "export"
+    export(made["run"], made["export"], max_shard_bytes=4000)
     return made
 
 
@@ -81,6 +84,7 @@ CASES = {
     "qwen3": ("tp2-pp2",),
     "gpt2": ("tp2", "v-schedule"),
     "run": ("tp2-zero3", "tp2-pp2"),
+    "export": ("tp4", "tp2-zero3", "v-schedule"),
     "mixtral": ("tp4",),
     "qwen3_moe": ("tp4", "tp2-zero3", "v-schedule"),
     "moe-run": ("tp2-zero3",),
@@ -98,6 +102,8 @@ def test_every_layout_loads_what_one_process_loads(ranks, hub, kind):
     config = dataclasses.replace(open_source(path).architecture, vocab_multiple=128)
     expected = in_one_process(path, config)
     assert ("lm_head.weight" in expected) == (kind != "qwen3")
+    if kind in ("run", "export"):
+        assert_identical(expected, in_one_process(hub["gpt2"], config))
     for name in expected.keys() & {"embed_tokens.weight", "lm_head.weight"}:
         assert len(expected[name]) == 384 and not expected[name][300:].any() and expected[name][299].any()
     results = ranks(4).run(loaded_by, [ALL[name] for name in CASES[kind]], path, config)
@@ -140,35 +146,25 @@ def start(tiny_values, path, **parallel):
     return values
 
 
-@pytest.mark.parametrize(
-    ("kind", "parallel"),
-    [("gpt2", {"tensor_parallel": 2}), ("run", {})],
-)
+@pytest.mark.parametrize(("kind", "parallel"), [("gpt2", {"tensor_parallel": 2}), ("run", {})])
 def test_a_run_starts_from_weights_and_resumes_without_them(commands, hub, tiny_values, tmp_path, kind, parallel):
-    source = tmp_path / "source"
-    shutil.copytree(hub[kind], source)
-    values = start(tiny_values, source, **parallel)
+    source = shutil.copytree(hub[kind], tmp_path / "source")
     file = tmp_path / "few.toml"  # only what a user would write
-    file.write_text(
-        "\n".join(f"[{s}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in x.items()) for s, x in values.items())
-    )
+    for section, keys in start(tiny_values, source, **parallel).items():
+        lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+        with file.open("a") as text:
+            text.write("\n".join([f"[{section}]", *lines, ""]))
     code, out, err = commands.run("pretrain", str(file))
     assert code == 0 and f"weights of {source}" in out, err
     run = tmp_path / "run"
     written = build_config(read_toml(run / "config.toml")).model
     assert (written.init_from, written.vocab_size, written.seq_length) == (str(source), 300, 16)
     config = dataclasses.replace(open_source(source).architecture, vocab_multiple=128, seq_length=16)
-    expected, trained = in_one_process(source, config), in_one_process(run)
-    for name, value in expected.items():
-        assert torch.equal(trained[name], value), name
+    assert_identical(in_one_process(run), in_one_process(source, config))
     shutil.rmtree(source)
     more = ("--run.resume", "True", "--train.steps", "2")
     code, out, err = commands.run("pretrain", str(file), *more)
     assert code == 0 and "from step 1" in out and "weights of" not in out, err
-
-
-def _toml(value):
-    return f'"{value}"' if isinstance(value, str) else json.dumps(value)
 
 
 def test_verify_compares_the_loaded_weights(commands, hub, tiny_values, tmp_path):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from commands import main
 from defects import without_reduction
-from test_run import write_run
+from runs import write_run
 
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.parallel import TiedParameter
@@ -43,15 +43,6 @@ def verified(config: RunConfig, defect: str) -> tuple[int, str]:
         return verify_rank(config), out.getvalue()
 
 
-@pytest.mark.proof
-def test_the_command_passes_a_layout(commands, tmp_path):
-    file = write_run(tmp_path, VALUES, parallel={"tensor_parallel": 2, "pipeline_parallel": 2})
-    code, out, err = commands.run("verify", str(file))
-    assert code == 0, out + err
-    assert "tensor_parallel 2, pipeline_parallel 2: 4 ranks, microbatches 8 x 1," in out
-    assert f"data: {RANDOM}" in out and "this layout trains as one process does" in out
-
-
 def untied(*arguments: str) -> None:
     """Run `tpformer`, whose ranks then do not add up the gradients of a tied embedding."""
     TiedParameter.reduce = lambda self: None
@@ -60,7 +51,7 @@ def untied(*arguments: str) -> None:
 
 def test_the_command_fails_where_tied_gradients_are_not_added_up(commands, tmp_path):
     file = write_run(tmp_path, VALUES, parallel={"pipeline_parallel": 2})
-    code, out, err = commands.call(untied, "verify", str(file)).finish()
+    code, out, err = commands.call(untied, "verify", file).finish()
     assert code == 1, out + err
     assert "THIS LAYOUT DOES NOT TRAIN AS ONE PROCESS DOES" in out
     (gradients,) = [line for line in out.splitlines() if line.startswith("gradients, step 1")]
@@ -77,11 +68,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_pass(ranks, name):
+SAID = ("pipeline_parallel 2, data_parallel_shard 2: 4 ranks", "tensor_parallel 2, data_parallel_shard 2: 4 ranks")
+
+
+@pytest.mark.parametrize(("name", "said"), zip(LAYOUTS, SAID, strict=True))
+def test_layouts_pass(ranks, name, said):
     results = ranks(4).run(verified, config_of(parallel=LAYOUTS[name]), "none")
     assert [code for code, _ in results] == [0] * 4
-    assert "this layout trains as one process does" in results[0][1]
+    assert all(text in results[0][1] for text in (said, f"data: {RANDOM}", "this layout trains as one process does"))
     assert not any(out for _, out in results[1:]), "one rank prints"
 
 

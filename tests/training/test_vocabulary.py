@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_run import write_run
+from runs import write_run
 
-from tpformer.config import build_config, to_toml
+from tpformer.config import build_config
 from tpformer.planner.dry_run import plan_config
 from tpformer.training.companions import keep_tokenizer, kept_tokenizer, write_byte_tokenizer
 from tpformer.training.data import build_dataset
@@ -54,22 +54,27 @@ def json_data(tmp_path) -> Path:
 
 def test_datasets_of_different_tokenizers_are_refused(json_data, tiny_data, tmp_path):
     folder = shutil.copytree(json_data.parent, tmp_path / "other")
-    path = folder / "tokenizer.json"
+    path, sidecar = folder / "tokenizer.json", folder / "data.json"
     path.write_text(path.read_text().replace('"Z"', '"\\u0416"'))
-    for name, prefix in (("other", folder / "data"), ("same", tiny_data)):
-        sidecar = json.loads(Path(f"{prefix}.json").read_text())
-        if name == "other":
-            Path(f"{prefix}.json").write_text(json.dumps(sidecar | {"tokenizer": str(path)}))
-            with pytest.raises(ValueError, match=f"{prefix} was built with the tokenizer .*, but {json_data} has"):
-                resolve(build_config({"data": {"train": [str(json_data), str(prefix)]}}))
-        else:  # bytes, as a tokenizer.json
-            resolve(build_config({"data": {"train": [str(json_data), str(prefix)]}}))
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"tokenizer": str(path)}))
+    with pytest.raises(ValueError, match=f"{folder}/data was built with the tokenizer .*, but {json_data} has"):
+        resolve(build_config({"data": {"train": [str(json_data), str(folder / "data")]}}))
+    resolve(build_config({"data": {"train": [str(json_data), str(tiny_data)]}}))  # bytes, as a tokenizer.json
 
 
 def test_a_run_keeps_its_tokenizer(commands, json_data, tiny_values, tmp_path):
-    """N5: a run whose data were deleted could not generate. It is moved, too, and exported."""
+    """N5: a run whose data were deleted could not generate. It is moved, too, and exported.
+
+    A folder of another tokenizer is not taken for the copy.
+    """
     values = tiny_values | {"data": {"train": [str(json_data)]}}
-    toml = str(write_run(tmp_path, values, train={"steps": 1}))
+    toml = write_run(tmp_path, values, train={"steps": 1})
+    folder = Path(tiny_values["run"]["dir"], "hf")
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+    code, out, err = commands.run("pretrain", toml)
+    assert code == 2 and f"{folder} is in the way of the run's copy" in err and "Traceback" not in err, out + err
+    shutil.rmtree(folder.parent)
     code, out, err = commands.run("pretrain", toml)
     assert code == 0, err
     original = json_data.parent / "tokenizer.json"
@@ -106,13 +111,3 @@ def test_what_belongs_to_a_tokenizer_is_copied_with_it(tmp_path):
     assert [path.name for path in (other / "hf").iterdir()] == ["tokenizer.json"], "it stood alone"
     assert keep_tokenizer("bytes", tmp_path) and not keep_tokenizer(None, tmp_path)
     assert not keep_tokenizer(str(tmp_path / "absent.json"), tmp_path) and not (tmp_path / "hf").exists()
-
-
-def test_a_folder_of_another_tokenizer_is_not_taken_for_the_runs(commands, json_data, tiny_values, tmp_path):
-    folder = Path(tiny_values["run"]["dir"]) / "hf"
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").touch()
-    file = tmp_path / "run.toml"
-    file.write_text(to_toml(build_config(tiny_values, {"data": {"train": [str(json_data)], "valid": []}})))
-    code, out, err = commands.run("pretrain", str(file))
-    assert code == 2 and f"{folder} is in the way of the run's copy" in err and "Traceback" not in err, out + err

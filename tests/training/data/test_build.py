@@ -1,22 +1,41 @@
-"""Building datasets keeps documents and their order, writes a sidecar, names bad input, and reuses the default
-corpus."""
+"""Building datasets keeps documents and their order, splits by the documents alone, writes a sidecar, names bad input
+before anything is written, and reuses the default corpus."""
 
+import gzip
 import hashlib
 import json
 import math
+import os
+import random
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tpformer.training.data import IndexedDataset, build, build_dataset, build_stdlib, read_sidecar
+from tpformer.training.data import (
+    IndexedDataset,
+    build,
+    build_dataset,
+    build_split,
+    build_stdlib,
+    read_sidecar,
+    split_files,
+    stdlib_files,
+    stdlib_root,
+)
 
 END = 256
+FRENCH = "é".encode("latin-1")
 
 
-def stream(prefix: Path) -> list[int]:
+def documents(prefix: Path) -> list[bytes]:
+    """Each document, and an empty one at the end."""
     dataset = IndexedDataset(prefix)
-    return dataset.tokens(0, dataset.n_tokens).tolist()
+    ids = dataset.tokens(0, dataset.n_tokens)
+    return [bytes(part[part < END].tolist()) for part in np.split(ids, (ids == END).nonzero()[0] + 1)]
 
 
 def test_the_sidecar_and_one_line_sum_up_a_known_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,74 +55,170 @@ def test_the_sidecar_and_one_line_sum_up_a_known_file(tmp_path: Path, capsys: py
     assert capsys.readouterr() == ("", "")
 
 
-def test_folder_is_walked_in_name_order_without_hidden_files(tmp_path: Path) -> None:
+def test_files_lines_and_rows_are_documents_in_their_order(tmp_path: Path) -> None:
+    """A folder is walked in the order of names, without hidden files."""
     source = tmp_path / "source"
     for name in ("b.txt", "a/z.txt", "a/y.txt", ".hidden", ".git/config", "c.txt"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name[-5])
-    (tmp_path / "last.txt").write_text("!")
-    build_dataset([source, tmp_path / "last.txt"], tmp_path / "out", "bytes", quiet=True)
-    assert stream(tmp_path / "out") == [ord("y"), END, ord("z"), END, ord("b"), END, ord("c"), END, ord("!"), END]
+    (source / "d.jsonl").write_text('{"text": "x", "id": 1}\n\n{"text": "\\u00e9"}\n{"text": "\\ud800"}')
+    (tmp_path / "last.txt").write_bytes(b"na" + FRENCH + b"ve")  # a few stray bytes are text
+    summary = build_dataset([source, tmp_path / "last.txt"], tmp_path / "out", "bytes", quiet=True)
+    found = [b"y", b"z", b"b", b"c", b"x", "é".encode(), b"?", b"na" + FRENCH + b"ve", b""]
+    assert documents(tmp_path / "out") == found and summary.n_documents == len(found) - 1
+    (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n')
+    build_dataset([tmp_path / "a.jsonl"], tmp_path / "field", "bytes", fields=["content"], quiet=True)
+    assert documents(tmp_path / "field") == [b"x", b""]
 
 
-def test_jsonl_gives_one_document_per_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x", "id": 1}\n\n{"text": "\\u00e9"}\n{"text": "\\ud800"}')
-    summary = build_dataset([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", quiet=True)
-    assert stream(tmp_path / "out") == [ord("x"), END, *"é".encode(), END, ord("?"), END]
-    assert summary.n_documents == 3
+def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
+    """N11."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": ["x", "é", ""], "id": [1, 2, 3], "gap": ["x", None, ""]}), path)
+    build_dataset([path], tmp_path / "out", "bytes", fields=["body"], quiet=True)
+    assert documents(tmp_path / "out") == [b"x", "é".encode(), b"", b""]
+
+    def refused(field: str, words: str) -> None:
+        with pytest.raises(ValueError, match=f"a.parquet.* {words}"):
+            build_dataset([path], tmp_path / "other", "bytes", fields=[field], quiet=True)
+
+    refused("text", "no column 'text' but body, id")
+    refused("id", "row 1 has 1 under 'id'")
+    refused("gap", "row 2 has None")
+    path.write_bytes(path.read_bytes()[:-5])
+    refused("body", "is not a .parquet file")
 
 
-@pytest.mark.parametrize("bad", ["{", '["text"]', '{"txt": "x"}', '{"text": 3}', b"\xff"])
-def test_bad_jsonl_line_is_named_and_nothing_is_left(tmp_path: Path, bad: str | bytes) -> None:
-    line = bad.encode() if isinstance(bad, str) else bad
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl:3 is not"):
-        build_dataset([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", quiet=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+BAD_LINES = ["{", '["text"]', '{"text": 3}', "\udcff"]
+REFUSED = [
+    ({"a.gz": gzip.compress(b"text", mtime=0)}, "a.gz is compressed \\(gzip\\): decompress it first"),  # N11
+    ({"a.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"}, "a.png is binary or UTF-16 \\(byte 8 is 0\\)"),
+    ({"a.txt": "wide".encode("utf-16")}, "UTF-16 .* convert it to UTF-8"),
+    ({"a.txt": (b"caf" + FRENCH + b" ") * 50}, "not UTF-8 \\(50 of 250 bytes are invalid, the first at 3\\)"),
+    ({"a.txt": b"x" * 2**17 + b"\0"}, "byte 131072 is 0"),  # beyond what is looked at first
+    ({"a.jsonl": gzip.compress(b'{"text": "x"}\n', mtime=0)}, "a.jsonl is compressed"),
+    (
+        {f"{number}.bin": b"\0" for number in range(3)},
+        r"0\.bin is binary.* \(2 more files are no text: .*1\.bin, .*2\.bin\)",
+    ),
+    *(
+        ({"a.jsonl": f'{{"text": "x"}}\n\n{bad}\n'.encode(errors="surrogateescape")}, r"a\.jsonl:3 is not")
+        for bad in BAD_LINES
+    ),
+    ({"a.jsonl": b'{"txt": "x"}'}, 'a.jsonl:1 .* under "text"; its keys are txt: give --text-field'),
+    ({"empty.txt": b""}, "nothing to tokenize"),
+    ({}, "nothing to tokenize"),
+    ({"blank.jsonl": b"\n\n"}, "no tokens were added"),
+]
 
 
-def test_missing_and_empty_inputs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"absent\.txt does not exist"):
-        build_dataset([tmp_path / "absent.txt"], tmp_path / "out", "bytes", quiet=True)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty.txt").touch()
-    for inputs in ([], [tmp_path / "empty"], [tmp_path / "empty.txt"]):
-        with pytest.raises(ValueError, match="nothing to tokenize"):
-            build_dataset(inputs, tmp_path / "out", "bytes", quiet=True)
-    (tmp_path / "blank.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match="no tokens were added"):
-        build_dataset([tmp_path / "blank.jsonl"], tmp_path / "out", "bytes", quiet=True)
-    assert not list(tmp_path.glob("out*"))
+@pytest.mark.parametrize(("files", "words"), REFUSED)
+def test_what_is_no_text_is_refused_by_name_and_nothing_is_left(tmp_path: Path, files: dict, words: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    if "nothing" not in words and "no tokens" not in words:
+        (source / "good.txt").write_text("good")
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        build_dataset([source], tmp_path / "out", "bytes", quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.fixture
-def small_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """100 tiny files take the place of the standard library."""
-    root = tmp_path / "library"
-    root.mkdir()
-    for i in range(100):
-        (root / f"module{i:02}.py").write_text(f"x = {i}\n")
-    monkeypatch.setattr(build, "stdlib_root", lambda: root)
-    monkeypatch.setattr(build, "stdlib_files", lambda: sorted(root.iterdir()))
-    return root
+def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N13. Tests may run as root, whom no permission stops."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "file").touch()
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def refused(inputs: list[str], out: str, error: type[Exception], words: str) -> None:
+        with pytest.raises(error, match=words):
+            build_dataset([tmp_path / name for name in inputs], tmp_path / out, "bytes", quiet=True)
+
+    refused([], "out", ValueError, "nothing to tokenize")
+    refused(["absent.txt"], "out", FileNotFoundError, r"absent\.txt does not exist")
+    refused(["a.parquet"], "out", ImportError, r"a.parquet needs the pyarrow package: pip install tpformer\[parquet\]")
+    refused(["a.txt"], "file/out", ValueError, "file/out cannot be written: File exists")
+    monkeypatch.setattr(Path, "open", refuse)
+    refused(["a.txt"], "out", ValueError, "a.txt cannot be read: Permission denied")
 
 
-def test_stdlib_is_built_once_and_a_missing_half_again(
-    tmp_path: Path, small_stdlib: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "out"
-    train, valid = build_stdlib(folder)
-    assert (train, valid) == (folder / "stdlib_train", folder / "stdlib_valid")
-    assert IndexedDataset(train).n_documents + IndexedDataset(valid).n_documents == 100
-    before = {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
-    capsys.readouterr()
-    build_stdlib(folder)
-    assert capsys.readouterr().out.count("reused") == 2
-    assert {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()} == before
-    for path in folder.glob("stdlib_valid.*"):
-        path.unlink()
-    build_stdlib(folder, quiet=True)
-    assert Path(f"{valid}.bin").read_bytes() == before[Path(f"{valid}.bin")][1]
+def test_links_do_not_lead_out_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R19. A link that is given by name is followed."""
+    outside, source = tmp_path / "outside", tmp_path / "source"
+    for folder in (outside, source):
+        folder.mkdir()
+    (outside / "secret.txt").write_text("secret")
+    (source / "own.txt").write_text("own")
+    (source / "folder").symlink_to(outside)
+    (source / "file.txt").symlink_to(outside / "secret.txt")
+    (source / "round").symlink_to(source)
+    assert build_dataset([source], tmp_path / "out", "bytes").n_tokens == 4
+    assert "3 symbolic links in folders are left out" in capsys.readouterr().out
+    assert build_dataset([source / "file.txt"], tmp_path / "named", "bytes", quiet=True).n_tokens == 7
+    os.unlink(source / "own.txt")
+    with pytest.raises(ValueError, match="nothing to tokenize .* 3 symbolic links"):
+        build_dataset([source], tmp_path / "none", "bytes", quiet=True)
+
+
+def test_a_split_depends_on_the_documents_alone(tmp_path: Path) -> None:
+    """N11: --valid-fraction. Equal documents are never on both sides."""
+    lines = [json.dumps({"text": f"document {number % 150}"}) + "\n" for number in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "b.jsonl").write_text("".join(reversed(lines)))
+    for name in "ab":
+        train, valid = build_split([tmp_path / f"{name}.jsonl"], tmp_path / name, "bytes", 0.2, quiet=True)
+        assert train.n_documents + valid.n_documents == 200 and 15 < valid.n_documents < 70
+    sides = {side: set(documents(tmp_path / side)) for side in ("a_train", "a_valid", "b_valid")}
+    assert sides["a_valid"] == sides["b_valid"] and sides["a_valid"] & sides["a_train"] == {b""}
+    assert (read_sidecar(tmp_path / "a_valid") or {})["n_documents"] == valid.n_documents
+    before = sorted(tmp_path.iterdir())
+    for out, fraction, words in (
+        ("c", 1.0, "strictly between"),
+        ("c", 1e-9, "200 documents are too few for .*c_valid"),
+        ("a", 0.2, "a_train.bin, .* already exists"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build_split([tmp_path / "a.jsonl"], tmp_path / out, "bytes", fraction, quiet=True)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# the default corpus
+
+
+def test_stdlib_files_are_sources_outside_tests_and_packages() -> None:
+    names = [path.relative_to(stdlib_root()).as_posix() for path in stdlib_files()]
+    assert names == sorted(set(names))
+    assert {"argparse.py", "asyncio/tasks.py", "json/__init__.py"} <= set(names)
+    parts = {part for name in names for part in name.split("/")}
+    assert parts.isdisjoint({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+    assert all(name.endswith(".py") for name in names)
+    sizes = [path.stat().st_size for path in split_files(stdlib_files(), root=stdlib_root())[1]]
+    assert max(sizes) < 0.3 * sum(sizes), "no file is most of the validation set"
+
+
+def test_a_split_of_files_is_a_partition_by_relative_names_whatever_else_is_there() -> None:
+    root = Path("root")
+    files = [root / f"package{i % 7}" / f"module{i}.py" for i in range(2000)]
+    train, valid = split_files(files, root=root)
+    assert set(train).isdisjoint(valid) and len(train) + len(valid) == len(files)
+    for side in (train, valid):
+        assert [path for path in files if path in set(side)] == side, "in the order given"
+    assert 60 <= len(valid) <= 140  # 100 are expected, with a standard deviation of 9.7
+    subset = random.Random(0).sample(files, 500)
+    assert set(split_files(subset, root=root)[1]) == set(valid) & set(subset)
+    moved = [Path("elsewhere") / path.relative_to(root) for path in files]
+    _, valid_moved = split_files(moved, root=Path("elsewhere"))
+    assert [path.relative_to("elsewhere") for path in valid_moved] == [path.relative_to(root) for path in valid]
+    for fraction in (0.0, 1.0, -0.1):
+        with pytest.raises(ValueError, match=str(fraction)):
+            split_files(files, root=root, validation_fraction=fraction)
 
 
 def change_the_source(train: Path) -> None:
@@ -126,11 +241,29 @@ def claim_other_tokenizer(train: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [change_the_source, damage_bin, drop_sidecar, claim_other_tokenizer])
-def test_stdlib_that_changed_and_a_dataset_that_was_harmed_are_refused(
-    tmp_path: Path, small_stdlib: Path, harm
+def test_stdlib_is_built_once_and_a_missing_half_again_and_a_harmed_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None]
 ) -> None:
-    train, _ = build_stdlib(tmp_path / "out", quiet=True)
+    """100 tiny files take the place of the standard library."""
+    root, folder = tmp_path / "library", tmp_path / "out"
+    root.mkdir()
+    for i in range(100):
+        (root / f"module{i:02}.py").write_text(f"x = {i}\n")
+    monkeypatch.setattr(build, "stdlib_root", lambda: root)
+    monkeypatch.setattr(build, "stdlib_files", lambda: sorted(root.iterdir()))
+    train, valid = build_stdlib(folder)
+    assert (train, valid) == (folder / "stdlib_train", folder / "stdlib_valid")
+    assert IndexedDataset(train).n_documents + IndexedDataset(valid).n_documents == 100
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+    capsys.readouterr()
+    build_stdlib(folder)
+    assert capsys.readouterr().out.count("reused") == 2
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()} == before
+    for path in folder.glob("stdlib_valid.*"):
+        path.unlink()
+    build_stdlib(folder, quiet=True)
+    assert Path(f"{valid}.bin").read_bytes() == before[Path(f"{valid}.bin")][1]
     harm(train)
     which = "(train|valid)" if harm is change_the_source else "train"
     with pytest.raises(ValueError, match=rf"stdlib_{which} does not hold .*delete .*stdlib_{which}\.bin"):
-        build_stdlib(tmp_path / "out", quiet=True)
+        build_stdlib(folder, quiet=True)

@@ -63,13 +63,14 @@ def test_parquet_and_splits_give_the_same(tmp_path: Path, prefix: Path) -> None:
 
 
 def test_inputs_without_both_texts_are_refused(tmp_path: Path) -> None:
-    for line, words in (('{"question": "x"}', 'under "answer".* --prompt-field and'), ("[]", "not a JSON object")):
-        (tmp_path / "a.jsonl").write_text(line)
+    for name, text, words in (
+        ("half.jsonl", '{"question": "x"}', 'under "answer".* --prompt-field and'),
+        ("list.jsonl", "[]", "not a JSON object"),
+        ("a.txt", "text", r"a\.txt has no fields question, answer: give \.jsonl or \.parquet"),
+    ):
+        (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=words):
-            build_dataset([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", fields=FIELDS, quiet=True)
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"a\.txt has no fields question, answer: give \.jsonl or \.parquet"):
-        build_dataset([tmp_path / "a.txt"], tmp_path / "out", "bytes", fields=FIELDS, quiet=True)
+            build_dataset([tmp_path / name], tmp_path / "out", "bytes", fields=FIELDS, quiet=True)
     for options in (["--prompt-field", "x"], ["--prompt-field=x", "--completion-field=y", "--text-field=z"]):
         with pytest.raises(ValueError, match="--completion-field together, without --text-field"):
             build_data_command([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *options])

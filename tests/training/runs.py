@@ -1,0 +1,32 @@
+"""Whole runs: their sections and their file, and the rows that they have written.
+
+Belongs here: what several tests of runs share. The fixture `tiny_values` has the sections that they begin with.
+"""
+
+from pathlib import Path
+
+from tpformer.config import build_config, to_toml
+from tpformer.training.metrics import read_metrics
+
+
+def values_with(values: dict, **sections: dict) -> dict:
+    """The values with other keys in these sections."""
+    return {name: {**values.get(name, {}), **sections.get(name, {})} for name in values.keys() | sections.keys()}
+
+
+def write_run(folder: Path, values: dict, **sections: dict) -> str:
+    """Write folder/run.toml; return its path."""
+    path = folder / "run.toml"
+    path.write_text(to_toml(build_config(values, sections)))
+    return str(path)
+
+
+def rows(directory: Path | str) -> list[dict]:
+    """The rows of metrics so far, without those numbers that differ from run to run."""
+    path = Path(directory, "metrics.jsonl")
+    found = read_metrics(path) if path.exists() else []
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in found]
+
+
+def losses(directory: Path | str) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(directory) if "loss" in row]
