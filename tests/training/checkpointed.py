@@ -1,6 +1,6 @@
-"""Small models in many layouts, saved and loaded, for the tests of checkpoints and exports.
+"""Small models in many layouts, for the tests of checkpoints and exports.
 
-Belongs here: building, updating, saving, loading and comparing them. The only assertion is that copies are equal.
+Belongs here: building, updating and comparing them. The only assertion is that copies are equal.
 """
 
 import torch
@@ -9,7 +9,6 @@ from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import Layout, apply_zero, local_part, split_stages
-from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.optimizer import LocalAdamW
 
 CONFIG = GPTConfig(vocab_size=100, seq_length=12, n_layers=4, hidden_size=24, n_heads=4, n_kv_heads=2)
@@ -68,29 +67,6 @@ def everything(parts, optimizers):
     return found
 
 
-def save_run(directory, layout):
-    """Save twice, with updates before each. Return the state at the second save; training goes on while it is
-    written."""
-    parts, optimizers = build(layout, seed=1)
-    checkpointer = Checkpointer(directory)
-    for step in (1, 2):
-        update(parts, optimizers)
-        checkpointer.save(step, parts, optimizers, {"skipped": step, "scaler": {"scale": 0.1 * step}})
-    saved = everything(parts, optimizers)
-    update(parts, optimizers)
-    checkpointer.wait()
-    return saved
-
-
-def load_run(directory, layout):
-    parts, optimizers = build(layout, seed=2)
-    update(parts, optimizers)
-    checkpointer = Checkpointer(directory)
-    step = checkpointer.newest()
-    extra = checkpointer.load(step, parts, optimizers)
-    return step, extra, everything(parts, optimizers)
-
-
 def merged(results):
     """All ranks' tensors by name; what several ranks have must be equal."""
     found: dict[str, torch.Tensor] = {}
@@ -105,8 +81,6 @@ LAYOUTS = {
     "tp2-pp2": Layout(tensor_parallel=2, pipeline_parallel=2),
     "tp2-zero3": Layout(tensor_parallel=2, data_parallel_shard=2, zero_stage=3),
     "v-schedule": Layout(pipeline_parallel=2, pipeline_schedule="ZBVZeroBubble", data_parallel_shard=2),
-    "hybrid": Layout(data_parallel_replicate=2, data_parallel_shard=2, zero_stage=2),
     "offload": Layout(data_parallel_shard=2, zero_stage=3, cpu_offload=True),
     "tp4": Layout(tensor_parallel=4),
-    "looped": Layout(pipeline_parallel=2, pipeline_schedule="Interleaved1F1B", data_parallel_replicate=2),
 }

@@ -8,12 +8,13 @@ import pickle
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointed import LAYOUTS, PLAIN, build, load_run, save_run
+from checkpointed import LAYOUTS, PLAIN, build
 from pool import RankFailure
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -197,48 +198,35 @@ def test_a_flipped_bit_of_the_manifest_names_the_manifest(tmp_path):
     verify(path)
 
 
-def full_disk(files):
-    raise OSError("disk full")
-
-
 def on_another_disk(files):
     return {"__1_0.elsewhere": {"bytes": 1, "sha256": ""}}
 
 
-def fails_on_one_rank(directory, broken):
-    """At step 2 rank 1 lists its files by `broken`. Return the messages of the next two waits, and what is left."""
+def fails_on_one_rank(directory):
+    """At step 2 rank 1 lists other files. Return the message of the next wait, and what is left."""
     parts, optimizers = build(LAYOUTS["offload"], seed=1)
     checkpointer = Checkpointer(directory, keep=1)
     checkpointer.save(1, parts, optimizers)
     checkpointer.wait()
-    original = checkpoint_module.manifest_entries
-    messages = []
-    try:
-        if dist.get_rank() == 1:
-            checkpoint_module.manifest_entries = broken
+    broken = on_another_disk if dist.get_rank() == 1 else manifest_entries
+    with mock.patch.object(checkpoint_module, "manifest_entries", broken):
         checkpointer.save(2, parts, optimizers)
-        for _ in range(2):
-            try:
-                checkpointer.wait()
-            except RuntimeError as error:
-                messages.append(str(error))
-    finally:
-        checkpoint_module.manifest_entries = original
+        with pytest.raises(RuntimeError) as error:
+            checkpointer.wait()
+        checkpointer.wait()
     left = steps(directory)
     verify(directory / "step-1")
     dist.barrier()
     checkpointer.save(3, parts, optimizers)
     checkpointer.wait()
-    return messages, left, sorted(path.name for path in directory.iterdir())
+    return str(error.value), left, sorted(path.name for path in directory.iterdir())
 
 
 def test_a_failed_save_is_raised_once_on_all_ranks_and_leaves_the_previous_one(ranks, tmp_path):
-    for broken, words in ((full_disk, "disk full"), (on_another_disk, "rank 0 does not see __1_0.elsewhere")):
-        for messages, left, names in ranks(2).run(fails_on_one_rank, tmp_path / broken.__name__, broken):
-            (message,) = messages
-            assert str(tmp_path / broken.__name__ / "step-2") in message and words in message
-            assert left == [1]
-            assert names == ["step-3"], "keep=1 drops the older one, and what the failed save left behind is gone"
+    for message, left, names in ranks(2).run(fails_on_one_rank, tmp_path):
+        assert str(tmp_path / "step-2") in message and "rank 0 does not see __1_0.elsewhere" in message
+        assert left == [1]
+        assert names == ["step-3"], "keep=1 drops the older one, and what the failed save left behind is gone"
 
 
 def killed_while_saving(directory):
@@ -258,15 +246,24 @@ def killed_while_saving(directory):
     checkpointer.wait()
 
 
+def load_and_save(directory):
+    """Go on from the newest checkpoint; return its step."""
+    parts, optimizers = build(PLAIN, seed=2)
+    checkpointer = Checkpointer(directory)
+    step = checkpointer.newest()
+    checkpointer.load(step, parts, optimizers)
+    checkpointer.save(step + 1, parts, optimizers)
+    checkpointer.wait()
+    return step
+
+
 def test_a_rank_killed_while_saving_costs_only_that_save(ranks, tmp_path):
     with pytest.raises(RankFailure, match="rank 1 of 2 died with exit code -9"):
         ranks(2).run(killed_while_saving, tmp_path)
     # rank 0 may live long enough to remove what was half written
     assert {path.name for path in tmp_path.iterdir()} - {".saving-2"} == {"step-1"}
     assert newest_good(tmp_path, print) == 1
-    for step, _, _ in ranks(1).run(load_run, tmp_path, PLAIN):
-        assert step == 1
-    ranks(1).run(save_run, tmp_path, PLAIN)
+    assert ranks(1).run(load_and_save, tmp_path) == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
 
 

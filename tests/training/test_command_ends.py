@@ -189,16 +189,8 @@ MISTAKES = [
     (["pretrain", "{toml}", "--model.vocab-size", "50"], {}, "vocab_size=50"),
     (["pretrain", "{toml}", "--parallel.transport", "fused"], {}, "fused needs a CUDA device"),
     # R3: such ids became token 0 or were dropped, and the losses looked fine
-    (
-        ["pretrain", "{toml}", *ONE, "--data.train", "{tmp}/harmed"],
-        {},
-        HARMED,
-    ),
-    (
-        ["pretrain", "{toml}", *ONE, "--data.valid", "{tmp}/harmed"],
-        {},
-        HARMED,
-    ),
+    (["pretrain", "{toml}", *ONE, "--data.train", "{tmp}/harmed"], {}, HARMED),
+    (["pretrain", "{toml}", *ONE, "--data.valid", "{tmp}/harmed"], {}, HARMED),
     pytest.param(
         *(["pretrain", "{toml}", "--log.wandb", "gpt"], {}, "log.wandb='gpt' needs the package wandb"),
         marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed"),

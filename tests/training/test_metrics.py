@@ -1,5 +1,5 @@
-"""metrics.jsonl survives kills and resumes; TensorBoard and the terminal show its numbers, and a loss curve is
-drawn."""
+"""metrics.jsonl survives kills and resumes. TensorBoard, Weights & Biases and the terminal show its numbers, and a
+loss curve is drawn."""
 
 import json
 import math
@@ -7,15 +7,19 @@ import resource
 import signal
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from runs import rows, values_with, write_run
 from testing import assert_same
 
 from tpformer.config import build_config
 from tpformer.training.metrics import LossMean, MetricsLog, cut_metrics, plot_losses, read_metrics, rounded
-from tpformer.training.trainer import Trainer
+from tpformer.training.observe import WandbLog, check_wandb
+from tpformer.training.trainer import Trainer, pretrain
 
 
 def write_rows(path, count):
@@ -26,6 +30,9 @@ def write_rows(path, count):
 
 def test_rows_keep_every_bit_and_a_resume_drops_later_ones_and_a_line_cut_short(tmp_path):
     write_rows(tmp_path, 5)
+    if find_spec("matplotlib"):
+        assert plot_losses(tmp_path) == tmp_path / "plots" / "loss.png"
+        assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
     path = tmp_path / "metrics.jsonl"
     assert [row["loss"] for row in read_metrics(path)] == [1.0 / 3 / step for step in range(1, 6)]
     path.write_text(path.read_text()[:-7])
@@ -34,15 +41,15 @@ def test_rows_keep_every_bit_and_a_resume_drops_later_ones_and_a_line_cut_short(
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-@pytest.mark.parametrize("line", ["step 2", "[2]", "{}", '{"step": "2"}', '{"step": 2, "loss": "low"}', "\udcff"])
-def test_a_bad_line_is_named(tmp_path, line):
+def test_a_bad_line_is_named(tmp_path):
     """R18: a line without a step was a KeyError without a path."""
     write_rows(tmp_path, 3)
     path = tmp_path / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_bytes("\n".join([lines[0], line, lines[2], ""]).encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a row of metrics in JSON; delete the line"):
-        cut_metrics(path, 3)
+    first, _, last = path.read_text().splitlines()
+    for line in ("step 2", "[2]", "{}", '{"step": "2"}', '{"step": 2, "loss": "low"}', "\udcff"):
+        path.write_bytes("\n".join([first, line, last, ""]).encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a row of metrics in JSON; delete the line"):
+            cut_metrics(path, 3)
 
 
 def test_rows_are_strict_json_and_what_is_not_finite_reads_as_nan(tmp_path):
@@ -87,7 +94,7 @@ def test_rows_wait_for_room_on_the_disk(tmp_path, capsys):
     assert [said.count(f"{name}.jsonl cannot be written (File too large)") for name in ("metrics", "norms")] == [1, 1]
 
 
-def test_rows_that_cannot_be_written_at_the_end_are_an_error(tmp_path, capsys):
+def test_rows_that_cannot_be_written_at_the_end_are_an_error(tmp_path):
     with pytest.raises(OSError, match="File too large") as error, limited(0):
         with MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False) as log:
             log.row(step=1, loss=1.0)
@@ -124,27 +131,30 @@ def interval_rows(values: dict, every: int, stop: int) -> dict[int, list[float]]
 
     with mock.patch.object(Trainer, "_launch", launch):
         for resume in (False, True) if stop else (False,):
-            trainer = Trainer(build_config(values, {"log": {"interval": every}, "run": {"resume": resume}}))
+            log = {"interval": every, "profile_step": 2 if every == 1 else 0}
+            trainer = Trainer(build_config(values, {"log": log, "run": {"resume": resume}}))
             trainer.run()
     kept = ("loss", "step_loss", "grad_norm", "lr", "tokens")
-    rows = read_metrics(trainer.directory / "metrics.jsonl")
-    return {int(row["step"]): [row[key] for key in kept] for row in rows}
+    return {int(row["step"]): [row[key] for key in kept] for row in rows(trainer.directory)}
 
 
-def test_rows_are_the_means_of_their_intervals_and_a_resumed_run_has_the_same(ranks, tiny_values, tmp_path):
+def test_rows_are_the_means_of_their_intervals_also_of_a_resumed_run_and_a_step_is_profiled(
+    ranks, tiny_values, tmp_path
+):
     """N10: the logged loss was the one of the row's step."""
-    more = {"data": {**tiny_values["data"], "valid": []}, "train": {**tiny_values["train"], "steps": 8}}
-    values = {**tiny_values, **more, "checkpoint": {"interval": 0}}
+    values = values_with(tiny_values, data={"valid": []}, train={"steps": 8}, checkpoint={"interval": 0})
     runs = ("every", 1, 0), ("whole", 3, 0), ("parts", 3, 4)  # which ends when step 4 is read: behind 5
     every, whole, parts = (
-        ranks(1).run(interval_rows, {**values, "run": {"dir": str(tmp_path / name)}}, interval, stop)[0]
+        ranks(1).run(interval_rows, values_with(values, run={"dir": str(tmp_path / name)}), interval, stop)[0]
         for name, interval, stop in runs
     )
+    events = json.loads((tmp_path / "every" / "profile.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events), "a matrix product of the step"
     assert list(whole) == [3, 6, 8] and {step: row for step, row in parts.items() if step != 5} == whole
-    for rows, first, step in ((whole, 1, 3), (parts, 4, 5), (whole, 4, 6), (whole, 7, 8)):
+    for found, first, step in ((whole, 1, 3), (parts, 4, 5), (whole, 4, 6), (whole, 7, 8)):
         losses = [every[each][0] for each in range(first, step + 1)]
-        assert_same(rows[step][0], sum(losses) / len(losses))
-        assert rows[step][1] == losses[-1]
+        assert_same(found[step][0], sum(losses) / len(losses))
+        assert found[step][1] == losses[-1]
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
@@ -164,31 +174,77 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
     assert written == [(tmp_path / "tensorboard", 7), ("loss", 2.5, 7), ("lr", 0.125, 7), "closed"]
 
 
-def test_on_a_terminal_the_bar_shows_the_newest_loss(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich take a pipe for a terminal
-    with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
-        log.row(step=3, loss=2.5, tokens_per_second=1234.0, mfu=0.25)
-        log.row(step=3, val_loss=2.75)
-        bar = log._progress.tasks[0]
-        assert (bar.completed, bar.total, bar.description) == (3, 4, "loss 2.5000  1,234 tokens/s  MFU 25.0%")
-    assert "step 3/4" in capsys.readouterr().out, "validation is a line of its own"
-
-
-def test_lines_on_the_console_are_short_and_plain(tmp_path, monkeypatch, capsys):
+def test_lines_on_the_console_are_short_and_plain_and_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
     values = {"loss": 2.5, "lr": 3e-4, "tokens": 12345, "tokens_per_second": 4321.5, "grad_norm": float("inf")}
     with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
         log.row(step=3, **values)
     line = "step 3/4  loss 2.5000  lr 0.0003  tokens 12,345  tokens_per_second 4,322  grad_norm inf\n"
     assert line in capsys.readouterr().out
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich take a pipe for a terminal
     with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
         log.note("12 layers, lr 3e-4")
-    assert "12 layers, lr 3e-4" in capsys.readouterr().out, "numbers are not coloured, and a table stays one"
+        log.row(step=3, loss=2.5, tokens_per_second=1234.0, mfu=0.25)
+        log.row(step=3, val_loss=2.75)
+        bar = log._progress.tasks[0]
+        assert (bar.completed, bar.total, bar.description) == (3, 4, "loss 2.5000  1,234 tokens/s  MFU 25.0%")
+    out = capsys.readouterr().out
+    assert "step 3/4" in out, "validation is a line of its own"
+    assert "12 layers, lr 3e-4" in out, "numbers are not coloured, and a table stays one"
 
 
-def test_the_loss_curve_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    write_rows(tmp_path, 3)
-    path = plot_losses(tmp_path)
-    assert path == tmp_path / "plots" / "loss.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_rows_reach_a_wandb_run_that_is_the_same_after_a_resume(tmp_path, monkeypatch):
+    """A stand-in takes the place of wandb, which need not be installed."""
+    calls: list = []
+    run = SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)), finish=lambda exit_code: calls.append(exit_code)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: calls.append(given) or run))
+    with pytest.raises(KeyError):
+        for steps in ((1,), (2, None)):
+            wandb = WandbLog(tmp_path, "gpt", {"train": {"steps": 2}})
+            with MetricsLog(tmp_path, first_step=0, steps=2, wandb=wandb) as log:
+                for step in steps:
+                    log.row(**({"step": step} if step else {}), loss=0.5)
+    first, row, code, again, *rest = calls
+    assert first == again and (first["project"], first["resume"], first["dir"]) == ("gpt", "allow", str(tmp_path))
+    assert len(first["id"]) == 16 and first["config"] == {"train": {"steps": 2}}
+    assert (row, code) == ((1, {"loss": 0.5}), 0) and rest == [(2, {"loss": 0.5}), 1], "the second one fails"
+
+
+def test_without_wandb_one_sentence_names_the_extra(monkeypatch):
+    check_wandb("")
+    monkeypatch.setattr("tpformer.training.observe.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"log.wandb='gpt' needs the package wandb: pip install 'tpformer\[wandb\]'"):
+        check_wandb("gpt")
+
+
+def refused_by_wandb(values: dict) -> str:
+    """What `pretrain` raises where Weights & Biases knows no user."""
+    error = type("Error", (Exception,), {})
+    refuse = mock.Mock(side_effect=error("No API key configured. Use `wandb login` to log in."))
+    with mock.patch.dict(sys.modules, wandb=SimpleNamespace(init=refuse, Error=error)):
+        with mock.patch("tpformer.training.observe.find_spec"), pytest.raises(Exception) as failure:
+            pretrain(build_config(values))
+    return f"{failure.typename}: {failure.value}"
+
+
+def test_what_wandb_refuses_is_one_sentence(ranks, tiny_values):
+    """It was the traceback of a failed step."""
+    values = {**tiny_values, "log": {**tiny_values["log"], "wandb": "gpt"}}
+    (said,) = ranks(1).run(refused_by_wandb, values)
+    assert said == (
+        "WandbError: log.wandb='gpt' cannot begin: No API key configured. Use `wandb login` to log in. "
+        "(WANDB_MODE=offline keeps the rows in the run directory, and without log.wandb there are none)"
+    )
+
+
+@pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
+def test_wandb_itself_offline(tiny_values, commands, tmp_path):
+    values = {**tiny_values, "log": {"interval": 1, "plot": False, "wandb": "tpformer-test"}}
+    code, out, err = commands.run("pretrain", write_run(tmp_path, values), WANDB_MODE="offline")
+    assert code == 0, out + err
+    directory = Path(values["run"]["dir"])
+    (stored,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
+    assert (directory / "wandb.id").read_text() in stored.name
+    content = stored.read_bytes()
+    assert all(name.encode() in content for row in read_metrics(directory / "metrics.jsonl") for name in row)

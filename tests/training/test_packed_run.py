@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
+from runs import rows, values_with
 from testing import all_exponents, assert_identical
 
 from tpformer.config import build_config
@@ -15,7 +16,6 @@ from tpformer.kernels.pack import reference
 from tpformer.kernels.route import reference as route
 from tpformer.ops import packing
 from tpformer.parallel import local_part
-from tpformer.training.metrics import read_metrics
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
@@ -109,21 +109,17 @@ def test_a_rank_whose_experts_have_no_token(ranks: WorkerPool) -> None:
         assert_identical(packed[:2], plain[:2], "numbers and parameters")
 
 
-def trained(directory, data, packs: bool) -> list[dict]:
-    train = {"steps": 2, "global_batch_size": 4, "dtype": "bfloat16", "device": "cpu"}
-    values = {
-        "run": {"dir": str(directory)}, "model": {**MODEL, "vocab_size": None}, "data": {"train": [str(data)]},
-        "parallel": {"pack_activations": packs}, "train": train,
-        "log": {"interval": 1, "plot": False, "tensorboard": False},
-    }  # fmt: skip
-    trainer = Trainer(build_config(values))
-    trainer.run()
-    trainer.close()
-    return read_metrics(directory / "metrics.jsonl")
+def trained(values: dict, packs: bool) -> list[dict]:
+    directory = f"{values['run']['dir']}-{packs}"
+    Trainer(build_config(values, {"run": {"dir": directory}, "parallel": {"pack_activations": packs}})).run()
+    return rows(directory)
 
 
-def test_rows_of_metrics_say_what_was_packed(ranks: WorkerPool, tmp_path, tiny_data) -> None:
-    plain, packed = (ranks(1).run(trained, tmp_path / str(packs), tiny_data, packs)[0] for packs in (False, True))
+def test_rows_of_metrics_say_what_was_packed(ranks: WorkerPool, tiny_values) -> None:
+    model = {name: value for name, value in MODEL.items() if name != "vocab_size"}
+    train = {"steps": 2, "dtype": "bfloat16", "device": "cpu"}
+    values = values_with(tiny_values, model=model, train=train, data={"valid": []})
+    plain, packed = (ranks(1).run(trained, values, packs)[0] for packs in (False, True))
     for row, other in zip(plain, packed, strict=True):
         assert all(row[key] == other[key] for key in ("step_loss", "grad_norm"))
         assert "pack_escapes" not in row

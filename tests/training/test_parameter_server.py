@@ -44,7 +44,8 @@ def rows_of(first: int, share: int) -> torch.Tensor:
 
 
 class Found(NamedTuple):
-    """What a rank finds in the steps of a run. sent: bytes of each message of the last; orders, staleness: of updates."""
+    """What a rank finds in the steps of a run. sent: bytes of each message of the last step; order and staleness of
+    updates."""
 
     losses: list[float]
     norms: list[float]
@@ -266,7 +267,7 @@ def losses_of_runs(values: dict, servers: list[dict]) -> list[list[list[tuple]]]
                 run = {"dir": directory, "resume": True}
                 Trainer(build_config(values, {"run": run, "parallel": server, "train": {"steps": steps}})).run()
             found.append(losses(directory))
-    return list(itertools.batched(found, 2))
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def test_a_run_that_is_resumed_is_one_that_was_not(ranks, commands, tiny_values):

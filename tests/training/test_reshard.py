@@ -1,17 +1,23 @@
-"""A run saved under one layout goes on under any other with the same tensors and the same losses."""
+"""A run saved under one layout goes on under any other with the same tensors and the same losses; another model's
+checkpoint is refused."""
 
 import dataclasses
 import functools
+import json
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import everything, merged, spoil
+from checkpointed import everything, merged, spoil, update
 from testing import assert_identical, assert_same
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tpformer.config import RunConfig, build_config
-from tpformer.models import GPT, GPTConfig
-from tpformer.training.checkpoint import Checkpointer, load_checkpoint
+from tpformer.distributed import build_mesh
+from tpformer.models import GPT
+from tpformer.parallel import split_stages
+from tpformer.training.checkpoint import Checkpointer, CheckpointError, load_checkpoint, newest_good, saved_tensors
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.setup import build_model, run_mesh
@@ -78,18 +84,24 @@ def in_one_process(directory, parallel):
     """`load_and_go_on` with plain tensors, without process groups or meshes."""
     assert not dist.is_initialized()
     config = run_config(parallel)
-    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(GPTConfig)}
-    part = GPT(GPTConfig(**fields), seed=config.train.seed, dtype=torch.float64)
+    part = GPT(config.model.architecture, seed=config.train.seed, dtype=torch.float64)
     spoil([part])
     model = ModelParts([part], microbatch_size=BATCH, router_bias_rate=config.train.router_bias_rate)
-    optimizers = [build_optimizer(part, config.optimizer)]
+    optimizers = [build_optimizer(part, dataclasses.replace(config.optimizer, weight_decay=0.02))]
+    assert newest_good(directory, print) == SAVED_AT
     assert load_checkpoint(directory / f"step-{SAVED_AT}", [part], optimizers) == EXTRA
+    assert optimizers[0].param_groups[0]["weight_decay"] == 0.02, "hyperparameters are the configuration's"
+    optimizers = [build_optimizer(part, config.optimizer)]
+    load_checkpoint(directory / f"step-{SAVED_AT}", [part], optimizers)
     loaded = everything([part], optimizers)
+    spoil([part])
+    load_checkpoint(directory / f"step-{SAVED_AT}", [part])
+    assert_identical(dict(part.named_parameters()), {name: loaded[name] for name, _ in part.named_parameters()})
     return loaded, train(model, optimizers, SAVED_AT + 1, STEPS)
 
 
 FULL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
-SMALL = {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
+SMALL = {"pipeline_parallel": 2, "data_parallel_replicate": 2}
 HYBRID = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 2, "cpu_offload": True}
 ALONE: dict = {}
 MATRIX = [
@@ -159,3 +171,109 @@ def test_a_run_goes_on_under_another_layout(ranks, save, before, after):
     assert "experts" not in before or tensors["layers.3.mlp.gate.bias"].any()
     for _, continued in results:
         assert_same(continued, losses, "losses and gradient norms")
+
+
+def test_every_element_is_written_once_and_every_file_listed(save):
+    """Copies of replicated and of tied parameters are not written. The manifest notices damage to any rank's file."""
+    path = save(named(SMALL))[0] / f"step-{SAVED_AT}"
+    for key, entry in saved_tensors(path, "").items():
+        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel(), key
+    assert "embed_tokens.weight" in saved_tensors(path, "model.")
+    listed = json.loads((path / "manifest.json").read_text())
+    assert {*listed, "manifest.json"} == {each.name for each in path.iterdir()}
+    note = json.loads((path / "trainer.json").read_text())
+    assert note == {"step": SAVED_AT, "extra": EXTRA}, "it can be read by eye"
+
+
+OTHERS = [
+    ({"n_layers": 5}, ["has no", "model.layers.4.", "more"]),
+    ({"n_layers": 3}, ["nothing here takes its", "layers.3."]),
+    ({"hidden_size": 48}, ["(128, 32)", "(128, 48)"]),
+]
+
+
+def load_others(path):
+    """Each pipeline rank's messages where the model is not the checkpoint's."""
+    messages = []
+    for change, _ in OTHERS:
+        model = dataclasses.replace(run_config(ALONE).model.architecture, **change)
+        part = GPT(model, part=split_stages(model.layer_costs("parameters"), 2)[dist.get_rank()], dtype=torch.float64)
+        with pytest.raises(CheckpointError) as error:
+            load_checkpoint(path, [part], group=dist.group.WORLD)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(ranks, save):
+    path = save(named(SMALL))[0] / f"step-{SAVED_AT}"
+    for first, second, (_, words) in zip(*ranks(2).run(load_others, path), OTHERS, strict=True):
+        assert first == second and str(path) in first
+        for word in words:
+            assert word in first
+
+
+class Odd(nn.Module):
+    """It has fewer rows than ranks, a buffer, a scalar, and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.linear.weight.requires_grad_(False)
+
+    def optimizer(self):
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def save_odd(directory):
+    model = Odd()
+    fully_shard(model, mesh=build_mesh("cpu", data_parallel_shard=4, tensor_parallel=1)["dp_shard"])
+    parts, optimizers = [model, nn.ReLU()], [model.optimizer(), torch.optim.AdamW([{"params": []}])]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.norm.running_mean.add_(torch.rand(2))
+    for parameter in optimizers[0].param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(7, parts, optimizers)
+    saved = everything(parts, optimizers)
+    checkpointer.wait()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert checkpointer.load(7, parts, optimizers) == {}
+    assert_identical(everything(parts, optimizers), saved)
+    return saved
+
+
+def test_empty_shards_buffers_and_parts_without_parameters(ranks, tmp_path):
+    results = ranks(4).run(save_odd, tmp_path)
+    saved = merged(results)
+    assert_identical(saved, results[0])
+    assert saved["linear.bias"].abs().sum() > 0 and "linear.weight exp_avg" not in saved
+    model = Odd()
+    optimizer = model.optimizer()
+    load_checkpoint(tmp_path / "step-7", [model], [optimizer])
+    assert_identical(everything([model], [optimizer]), saved)
+
+
+def wrong_calls(directory):
+    """And an optimizer that has never stepped, as in a run whose steps were all skipped, is loaded as such."""
+    model, optimizers = build(ALONE)
+    parts, checkpointer = model.parts, Checkpointer(directory)
+    for arguments, error, words in (
+        ((1, parts, []), ValueError, "0 optimizers for 1 model parts"),
+        ((1, parts, optimizers, {"x": torch.ones(1)}), TypeError, "Tensor"),
+        ((1, [nn.ReLU()], optimizers), ValueError, "does not have"),
+    ):
+        with pytest.raises(error, match=words):
+            checkpointer.save(*arguments)
+    assert not directory.exists()
+    checkpointer.save(3, parts, optimizers)
+    update(parts, optimizers)
+    checkpointer.load(3, parts, optimizers)
+    return {key: value for key, value in everything(parts, optimizers).items() if " " in key}
+
+
+def test_wrong_calls_write_nothing_and_an_optimizer_that_never_stepped_stays_so(ranks, tmp_path):
+    assert ranks(1).run(wrong_calls, tmp_path / "checkpoints") == [{}]

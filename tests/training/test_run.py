@@ -1,15 +1,26 @@
-"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, drawn. Those whose ranks are
-killed or raise are in test_faults.py, mistakes in test_command_ends.py."""
+"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, drawn; and one whose rank hangs.
+
+checks/faults.py has other faults, at random moments, and what is left of their runs; test_command_ends.py has mistakes.
+"""
+
+from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
-from runs import losses, write_run
+import pytest
+import torch.distributed as dist
+from pool import RankFailure
+from runs import losses, values_with, write_run
 from torch.distributed import TCPStore
 
-from tpformer.config import read_toml
+from tpformer.config import build_config, read_toml
+from tpformer.processes.watchdog import HANG_EXIT_CODE
 from tpformer.training.checkpoint import steps
+from tpformer.training.model import ModelParts
+from tpformer.training.trainer import Trainer
 
 
 def test_what_a_run_says_when_it_is_started_again(commands, tmp_path, tiny_values):
@@ -113,3 +124,38 @@ def test_a_recorded_pipeline_step_is_drawn(commands, tmp_path, tiny_values):
     computed = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"][0] in "FB"]
     assert len(computed) == 2 * 2 * 2 * 2, "forward and backward of 2 microbatches in 2 stages on 2 ranks"
     assert "Interleaved1F1B" in (directory / "plots" / "pipeline.svg").read_text()
+
+
+TIMEOUT = 8.0  # run.timeout: a first step on two busy cores takes a few seconds
+
+
+def hang(values: dict) -> None:
+    """Train; rank 1 hangs in step 3. Rank 0 follows it there, and then has patience for a second."""
+    trainer, original = Trainer(build_config(values)), ModelParts.gradients
+    watchdog, asleep = trainer.watchdog, Path(values["run"]["dir"], "asleep")
+    assert watchdog.timeout == TIMEOUT
+    watchdog.interval = 0.1
+
+    def gradients(self, batch, **options):
+        if options["step"] == 3 and dist.get_rank() == 1:
+            asleep.touch()
+            time.sleep(120)
+        if options["step"] == 3:
+            while not asleep.exists():
+                time.sleep(0.01)
+            watchdog.progress(3)
+            watchdog.timeout = 1.0
+        return original(self, batch, **options)
+
+    ModelParts.gradients = gradients
+    trainer.run()
+
+
+def test_a_rank_that_hangs_in_a_step_ends_the_run(ranks, tiny_values):
+    more = {"run": {"timeout": TIMEOUT}, "parallel": {"pipeline_parallel": 2}, "data": {"valid": []}}
+    values = values_with(tiny_values, train={"steps": 10}, **more)
+    with pytest.raises(RankFailure, match=f"died with exit code {HANG_EXIT_CODE}"):
+        ranks(2).run(hang, values)
+    blamed = Path(tiny_values["run"]["dir"], "ranks", "hang-report.txt").read_text().splitlines()[1]
+    assert blamed.startswith("rank 1: rank 0 waits in collectives for rank 1 (step 3, at "), blamed
+    assert f"{__file__}:{hang.__code__.co_firstlineno + 10}" in blamed

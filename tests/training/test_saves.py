@@ -27,6 +27,8 @@ from tpformer.training.checkpoint import Checkpointer, newest_good, steps
 from tpformer.training.model import ModelParts
 from tpformer.training.trainer import Trainer
 
+ON_TWO: dict[str, dict] = {"parallel": {"tensor_parallel": 2}, "data": {"valid": []}}
+
 
 def names(directory) -> list[str]:
     return sorted(path.name for path in (Path(directory) / "checkpoints").iterdir())
@@ -54,40 +56,27 @@ def changed_gradients(change: Callable[[ModelParts, torch.Tensor, int], torch.Te
     return mock.patch.object(ModelParts, "gradients", changed)
 
 
-@contextmanager
-def no_number_after(step: int, rank: int, where: str):
-    """On one rank a weight becomes NaN, before the gradients of a step or behind its update."""
-    gradients, train_step = ModelParts.gradients, parameter_server.train_step
+def spoiled(values: dict, at: int, where: str):
+    """On rank 1 a weight becomes NaN, before a step or behind its update."""
+    take_step = parameter_server.train_step
 
-    def spoil(model, now):
-        if now == step and dist.get_rank() == rank:
+    def spoil(model, step, when):
+        if (step, when, dist.get_rank()) == (at, where, 1):
             with torch.no_grad():
                 local_part(next(model.parts[0].parameters())).view(-1)[0] = float("nan")
 
-    def spoiled_gradients(self, batch, **options):
-        if where == "before":
-            spoil(self, options["step"])
-        return gradients(self, batch, **options)
-
     def spoiled_step(model, *arguments, **options):
-        result = train_step(model, *arguments, **options)
-        if where == "behind":
-            spoil(model, options["step"])
+        spoil(model, options["step"], "before")
+        result = take_step(model, *arguments, **options)
+        spoil(model, options["step"], "behind")
         return result
 
-    with mock.patch.object(ModelParts, "gradients", spoiled_gradients):
-        with mock.patch.object(parameter_server, "train_step", spoiled_step):
-            yield
-
-
-def spoiled(values: dict, step: int, where: str):
-    with no_number_after(step, 1, where):
+    with mock.patch.object(parameter_server, "train_step", spoiled_step):
         return train(values_with(values, run={"dir": f"{values['run']['dir']}-{where}"}))
 
 
 def test_r1_a_weight_that_is_no_number_is_never_saved_and_prunes_nothing(ranks, tiny_values):
-    more = {"parallel": {"tensor_parallel": 2}, "checkpoint": {"interval": 1, "keep": 2}, "data": {"valid": []}}
-    values = values_with(tiny_values, **more)
+    values = values_with(tiny_values, checkpoint={"interval": 1, "keep": 2}, **ON_TWO)
     for where, skipped in (("before", 3), ("behind", 2)):
         directory = Path(f"{values['run']['dir']}-{where}")
         (notices, error), (_, other) = ranks(2).run(spoiled, values, 4, where, timeout=60)
@@ -105,24 +94,24 @@ def test_r1_a_weight_that_is_no_number_is_never_saved_and_prunes_nothing(ranks, 
 
 
 def nan_gradients(values: dict):
-    """In steps 2 to 4 one gradient is no number, on one rank. Return the name of its parameter, too."""
-    name = []
+    """In steps 2 to 4 one gradient is no number, on one rank."""
 
     def spoil(model, loss, step):
         if step in (2, 3, 4) and dist.get_rank() == 1:
-            local_part(list(model.parts[0].parameters())[4].grad).view(-1)[-1] = float("nan")
-        name[:] = [list(dict(model.parts[0].named_parameters()))[4]]
+            local_part(dict(model.parts[0].named_parameters())["layers.0.self_attn.q_proj.weight"].grad).view(-1)[
+                -1
+            ] = math.nan
         return loss
 
     with changed_gradients(spoil):
-        return *train(values), name[0]
+        return train(values)
 
 
 def test_a_nan_on_one_rank_skips_steps_on_all_and_too_many_stop_the_run(ranks, tiny_values):
-    train = {**tiny_values["train"], "max_skipped_steps": 3}
-    values = values_with(tiny_values, parallel={"tensor_parallel": 2}, train=train, data={"valid": []})
-    for _, error, name in ranks(2).run(nan_gradients, values):
-        assert "3 steps in a row were skipped, the last one step 4" in error and f"first in {name}" in error
+    values = values_with(tiny_values, train={"max_skipped_steps": 3}, **ON_TWO)
+    for _, error in ranks(2).run(nan_gradients, values):
+        assert "3 steps in a row were skipped, the last one step 4" in error
+        assert "first in layers.0.self_attn.q_proj.weight" in error
     found = rows(values["run"]["dir"])
     assert [(row["step"], row.get("skipped", 0)) for row in found] == [(1, 0), (2, 1), (3, 2)]
     assert [math.isfinite(row["grad_norm"]) for row in found] == [True, False, False]
@@ -164,8 +153,7 @@ def train_on_a_full_disk(values: dict, failing: list[int]):
 )
 def test_r2_r10_a_failed_save_is_reported_tried_again_and_leaves_nothing(ranks, tiny_values, failing, kept, planned):
     """Ranks learn of a failure when they read the step after it, that is when one more step is queued."""
-    more = {"train": {"steps": 12}, "checkpoint": {"interval": 6}}
-    values = values_with(tiny_values, parallel={"tensor_parallel": 2}, data={"valid": []}, **more)
+    values = values_with(tiny_values, train={"steps": 12}, checkpoint={"interval": 6}, **ON_TWO)
     directory = Path(values["run"]["dir"])
     (notices, error), _ = ranks(2).run(train_on_a_full_disk, values, failing)
     said = [line for line in notices if "could not be written" in line]
@@ -222,15 +210,12 @@ def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence(ranks, tiny_v
     assert error == f"ValueError: {tiny_values['run']['dir']}/start.json cannot be written: No space left on device"
 
 
-@pytest.mark.parametrize("how", [shutil.rmtree, lambda path: path.rename(path.with_name("elsewhere"))])
-def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_values, how):
-    values = values_with(
-        tiny_values, train={"steps": 100_000}, parallel={"tensor_parallel": 2}, checkpoint={"interval": 0}
-    )
-    job = commands.start("pretrain", write_run(tmp_path, values))
-    directory = Path(values["run"]["dir"])
+def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_values):
+    more = {"train": {"steps": 100_000}, "checkpoint": {"interval": 0}}
+    job = commands.start("pretrain", write_run(tmp_path, values_with(tiny_values, **more, **ON_TWO)))
+    directory = tmp_path / "run"
     job.wait_until(lambda: len(rows(directory)) > 2, "step 3")
-    how(directory)
+    shutil.rmtree(directory)
     code, _, err = job.finish()
     assert code == 2 and f"{directory} is gone at step" in err and "Traceback" not in err, err
 
@@ -274,7 +259,7 @@ def test_r8_a_validation_on_the_step_of_a_stop_is_done_when_the_run_resumes(rank
 
 def test_a_stop_while_steps_are_skipped_waits_until_one_is_not(ranks, tiny_values):
     """R1: no checkpoint is written of a streak, and a stop needs one."""
-    values = values_with(tiny_values, parallel={"tensor_parallel": 2}, data={"valid": []})
+    values = values_with(tiny_values, **ON_TWO)
     results = ranks(2).run(stopped_in_a_streak, values)
     assert [error for _, error in results] == ["", ""] and max(steps(Path(values["run"]["dir"]) / "checkpoints")) == 5
 

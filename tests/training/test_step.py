@@ -1,19 +1,27 @@
-"""A step that is not finite updates nothing on any rank; float16 scales its loss; low precision trains like float64."""
+"""A step that is not finite updates nothing on any rank; float16 scales its loss; low precision trains like float64.
+
+With data.mask the loss is the mean over the targets of the global batch, in every layout: a plain cross entropy says
+so, in float64; and a model learns the completions alone.
+"""
 
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
-from pool import RankFailure
-from testing import assert_kernel_close
+import torch.nn.functional as F
+from testing import assert_kernel_close, assert_same
 
 from tpformer.config import build_config
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.models import GPT
+from tpformer.training.data import build_dataset
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.setup import build_model, run_mesh
-from tpformer.training.step import LossScaler, train_step, why_skipped
+from tpformer.training.resolve import resolve
+from tpformer.training.setup import build_model, open_data, run_mesh
+from tpformer.training.step import LossScaler, batch, evaluate, train_step, why_skipped
 from tpformer.training.trainer import Trainer
 
 MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "n_heads": 2}
@@ -21,6 +29,10 @@ BATCH = 4
 TP2_PP2 = {"tensor_parallel": 2, "pipeline_parallel": 2}
 ZERO3 = {"data_parallel_shard": 2, "zero_stage": 3}
 ZBV = {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2}
+
+
+def size_of(parallel: dict) -> int:
+    return build_config({"parallel": parallel}).parallel.world_size
 
 
 def config_of(parallel: dict, dtype: str, dropout: float = 0.0):
@@ -85,20 +97,19 @@ def test_all_ranks_skip_a_step_that_is_not_finite(ranks):
             assert math.isfinite(loss), step
 
 
-def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step(ranks):
-    """On a GPU a target outside the vocabulary makes the loss NaN; a CPU refuses it."""
-    words = r"ValueError: token ids of this batch span \[0, 60\], outside the vocabulary \[0, 59\]"
-    with pytest.raises(RankFailure, match=words):
-        ranks(1).run(strange_batch)
-
-
 def strange_batch() -> None:
     model, optimizers = setup({}, "float32")
     model.gradients = lambda *args, **kwargs: torch.tensor(math.nan)
     batch = torch.zeros(BATCH, 13, dtype=torch.int64)
     batch[0, 5] = 60
     result = train_step(model, optimizers, batch, first_sample=0, step=1, lr=0.1, clip_norm=1.0)
-    why_skipped(model, batch, result)
+    with pytest.raises(ValueError, match=r"token ids of this batch span \[0, 60\], outside the vocabulary \[0, 59\]"):
+        why_skipped(model, batch, result)
+
+
+def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step(ranks):
+    """On a GPU a target outside the vocabulary makes the loss NaN; a CPU refuses it."""
+    ranks(1).run(strange_batch)
 
 
 def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
@@ -138,16 +149,11 @@ def oracle(ranks):
     return torch.tensor(ranks(1).run(train, {}, "float64", 8)[0][0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "parallel"),
-    [("bfloat16", {}), ("bfloat16", TP2_PP2), ("float16", ZERO3), ("float16", ZBV)],
-    ids=["bfloat16", "bfloat16-tp2-pp2", "float16-zero3", "float16-zbv"],
-)
+@pytest.mark.parametrize(("dtype", "parallel"), [("bfloat16", TP2_PP2), ("float16", ZERO3), ("float16", ZBV)])
 def test_low_precision_trains_as_float64_does(ranks, oracle, parallel, dtype):
-    size = math.prod(value for key, value in parallel.items() if key.endswith(("_parallel", "_shard")))
     scale = 2.0**8 if dtype == "float16" else None
     baseline = torch.tensor(plain(dtype, 8), dtype=getattr(torch, dtype))
-    for losses, skipped, last_scale, computed, kept in ranks(size).run(train, parallel, dtype, 8, scale):
+    for losses, skipped, last_scale, computed, kept in ranks(size_of(parallel)).run(train, parallel, dtype, 8, scale):
         assert computed == {getattr(torch, dtype)} and kept == {torch.float32}
         assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 3 and 6 good steps"
         assert_kernel_close(torch.tensor(losses, dtype=baseline.dtype), oracle, baseline, "losses")
@@ -189,3 +195,104 @@ def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
     for _ in range(20):
         other.update(bad)
     assert other.scale == 1.0
+
+
+INTERLEAVED = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}
+LAYOUTS = {"tp2-pp2": TP2_PP2, "zero3": ZERO3, "zbv-dp2": ZBV, "interleaved-dp2": INTERLEAVED}
+
+
+class Windows:
+    """Samples with another number of targets each, the first with none. A token that is none is stored as -1 - id."""
+
+    n_samples = 7
+
+    def sample(self, i: int) -> np.ndarray:
+        generator = np.random.default_rng(i)
+        ids = generator.integers(0, 60, 13)
+        return np.where(generator.random(13) < i / 8, ids, -1 - ids)
+
+
+def results(parallel: dict) -> tuple[float, dict, list[float], bool]:
+    """Loss and gradients of a batch, the validation losses, and whether a batch without targets has loss and gradients
+    0 and validation leaves the model in training mode. Training has dropout, and validation none."""
+    model, _ = setup(parallel, "float64")
+    first, share = model.own_samples(0, BATCH)
+    rows = batch(Windows(), first, share)
+    loss = float(model.gradients(rows, first_sample=first, step=1))
+    named = [pair for part in model.parts for pair in part.named_parameters()]
+    gradients = {name: full_tensor(parameter.grad).clone() for name, parameter in named}
+    for _, parameter in named:
+        parameter.grad = None
+    nothing = float(model.gradients(torch.minimum(rows, ~rows), first_sample=first, step=1)) == 0
+    nothing &= not any(full_tensor(parameter.grad).any() for _, parameter in named)
+    model, _ = setup(parallel, "float64", dropout=0.5)
+    valid = [evaluate(model, [Windows(), Windows()], number, torch.device("cpu")) for number in (5, 100)]
+    return loss, gradients, valid, nothing and all(part.training for part in model.parts)
+
+
+def of_torch() -> tuple[float, dict, list[float]]:
+    """The same of torch's cross entropy of the logits of one process."""
+    (model,) = setup({}, "float64")[0].parts
+    rows = batch(Windows(), 0, 7)
+    ids = torch.where(rows < 0, -1 - rows, rows)
+    targets = torch.where(rows < 0, -7, rows)[:, 1:]
+    losses = F.cross_entropy(model(ids[:, :-1]).transpose(1, 2), targets, ignore_index=-7, reduction="none")
+    counts = (targets >= 0).sum(1)
+    loss = losses[:BATCH].sum() / counts[:BATCH].sum()
+    loss.backward()
+    gradients = {name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()}
+    return float(loss), gradients, [float(losses[:n].sum() / counts[:n].sum()) for n in (5, 7)]
+
+
+@pytest.fixture(scope="module")
+def expected(ranks):
+    return ranks(1).run(of_torch)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_mean_over_the_targets_of_the_global_batch(ranks, expected, layout):
+    loss, gradients, valid = expected
+    for own_loss, own, own_valid, nothing in ranks(size_of(LAYOUTS[layout])).run(results, LAYOUTS[layout]):
+        assert_same([own_loss, *own_valid], [loss, *valid])
+        assert_same(own, {name: gradients[name] for name in own})
+        assert nothing, "loss or gradients of a batch without targets, or no dropout after a validation"
+
+
+@pytest.fixture
+def values(tmp_path, tiny_values) -> dict:
+    """A run on 16 prompts of random letters, each with a completion of its own."""
+    letters = np.random.default_rng(0).integers(97, 123, (16, 12))
+    pairs = [
+        {"prompt": bytes(row[:9]).decode(), "completion": f"={chr(row[0])}{chr(row[1])}"}
+        for row in letters.astype("u1")
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 20))
+    build_dataset([tmp_path / "pairs.jsonl"], tmp_path / "pairs", "bytes", fields=("prompt", "completion"), quiet=True)
+    data = {"train": [str(tmp_path / "pairs")], "valid": [str(tmp_path / "pairs")], "mask": True}
+    return {**tiny_values, "data": data, "optimizer": {"lr": 1e-2, "warmup_steps": 5}}
+
+
+def tuned(values: dict) -> tuple[float, float]:
+    """Mean validation losses after training: over the completions, and over all tokens."""
+    train = {"steps": 100, "global_batch_size": 16, "validation_samples": 32}
+    trainer = Trainer(build_config(values, {"train": train, "checkpoint": {"interval": 0}, "log": {"interval": 100}}))
+    trainer.run()
+    everything = open_data(resolve(build_config(values, {"data": {"mask": False}}))).valid
+    return trainer.validate(), evaluate(trainer.model, everything, 32, trainer.device)
+
+
+def test_completions_are_learned_and_prompts_are_not(ranks, values):
+    completions, everything = ranks(1).run(tuned, values)[0]
+    assert completions < 0.5 and everything > math.log(26)
+
+
+def test_data_without_a_mask_or_without_targets_are_refused_unless_blended(values, tmp_path, tiny_data):
+    with pytest.raises(ValueError, match=f"data.mask = true, but {tiny_data} has no .mask file: make one with"):
+        open_data(resolve(build_config(values, {"data": {"train": [str(tiny_data)]}})))
+    pairs = str(tmp_path / "pairs")
+    blend = resolve(build_config(values, {"data": {"train": [pairs, str(tiny_data)], "weights": [1, 9]}}))
+    counts = [int((open_data(blend).train.sample(i)[1:] >= 0).sum()) for i in range(200)]
+    assert 140 < counts.count(16) < 200, "of data without a mask every token is a target"
+    with pytest.raises(ValueError, match="no target in the first 1 samples"):
+        train = {"validation_samples": 1}
+        open_data(resolve(build_config(values, {"train": train, "model": {**values["model"], "seq_length": 5}})))

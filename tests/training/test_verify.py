@@ -31,7 +31,6 @@ def config_of(**sections: dict) -> RunConfig:
 
 DEFECTS = {
     "none": contextlib.nullcontext,
-    "tied": lambda: mock.patch.object(TiedParameter, "reduce", lambda self: None),
     "partial": lambda: mock.patch.object(training_model, "reduce_partial_gradients", without_reduction),
 }
 
@@ -87,15 +86,13 @@ def test_a_missing_reduction_over_tensor_parallel_ranks_is_named(ranks):
     assert "norm" in worst or worst.endswith(("o_proj.bias", "fc2.bias", "embed_positions.weight")), worst
 
 
-def test_the_data_of_the_file_is_used_where_it_exists(ranks, tiny_values, tiny_data):
-    values = {**tiny_values, "parallel": {"data_parallel_replicate": 2}}
-    config = verify_config(build_config(values))
+def test_the_data_of_the_file_is_used_where_it_exists_and_a_vocabulary_that_nothing_tells_is_asked_for(
+    ranks, tiny_values, tiny_data
+):
+    config = verify_config(build_config(tiny_values, {"parallel": {"data_parallel_replicate": 2}}))
     assert config.data.train == (str(tiny_data),) and config.model.vocab_size == 257
     (code, out), _ = ranks(2).run(verified, config, "none")
     assert code == 0 and f"data: {tiny_data}" in out
-
-
-def test_a_vocabulary_that_nothing_tells_is_asked_for(tiny_values):
     values = {**tiny_values, "data": {"train": ["missing/data"]}}
     with pytest.raises(ValueError, match="missing/data.bin and .idx do not exist.*set model.vocab_size"):
         verify_config(build_config(values))

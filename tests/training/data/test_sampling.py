@@ -50,9 +50,14 @@ def test_permute_reaches_every_order_about_equally_and_moves_neighbours_apart() 
             permute(index, n, 0)
 
 
-def test_each_epoch_is_its_own_permutation_of_the_windows(tmp_path: Path) -> None:
+def test_each_epoch_is_its_own_permutation_of_the_windows_and_a_batch_has_the_next_ones(tmp_path: Path) -> None:
     samples = TokenSamples(dataset_of(tmp_path / "a", 1004), seq_length=10, seed=7)
     assert samples.n_samples == 100
+    for n_tokens, n_samples in ((11, 1), (20, 1), (21, 2), (101, 10)):  # the last window ends inside of the stream
+        plain = TokenSamples(dataset_of(tmp_path / str(n_tokens), n_tokens), seq_length=10, shuffle=False)
+        starts = [int(plain.sample(i)[0]) for i in range(n_samples + 1)]
+        assert plain.n_samples == n_samples and starts == [*range(0, 10 * n_samples, 10), 0], "in order"
+        assert plain.sample(n_samples - 1)[-1] == 10 * n_samples
     orders = []
     for epoch in range(3):
         starts = []
@@ -64,14 +69,11 @@ def test_each_epoch_is_its_own_permutation_of_the_windows(tmp_path: Path) -> Non
         assert sorted(starts) == list(range(0, 1000, 10))
         orders.append(tuple(starts))
     assert len(set(orders)) == 3
-
-
-@pytest.mark.parametrize(("n_tokens", "n_samples"), [(11, 1), (20, 1), (21, 2), (101, 10)])
-def test_last_window_ends_inside_the_stream(tmp_path: Path, n_tokens: int, n_samples: int) -> None:
-    samples = TokenSamples(dataset_of(tmp_path / "a", n_tokens), seq_length=10, shuffle=False)
-    assert samples.n_samples == n_samples
-    assert [int(samples.sample(i)[0]) for i in range(n_samples + 1)] == [*range(0, 10 * n_samples, 10), 0], "in order"
-    assert samples.sample(n_samples - 1)[-1] == 10 * n_samples
+    rows = batch(samples, first=98, count=4)  # these samples cross the end of an epoch
+    assert rows.dtype == torch.int64 and rows.shape == (4, 11)
+    assert rows.tolist() == [samples.sample(i).tolist() for i in range(98, 102)]
+    with pytest.raises(ValueError, match="count 0"):
+        batch(samples, 0, 0)
 
 
 def blend(folder: Path, seed: int = 5) -> BlendedSamples:
@@ -130,15 +132,6 @@ def test_samples_and_blends_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for bad in (samples, BlendedSamples([samples], [1], seed=0)):
         with pytest.raises(ValueError, match="got -1"):
             bad.sample(-1)
-
-
-def test_batch_stacks_consecutive_samples(tmp_path: Path) -> None:
-    samples = TokenSamples(dataset_of(tmp_path / "a", 101), seq_length=10, seed=1)
-    rows = batch(samples, first=8, count=4)  # these samples cross the end of an epoch
-    assert rows.dtype == torch.int64 and rows.shape == (4, 11)
-    assert rows.tolist() == [samples.sample(i).tolist() for i in range(8, 12)]
-    with pytest.raises(ValueError, match="count 0"):
-        batch(samples, 0, 0)
 
 
 def test_check_vocab_sees_a_large_id_in_any_chunk_and_a_negative_one(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Tokenizers round-trip text and know the end of a document; what cannot be loaded is named with the remedy."""
+"""Tokenizers round-trip text and know the end of a document; what cannot be loaded is named with the remedy. Special
+tokens, prompts and chat templates of a Hugging Face tokenizer folder are what transformers makes of them."""
 
 import json
 import sys
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpformer.training.data import ByteTokenizer, JsonTokenizer, load_tokenizer
+from tpformer.training.data import ByteTokenizer, JsonTokenizer, chat_ids, load_tokenizer, render_chat
 
 
 def word_level_json(path: Path, end_of_document: str, end_id: int = 7) -> Path:
@@ -70,3 +71,181 @@ def test_json_tokenizer_refusals(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is not a tokenizer\.json"):
         JsonTokenizer(tmp_path / "b.json")
+
+
+TEMPLATES = {
+    "chatml": (
+        "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif %}\n"
+        "{%- for message in messages %}\n"
+        "    {{- '<|im_start|>' + message.role + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}\n"
+    ),
+    "llama3": (
+        "{% set loop_messages = messages %}{% if tools is not none %}{{ raise_exception('tools') }}{% endif %}\n"
+        "{% for message in loop_messages %}"
+        "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message.content | trim %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}\n"
+        "    {% if message.role == 'assistant' %}\n    {% generation %}{{ content }}{% endgeneration %}\n"
+        "    {% else %}{{ content }}{% endif %}{{ '<|eot_id|>' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+    "mistral": (
+        "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
+        "{% if m['role'] == 'system' %}{% set ns.system = m['content'] + '\n\n' %}{% continue %}{% endif %}"
+        "{% if m['role'] == 'user' %}{{ '[INST] ' + ns.system + m['content'] + ' [/INST]' }}{% set ns.system = '' %}"
+        "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+        "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+    ),
+    "tools": "{{ messages | tojson }} {{ strftime_now('%Y') }} {{ documents is none }}{{ pad_token is defined }}",
+}
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "[INST]", "[/INST]"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A byte-level tokenizer that puts <s> before a prompt, as Llama's does; a test adds the files beside it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator(["def a user says to the assistant\n\n"] * 9, trainer)
+    bos = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    tokenizer.enable_truncation(4)  # a published file may, and no text may be cut for it
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write(folder: Path, source: Path, **files: dict | str) -> Path:
+    """Copy tokenizer.json to a new folder and put these files beside it; returns the copy."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text((source / "tokenizer.json").read_text())
+    for name, content in files.items():
+        path = folder / (f"{name}.jinja" if isinstance(content, str) else f"{name}.json")
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder / "tokenizer.json"
+
+
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<s>",
+    "eos_token": {"__type": "AddedToken", "content": "</s>"},
+}
+TURNS = [("system", "Speak <b>plainly</b>."), ("user", " What is 2 + 2? "), ("assistant", "\n4 é🙂"), ("user", "Why?")]
+CONVERSATIONS = {"one turn": TURNS[1:2], "two turns": TURNS[1:], "with a system message": TURNS}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_has_the_tokens_that_transformers_gives_it(folder, tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    in_config = name == "tools"  # an older folder has the template in its configuration, beside others
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": TEMPLATES[name]}]
+    files = {} if in_config else {"chat_template": TEMPLATES[name]}
+    config = CONFIG | ({"chat_template": named} if in_config else {})
+    path = write(tmp_path / "model", folder, tokenizer_config=config, **files)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(path.parent), load_tokenizer(path)
+    for turns in CONVERSATIONS.values():
+        messages = [{"role": role, "content": content} for role, content in turns]
+        for prompt in (True, False):
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+            assert chat_ids(ours, messages, add_generation_prompt=prompt).tolist() == expected
+    if name in ("llama3", "mistral"):
+        assert expected[:2] != [0, 0] and expected[0] == 0, "the template's <s> is the only one"
+
+
+def test_a_prompt_has_the_tokens_that_transformers_gives_it(folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path = write(tmp_path / "model", folder, tokenizer_config=CONFIG)
+    ours, text = load_tokenizer(path), "def a user, longer than four tokens <|im_end|>"
+    expected = transformers.AutoTokenizer.from_pretrained(path.parent)(text)["input_ids"]
+    assert ours.encode_prompt(text).tolist() == expected and expected[0] == 0
+    assert ours.encode(text).tolist() == expected[1:], "a document has no beginning-of-text token"
+
+
+@pytest.mark.parametrize(
+    ("files", "end", "stops"),
+    [
+        ({"tokenizer_config": {"eos_token": "<|eot_id|>"}}, "<|eot_id|>", ["<|eot_id|>"]),
+        ({"generation_config": {"eos_token_id": 3}}, "</s>", ["<|im_end|>"]),
+        ({"tokenizer_config": CONFIG, "generation_config": {"eos_token_id": [3, 4]}}, "</s>", SPECIAL[3:5]),
+        ({"tokenizer_config": CONFIG, "special_tokens_map": {"eos_token": "<|im_end|>"}}, "<|im_end|>", ["<|im_end|>"]),
+        (
+            {"tokenizer_config": CONFIG | {"added_tokens_decoder": {}}, "special_tokens_map": {"eos_token": "<s>"}},
+            "</s>",
+            ["</s>"],
+        ),
+        ({"tokenizer_config": {"eos_token": None}}, "</s>", ["</s>"]),
+    ],
+)  # fmt: skip
+def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
+    tokenizer = load_tokenizer(write(tmp_path / "model", folder, **files))
+    if files.get("tokenizer_config", {}).get("tokenizer_class"):
+        theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "model")
+        assert theirs.eos_token == end
+    assert tokenizer.end_of_document == SPECIAL.index(end)
+    assert [SPECIAL[each] for each in tokenizer.stop_tokens] == stops
+    alone = tmp_path / "mine.json"  # beside files that are not said to be its own
+    alone.write_text((folder / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    assert load_tokenizer(alone).end_of_document == SPECIAL.index("</s>")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config", {"eos_token": "<nobody>"}, r"lacks <nobody>, the eos_token .* of another tokenizer\?"),
+        ("tokenizer_config", {"eos_token": 3}, r"eos_token is 3, where a token's text is expected"),
+        ("tokenizer_config", {"chat_template": [{"name": "rag", "template": ""}]}, r"are rag, and none .* default"),
+        ("tokenizer_config", {"chat_template": {"default": ""}}, r"chat_template is \{'default': ''\}, where"),
+        ("tokenizer_config", [], r"tokenizer_config\.json holds a JSON list"),
+        ("generation_config", {"eos_token_id": ["3"]}, r"eos_token_id is \['3'\]"),
+        ("generation_config", {"eos_token_id": 10**6}, r"stops at \(1000000,\): the tokenizer's ids are below \d+"),
+    ],
+)
+def test_files_that_cannot_be_understood(folder, tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(write(tmp_path / "model", folder, **{name: content}))
+
+
+def test_an_ordinary_token_that_is_named_special_is_one_token(tmp_path):
+    pytest.importorskip("tokenizers")
+    path = word_level_json(tmp_path / "tokenizer.json", "</s>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "blue", "pad_token": "absent"}')
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("redblue").tolist() == [1, 3] and tokenizer.decode([1, 3]) == "red"
+    assert tokenizer.end_of_document == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system role') }}", "TemplateError: no system role"),
+        ("{{ messages.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError: access to attribute 'append'"),
+        ("{% set _ = messages[0].update(role='x') %}", "SecurityError"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
+        ("{{ lipsum.__globals__['os'].system('true') }}", "SecurityError"),
+        ("{% import 'os' as os %}", "TypeError: no loader"),
+        ("{{ open('/etc/passwd') }}", "UndefinedError: 'open' is undefined"),
+        ("{{ messages[7].content + 1 }}", "UndefinedError"),
+        ("{{ range(1000000000) | list }}", "OverflowError"),
+        ("{% if %}", "TemplateSyntaxError"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_further_is_refused(template, message):
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match=f"^the chat template refuses this conversation: {message}"):
+        render_chat(template, messages, {})
+    assert messages == [{"role": "user", "content": "hi"}]
+
+
+def test_a_tokenizer_without_a_template_writes_a_plain_conversation():
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    ids = chat_ids(ByteTokenizer(), messages)
+    text = "System: Speak <b>plainly</b>.\nUser: What is 2 + 2?\nAssistant: 4 é🙂\nUser: Why?\nAssistant:"
+    assert bytes(ids.tolist()).decode() == text
