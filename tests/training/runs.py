@@ -1,12 +1,17 @@
-"""Whole runs: their sections and their file, and the rows that they have written.
+"""Whole runs: their sections and their file, and the rows that they have written, and a stop.
 
 Belongs here: what several tests of runs share. The fixture `tiny_values` has the sections that they begin with.
 """
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from tpformer.config import build_config, to_toml
 from tpformer.training.metrics import read_metrics
+from tpformer.training.trainer import Trainer
 
 
 def values_with(values: dict, **sections: dict) -> dict:
@@ -30,3 +35,17 @@ def rows(directory: Path | str) -> list[dict]:
 
 def losses(directory: Path | str) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(directory) if "loss" in row]
+
+
+@contextmanager
+def sigterm_in(step: int) -> Iterator[None]:
+    """Within, each rank gets SIGTERM as it begins this step; the run reads that step, and ends behind the next one."""
+    launch = Trainer._launch
+
+    def launched(trainer: Trainer, *arguments):
+        if trainer.step + 1 == step:
+            signal.raise_signal(signal.SIGTERM)
+        return launch(trainer, *arguments)
+
+    with mock.patch.object(Trainer, "_launch", launched):
+        yield

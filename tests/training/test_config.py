@@ -9,6 +9,7 @@ import typing
 import pytest
 
 from tpformer.config import RANGES, RunConfig, build_config, check_config, read_toml, to_toml
+from tpformer.config.layout import CHOICES
 from tpformer.distributed import build_mesh
 from tpformer.training.resolve import resolve
 from tpformer.training.setup import build_model
@@ -72,8 +73,6 @@ def served(server: str, train: dict | None = None, **parallel: object) -> dict[s
         ),
         ({"train": {"global_batch_size": 4, "microbatch_size": 3}}, ["global_batch_size=4", "microbatch_size=3"]),
         ({"train": {"steps": 0}}, ["train.steps=0", "at least 1"]),
-        ({"parallel": {"transport": "magic"}}, ["parallel.transport='magic'", "sequential, pipelined"]),
-        ({"parallel": {"recompute": "all"}}, ["parallel.recompute='all'", "none, mlp, full"]),
         ({"parallel": {"recompute_layers": "1"}}, ["recompute_layers='1'", "recompute is none", "mlp or full"]),
         ({"parallel": {"recompute": "mlp", "recompute_layers": "9"}}, ["recompute_layers='9'", "none of the", '"0:8"']),
         (
@@ -117,7 +116,6 @@ def served(server: str, train: dict | None = None, **parallel: object) -> dict[s
             for train in ({"dtype": "float16"}, {"dtype": "float32"}, {"device": "cpu"})
         ),
         ({"parallel": {"pack_layers": "0"}}, ["pack_layers='0' chooses layers, but pack_activations is false"]),
-        (served("async"), ["parallel.parameter_server='async': choose one of none, sync, stale"]),
         (served("sync", tensor_parallel=2), ["not with tensor_parallel=2: leave one of them out"]),
         (served("sync", data_parallel_replicate=1), ["not with data_parallel_replicate=1"]),
         (served("sync", arrivals="0,1,2"), ["parallel.arrivals='0,1,2' is of parameter_server='stale'"]),
@@ -203,6 +201,13 @@ def test_every_number_has_a_range_and_values_outside_of_it_are_refused(tiny_valu
         except ValueError as error:
             text = str(error)
         assert f"{name}={value} " in text and ("must be" in text or "not supported" in text), (key, value, text)
+
+
+def test_a_value_that_is_no_choice_is_answered_with_the_choices(tiny_values):
+    for name, choices in CHOICES.items():
+        words = f"parallel.{name}='magic': choose one of {', '.join(choices)}"
+        with pytest.raises(ValueError, match=f"^{words}$"):
+            check_config(build_config(tiny_values, {"parallel": {name: "magic"}}))
 
 
 def test_what_is_said_to_work_and_the_ends_that_belong_to_a_range_are_taken(tiny_values):

@@ -88,17 +88,15 @@ def test_a_bias_moves_towards_equal_loads_unless_the_step_is_skipped():
     assert router.bias.tolist() == [0.5, 0.0, -0.5, 0.0]
 
 
-def test_a_run_logs_loads_and_saves_biases(commands, tiny_values, tmp_path):
+def test_a_run_logs_loads_and_saves_biases(done, tiny_values, tmp_path):
     """The command, on two ranks: numbers of loads in metrics, each expert's in norms, biases in the checkpoint."""
     train = {"steps": 3, "balance_loss": 0.01}
     values = {**tiny_values, "model": MODEL, "parallel": {"tensor_parallel": 2}}
     toml = write_run(tmp_path, values, train=train, data={"valid": []}, log={"norm_interval": 1})
     run = tmp_path / "run"
-    code, _, err = commands.run("pretrain", toml)
-    assert code == 0, err
+    done("pretrain", toml)
     assert [row["expert_dropped"] for row in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
     loads = [value for name, value in read_metrics(run / "norms.jsonl")[-1].items() if name.startswith("load.layers.")]
     assert len(loads) == 8 and sum(loads) == 2 * 4 * 16 * 2
     for more in (("export", str(run), "--out", str(tmp_path / "out")), ("generate", str(run), "--max-new-tokens", "4")):
-        code, _, err = commands.run(*more)
-        assert code == 0, err
+        done(*more)

@@ -4,7 +4,6 @@ loss curve is drawn."""
 import json
 import math
 import resource
-import signal
 import sys
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from runs import rows, values_with, write_run
+from runs import rows, sigterm_in, values_with, write_run
 from testing import assert_same
 
 from tpformer.config import build_config
@@ -122,14 +121,7 @@ def test_the_mean_of_an_interval_survives_a_stop_and_leaves_out_what_is_not_fini
 
 def interval_rows(values: dict, every: int, stop: int) -> dict[int, list[float]]:
     """The rows by step of a run that is asked to stop in a step, and resumed."""
-    take = Trainer._launch
-
-    def launch(trainer: Trainer, *arguments):
-        if trainer.step + 1 == stop:
-            signal.raise_signal(signal.SIGTERM)
-        return take(trainer, *arguments)
-
-    with mock.patch.object(Trainer, "_launch", launch):
+    with sigterm_in(stop):
         for resume in (False, True) if stop else (False,):
             log = {"interval": every, "profile_step": 2 if every == 1 else 0}
             trainer = Trainer(build_config(values, {"log": log, "run": {"resume": resume}}))
@@ -138,9 +130,7 @@ def interval_rows(values: dict, every: int, stop: int) -> dict[int, list[float]]
     return {int(row["step"]): [row[key] for key in kept] for row in rows(trainer.directory)}
 
 
-def test_rows_are_the_means_of_their_intervals_also_of_a_resumed_run_and_a_step_is_profiled(
-    ranks, tiny_values, tmp_path
-):
+def test_rows_are_means_of_their_intervals_also_in_a_resumed_run_and_a_step_is_profiled(ranks, tiny_values, tmp_path):
     """N10: the logged loss was the one of the row's step."""
     values = values_with(tiny_values, data={"valid": []}, train={"steps": 8}, checkpoint={"interval": 0})
     runs = ("every", 1, 0), ("whole", 3, 0), ("parts", 3, 4)  # which ends when step 4 is read: behind 5
@@ -239,10 +229,9 @@ def test_what_wandb_refuses_is_one_sentence(ranks, tiny_values):
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
-def test_wandb_itself_offline(tiny_values, commands, tmp_path):
+def test_wandb_itself_offline(done, tiny_values, tmp_path):
     values = {**tiny_values, "log": {"interval": 1, "plot": False, "wandb": "tpformer-test"}}
-    code, out, err = commands.run("pretrain", write_run(tmp_path, values), WANDB_MODE="offline")
-    assert code == 0, out + err
+    done("pretrain", write_run(tmp_path, values), WANDB_MODE="offline")
     directory = Path(values["run"]["dir"])
     (stored,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
     assert (directory / "wandb.id").read_text() in stored.name

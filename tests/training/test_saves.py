@@ -9,20 +9,18 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import losses, rows, values_with, write_run
+from runs import losses, rows, sigterm_in, values_with, write_run
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tpformer.config import build_config
 from tpformer.parallel import local_part
 from tpformer.training import parameter_server
-from tpformer.training import trainer as trainer_module
 from tpformer.training.checkpoint import Checkpointer, newest_good, steps
 from tpformer.training.model import ModelParts
 from tpformer.training.trainer import Trainer
@@ -98,9 +96,8 @@ def nan_gradients(values: dict):
 
     def spoil(model, loss, step):
         if step in (2, 3, 4) and dist.get_rank() == 1:
-            local_part(dict(model.parts[0].named_parameters())["layers.0.self_attn.q_proj.weight"].grad).view(-1)[
-                -1
-            ] = math.nan
+            parameters = dict(model.parts[0].named_parameters())
+            local_part(parameters["layers.0.self_attn.q_proj.weight"].grad).view(-1)[-1] = math.nan
         return loss
 
     with changed_gradients(spoil):
@@ -221,28 +218,9 @@ def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_valu
 
 
 def train_until(values: dict, step: int):
-    """Train; SIGTERM comes in this step."""
-    original = trainer_module.stop_requests
-
-    @contextmanager
-    def requested():
-        with original():
-            yield _At(step)
-
-    with mock.patch.object(trainer_module, "stop_requests", requested):
+    """SIGTERM comes in the step before this one."""
+    with sigterm_in(step - 1):
         return train(values)
-
-
-class _At(list):
-    """Requests to stop, of which there is none before the given step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.asked, self.step = 0, step
-
-    def __bool__(self) -> bool:
-        self.asked += 1
-        return self.asked >= self.step
 
 
 def test_r8_a_validation_on_the_step_of_a_stop_is_done_when_the_run_resumes(ranks, tiny_values):
@@ -267,7 +245,7 @@ def test_a_stop_while_steps_are_skipped_waits_until_one_is_not(ranks, tiny_value
 def stopped_in_a_streak(values: dict):
     """The losses of steps 3 and 4 are no numbers; SIGTERM comes in step 3."""
     with changed_gradients(lambda model, loss, step: loss * float("nan") if step in (3, 4) else loss):
-        return train_until(values, 3)
+        return train_until(values, 4)
 
 
 def half_with_an_overflow(values: dict):
