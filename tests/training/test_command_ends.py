@@ -124,6 +124,7 @@ def test_a_directory_is_its_launchers_until_that_one_is_killed(commands, tmp_pat
     first.process.join()
     code, out, err = commands.run(*again, "--train.steps", "2")
     assert code == 0, out + err
+    assert [row["step"] for row in rows(run)] == [1, 2], "R5: without a checkpoint it begins anew"
 
 
 # terminals

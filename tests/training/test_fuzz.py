@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import save_file
 
 from tpformer.config import build_config, check_config, read_toml
-from tpformer.training import metrics
 from tpformer.training.checkpoint_files import MODEL, saved_tensors, verify, write_checkpoint
 from tpformer.training.companions import byte_tokenizer
 from tpformer.training.data import IndexedDataset, build_dataset, load_tokenizer
+from tpformer.training.metrics import cut_metrics
 from tpformer.training.resolve import open_dataset, resolve
 from tpformer.training.source import describe
 from tpformer.weights.files import TensorFiles
@@ -51,25 +51,9 @@ def read_dataset(path: Path) -> None:
     dataset.tokens(0, dataset.n_tokens)
 
 
-def read_mask(path: Path) -> None:
-    open_dataset(str(path.with_suffix("")), 300, masked=True)
-
-
-def read_sidecar(path: Path) -> None:
-    resolve(build_config({"data": {"train": [str(path.with_suffix(""))]}}))
-
-
-def read_metrics(path: Path) -> None:
-    metrics.cut_metrics(path, 3)
-
-
 def read_checkpoint(path: Path) -> None:
     verify(path.parent)
     saved_tensors(path.parent, MODEL)
-
-
-def read_config(path: Path) -> None:
-    check_config(build_config(read_toml(path)))
 
 
 def read_safetensors(path: Path) -> None:
@@ -77,26 +61,18 @@ def read_safetensors(path: Path) -> None:
         files.slice(name)[tuple(slice(0, 1) for _ in spec.shape)]
 
 
-def read_tokenizer(path: Path) -> None:
-    load_tokenizer(str(path)).encode("text")
-
-
-def read_model(path: Path) -> None:
-    describe(path.parent)
-
-
-READERS: dict[str, Callable[[Path], None]] = {
+READERS: dict[str, Callable[[Path], object]] = {
     "data.idx": read_dataset,
-    "data.json": read_sidecar,
-    "pairs.mask": read_mask,
-    "metrics.jsonl": read_metrics,
+    "data.json": lambda path: resolve(build_config({"data": {"train": [str(path.with_suffix(""))]}})),
+    "pairs.mask": lambda path: open_dataset(str(path.with_suffix("")), 300, masked=True),
+    "metrics.jsonl": lambda path: cut_metrics(path, 3),
     "step-1/manifest.json": read_checkpoint,
     "step-1/.metadata": read_checkpoint,
     "step-1/trainer.json": read_checkpoint,
-    "run.toml": read_config,
+    "run.toml": lambda path: check_config(build_config(read_toml(path))),
     "weights/model.safetensors": read_safetensors,
-    "tokenizer.json": read_tokenizer,
-    "model/config.json": read_model,
+    "tokenizer.json": lambda path: load_tokenizer(str(path)).encode("text"),
+    "model/config.json": lambda path: describe(path.parent),
 }
 RANDOM = [name for name in READERS if name != "model/config.json"]
 HUGE, NESTED = struct.pack("<Q", 1 << 62), b"[" * 200_000
@@ -152,9 +128,9 @@ def refuse(event: str, arguments: tuple) -> None:
         raise SystemError(f"a damaged file has led to {event}{arguments}")
 
 
-def read_all(read: Callable[[Path], None], file: str, seed: int) -> None:
+def read_all(name: str, folder: str, seed: int) -> None:
     """Read a file, then MUTATIONS changed ones. Anything but the errors that a command says in a sentence is raised."""
-    path, chance = Path(file), random.Random(seed)
+    path, read, chance = Path(folder, name), READERS[name], random.Random(seed)
     content = path.read_bytes()
     read(path)
     sys.addaudithook(refuse)
@@ -213,5 +189,5 @@ def test_files_made_to_run_something_or_to_take_all_memory_are_refused_by_name(f
 def test_damaged_files_are_refused_in_a_sentence(name, files, commands, tmp_path):
     """Must show 3 of issue 16."""
     copy = shutil.copytree(files, tmp_path / "files")
-    code, out, err = commands.call(read_all, READERS[name], str(copy / name), 11).finish()
+    code, out, err = commands.call(read_all, name, str(copy), 11).finish()
     assert code == 0, out + err

@@ -128,20 +128,17 @@ def test_each_step_is_the_formula(schedule):
     assert_same(rates[-1], LR if schedule == "constant" else LR * FLOOR)
 
 
-def test_edges_of_the_schedules():
-    def rates(steps, **options):
-        return [learning_rate(step, steps, OptimizerSection(lr=1.0, **options)) for step in range(1, steps + 1)]
+def rates(steps, **options):
+    return [learning_rate(step, steps, OptimizerSection(lr=1.0, **options)) for step in range(1, steps + 1)]
 
+
+def test_edges_of_the_schedules_and_a_warm_up_that_does_not_fit_is_named():
+    """N8: 100 steps of warm-up were the default of a run of 50, too."""
     assert rates(3, warmup_steps=0, schedule="wsd", decay_fraction=0.0) == [1.0, 1.0, 1.0]
     assert rates(4, warmup_steps=2, schedule="wsd", decay_fraction=1.0, min_lr_ratio=0.0) == [0.5, 1.0, 0.5, 0.0]
     assert rates(5, warmup_steps=10)[-1] == 0.5
-
-
-def test_the_default_warm_up_fits_a_short_run_and_a_longer_one_is_named():
-    """N8: 100 steps of warm-up were the default of a run of 50, too."""
-    config = OptimizerSection(lr=1.0)
-    assert [learning_rate(step, 50, config) for step in (1, 5)] == [0.2, 1.0] and warmup_notice(50, config) is None
-    assert learning_rate(100, 5000, config) == 1.0 > learning_rate(99, 5000, config)
+    assert rates(50)[0] == 0.2 and rates(50)[4] == 1.0 and warmup_notice(50, OptimizerSection()) is None
+    assert rates(5000)[99] == 1.0 > rates(5000)[98]
     notice = warmup_notice(5, OptimizerSection(lr=1.0, warmup_steps=50))
     assert notice is not None and "warmup_steps=50 is more than train.steps=5" in notice and "ends at 0.1" in notice
 

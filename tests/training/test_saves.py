@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from runs import losses, rows, sigterm_in, values_with, write_run
+from runs import rows, sigterm_in, values_with, write_run
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tpformer.config import build_config
@@ -167,26 +167,6 @@ def test_r2_a_run_whose_last_save_fails_for_good_fails(ranks, tiny_values):
     assert error.startswith("RuntimeError: checkpoint") and "step-2 could not" in error and "No space left" in error
     assert sum("tried once more" in line for line in notices) == 1
     assert names(values["run"]["dir"]) == [] and len(rows(values["run"]["dir"])) == 3
-
-
-def crash(values: dict, at: int):
-    def crashing(model, loss, step):
-        if step == at:
-            raise LookupError("injected")
-        return loss
-
-    with changed_gradients(crashing):
-        return train(values)
-
-
-def test_r5_a_run_that_crashed_before_its_first_checkpoint_begins_anew(ranks, tiny_values):
-    values = values_with(tiny_values, checkpoint={"interval": 4})
-    ((_, error),) = ranks(1).run(crash, values, 4)
-    assert error == "LookupError: injected" and len(rows(values["run"]["dir"])) == 2, (
-        "step 3 is read behind the gradients of 4"
-    )
-    assert ranks(1).run(train, values, True) == [([], "")]
-    assert [step for step, *_ in losses(values["run"]["dir"])] == [1, 2, 3, 4, 5, 6]
 
 
 def start_on_a_full_disk(values: dict) -> str:

@@ -70,7 +70,7 @@ LAYOUTS = {
 SAID = ("pipeline_parallel 2, data_parallel_shard 2: 4 ranks", "tensor_parallel 2, data_parallel_shard 2: 4 ranks")
 
 
-@pytest.mark.parametrize(("name", "said"), zip(LAYOUTS, SAID, strict=True))
+@pytest.mark.parametrize(("name", "said"), list(zip(LAYOUTS, SAID, strict=True)))
 def test_layouts_pass(ranks, name, said):
     results = ranks(4).run(verified, config_of(parallel=LAYOUTS[name]), "none")
     assert [code for code, _ in results] == [0] * 4

@@ -53,19 +53,21 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         JsonTokenizer(path)
 
 
-@pytest.mark.parametrize("end_of_document", ["<|endoftext|>", "</s>", "<|end_of_text|>"])
-def test_json_tokenizer(tmp_path: Path, end_of_document: str) -> None:
+def test_json_tokenizer(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    tokenizer = load_tokenizer(str(word_level_json(tmp_path / "tokenizer.json", end_of_document)))
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 7)
+    for end_of_document in ("<|endoftext|>", "</s>", "<|end_of_text|>"):
+        tokenizer = load_tokenizer(str(word_level_json(tmp_path / "tokenizer.json", end_of_document)))
+        assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 7)
     ids = tokenizer.encode(b"blue red mauve")
     assert ids.dtype == np.int64 and ids.tolist() == [3, 1, 0]
     assert tokenizer.encode("").dtype == np.int64
     assert tokenizer.decode(np.array([3, 1, 7])) == "blue red"
-
-
-def test_json_tokenizer_refusals(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
+    # an ordinary token that is named special is one token
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "blue", "pad_token": "absent"}')
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("redblue").tolist() == [1, 3] and tokenizer.decode([1, 3]) == "red"
+    assert tokenizer.end_of_document == 3
+    (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match=r"a\.json has none of the end-of-document tokens .* 5 tokens"):
         JsonTokenizer(word_level_json(tmp_path / "a.json", "<stop>"))
     (tmp_path / "b.json").write_text("{}")
@@ -140,7 +142,7 @@ CONVERSATIONS = {"one turn": TURNS[1:2], "two turns": TURNS[1:], "with a system 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_conversation_has_the_tokens_that_transformers_gives_it(folder, tmp_path, name):
+def test_a_conversation_and_a_prompt_have_the_tokens_that_transformers_gives_them(folder, tmp_path, name):
     transformers = pytest.importorskip("transformers")
     in_config = name == "tools"  # an older folder has the template in its configuration, beside others
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": TEMPLATES[name]}]
@@ -155,13 +157,8 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(folder, tmp_pa
             assert chat_ids(ours, messages, add_generation_prompt=prompt).tolist() == expected
     if name in ("llama3", "mistral"):
         assert expected[:2] != [0, 0] and expected[0] == 0, "the template's <s> is the only one"
-
-
-def test_a_prompt_has_the_tokens_that_transformers_gives_it(folder, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    path = write(tmp_path / "model", folder, tokenizer_config=CONFIG)
-    ours, text = load_tokenizer(path), "def a user, longer than four tokens <|im_end|>"
-    expected = transformers.AutoTokenizer.from_pretrained(path.parent)(text)["input_ids"]
+    text = "def a user, longer than four tokens <|im_end|>"
+    expected = theirs(text)["input_ids"]
     assert ours.encode_prompt(text).tolist() == expected and expected[0] == 0
     assert ours.encode(text).tolist() == expected[1:], "a document has no beginning-of-text token"
 
@@ -209,15 +206,6 @@ def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
 def test_files_that_cannot_be_understood(folder, tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(write(tmp_path / "model", folder, **{name: content}))
-
-
-def test_an_ordinary_token_that_is_named_special_is_one_token(tmp_path):
-    pytest.importorskip("tokenizers")
-    path = word_level_json(tmp_path / "tokenizer.json", "</s>")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "blue", "pad_token": "absent"}')
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.encode("redblue").tolist() == [1, 3] and tokenizer.decode([1, 3]) == "red"
-    assert tokenizer.end_of_document == 3
 
 
 @pytest.mark.parametrize(
