@@ -93,7 +93,8 @@ def test_rows_wait_for_room_on_the_disk(tmp_path, capsys):
     assert [said.count(f"{name}.jsonl cannot be written (File too large)") for name in ("metrics", "norms")] == [1, 1]
 
 
-def test_rows_that_cannot_be_written_at_the_end_are_an_error(tmp_path):
+def test_rows_that_cannot_be_written_at_the_end_are_an_error(tmp_path, capsys):
+    # capsys, because pytest itself captures in a file, which is limited, too
     with pytest.raises(OSError, match="File too large") as error, limited(0):
         with MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False) as log:
             log.row(step=1, loss=1.0)

@@ -1,4 +1,4 @@
-"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, drawn; and one whose rank hangs.
+"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, drawn; ranks that raise or hang.
 
 checks/faults.py has other faults, at random moments, and what is left of their runs; test_command_ends.py has mistakes.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from commands import main
 from pool import RankFailure
 from runs import losses, values_with, write_run
 from torch.distributed import TCPStore
@@ -113,6 +114,28 @@ def test_a_recorded_pipeline_step_is_drawn(done, tmp_path, tiny_values):
     computed = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"][0] in "FB"]
     assert len(computed) == 2 * 2 * 2 * 2, "forward and backward of 2 microbatches in 2 stages on 2 ranks"
     assert "Interleaved1F1B" in (directory / "plots" / "pipeline.svg").read_text()
+
+
+def raising(*arguments: str) -> None:
+    """Run `tpformer`, whose rank 1 raises in step 3. The ranks are forks of this process, so they have its patch."""
+    original = ModelParts.gradients
+
+    def gradients(self, batch, **options):
+        if options["step"] == 3 and dist.get_rank() == 1:
+            raise LookupError("injected")
+        return original(self, batch, **options)
+
+    ModelParts.gradients = gradients
+    main(*arguments)
+
+
+def test_a_rank_that_raises_is_named(commands, tmp_path, tiny_values):
+    toml = write_run(tmp_path, tiny_values, parallel={"pipeline_parallel": 2}, data={"valid": []})
+    code, _, err = commands.call(raising, "pretrain", toml).finish()
+    assert code == 1 and "[rank1]: Traceback (most recent call last)" in err, err
+    assert "rank 1 of 2 failed with exit code 1 (LookupError: injected)" in err.split("; all ranks were stopped")[0], (
+        err
+    )
 
 
 TIMEOUT = 8.0  # run.timeout: a first step on two busy cores takes a few seconds
