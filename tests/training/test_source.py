@@ -153,15 +153,16 @@ def start(tiny_values, path, **parallel):
     return values
 
 
-@pytest.mark.parametrize(("kind", "parallel"), [("gpt2", {"tensor_parallel": 2}), ("run", {})])
-def test_a_run_starts_from_weights_and_resumes_without_them(done, hub, tiny_values, tmp_path, kind, parallel):
-    source = shutil.copytree(hub[kind], tmp_path / "source")
+def test_a_run_starts_from_weights_and_resumes_without_them(done, hub, tiny_values, tmp_path):
+    """tests/weights/test_continued.py has weights of other libraries."""
+    source = shutil.copytree(hub["run"], tmp_path / "source")
     file = tmp_path / "few.toml"  # only what a user would write
-    for section, keys in start(tiny_values, source, **parallel).items():
+    for section, keys in start(tiny_values, source, tensor_parallel=2).items():
         lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
         with file.open("a") as text:
             text.write("\n".join([f"[{section}]", *lines, ""]))
-    assert f"weights of {source}" in done("pretrain", str(file))
+    assert f"weights of {source}, step " in done("pretrain", str(file))
+    assert str(open_source(hub["gpt2"])) == str(hub["gpt2"]), "as a run that starts from it says"
     run = tmp_path / "run"
     written = build_config(read_toml(run / "config.toml")).model
     vocab_size = 300  # not the 257 of the data
