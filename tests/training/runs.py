@@ -39,7 +39,7 @@ def losses(directory: Path | str) -> list[tuple[int, float, float]]:
 
 @contextmanager
 def sigterm_in(step: int) -> Iterator[None]:
-    """Within, each rank gets SIGTERM as it begins this step; the run reads that step, and ends behind the next one."""
+    """Within, each rank gets SIGTERM as it begins this step."""
     launch = Trainer._launch
 
     def launched(trainer: Trainer, *arguments):

@@ -18,12 +18,17 @@ from tpformer.training.setup import build_model, open_data, run_mesh
 from tpformer.training.step import batch
 from tpformer.training.trainer import Trainer
 
-LAYERS, STEPS, SIZES = 4, 3, [4, 8, 12]
+LAYERS, STEPS, SIZES = 4, 3, [8, 16, 24]
 
 
 def settings(values: dict, parallel: dict) -> dict:
     """A run of growing batches, whose norms are logged at its second step."""
-    batches = {"global_batch_size": 12, "batch_size_start": 4, "batch_size_ramp_steps": 2, "microbatch_size": 1}
+    batches = {
+        "global_batch_size": SIZES[-1],
+        "batch_size_start": SIZES[0],
+        "batch_size_ramp_steps": 2,
+        "microbatch_size": 1,
+    }
     return values_with(
         values,
         parallel=parallel,
@@ -58,22 +63,22 @@ def plain(values: dict) -> dict[str, float]:
     """What the norms of step 2 should be, by torch alone, at the first weights, which a learning rate of 0 keeps."""
     config = resolve(build_config(settings(values, {})))
     (model,) = build_model(config, run_mesh(config, "cpu")).parts
-    rows, found = batch(open_data(config).train, 4, 8), {}
+    rows, found = batch(open_data(config).train, *SIZES[:2]), {}
     for name, layer in model.layers.items():
         layer.register_forward_hook(
             lambda module, args, y, name=name: found.update({f"output.layers.{name}": float(y.square().mean().sqrt())})
         )
     squares = []
-    for size in (4, 8):
+    for size in SIZES[:2]:
         model.zero_grad()
-        index = torch.arange(4, 4 + size)
+        index = torch.arange(SIZES[0], SIZES[0] + size)
         model(rows[:size, :-1], targets=rows[:size, 1:], sample_index=index, step=2, reduction="mean").backward()
         squares.append(sum(float(parameter.grad.full_tensor().square().sum()) for parameter in model.parameters()))
     for name, parameter in model.named_parameters():
         key = "gradient." + (".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0])
         found[key] = math.hypot(found.get(key, 0.0), float(parameter.grad.full_tensor().norm()))
     half, whole = squares
-    noise = 8 * (half - whole) / (2 * whole - half)
+    noise = SIZES[1] * (half - whole) / (2 * whole - half)
     return found | {"step": 2, "noise_scale": noise if noise > 0 else math.nan}
 
 
@@ -98,7 +103,7 @@ def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, 
 
 def test_norms_are_those_that_torch_computes_and_samples_follow_those_of_the_steps_before(ranks, tiny_values, alone):
     rows, norms, taken = alone
-    assert taken == list(zip([0, 4, 12], SIZES, strict=True))
+    assert taken == list(zip([0, 8, 24], SIZES, strict=True))
     assert [row["tokens"] for row in rows] == [16 * total for total in itertools.accumulate(SIZES)]
     (expected,) = ranks(1).run(plain, at_first_weights(tiny_values))
     assert len([name for name in expected if "layers." in name]) == 2 * LAYERS

@@ -198,8 +198,8 @@ def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_valu
 
 
 def train_until(values: dict, step: int):
-    """SIGTERM comes in the step before this one."""
-    with sigterm_in(step - 1):
+    """SIGTERM comes in this step."""
+    with sigterm_in(step):
         return train(values)
 
 
@@ -225,7 +225,7 @@ def test_a_stop_while_steps_are_skipped_waits_until_one_is_not(ranks, tiny_value
 def stopped_in_a_streak(values: dict):
     """The losses of steps 3 and 4 are no numbers; SIGTERM comes in step 3."""
     with changed_gradients(lambda model, loss, step: loss * float("nan") if step in (3, 4) else loss):
-        return train_until(values, 4)
+        return train_until(values, 3)
 
 
 def half_with_an_overflow(values: dict):
