@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from commands import main
-from runs import rows, write_run
+from tiny_runs import rows, write_run
 
 from tpformer.processes.launch import STOPPED_EXIT_CODE
 from tpformer.training.data import IndexedDataset, IndexedWriter
@@ -187,7 +187,7 @@ MISTAKES = [
     (["pretrain", "{toml}"], {"RANK": "2", "WORLD_SIZE": "3"}, "the layout has 2 ranks, but 3 were started"),
     (["pretrain", "{toml}", "--run.dir", "{toml}"], {}, "cannot be written"),
     (["pretrain", "{toml}", "--run.dir", "{tmp}/blocked"], {}, "blocked/ranks"),  # R18
-    (["pretrain", "{toml}", "--model.vocab-size", "50"], {}, "vocab_size=50"),
+    (["pretrain", "{toml}", "--model.vocab-size", "50"], {}, "but the model's vocab_size is 50"),
     (["pretrain", "{toml}", "--parallel.transport", "fused"], {}, "fused needs a CUDA device"),
     # R3: such ids became token 0 or were dropped, and the losses looked fine
     (["pretrain", "{toml}", *ONE, "--data.train", "{tmp}/harmed"], {}, HARMED),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from runs import losses, write_run
+from tiny_runs import losses, write_run
 
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.training.resolve import with_vocab_size

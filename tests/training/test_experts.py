@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import write_run
+from tiny_runs import write_run
 
 from tpformer.config import RunConfig, build_config, check_config
 from tpformer.layers import Policy, Router

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from runs import values_with
+from tiny_runs import values_with
 from waits import counted_waits
 
 from tpformer.config import build_config

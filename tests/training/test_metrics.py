@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from runs import rows, sigterm_in, values_with, write_run
 from testing import assert_same
+from tiny_runs import rows, sigterm_in, values_with, write_run
 
 from tpformer.config import build_config
 from tpformer.training.metrics import LossMean, MetricsLog, cut_metrics, plot_losses, read_metrics, rounded

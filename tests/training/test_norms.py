@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from runs import values_with
 from testing import assert_same
+from tiny_runs import values_with
 
 from tpformer.config import build_config
 from tpformer.training.metrics import read_metrics

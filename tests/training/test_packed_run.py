@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
-from runs import rows, values_with
 from testing import all_exponents, assert_identical
+from tiny_runs import rows, values_with
 
 from tpformer.config import build_config
 from tpformer.kernels.pack import reference

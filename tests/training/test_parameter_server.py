@@ -11,8 +11,8 @@ from typing import NamedTuple
 import lost_ranks
 import pytest
 import torch
-from runs import losses, values_with
 from testing import assert_identical, assert_same
+from tiny_runs import losses, values_with
 
 from tpformer.config import RunConfig, build_config, check_config
 from tpformer.config.arrivals import Arrivals

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from commands import main
 from pool import RankFailure
-from runs import losses, values_with, write_run
+from tiny_runs import losses, values_with, write_run
 from torch.distributed import TCPStore
 
 from tpformer.config import build_config, read_toml
@@ -93,15 +93,15 @@ def test_overrides_reach_the_run_and_generate_prints_several_texts_of_it(done, c
     assert found[1]["tokens"] == 2 * 4 * 8
     stored = (directory / "config.toml").read_text()
     assert "n_layers = 3" in stored and "vocab_size = 257" in stored and "ffn_hidden_size" not in stored
-    (tmp_path / "prompt.txt").write_text("class A:\n")
+    (tmp_path / "prompt.txt").write_text("class\n")
     options = f"--prompt import --prompt if --prompt-file {tmp_path}/prompt.txt --samples 2 --max-new-tokens 20".split()
     options += "--top-k 9 --top-p 0.9 --min-p 0.01 --stop e".split()
     code, out, err = commands.run("generate", str(directory), *options)
     texts = out.split("--- prompt ")[1:]
     assert code == 0 and [text[:11] for text in texts] == [f"{p}, sample {s}" for p in (1, 2, 3) for s in (1, 2)], err
-    assert texts[0][12:].startswith("import") and texts[5][12:].startswith("class A:\n")
+    assert texts[0][12:].startswith("import") and texts[5][12:].startswith("class\n")
     assert all("e" not in text[12:] for text in texts[:4])
-    assert "texts may need 29 positions, but the model was trained with 8" in err
+    assert "texts may need 26 positions, but the model was trained with 8" in err
 
 
 def test_a_recorded_pipeline_step_is_drawn(done, tmp_path, tiny_values):

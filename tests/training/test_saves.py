@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from runs import rows, sigterm_in, values_with, write_run
+from tiny_runs import rows, sigterm_in, values_with, write_run
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tpformer.config import build_config

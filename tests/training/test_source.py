@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointed import LAYOUTS, build, everything, merged, spoil
-from runs import write_run
 from safetensors.torch import save_file
 from testing import assert_identical
+from tiny_runs import write_run
 
 from tpformer.config import build_config, read_toml, to_toml
 from tpformer.models import GPT

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from commands import main
 from defects import without_reduction
-from runs import write_run
+from tiny_runs import write_run
 
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.parallel import TiedParameter
