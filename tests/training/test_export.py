@@ -125,7 +125,8 @@ def test_refusals_and_what_fails_half_way_write_nothing(trained, tmp_path, monke
             export(source, target, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "no-checkpoint"]
     assert (full / "file").read_text() == "precious"
-    monkeypatch.chdir(tmp_path)  # R18: a shell there would be left in a directory that is gone
+    out.mkdir()
+    monkeypatch.chdir(out)  # R18: a shell there would be left in a directory that is gone
     with pytest.raises(ValueError, match="is the current directory: give --out a new one"):
         new_directory(Path()).__enter__()
 

@@ -20,7 +20,7 @@ def values_with(values: dict, **sections: dict) -> dict:
 
 
 def write_run(folder: Path, values: dict, **sections: dict) -> str:
-    """Write folder/run.toml; return its path."""
+    """Write the TOML file of a run into the folder; return its path."""
     path = folder / "run.toml"
     path.write_text(to_toml(build_config(values, sections)))
     return str(path)
