@@ -101,7 +101,7 @@ def test_overrides_reach_the_run_and_generate_prints_several_texts_of_it(done, c
     assert code == 0 and [text[:11] for text in texts] == [f"{p}, sample {s}" for p in (1, 2, 3) for s in (1, 2)], err
     assert texts[0][12:].startswith("import") and texts[5][12:].startswith("class\n")
     assert all("e" not in text[12:] for text in texts[:4])
-    assert "texts may need 26 positions, but the model was trained with 8" in err
+    assert "texts may need 25 positions, but the model was trained with 8" in err
 
 
 def test_a_recorded_pipeline_step_is_drawn(done, tmp_path, tiny_values):
